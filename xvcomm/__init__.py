@@ -1,0 +1,1 @@
+"""Collectives and pipelines for jobs that mix NVIDIA GPUs, AMD GPUs and host memory."""

@@ -1,0 +1,73 @@
+"""Contract of a store: where ranks find each other before anything faster joins them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from xvcomm.deadline import Deadline
+
+
+class Store(ABC):
+    """A map from text to bytes that every rank of a job sees. Thread-safe. Never on a hot path."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Store `value` under `key`, replacing what was there; visible to every later `get`.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+
+    @abstractmethod
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """The value of `key`; blocks until some rank sets it.
+
+        Raises:
+            DeadlineExceeded: nobody set it in time; names the key.
+            StoreError: the store cannot be reached.
+        """
+
+    @abstractmethod
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """Block until every key is set.
+
+        Raises:
+            DeadlineExceeded: names the keys that are missing.
+            StoreError: the store cannot be reached.
+        """
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most stores own nothing
+        """Let go of connections; idempotent. Keys stay for the others."""
+
+
+class PrefixStore(Store):
+    """A view of another store in which every key begins with `prefix/`. Closing it closes nothing."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        self._prefix = prefix + "/"
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store.set`."""
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`."""
+        return self._store.get(self._prefix + key, deadline)
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`."""
+        self._store.wait([self._prefix + key for key in keys], deadline)
+
+    def add(self, key: str, amount: int) -> int:
+        """See `Store.add`."""
+        return self._store.add(self._prefix + key, amount)

@@ -1,0 +1,78 @@
+"""The only reader of `XVCOMM_*`: one frozen dataclass, one table, checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from xvcomm.errors import ConfigError
+
+
+def _var(default: Any, doc: str, *, least: float | None = None, secret: bool = False) -> Any:
+    return field(default=default, repr=not secret, metadata={"doc": doc, "least": least})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of one process. Field `ring_slots` is read from `XVCOMM_RING_SLOTS`, and so on for each field."""
+
+    rank: int | None = _var(None, "Rank of this process; overrides the launcher's.", least=0)
+    size: int | None = _var(None, "Number of ranks; overrides the launcher's.", least=1)
+    local_rank: int | None = _var(None, "Rank among the ranks of this host; overrides the launcher's.", least=0)
+    local_size: int | None = _var(None, "Number of ranks on this host; overrides the launcher's.", least=1)
+    store: str | None = _var(None, "Where ranks meet: `tcp://host:port` or `file:///path`.")
+    secret: str | None = _var(None, "The job's secret, equal on all ranks; `xvcomm run` makes one.", secret=True)
+    job: str | None = _var(None, "Name of the job in the names of its shared memory; made up if unset.")
+    island: str | None = _var(None, "Island label of this rank, instead of the one found: a rehearsal.")
+    device: str | None = _var(None, "Kind of device of this rank: `host`, `cuda`, `rocm`; found if unset.")
+    timeout: float = _var(300.0, "Seconds an operation may take before DeadlineExceeded.", least=0)
+    shm_dir: str = _var("/dev/shm", "Folder of shared memory files; must be a tmpfs for speed.")
+    ring_lanes: int = _var(1, "Lanes of a ring between two host ranks.", least=1)
+    ring_slots: int = _var(8, "Slots a lane.", least=2)
+    ring_slot_bytes: int = _var(128 << 10, "Bytes a slot; a multiple of 4096.", least=4096)
+    stage_bytes: int = _var(256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096)
+    segment_bytes: int = _var(4 << 20, "Bytes of one segment of a hierarchical collective on GPUs.", least=4096)
+    spin_us: float = _var(20.0, "Microseconds to spin before yielding the core.", least=0)
+    trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
+
+    def __post_init__(self) -> None:
+        for name in ("ring_slot_bytes", "stage_bytes"):
+            if getattr(self, name) % 4096:
+                raise ConfigError(f"XVCOMM_{name.upper()}={getattr(self, name)}: must be a multiple of 4096")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
+        """The settings that the environment asks for; empty variables count as unset.
+
+        Raises:
+            ConfigError: names the variable, its value and what is allowed; also for an `XVCOMM_*` that does not exist.
+        """
+        env = os.environ if env is None else env
+        known = {f"XVCOMM_{f.name.upper()}": f for f in fields(cls)}
+        unknown = sorted(k for k in env if k.startswith("XVCOMM_") and k not in known)
+        if unknown:
+            raise ConfigError(f"unknown variable {unknown[0]}; known are {', '.join(known)}")
+        values: dict[str, Any] = {}
+        for variable, f in known.items():
+            text = env.get(variable, "")
+            if text:
+                values[f.name] = _parse(variable, text, str(f.type), f.metadata["least"])
+        return cls(**values)
+
+
+def _parse(variable: str, text: str, kind: str, least: float | None) -> Any:
+    convert: Any = int if kind.startswith("int") else float if kind.startswith("float") else str
+    try:
+        value = convert(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r}: expected {convert.__name__}") from None
+    if least is not None and value < least:
+        raise ConfigError(f"{variable}={text!r}: must be at least {least:g}")
+    return value
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Every variable as (name, default, meaning), in order; the docs and `xvcomm doctor` print it."""
+    return [(f"XVCOMM_{f.name.upper()}", "" if f.default is None else str(f.default), f.metadata["doc"]) for f in fields(Config)]

@@ -1,0 +1,34 @@
+"""One deadline, made where a call enters and passed down as time left."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point on the monotonic clock; `math.inf` means none."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """The deadline `seconds` from now; None means never."""
+        return NEVER if seconds is None else cls(time.monotonic() + seconds)
+
+    def left(self) -> float:
+        """Seconds left, never negative; `math.inf` without a deadline."""
+        return max(0.0, self.at - time.monotonic())
+
+    def expired(self) -> bool:
+        """Whether the point has passed."""
+        return time.monotonic() >= self.at
+
+    def sooner(self, seconds: float) -> float:
+        """Seconds to sleep or poll: `seconds`, or what is left if that is less."""
+        return min(seconds, self.left())
+
+
+NEVER = Deadline(math.inf)

@@ -1,0 +1,183 @@
+"""Element types and reduction operations: one table each, shared by every backend.
+
+Names follow numpy and ml_dtypes. `code` is what crosses the wire and lies in ledgers; it never changes meaning.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from xvcomm.errors import DTypeError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: numpy's or ml_dtypes' name.
+        code: stable number for ledgers and wire messages.
+        itemsize: bytes an element.
+        kind: `f` float, `i` signed, `u` unsigned, `b` bool, `c` complex.
+        dlpack: DLPack's `(code, bits)`, or None where DLPack has no word for it.
+    """
+
+    name: str
+    code: int
+    itemsize: int
+    kind: str
+    dlpack: tuple[int, int] | None
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether sums of three or more terms accumulate in float32."""
+        return self.kind == "f" and self.itemsize < 4
+
+    @property
+    def numpy(self) -> Any:
+        """The `numpy.dtype`, from ml_dtypes for bfloat16 and the float8 dialects."""
+        return _numpy_dtype(self.name)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+DTYPES: tuple[DType, ...] = (
+    DType("float64", 1, 8, "f", (2, 64)),
+    DType("float32", 2, 4, "f", (2, 32)),
+    DType("float16", 3, 2, "f", (2, 16)),
+    DType("bfloat16", 4, 2, "f", (4, 16)),
+    DType("float8_e4m3fn", 5, 1, "f", (10, 8)),
+    DType("float8_e4m3fnuz", 6, 1, "f", (11, 8)),
+    DType("float8_e5m2", 7, 1, "f", (12, 8)),
+    DType("float8_e5m2fnuz", 8, 1, "f", (13, 8)),
+    DType("int8", 9, 1, "i", (0, 8)),
+    DType("int16", 10, 2, "i", (0, 16)),
+    DType("int32", 11, 4, "i", (0, 32)),
+    DType("int64", 12, 8, "i", (0, 64)),
+    DType("uint8", 13, 1, "u", (1, 8)),
+    DType("uint16", 14, 2, "u", (1, 16)),
+    DType("uint32", 15, 4, "u", (1, 32)),
+    DType("uint64", 16, 8, "u", (1, 64)),
+    DType("bool", 17, 1, "b", (6, 8)),
+    DType("complex64", 18, 8, "c", (5, 64)),
+    DType("complex128", 19, 16, "c", (5, 128)),
+)
+
+BY_NAME = {d.name: d for d in DTYPES}
+BY_CODE = {d.code: d for d in DTYPES}
+BY_DLPACK = {d.dlpack: d for d in DTYPES if d.dlpack is not None}
+UINT8 = BY_NAME["uint8"]
+
+
+@cache
+def _numpy_dtype(name: str) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    extension = getattr(ml_dtypes, name, None)
+    return np.dtype(name if extension is None else extension)
+
+
+@cache
+def from_numpy(dtype: Any) -> DType:
+    """The DType of a `numpy.dtype`, ml_dtypes included.
+
+    Raises:
+        DTypeError: xvcomm does not carry this type.
+    """
+    found = BY_NAME.get(dtype.name)
+    if found is None or not dtype.isnative:
+        raise DTypeError(f"dtype {dtype} is not carried by xvcomm; convert the array to one of {', '.join(BY_NAME)}")
+    return found
+
+
+def from_dlpack(code: int, bits: int, lanes: int) -> DType:
+    """The DType of a DLPack type triple.
+
+    Raises:
+        DTypeError: xvcomm does not carry this type.
+    """
+    found = BY_DLPACK.get((code, bits)) if lanes == 1 else None
+    if found is None:
+        raise DTypeError(
+            f"DLPack type (code {code}, {bits} bits, {lanes} lanes) is not carried by xvcomm; "
+            f"convert the array to one of {', '.join(BY_NAME)}"
+        )
+    return found
+
+
+class ReduceOp(enum.IntEnum):
+    """What a reduction does with two elements. Values are stable: they lie in ledgers."""
+
+    SUM = 1
+    PROD = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+    AVG = 8
+    PREMUL_SUM = 9
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction as the user asked for it: the operation, and for `premul_sum` this rank's factor."""
+
+    op: ReduceOp
+    factor: float = 1.0
+
+    @property
+    def base(self) -> ReduceOp:
+        """The element-wise operation left once scaling is taken out: AVG and PREMUL_SUM are sums."""
+        return ReduceOp.SUM if self.op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else self.op
+
+
+def premul_sum(factor: float) -> Reduction:
+    """The sum of every rank's array times that rank's `factor` (NCCL's ncclRedOpCreatePreMulSum)."""
+    return Reduction(ReduceOp.PREMUL_SUM, float(factor))
+
+
+@cache
+def reduction(op: str | ReduceOp | Reduction) -> Reduction:
+    """The Reduction that `op` names: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`.
+
+    Raises:
+        DTypeError: no reduction has this name.
+    """
+    if isinstance(op, Reduction):
+        return op
+    if isinstance(op, str) and op != "premul_sum":
+        found = ReduceOp.__members__.get(op.upper())
+        if found is not None:
+            return Reduction(found)
+    elif isinstance(op, ReduceOp) and op is not ReduceOp.PREMUL_SUM:
+        return Reduction(op)
+    names = ", ".join(str(o) for o in ReduceOp if o is not ReduceOp.PREMUL_SUM)
+    raise DTypeError(f"unknown reduction {op!r}; use one of {names}, or xvcomm.premul_sum(factor)")
+
+
+_BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+_ORDERED = frozenset((ReduceOp.MIN, ReduceOp.MAX))
+
+
+@cache
+def check_reduction(op: ReduceOp, dtype: DType) -> None:
+    """Refuse a reduction that is not defined on a dtype.
+
+    Raises:
+        DTypeError: says which operations the dtype has.
+    """
+    if op in _BITWISE and dtype.kind in "fc":
+        raise DTypeError(f"{op} is defined on integers and bool only, not on {dtype}")
+    if op in _ORDERED and dtype.kind == "c":
+        raise DTypeError(f"{op} is not defined on {dtype}: complex numbers have no order; reduce the parts")
+    if op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype.kind == "b":
+        raise DTypeError(f"{op} is not defined on bool; convert the array to a number first")
