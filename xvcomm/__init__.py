@@ -1,1 +1,70 @@
-"""Collectives and pipelines for jobs that mix NVIDIA GPUs, AMD GPUs and host memory."""
+"""Collectives and pipelines for jobs that mix NVIDIA GPUs, AMD GPUs and host memory.
+
+    comm = xvcomm.init()
+    comm.all_reduce(x)
+
+`init` joins the job that a launcher started (`xvcomm run`, torchrun, mpirun, SLURM, JAX) and gives a `Communicator`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xvcomm.dtype import ReduceOp, premul_sum
+from xvcomm.errors import (
+    Aborted,
+    ArgumentError,
+    ArrayError,
+    AuthenticationError,
+    BackendUnavailable,
+    ClosedError,
+    ConfigError,
+    DeadlineExceeded,
+    DTypeError,
+    MismatchError,
+    PeerLost,
+    ResourceError,
+    ScheduleError,
+    StoreError,
+    XvcommError,
+)
+
+if TYPE_CHECKING:
+    from xvcomm.bootstrap import init
+    from xvcomm.communicator import Communicator
+    from xvcomm.work import Work
+
+__version__ = "0.1.0"
+__all__ = [
+    "Aborted",
+    "ArgumentError",
+    "ArrayError",
+    "AuthenticationError",
+    "BackendUnavailable",
+    "ClosedError",
+    "Communicator",
+    "ConfigError",
+    "DTypeError",
+    "DeadlineExceeded",
+    "MismatchError",
+    "PeerLost",
+    "ReduceOp",
+    "ResourceError",
+    "ScheduleError",
+    "StoreError",
+    "Work",
+    "XvcommError",
+    "init",
+    "premul_sum",
+]
+
+# Loaded when asked for: they import numba, which costs more than all the rest together.
+_LATER = {"init": "xvcomm.bootstrap", "Communicator": "xvcomm.communicator", "Work": "xvcomm.work"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        import importlib
+
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'xvcomm' has no attribute {name!r}")

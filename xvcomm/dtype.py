@@ -37,6 +37,11 @@ class DType:
         return self.kind == "f" and self.itemsize < 4
 
     @property
+    def small_range(self) -> bool:
+        """Whether a sum of ordinary values may overflow, so that averages divide before they add."""
+        return self.kind == "f" and self.itemsize < 4 and self.name != "bfloat16"
+
+    @property
     def numpy(self) -> Any:
         """The `numpy.dtype`, from ml_dtypes for bfloat16 and the float8 dialects."""
         return _numpy_dtype(self.name)
@@ -181,3 +186,13 @@ def check_reduction(op: ReduceOp, dtype: DType) -> None:
         raise DTypeError(f"{op} is not defined on {dtype}: complex numbers have no order; reduce the parts")
     if op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype.kind == "b":
         raise DTypeError(f"{op} is not defined on bool; convert the array to a number first")
+
+
+def check_factor(reduction: Reduction, dtype: DType) -> None:
+    """Refuse a factor that the dtype cannot hold.
+
+    Raises:
+        DTypeError: a fraction on integers.
+    """
+    if reduction.op is ReduceOp.PREMUL_SUM and dtype.kind in "iu" and reduction.factor != int(reduction.factor):
+        raise DTypeError(f"premul_sum({reduction.factor}) on {dtype}: the factor must be whole; convert the array")

@@ -1,0 +1,60 @@
+"""Collectives as data: what each rank does for one collective on any number and size of islands.
+
+`build` is pure: it looks at the request, the topology and the rank only, and its time grows with what this rank does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from xvcomm.schedule import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather_scatter,
+    homogeneous,
+    reduce,
+    reduce_scatter,
+)
+from xvcomm.schedule.builder import Builder
+from xvcomm.schedule.layout import check
+from xvcomm.schedule.partition import grain
+from xvcomm.schedule.steps import Collective, Request, Schedule
+from xvcomm.topology import Topology
+
+__all__ = ["SEGMENTED", "build"]
+
+SEGMENTED = frozenset((Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST))
+"""The collectives that can be cut into segments; the others ignore `segment`."""
+
+_WRITERS: Mapping[Collective, Callable[[Builder], None]] = {
+    Collective.ALL_REDUCE: all_reduce.write,
+    Collective.REDUCE: reduce.write,
+    Collective.BROADCAST: broadcast.write,
+    Collective.ALL_GATHER: all_gather.write,
+    Collective.REDUCE_SCATTER: reduce_scatter.write,
+    Collective.GATHER: gather_scatter.write_gather,
+    Collective.SCATTER: gather_scatter.write_scatter,
+    Collective.ALL_TO_ALL: all_to_all.write,
+}
+
+
+def build(request: Request, topology: Topology, rank: int, segment: int = 0) -> Schedule:
+    """The schedule of one rank.
+
+    Args:
+        request: the collective; equal on all ranks but for the counts of an all_to_all.
+        topology: the ranks and their islands.
+        rank: whose schedule.
+        segment: elements of a segment, rounded up to 16 bytes; 0 for one segment.
+
+    Raises:
+        ArgumentError: the request does not fit the topology.
+    """
+    check(request, topology, rank)
+    unit = grain(request.itemsize)
+    builder = Builder(request, topology, rank, -(-segment // unit) * unit)
+    write = homogeneous.write if topology.homogeneous else _WRITERS[request.op]
+    write(builder)
+    return builder.schedule()

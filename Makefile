@@ -1,0 +1,50 @@
+# Every target first makes .venv, once; again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+# mpirun, xvcomm and torchrun as started by tests and examples are the environment's own.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench docs clean
+
+help:
+	@awk -F ' *## *' '/^[a-z-]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# Debian ships venv without ensurepip unless python3-venv is installed; there pip installs itself from outside.
+$(PY):
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xvcomm needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install pip; }
+
+$(READY): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+demo: $(READY)   ## train a small language model over two islands on this machine
+	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
+
+test: $(READY)   ## every test that is not slow
+	$(PY) -m pytest -m "not slow"
+
+test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
+	$(PY) -m pytest
+
+check: $(READY)   ## ruff, mypy strict, import-linter
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(READY)   ## host memory figures beside Gloo, OpenMPI and memcpy
+	$(PY) benchmarks/host.py
+
+docs: $(READY)   ## write the generated tables of docs/
+	$(PY) docs/generate.py
+
+clean:   ## remove the environment and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""Host memory: movers and native collectives in numba, over shared memory. The backend that runs anywhere."""
+
+from __future__ import annotations
+
+from xvcomm.abc.backend import Backend
+from xvcomm.abc.collective import Collective
+from xvcomm.abc.device import Device
+from xvcomm.abc.store import Store
+from xvcomm.config import Config
+from xvcomm.deadline import Deadline
+
+__all__ = ["HostBackend"]
+
+
+class HostBackend(Backend):
+    """Ranks whose arrays lie in ordinary memory."""
+
+    kind = "host"
+
+    def refusal(self) -> tuple[str, str] | None:
+        """See `Backend.refusal`; host memory is always there."""
+        return None
+
+    def device(self, config: Config) -> Device:
+        """See `Backend.device`."""
+        from xvcomm.backends.host.device import HostDevice
+
+        return HostDevice(config)
+
+    def collective(
+        self, config: Config, job: str, me: int, members: int, name: str, store: Store, deadline: Deadline
+    ) -> Collective:
+        """See `Backend.collective`."""
+        from xvcomm.backends.host.collective import HostCollective
+
+        return HostCollective(config, job, me, members, name, store, deadline)

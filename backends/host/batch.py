@@ -1,0 +1,121 @@
+"""Transfers that move together: the rows that the compiled mover works on, and what Python knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.atomics import READY, STOPPED
+from xvcomm.backends.host.mover import DONE, MISMATCH, NEW, WIDTH, Kind, Word, drive
+from xvcomm.deadline import Deadline
+from xvcomm.ring import Message, RingEnd
+
+BUDGET = 20_000_000
+"""Nanoseconds that compiled code may sleep before Python looks at signals and deadlines."""
+
+
+class Batch:
+    """Transfers that move together, in order on each ring end."""
+
+    def __init__(self, spins: int) -> None:
+        self._spins = spins
+        self._rows = np.zeros((8, WIDTH), np.int64)
+        self._ends: list[RingEnd] = []
+        self._last: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(
+        self, kind: Kind, end: RingEnd, data: int, message: Message,
+        itemsize: int = 1, combine: int = 0, remote_first: bool = False,
+        lane: int = 0, gate: tuple[int, int] = (0, 0),
+    ) -> None:  # fmt: skip
+        """Append a transfer; it takes the ring end's next sequence number.
+
+        Args:
+            lane: number of the stream it is on.
+            gate: (n, lane): of the first n transfers those on that lane must be done before.
+        """
+        layout = end.layout
+        row = (
+            kind, end.address, data, message.nbytes, end.sequence,
+            message.op, message.dtype, message.nbytes, message.tag, message.detail,
+            NEW, 0, layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data,
+            itemsize, combine, remote_first, end.peer, lane, *gate,
+        )  # fmt: skip
+        end.sequence += 1
+        self._append(row, end)
+
+    def drive(self, wake: int = 0, seen: int = 0, budget: int = BUDGET) -> int:
+        """Move what can be moved; see `mover.drive`. Resumes.
+
+        Raises:
+            RingStopped: an abort word is set, or two descriptions differ.
+        """
+        code = drive(self._rows.ctypes.data, len(self._ends), wake, seen, self._spins, budget)
+        if code & 0xFF in (STOPPED, MISMATCH):
+            end = self._ends[code >> 8]
+            raise RingStopped(end, end.abort_word(), int(self._rows[code >> 8, Word.SEQUENCE]))
+        return int(code)
+
+    def finish(self, deadline: Deadline) -> None:
+        """Move everything; the batch is empty afterwards, also on errors.
+
+        Raises:
+            RingStopped: see `drive`.
+            RingStalled: the deadline passed.
+        """
+        try:
+            while self._ends and self.drive() != READY:
+                if deadline.expired():
+                    raise RingStalled([self._ends[i] for i in self.open_rows()])
+        finally:
+            self.clear()
+
+    def open_rows(self) -> list[int]:
+        """Indices of transfers that are not done."""
+        return np.flatnonzero(self._rows[: len(self._ends), Word.PHASE] != DONE).tolist()
+
+    def done(self, index: int) -> bool:
+        """Whether a transfer is through."""
+        return bool(self._rows[index, Word.PHASE] == DONE)
+
+    def end(self, index: int) -> RingEnd:
+        """The ring end of a transfer."""
+        return self._ends[index]
+
+    def take(self, other: Batch) -> range:
+        """Move all transfers of `other`, none of which has begun, behind those here; gives their indices."""
+        first = len(self._ends)
+        for row, end in zip(other._rows, other._ends, strict=False):
+            row[Word.GATE] = 0  # only executors use gates, and they wait for their batch themselves
+            self._append(row[: Word.STARTS], end)
+        other.clear()
+        return range(first, len(self._ends))
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop all transfers but these; they move up in order."""
+        place = {old: new for new, old in enumerate(indices)}
+        self._rows[: len(indices)] = self._rows[list(indices)]
+        for row in self._rows[: len(indices)]:
+            row[Word.AFTER] = place.get(int(row[Word.AFTER]) - 1, -1) + 1
+        self._ends = [self._ends[i] for i in indices]
+        self._last = {id(end): i + 1 for i, end in enumerate(self._ends)}
+
+    def clear(self) -> None:
+        """Forget all transfers."""
+        self._ends.clear()
+        self._last.clear()
+
+    def _append(self, row: Any, end: RingEnd) -> None:
+        index = len(self._ends)
+        if index == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        self._rows[index, : Word.STARTS] = row
+        self._rows[index, Word.AFTER] = self._last.get(id(end), 0)
+        self._ends.append(end)
+        self._last[id(end)] = index + 1

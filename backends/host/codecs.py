@@ -1,0 +1,164 @@
+"""Low-precision floats in numba: to float32 and back, one rounding (to nearest, ties to even), as ml_dtypes does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import float32, int32, types, uint8, uint16, uint32
+from numba.extending import intrinsic, register_jitable
+
+
+@intrinsic
+def bits_to_float(typingctx: Any, bits: Any) -> Any:
+    """The float32 that has these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def float_to_bits(typingctx: Any, value: Any) -> Any:
+    """The bits of a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def load_half(typingctx: Any, bits: Any) -> Any:
+    """float16 bits as float32; the processor's own conversion."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def save_half(typingctx: Any, value: Any) -> Any:
+    """float32 rounded to float16 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@register_jitable
+def load_bfloat16(bits: int) -> float:
+    """bfloat16 bits as float32."""
+    return bits_to_float(uint32(bits) << uint32(16))
+
+
+@register_jitable
+def save_bfloat16(value: float) -> int:
+    """float32 rounded to bfloat16 bits; NaN stays NaN."""
+    u = float_to_bits(value)
+    rounded = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
+    quiet = (u >> uint32(16)) | uint32(0x40)
+    return uint16(quiet if (u & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else rounded)
+
+
+@register_jitable
+def _load_float8(bits: int, mantissa: int, bias: int) -> float:
+    """Any float8 less its special values."""
+    magnitude = uint32(bits) & uint32(0x7F)
+    sign = (uint32(bits) & uint32(0x80)) << uint32(24)
+    exponent = magnitude >> uint32(mantissa)
+    fraction = magnitude & uint32((1 << mantissa) - 1)
+    tiny = bits_to_float(uint32((127 + 1 - bias - mantissa) << 23))
+    subnormal = float32(int32(fraction)) * tiny
+    normal = ((exponent + uint32(127 - bias)) << uint32(23)) | (fraction << uint32(23 - mantissa))
+    return bits_to_float((float_to_bits(subnormal) if exponent == uint32(0) else normal) | sign)
+
+
+@register_jitable
+def _save_float8(value: float, mantissa: int, bias: int) -> int:
+    """Magnitude code of any float8 by rounding; may exceed the largest code."""
+    u = float_to_bits(value) & uint32(0x7FFFFFFF)
+    if u < uint32((127 + 1 - bias) << 23):
+        # Adding a number whose last bit is worth the smallest subnormal rounds to it.
+        magic = bits_to_float(uint32((127 + 24 - bias - mantissa) << 23))
+        return uint32(float_to_bits(bits_to_float(u) + magic) - float_to_bits(magic))
+    odd = (u >> uint32(23 - mantissa)) & uint32(1)
+    u = u + uint32((1 << (22 - mantissa)) - 1) + odd
+    return uint32((u >> uint32(23 - mantissa)) - uint32((127 - bias) << mantissa))
+
+
+@register_jitable
+def _sign8(value: float) -> int:
+    return (float_to_bits(value) >> uint32(24)) & uint32(0x80)
+
+
+@register_jitable
+def load_e4m3fn(bits: int) -> float:
+    """float8_e4m3fn as float32: no infinities, NaN is S.1111.111."""
+    value = _load_float8(bits, 3, 7)
+    return bits_to_float(uint32(0x7FC00000)) if (bits & 0x7F) == 0x7F else value
+
+
+@register_jitable
+def save_e4m3fn(value: float) -> int:
+    """float32 rounded to float8_e4m3fn; too large becomes NaN."""
+    code = _save_float8(value, 3, 7)
+    return uint8((code if code < uint32(0x7F) else uint32(0x7F)) | _sign8(value))
+
+
+@register_jitable
+def load_e5m2(bits: int) -> float:
+    """float8_e5m2 as float32: the upper byte of a float16."""
+    return load_half(uint16(bits) << uint16(8))
+
+
+@register_jitable
+def save_e5m2(value: float) -> int:
+    """float32 rounded to float8_e5m2; too large becomes infinite."""
+    code = _save_float8(value, 2, 15)
+    code = code if code < uint32(0x7C) else uint32(0x7C)
+    nan = (float_to_bits(value) & uint32(0x7FFFFFFF)) > uint32(0x7F800000)
+    return uint8((uint32(0x7E) if nan else code) | _sign8(value))
+
+
+@register_jitable
+def _save_fnuz(code: int, value: float) -> int:
+    """The fnuz dialects: one NaN (0x80) for all that does not fit, no negative zero."""
+    if code > uint32(0x7F):
+        return uint8(0x80)
+    return uint8(0) if code == uint32(0) else uint8(code | _sign8(value))
+
+
+@register_jitable
+def load_e4m3fnuz(bits: int) -> float:
+    """float8_e4m3fnuz as float32."""
+    value = _load_float8(bits, 3, 8)
+    return bits_to_float(uint32(0x7FC00000)) if bits == 0x80 else value
+
+
+@register_jitable
+def save_e4m3fnuz(value: float) -> int:
+    """float32 rounded to float8_e4m3fnuz; too large becomes NaN."""
+    return _save_fnuz(_save_float8(value, 3, 8), value)
+
+
+@register_jitable
+def load_e5m2fnuz(bits: int) -> float:
+    """float8_e5m2fnuz as float32."""
+    value = _load_float8(bits, 2, 16)
+    return bits_to_float(uint32(0x7FC00000)) if bits == 0x80 else value
+
+
+@register_jitable
+def save_e5m2fnuz(value: float) -> int:
+    """float32 rounded to float8_e5m2fnuz; too large becomes NaN."""
+    return _save_fnuz(_save_float8(value, 2, 16), value)
+
+
+@register_jitable
+def same(value: Any) -> Any:
+    """The codec of types that the processor adds itself."""
+    return value

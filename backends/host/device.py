@@ -1,0 +1,140 @@
+"""Host memory as a device: transfers collect on streams and move together; the rest happens at once."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
+from xvcomm.array import ArrayView
+from xvcomm.backends.host.batch import Batch
+from xvcomm.backends.host.engine import Engine
+from xvcomm.backends.host.kernels import scale
+from xvcomm.backends.host.mover import Kind
+from xvcomm.backends.host.reducers import BLOCK, kit, reduce_many, scaler
+from xvcomm.config import Config
+from xvcomm.deadline import NEVER
+from xvcomm.dtype import BY_CODE, DType, ReduceOp
+from xvcomm.jit import compiling, kernel
+from xvcomm.ring import Message, RingEnd
+
+
+def _reduce_local(kit, dst, sources, ways, nbytes, itemsize, scratch):  # type: ignore[no-untyped-def]
+    reduce_many(kit, dst, sources, ways, nbytes, itemsize, scratch)
+
+
+with compiling():
+    reduce_local = kernel("void(UniTuple(int64, 5), int64, int64[::1], int64, int64, int64, int64)")(_reduce_local)
+
+
+class HostStream(Stream):
+    """A lane of a batch; streams made together share one."""
+
+    def __init__(self, batch: Batch, lane: int) -> None:
+        self.batch = batch
+        self.lane = lane
+        self.gate = (0, 0)
+        self.deadline = NEVER
+
+
+class HostDevice(Device):
+    """The memory of this process."""
+
+    def __init__(self, config: Config) -> None:
+        # A spin of compiled code costs about 2 ns; the figure needs no precision.
+        self._spins = int(config.spin_us * 500)
+        self._engine = Engine(self._spins)
+        self._scratch = np.empty(BLOCK * 16, np.uint8)
+
+    def capabilities(self) -> DeviceCapabilities:
+        """See `Device.capabilities`."""
+        return DeviceCapabilities("host", platform.machine(), "host")
+
+    def empty(self, nbytes: int) -> Allocation:
+        """See `Device.empty`."""
+        memory = np.empty(nbytes + 64, np.uint8)
+        return Allocation(-(-memory.ctypes.data // 64) * 64, nbytes, memory)
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """See `Device.pin`; all host memory is reachable as it is."""
+        return address
+
+    def unpin(self, address: int) -> None:
+        """See `Device.unpin`."""
+
+    def streams(self, count: int) -> tuple[HostStream, ...]:
+        """See `Device.streams`."""
+        batch = Batch(self._spins)
+        return tuple(HostStream(batch, lane) for lane in range(count))
+
+    def current_stream(self, view: ArrayView) -> HostStream:
+        """See `Device.current_stream`; host arrays have none: what the framework did is done."""
+        return self.streams(1)[0]
+
+    def wait(self, stream: Stream, on: Stream) -> None:
+        """See `Device.wait`."""
+        assert isinstance(stream, HostStream) and isinstance(on, HostStream)
+        if stream.batch is not on.batch:
+            self.synchronize(on)
+        elif len(on.batch):
+            stream.gate = (len(on.batch), on.lane)
+
+    def synchronize(self, stream: Stream) -> None:
+        """See `Device.synchronize`."""
+        assert isinstance(stream, HostStream)
+        if len(stream.batch):
+            stream.batch.finish(stream.deadline)
+        stream.gate = (0, 0)
+
+    def flush(self, stream: Stream) -> Future[None]:
+        """See `Device.flush`."""
+        assert isinstance(stream, HostStream)
+        return self._engine.submit(stream.batch, stream.deadline)
+
+    def discard(self, stream: Stream) -> None:
+        """See `Device.discard`."""
+        assert isinstance(stream, HostStream)
+        stream.batch.clear()
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
+        """See `Device.copy`."""
+        self.synchronize(stream)
+        ctypes.memmove(dst, src, nbytes)
+
+    def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
+        """See `Device.put`."""
+        assert isinstance(stream, HostStream)
+        stream.batch.add(Kind.PUT, end, src, message, lane=stream.lane, gate=stream.gate)
+
+    def get(
+        self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
+        *, remote_first: bool = False,
+    ) -> None:  # fmt: skip
+        """See `Device.get`."""
+        assert isinstance(stream, HostStream)
+        kind, itemsize, combine = Kind.GET, 1, 0
+        if op is not None:
+            dtype = BY_CODE[message.dtype]
+            kind, itemsize, combine = Kind.GET_REDUCE, dtype.itemsize, kit(dtype, op).pair
+        stream.batch.add(
+            kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gate=stream.gate
+        )
+
+    def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
+        """See `Device.reduce`."""
+        self.synchronize(stream)
+        k = kit(dtype, op)
+        numbers = (k.pair, k.first, k.more, k.last, k.wide)
+        table = np.array(srcs, np.int64)
+        reduce_local(numbers, dst, table, len(srcs), count * dtype.itemsize, dtype.itemsize, self._scratch.ctypes.data)
+
+    def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
+        """See `Device.scale`."""
+        self.synchronize(stream)
+        scale(scaler(dtype), dst, src, count, factor, divisor)
+
+

@@ -1,0 +1,97 @@
+"""Moves transfers that nobody waits for: one daemon thread a process, asleep while there are none."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.backends.host.batch import Batch
+from xvcomm.deadline import Deadline
+
+
+@dataclass(slots=True)
+class _Job:
+    """Transfers that were submitted together."""
+
+    future: Future[None]
+    rows: list[int]
+    deadline: Deadline
+
+
+class Engine:
+    """Takes batches from any thread and moves all of them at the same time."""
+
+    def __init__(self, spins: int) -> None:
+        self._spins = spins
+        self._incoming: list[tuple[Batch, Future[None], Deadline]] = []
+        self._arrived = threading.Condition()
+        self._wake = np.zeros(1, np.int64)
+        self._thread: threading.Thread | None = None
+        self._batch = Batch(spins)
+        self._jobs: list[_Job] = []
+
+    def submit(self, batch: Batch, deadline: Deadline) -> Future[None]:
+        """Take over all transfers of a batch; it is empty afterwards. The future raises what `Batch.finish` would."""
+        future: Future[None] = Future()
+        taken = Batch(self._spins)
+        rows = taken.take(batch)
+        with self._arrived:
+            for i in rows:
+                taken.end(i).background += 1
+            self._incoming.append((taken, future, deadline))
+            self._wake[0] += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="xvcomm-mover", daemon=True)
+                self._thread.start()
+            self._arrived.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._arrived:
+                while not self._incoming and not self._jobs:
+                    self._arrived.wait()
+                seen = int(self._wake[0])
+                incoming, self._incoming = self._incoming, []
+            for batch, future, deadline in incoming:
+                self._jobs.append(_Job(future, list(self._batch.take(batch)), deadline))
+            failure: RingStopped | None = None
+            try:
+                self._batch.drive(self._wake.ctypes.data, seen)
+            except RingStopped as stopped:
+                failure = stopped
+            self._settle(failure)
+
+    def _settle(self, failure: RingStopped | None) -> None:
+        """End the jobs that are done, failed or late, and drop their rows."""
+        ended: list[tuple[_Job, Exception | None]] = []
+        for job in self._jobs:
+            waiting = [i for i in job.rows if not self._batch.done(i)]
+            ends = [self._batch.end(i) for i in waiting]
+            if not waiting:
+                ended.append((job, None))
+            elif failure is not None and failure.end in ends:
+                ended.append((job, failure))
+            elif job.deadline.expired():
+                ended.append((job, RingStalled(ends)))
+        if not ended:
+            return
+        gone = {id(job) for job, _ in ended}
+        with self._arrived:
+            for i in (i for job, _ in ended for i in job.rows):
+                self._batch.end(i).background -= 1
+        self._jobs = [job for job in self._jobs if id(job) not in gone]
+        kept = [i for job in self._jobs for i in job.rows]
+        place = {old: new for new, old in enumerate(sorted(kept))}
+        self._batch.keep(sorted(kept))
+        for job in self._jobs:
+            job.rows = [place[i] for i in job.rows]
+        for job, error in ended:
+            if error is None:
+                job.future.set_result(None)
+            else:
+                job.future.set_exception(error)

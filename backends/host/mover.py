@@ -1,0 +1,269 @@
+"""The host's movers: copy array <-> ring, many messages at once, in compiled code without the interpreter lock.
+
+A transfer is a row of 64-bit words. `drive` walks over the rows, moves a slot wherever one is free or filled, and
+comes back when all are done, when something stops, or after a while without progress, so that the caller can look at
+signals and deadlines. Rows keep their state: calling `drive` again resumes.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from numba.extending import register_jitable
+
+from xvcomm import ring
+from xvcomm.atomics import (
+    PENDING,
+    READY,
+    STOPPED,
+    compare_and_swap,
+    copy_bytes,
+    full_fence,
+    load,
+    load_acquire,
+    relax,
+    store,
+    store_release,
+)
+from xvcomm.backends.host.reducers import call_combine
+from xvcomm.jit import compiling, kernel
+
+MISMATCH, SOME = 3, 4
+"""Further results of `drive`, beside READY, PENDING and STOPPED: descriptions differ; at least one row is done."""
+
+ABORT, CONSUMED, COUNTERS = ring.ABORT, ring.CONSUMED, ring.COUNTERS
+LINE, LEDGER, ENTRY, ALIGN = ring.LINE, ring.LEDGER, ring.ENTRY, ring.ALIGN
+MISMATCH_REASON = int(ring.Reason.MISMATCH)
+MAX_LANES = 64
+
+
+class Kind(enum.IntEnum):
+    """What a row does."""
+
+    PUT = 1
+    GET = 2
+    GET_REDUCE = 3
+
+
+class Word(enum.IntEnum):
+    """Where things lie in a row."""
+
+    KIND = 0
+    RING = 1
+    DATA = 2
+    NBYTES = 3
+    SEQUENCE = 4
+    OP = 5  # the message's five fields lie in the order of ring.Message
+    DTYPE = 6
+    LENGTH = 7
+    TAG = 8
+    DETAIL = 9
+    PHASE = 10
+    AFTER = 11
+    LANES = 12
+    SLOTS = 13
+    SLOT_BYTES = 14
+    LEDGER = 15
+    SLOT_DATA = 16
+    ITEMSIZE = 17
+    COMBINE = 18
+    REMOTE_FIRST = 19
+    BLAME = 20
+    LANE = 21  # number of the stream in its batch
+    GATE = 22  # rows before this one that lie on GATE_LANE must be done first
+    GATE_LANE = 23
+    STARTS = 24
+
+
+WIDTH = Word.STARTS + MAX_LANES
+NEW, POSTED, MOVING, DONE = 0, 1, 2, 3
+
+# Plain integers: numba reads an enum's members as constants only by way of globals.
+_KIND, _RING, _DATA, _NBYTES, _SEQUENCE = int(Word.KIND), int(Word.RING), int(Word.DATA), int(Word.NBYTES), int(Word.SEQUENCE)
+_OP, _PHASE, _AFTER, _LANES, _SLOTS = int(Word.OP), int(Word.PHASE), int(Word.AFTER), int(Word.LANES), int(Word.SLOTS)
+_SLOT_BYTES, _LEDGER, _SLOT_DATA, _BLAME = int(Word.SLOT_BYTES), int(Word.LEDGER), int(Word.SLOT_DATA), int(Word.BLAME)
+_ITEMSIZE, _COMBINE, _REMOTE_FIRST, _STARTS = int(Word.ITEMSIZE), int(Word.COMBINE), int(Word.REMOTE_FIRST), int(Word.STARTS)
+_LANE, _GATE, _GATE_LANE = int(Word.LANE), int(Word.GATE), int(Word.GATE_LANE)
+_PUT, _GET = int(Kind.PUT), int(Kind.GET)
+_FIELDS = 5
+_NOTHING, _PROGRESS, _COMPLETE, _STOPPED, _MISMATCH = 0, 1, 2, 3, 4
+
+
+@register_jitable
+def _entry(row: int, producer: bool) -> int:
+    """Address of an end's ledger entry for the row's message."""
+    index = load(row + 8 * _SEQUENCE) % LEDGER + (0 if producer else LEDGER)
+    return load(row + 8 * _RING) + load(row + 8 * _LEDGER) + index * ENTRY
+
+
+@register_jitable
+def _post(row: int, producer: bool) -> None:
+    """Write this end's description and publish it."""
+    entry = _entry(row, producer)
+    for i in range(_FIELDS):
+        store(entry + 8 + 8 * i, load(row + 8 * (_OP + i)))
+    store_release(entry, load(row + 8 * _SEQUENCE) + 1)
+    full_fence()
+
+
+@register_jitable
+def _compare(row: int, producer: bool) -> int:
+    """Compare with the other end's description: _NOTHING if not there yet, _PROGRESS if equal, else _MISMATCH."""
+    entry = _entry(row, not producer)
+    if load_acquire(entry) != load(row + 8 * _SEQUENCE) + 1:
+        return _NOTHING
+    for i in range(_FIELDS):
+        if load(entry + 8 + 8 * i) != load(row + 8 * (_OP + i)):
+            compare_and_swap(load(row + 8 * _RING) + ABORT, 0, MISMATCH_REASON | (load(row + 8 * _BLAME) << 8))
+            return _MISMATCH
+    return _PROGRESS
+
+
+@register_jitable
+def _begin(row: int, producer: bool) -> int:
+    """Post, compare if the other end already posted, and note where each lane stands."""
+    base = load(row + 8 * _RING)
+    sequence = load(row + 8 * _SEQUENCE)
+    phase = load(row + 8 * _PHASE)
+    if phase == NEW:
+        if load_acquire(base + ABORT) != 0 and producer:
+            return _STOPPED
+        if sequence - load_acquire(base + CONSUMED) >= LEDGER:
+            return _NOTHING
+        _post(row, producer)
+        store(row + 8 * _PHASE, POSTED)
+    found = _compare(row, producer)
+    if found == _MISMATCH or (found == _NOTHING and not producer):
+        return found
+    for lane in range(load(row + 8 * _LANES)):
+        counter = base + COUNTERS + (2 * lane + (0 if producer else 1)) * LINE
+        store(row + 8 * (_STARTS + lane), load(counter))
+    store(row + 8 * _PHASE, MOVING)
+    return _PROGRESS
+
+
+@register_jitable
+def _move_lane(row: int, lane: int, low: int, high: int) -> int:
+    """Move the next slot of a lane's part if it can be; _COMPLETE when the part is through."""
+    base, producer = load(row + 8 * _RING), load(row + 8 * _KIND) == _PUT
+    slots, slot_bytes = load(row + 8 * _SLOTS), load(row + 8 * _SLOT_BYTES)
+    head = base + COUNTERS + 2 * lane * LINE
+    tail = head + LINE
+    mine = head if producer else tail
+    count = load(mine)
+    offset = low + (count - load(row + 8 * (_STARTS + lane))) * slot_bytes
+    if offset >= high:
+        return _COMPLETE
+    if producer:
+        if count - load_acquire(tail) >= slots:
+            return _NOTHING
+    elif load_acquire(head) <= count:
+        return _NOTHING
+    nbytes = min(slot_bytes, high - offset)
+    data = load(row + 8 * _DATA) + offset
+    slot = base + load(row + 8 * _SLOT_DATA) + (lane * slots + count % slots) * slot_bytes
+    if producer:
+        copy_bytes(slot, data, nbytes)
+    elif load(row + 8 * _KIND) == _GET:
+        copy_bytes(data, slot, nbytes)
+    else:
+        items = nbytes // load(row + 8 * _ITEMSIZE)
+        if load(row + 8 * _REMOTE_FIRST) != 0:
+            call_combine(load(row + 8 * _COMBINE), data, slot, data, items)
+        else:
+            call_combine(load(row + 8 * _COMBINE), data, data, slot, items)
+    store_release(mine, count + 1)
+    return _COMPLETE if offset + nbytes >= high else _PROGRESS
+
+
+@register_jitable
+def _advance(row: int) -> int:
+    """Bring one row on by at most a slot a lane."""
+    producer = load(row + 8 * _KIND) == _PUT
+    base = load(row + 8 * _RING)
+    if load(row + 8 * _PHASE) != MOVING:
+        begun = _begin(row, producer)
+        if begun == _NOTHING and load_acquire(base + ABORT) != 0:
+            # What the peer published before it left is still delivered: look once more.
+            begun = _begin(row, producer)
+            return begun if begun != _NOTHING else _STOPPED
+        if begun != _PROGRESS:
+            return begun
+    nbytes, lanes, slot_bytes = load(row + 8 * _NBYTES), load(row + 8 * _LANES), load(row + 8 * _SLOT_BYTES)
+    used = min(lanes, max(1, (nbytes + slot_bytes - 1) // slot_bytes))
+    part = ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
+    aborted = load_acquire(base + ABORT) != 0
+    complete, moved = 0, False
+    for lane in range(used):
+        low = lane * part
+        result = _COMPLETE if low >= nbytes else _move_lane(row, lane, low, min(nbytes, low + part))
+        complete += result == _COMPLETE
+        moved = moved or result == _PROGRESS
+    if complete == used:
+        if not producer:
+            store_release(base + CONSUMED, load(row + 8 * _SEQUENCE) + 1)
+        store(row + 8 * _PHASE, DONE)
+        return _COMPLETE
+    if moved:
+        return _PROGRESS
+    return _STOPPED if aborted else _NOTHING
+
+
+@register_jitable
+def _blocked(rows: int, row: int) -> bool:
+    """Whether the row must wait for earlier ones: of the same ring end, or of a stream that its own waits for."""
+    after = load(row + 8 * _AFTER)
+    if after != 0 and load(rows + 8 * (WIDTH * (after - 1) + _PHASE)) != DONE:
+        return True
+    lane = load(row + 8 * _GATE_LANE)
+    for i in range(load(row + 8 * _GATE)):
+        earlier = rows + 8 * WIDTH * i
+        if load(earlier + 8 * _LANE) == lane and load(earlier + 8 * _PHASE) != DONE:
+            return True
+    return False
+
+
+def _drive(rows: Any, count: int, wake: int, seen: int, spins: int, budget: int) -> int:
+    """Move all transfers until they are done.
+
+    Args:
+        rows: address of `count` rows of WIDTH words.
+        wake: address of a word; once it differs from `seen`, or any row completes, `drive` returns early. 0: neither.
+        spins: tries before yielding the core.
+        budget: nanoseconds to sleep in all before coming back.
+
+    Returns:
+        READY, PENDING, SOME; or STOPPED or MISMATCH, with the row's index from bit 8 on.
+    """
+    idle = slept = 0
+    while True:
+        open_rows, progress, finished = 0, False, False
+        for i in range(count):
+            row = rows + 8 * WIDTH * i
+            if load(row + 8 * _PHASE) == DONE:
+                continue
+            if load(row + 8 * _PHASE) == NEW and _blocked(rows, row):
+                open_rows += 1
+                continue
+            result = _advance(row)
+            if result == _STOPPED or result == _MISMATCH:
+                return (STOPPED if result == _STOPPED else MISMATCH) | (i << 8)
+            finished = finished or result == _COMPLETE
+            progress = progress or result != _NOTHING
+            open_rows += result != _COMPLETE
+        if open_rows == 0:
+            return READY
+        if wake != 0 and (finished or load_acquire(wake) != seen):
+            return SOME
+        if progress:
+            idle = slept = 0
+            continue
+        if slept > budget:
+            return PENDING
+        slept += relax(idle, spins)
+        idle += 1
+
+
+with compiling():
+    drive = kernel("int64(int64, int64, int64, int64, int64, int64)")(_drive)

@@ -1,0 +1,238 @@
+"""Element-wise reductions: a few small compiled functions for each (dtype, operation), called by address.
+
+The kernels that move data are compiled once; what differs by type is only this. Each function takes addresses and
+an element count. Where `dst` coincides with an operand a loop of its own is taken: with three pointers the compiler
+must assume overlap and would not vectorise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic, register_jitable
+
+from xvcomm.atomics import as_pointer, copy_bytes
+from xvcomm.backends.host import codecs
+from xvcomm.dtype import BY_NAME, DType, ReduceOp
+from xvcomm.jit import compiling, native
+
+BLOCK = 8192
+"""Elements reduced at a time when more than two operands meet: the float32 accumulator stays in the first caches."""
+
+_COMBINE = "void(int64, int64, int64, int64)"
+_SCALE = "void(int64, int64, int64, float64, int64)"
+
+
+@register_jitable
+def _sum(a: Any, b: Any) -> Any:
+    return a + b
+
+
+@register_jitable
+def _prod(a: Any, b: Any) -> Any:
+    return a * b
+
+
+@register_jitable
+def _min(a: Any, b: Any) -> Any:
+    return a if (a < b or a != a) else b  # NaN wins, as in numpy and torch
+
+
+@register_jitable
+def _max(a: Any, b: Any) -> Any:
+    return a if (a > b or a != a) else b
+
+
+@register_jitable
+def _and(a: Any, b: Any) -> Any:
+    return a & b
+
+
+@register_jitable
+def _or(a: Any, b: Any) -> Any:
+    return a | b
+
+
+@register_jitable
+def _xor(a: Any, b: Any) -> Any:
+    return a ^ b
+
+
+_OPS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: _sum, ReduceOp.PROD: _prod, ReduceOp.MIN: _min, ReduceOp.MAX: _max,
+    ReduceOp.BAND: _and, ReduceOp.BOR: _or, ReduceOp.BXOR: _xor,
+}  # fmt: skip
+# bool is stored as 0 or 1 in a byte: sum and max are "any", prod and min are "all".
+_BOOL_OPS = _OPS | {ReduceOp.SUM: _or, ReduceOp.MAX: _or, ReduceOp.PROD: _and, ReduceOp.MIN: _and}
+
+_CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any]] = {
+    "float16": (codecs.load_half, codecs.save_half, np.uint16),
+    "bfloat16": (codecs.load_bfloat16, codecs.save_bfloat16, np.uint16),
+    "float8_e4m3fn": (codecs.load_e4m3fn, codecs.save_e4m3fn, np.uint8),
+    "float8_e4m3fnuz": (codecs.load_e4m3fnuz, codecs.save_e4m3fnuz, np.uint8),
+    "float8_e5m2": (codecs.load_e5m2, codecs.save_e5m2, np.uint8),
+    "float8_e5m2fnuz": (codecs.load_e5m2fnuz, codecs.save_e5m2fnuz, np.uint8),
+}
+
+
+def _combiner(load_a: Any, a_type: Any, load_b: Any, b_type: Any, combine: Any, save: Any, out_type: Any) -> int:
+    """Compile `dst[i] = save(combine(load_a(a[i]), load_b(b[i])))`."""
+
+    def combiner(dst: int, a: int, b: int, count: int) -> None:
+        out = carray(as_pointer(dst), count, out_type)
+        left = carray(as_pointer(a), count, a_type)
+        right = carray(as_pointer(b), count, b_type)
+        if dst == a:
+            for i in range(count):
+                left[i] = save(combine(load_a(left[i]), load_b(right[i])))
+        elif dst == b:
+            for i in range(count):
+                right[i] = save(combine(load_a(left[i]), load_b(right[i])))
+        else:
+            for i in range(count):
+                out[i] = save(combine(load_a(left[i]), load_b(right[i])))
+
+    return native(_COMBINE, combiner)
+
+
+def _scaler(load: Any, save: Any, storage: Any, number: Any, integer: bool) -> int:
+    """Compile `dst[i] = src[i] / divisor`, or `src[i] * factor` where the divisor is 0."""
+
+    def scaler(dst: int, src: int, count: int, factor: float, divisor: int) -> None:
+        out = carray(as_pointer(dst), count, storage)
+        values = carray(as_pointer(src), count, storage)
+        if divisor == 0:
+            by = number(factor)
+            for i in range(count):
+                out[i] = save(load(values[i]) * by)
+        else:
+            by = number(divisor)
+            for i in range(count):
+                out[i] = save(load(values[i]) / by)
+
+    def integer_scaler(dst: int, src: int, count: int, factor: float, divisor: int) -> None:
+        out = carray(as_pointer(dst), count, storage)
+        values = carray(as_pointer(src), count, storage)
+        if divisor == 0:
+            by = number(factor)
+            for i in range(count):
+                out[i] = values[i] * by
+        else:
+            by = number(divisor)
+            for i in range(count):
+                # Towards zero, as NCCL and C divide.
+                value = values[i]
+                out[i] = number(-(-value // by)) if value < 0 else number(value // by)
+
+    return native(_SCALE, integer_scaler if integer else scaler)
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """Addresses of the functions for one (dtype, operation).
+
+    Attributes:
+        pair: `dst = a op b`.
+        first, more, last: a chain over three or more operands; the accumulator between them holds float32 for
+            low precision, so there is one rounding, at the end.
+        wide: bytes an element of the accumulator.
+    """
+
+    pair: int
+    first: int
+    more: int
+    last: int
+    wide: int
+
+
+@cache
+def kit(dtype: DType, op: ReduceOp) -> Kit:
+    """The functions that reduce `dtype` by `op`; compiles them on first use (some 100 ms, then cached on disk)."""
+    with compiling():
+        if dtype.low_precision:
+            load, save, raw = _CODECS[dtype.name]
+            f32, combine, same = np.float32, _OPS[op], codecs.same
+            return Kit(
+                pair=_combiner(load, raw, load, raw, combine, save, raw),
+                first=_combiner(load, raw, load, raw, combine, same, f32),
+                more=_combiner(same, f32, load, raw, combine, same, f32),
+                last=_combiner(same, f32, load, raw, combine, save, raw),
+                wide=4,
+            )
+        storage = np.uint8 if dtype.kind == "b" else dtype.numpy.type
+        combine = (_BOOL_OPS if dtype.kind == "b" else _OPS)[op]
+        pair = _combiner(codecs.same, storage, codecs.same, storage, combine, codecs.same, storage)
+        return Kit(pair, pair, pair, pair, dtype.itemsize)
+
+
+@cache
+def scaler(dtype: DType) -> int:
+    """Address of `scale(dst, src, count, factor, divisor)` for a dtype other than bool."""
+    with compiling():
+        if dtype.low_precision:
+            load, save, raw = _CODECS[dtype.name]
+            return _scaler(load, save, raw, np.float32, False)
+        storage = dtype.numpy.type
+        real = {"complex64": "float32", "complex128": "float64"}.get(dtype.name, dtype.name)
+        return _scaler(codecs.same, codecs.same, storage, BY_NAME[real].numpy.type, dtype.kind in "iu")
+
+
+@intrinsic
+def call_combine(typingctx: Any, function: Any, dst: Any, a: Any, b: Any, count: Any) -> Any:
+    """Call a combiner by its address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        pointer = ir.FunctionType(ir.VoidType(), [word] * 4).as_pointer()
+        builder.call(builder.inttoptr(args[0], pointer), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def call_scale(typingctx: Any, function: Any, dst: Any, src: Any, count: Any, factor: Any, divisor: Any) -> Any:
+    """Call a scaler by its address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        pointer = ir.FunctionType(ir.VoidType(), [word, word, word, ir.DoubleType(), word]).as_pointer()
+        builder.call(builder.inttoptr(args[0], pointer), args[1:])
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, types.float64, i64), generate
+
+
+@register_jitable
+def reduce_many(kit: Any, dst: int, sources: Any, ways: int, nbytes: int, itemsize: int, scratch: int) -> None:
+    """`dst` becomes the reduction of `ways` sources in order.
+
+    Args:
+        kit: (pair, first, more, last, wide), as in `Kit`.
+        sources: addresses; `dst` may be one of them.
+        scratch: address of BLOCK accumulator elements.
+    """
+    pair, first, more, last, _ = kit
+    if ways == 1:
+        copy_bytes(dst, sources[0], nbytes)
+        return
+    total = nbytes // itemsize
+    if ways == 2:
+        call_combine(pair, dst, sources[0], sources[1], total)
+        return
+    done = 0
+    while done < total:
+        count = min(BLOCK, total - done)
+        offset = done * itemsize
+        call_combine(first, scratch, sources[0] + offset, sources[1] + offset, count)
+        for i in range(2, ways - 1):
+            call_combine(more, scratch, scratch, sources[i] + offset, count)
+        call_combine(last, dst + offset, scratch, sources[ways - 1] + offset, count)
+        done += count

@@ -1,0 +1,46 @@
+"""Transport between ranks of one host: both map the same memory, so there is nothing to carry."""
+
+from __future__ import annotations
+
+from xvcomm.abc.store import Store
+from xvcomm.abc.transport import Capabilities, Transport
+from xvcomm.config import Config
+from xvcomm.deadline import Deadline
+from xvcomm.ring import RingEnd, RingLayout
+from xvcomm.shm import Segment
+
+__all__ = ["ShmTransport"]
+
+
+class ShmTransport(Transport):
+    """Rings in POSIX shared memory; the consumer takes the name away as soon as it has mapped one."""
+
+    def __init__(self, config: Config, job: str, host: str) -> None:
+        self._folder = config.shm_dir
+        self._job = job
+        self._host = host
+
+    def capabilities(self) -> Capabilities:
+        """See `Transport.capabilities`."""
+        return Capabilities("shm", self._host, rank_order=0)
+
+    def open_ring(self, name: str, peer: int, layout: RingLayout, store: Store) -> RingEnd:
+        """See `Transport.open_ring`."""
+        segment = Segment.create(self._folder, self._job, layout.size)
+        try:
+            end = RingEnd.create(segment, layout, peer=peer)
+            store.set(name, segment.name.encode())
+        except BaseException:
+            segment.unlink()
+            segment.close()
+            raise
+        return end
+
+    def accept_ring(self, name: str, peer: int, store: Store, deadline: Deadline) -> RingEnd:
+        """See `Transport.accept_ring`."""
+        segment = Segment.attach(self._folder, store.get(name, deadline).decode())
+        segment.unlink()
+        return RingEnd.open(segment, peer=peer)
+
+    def close(self) -> None:
+        """See `Transport.close`; owns nothing."""

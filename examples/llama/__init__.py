@@ -1,0 +1,10 @@
+"""A small LLaMA-style decoder cut into pipeline stages, three times: in numpy by hand, in torch, and in jax."""
+
+import os
+
+# The ranks of a host share its cores. The libraries read this when they load, so it stands before their first import.
+_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
+_threads = str(max(1, len(os.sched_getaffinity(0)) // _ranks_here))
+os.environ.setdefault("OMP_NUM_THREADS", _threads)
+os.environ.setdefault("NPROC", _threads)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,0 +1,134 @@
+"""What the trainer shows and keeps: a progress bar, a log, a comparison, a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+LINES = 10
+ROWS = 12
+
+
+class Meter:
+    """Shows a run step by step: a bar on a terminal, about ten lines elsewhere. A context manager."""
+
+    def __init__(self, console: Console, what: str, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._bar = Progress(
+            TextColumn(what),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._what = what
+        self._task = self._bar.add_task(what, total=steps, loss=float("nan"), speed=0.0)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, loss: float, speed: float) -> None:
+        """Show a step's loss and its speed in tokens a second; `step` counts from 1."""
+        self._bar.update(self._task, completed=step, loss=loss, speed=speed)
+        if not self._console.is_terminal and (step in (1, self._steps) or step % max(1, self._steps // LINES) == 0):
+            self._console.print(
+                f"{self._what}  step {step:>{len(str(self._steps))}}/{self._steps}  "
+                f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+            )
+
+
+class Log:
+    """A file of JSON lines: a header that describes the run, then a line a step. A context manager."""
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self.write(header)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a line; it is in the file when the call returns, so that a run can be followed."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def show_header(console: Console, header: dict[str, Any]) -> None:
+    """Print what is about to be trained, and where."""
+    table = Table(title=f"xvcomm training{_rehearsal(header)}", show_header=False, title_justify="left")
+    for name, value in header.items():
+        table.add_row(name.replace("_", " "), _plain(value))
+    console.print(table)
+
+
+def compare(console: Console, losses: Sequence[float], reference: Sequence[float], tolerance: float) -> float:
+    """Print the losses of both runs side by side and give back the worst relative difference."""
+    table = Table(title="distributed against one process", title_justify="left")
+    for column in ("step", "distributed loss", "one-process loss", "relative difference"):
+        table.add_column(column, justify="right")
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    worst = max(range(len(differences)), key=differences.__getitem__)
+    every = max(1, len(losses) // ROWS)
+    for i, difference in enumerate(differences):
+        if i % every == 0 or i in (worst, len(losses) - 1):
+            mark = "  <- worst" if i == worst else ""
+            table.add_row(str(i + 1), f"{losses[i]:.7f}", f"{reference[i]:.7f}", f"{difference:.1e}{mark}")
+    console.print(table)
+    passed = differences[worst] <= tolerance
+    word = "[green]same loss as one process" if passed else "[red]NOT the loss of one process"
+    sign = "<=" if passed else ">"
+    console.print(f"{word}[/]: worst relative difference {differences[worst]:.1e} {sign} {tolerance:.0e}")
+    return differences[worst]
+
+
+def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference: Sequence[float] | None) -> None:
+    """Write the loss curve, and that of one process if there is one, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, linewidth=2.5, color="tab:blue", label=f"{len(header['ranks'])} ranks")
+    if reference is not None:
+        axes.plot(steps, reference, linewidth=1.5, color="tab:orange", linestyle=(0, (4, 3)), label="one process")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.set_title(
+        f"LLaMA-style decoder, {header['parameters']:,} parameters, {_plain(header['islands'])}{_rehearsal(header)}\n"
+        f"{header['schedule']}, {header['pp']} stages x {header['dp']} replicas, {_plain(header['framework'])}",
+        fontsize=11,
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _rehearsal(header: dict[str, Any]) -> str:
+    return " (rehearsal: island labels given by hand)" if header["rehearsal"] else ""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

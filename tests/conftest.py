@@ -1,0 +1,164 @@
+"""Shared by all tests: where the tree lies, and a check after every test that nothing was left behind.
+
+A test leaks if, two seconds after its end, there is more than before it of:
+
+* files `xvcomm-*` in /dev/shm. A file that a process of somebody else maps is not counted: several test runs may share
+  the machine.
+* processes: descendants of this one, and those started by them that lost their parent (known by a variable of the
+  environment). A process that ended but was never waited for counts. Python's own helpers, which live as long as the
+  interpreter, do not.
+* sockets of this process, after a garbage collection: an object in a reference cycle is not a leak.
+
+What fixtures of a wider scope own exists before the test and is not counted; the check at the end of the session counts
+their files and processes. Leaked processes are killed, so that the next test runs on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SHM = Path("/dev/shm")
+GRACE_SECONDS = 2.0
+MARK = "LEAK_CHECK_OF"
+HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this test run holds on the machine at one moment."""
+
+    shm: frozenset[str]
+    processes: frozenset[int]
+    sockets: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Belongings:
+        return cls(_shm_files(), _processes(), _sockets())
+
+    def since(self, before: Belongings) -> Belongings:
+        return Belongings(self.shm - before.shm, self.processes - before.processes, self.sockets - before.sockets)
+
+    def __bool__(self) -> bool:
+        return bool(self.shm or self.processes or self.sockets)
+
+    def __str__(self) -> str:
+        lines = [f"/dev/shm/{name}" for name in sorted(self.shm)]
+        lines += [f"process {pid}: {_command(pid)}" for pid in sorted(self.processes)]
+        lines += [f"{name} of this process" for name in sorted(self.sockets)]
+        return "\n".join(lines)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The top of the tree."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_outlives_the_session() -> Iterator[None]:
+    """Mark what this run starts, and check files and processes at its end."""
+    os.environ[MARK] = str(os.getpid())
+    before = Belongings.now()
+    yield
+    _fail_on(_left(lambda: Belongings(_shm_files(), _processes(), before.sockets).since(before)), "the session")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Check that the test gave back every shared memory file, process and socket."""
+    before = Belongings.now()
+    yield
+    _fail_on(_left(lambda: Belongings.now().since(before)), "the test")
+
+
+def _left(new: Callable[[], Belongings]) -> Belongings:
+    deadline = time.monotonic() + GRACE_SECONDS
+    left = new()
+    if left:
+        gc.collect()
+        multiprocessing.active_children()  # joins those that ended
+        left = new()
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = new()
+    if left.shm:
+        left = Belongings(left.shm - _mapped_by_others(), left.processes, left.sockets)
+    return left
+
+
+def _fail_on(left: Belongings, who: str) -> None:
+    if not left:
+        return
+    text = str(left)
+    for pid in left.processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    pytest.fail(f"left behind by {who}:\n{text}", pytrace=False)
+
+
+def _shm_files() -> frozenset[str]:
+    return frozenset(name for name in os.listdir(SHM) if name.startswith("xvcomm-"))
+
+
+def _sockets() -> frozenset[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{fd}")
+            if link.startswith("socket:"):
+                found.add(link)
+    return frozenset(found)
+
+
+def _processes() -> frozenset[int]:
+    """Processes of this run other than itself and Python's helpers."""
+    mine = os.getpid()
+    mark = f"{MARK}={mine}".encode()
+    parents: dict[int, int] = {}
+    marked: set[int] = set()
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            parents[pid] = int(stat.rpartition(")")[2].split()[1])
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                marked.add(pid)
+    found = {pid for pid in parents if pid in marked or _descends(pid, mine, parents)} - {mine}
+    return frozenset(pid for pid in found if not any(helper in _command(pid).encode() for helper in HELPERS))
+
+
+def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while pid in parents:
+        pid = parents[pid]
+        if pid == ancestor:
+            return True
+    return False
+
+
+def _command(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        text = ""
+    return text or "(ended, not waited for)"
+
+
+def _mapped_by_others() -> frozenset[str]:
+    """Names in /dev/shm mapped by processes that are not of this run."""
+    ours = _processes() | {os.getpid()}
+    names: set[str] = set()
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        if pid not in ours:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+                names |= {line.rpartition("/")[2] for line in maps.splitlines() if f" {SHM}/xvcomm-" in line}
+    return frozenset(names)

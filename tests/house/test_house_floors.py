@@ -1,0 +1,48 @@
+"""A file imports only lower floors: import-linter keeps it, also for what lies behind the two links."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run import-linter on the tree in `folder`."""
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Path:
+    """A copy of the tree, links kept as links, to break."""
+    for folder in ("xvcomm", "backends", "adapters"):
+        shutil.copytree(root / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_floors_hold(root: Path) -> None:
+    done = lint(root)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("xvcomm/errors.py", "import xvcomm.topology", "Floors"),
+        ("xvcomm/topology.py", "import torch", "The core imports no framework"),
+        ("backends/host/__init__.py", "import xvcomm.planner", "Backends see only the lower floors"),
+        ("backends/host/__init__.py", "import xvcomm.backends.shm", "Backends do not import each other"),
+        ("xvcomm/stray.py", "", "Floors"),
+    ],
+)
+def test_linter_sees(copy: Path, file: str, line: str, contract: str) -> None:
+    with (copy / file).open("a") as stream:
+        stream.write(line + "\n")
+    done = lint(copy)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{contract} BROKEN" in done.stdout

@@ -1,0 +1,63 @@
+"""The check after every test finds what was left behind, and only that."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLEAN = {
+    "nothing": "pass",
+    "cycle": "a = [socket.socket()]; a.append(a)",
+    "waited": 'subprocess.run(["true"], check=True)',
+    "ending": 'subprocess.run("sleep 0.5 &", shell=True, check=True)',
+}
+LEAKING = {
+    "shm": ('Path("/dev/shm/xvcomm-leak-check-{unique}").touch()', "/dev/shm/xvcomm-leak-check-"),
+    "child": ('KEPT.append(subprocess.Popen(["sleep", "601"]))', "sleep 601"),
+    "orphan": ('subprocess.run("sleep 602 & echo $! > orphan", shell=True, check=True)', "sleep 602"),
+    "zombie": ('KEPT.append(subprocess.Popen(["true"]))', "(ended, not waited for)"),
+    "socket": ("KEPT.append(socket.socket())", "socket:["),
+}
+HEAD = "import socket, subprocess\nfrom pathlib import Path\nKEPT = []\n"
+
+
+@pytest.fixture(scope="module")
+def inner(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a test for each case has run under the check; `report` holds what pytest printed."""
+    folder = tmp_path_factory.mktemp("inner")
+    shutil.copy(root / "tests" / "conftest.py", folder)
+    bodies = CLEAN | {case: body.format(unique=folder.name) for case, (body, _) in LEAKING.items()}
+    tests = [f"def test_{case}():\n    {body}\n" for case, body in bodies.items()]
+    (folder / "test_cases.py").write_text(HEAD + "\n".join(tests))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-rA", folder]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    finally:
+        Path(f"/dev/shm/xvcomm-leak-check-{folder.name}").unlink(missing_ok=True)
+    (folder / "report").write_text(done.stdout)
+    return folder
+
+
+@pytest.mark.parametrize("case", CLEAN)
+def test_clean_test_passes(inner: Path, case: str) -> None:
+    report = (inner / "report").read_text()
+    assert f"PASSED test_cases.py::test_{case}\n" in report
+    assert f"ERROR test_cases.py::test_{case} " not in report
+
+
+@pytest.mark.parametrize("case", LEAKING)
+def test_leak_is_found(inner: Path, case: str) -> None:
+    errors = (inner / "report").read_text().split("_ ERROR at teardown of test_")[1:]
+    found = [error for error in errors if error.startswith(f"{case} ")]
+    assert len(found) == 1
+    assert "left behind by the test:" in found[0]
+    assert LEAKING[case][1] in found[0]
+
+
+def test_leaked_process_is_ended(inner: Path) -> None:
+    command_line = Path("/proc") / (inner / "orphan").read_text().strip() / "cmdline"
+    assert not command_line.exists() or b"602" not in command_line.read_bytes()

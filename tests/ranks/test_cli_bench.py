@@ -1,0 +1,63 @@
+"""`xvcomm bench` with real ranks: every operation right, peers beside it, files written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xvcomm.cli.measure import OPS
+
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
+FIELDS = {"machine", "cores", "date", "versions", "islands", "rehearsal", "time", "algbw", "busbw", "wrong", "noisy"}
+
+
+def bench(*args):
+    command = [sys.executable, "-m", "xvcomm", "bench", "--iters", "2", "--warmup", "1", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110)
+
+
+def rows(text):
+    return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_every_operation_over_two_islands(tmp_path):
+    done = bench("--islands", "cuda:2,rocm:1", "--op", "all", "--sizes", "12,48K", "--dtype", "float32,bfloat16",
+                 "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks: cuda,cuda,rocm (rehearsal)" in done.stdout
+    assert {row[0] for row in rows(done.stdout)} == set(OPS)
+    assert all(row[7] == "0" for row in rows(done.stdout))
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert len(records) == len(rows(done.stdout))
+    assert all(record.keys() >= FIELDS and record["rehearsal"] and record["time"] > 0 for record in records)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gloo_and_memcpy_beside(tmp_path):
+    pytest.importorskip("torch")
+    file = tmp_path / "out.json"
+    done = bench("-n", "2", "--op", "all", "--sizes", "4K", "--peer", "gloo,memcpy", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(file.read_text())
+    assert {r["op"] for r in records if r["library"] == "gloo" and r["wrong"] == 0} == set(OPS)
+    assert {r["op"] for r in records if r["library"] == "memcpy"} == set(OPS) - {"barrier"}
+
+
+def test_mpi_beside(tmp_path):
+    pytest.importorskip("mpi4py")
+    file = tmp_path / "out.json"
+    done = bench("--islands", "a:1,b:1", "--op", "all", "--sizes", "4K", "--peer", "mpi", "--out-of-place", "--json", str(file))
+    assert done.returncode == 0, done.stderr + done.stdout
+    records = json.loads(file.read_text())
+    assert {r["op"] for r in records if r["library"] == "mpi" and r["wrong"] == 0} == set(OPS)
+    assert records[0]["islands"] == ["a", "b"]
+
+
+def test_a_peer_without_the_dtype_is_left_out():
+    pytest.importorskip("torch")
+    done = bench("-n", "2", "--sizes", "4K", "--dtype", "uint32", "--peer", "gloo")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows(done.stdout)
+    assert row[-2:] == ["-", "-"]

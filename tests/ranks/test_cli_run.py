@@ -1,0 +1,282 @@
+"""`xvcomm run` with plain scripts for ranks: exit codes, output, signals, order of failures, nothing left behind."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-m", "xvcomm", "run"]
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "rank.py"
+        path.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + text)
+        return str(path)
+
+    return write
+
+
+def start(*args, **options):
+    usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "env": ENV}
+    return subprocess.Popen([*RUN, *args], text=True, **{**usual, **options})
+
+
+def finish(*args, **options):
+    process = start(*args, **options)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def read_pids(folder, count):
+    wait_for(lambda: len(list(folder.glob("pid.*"))) == count, "ranks did not start")
+    time.sleep(0.1)
+    return [int(path.read_text()) for path in folder.glob("pid.*")]
+
+
+PID = "open(f'{sys.argv[1]}/pid.{rank}', 'w').write(str(os.getpid()))\n"
+
+
+def test_each_rank_gets_its_environment(script):
+    text = "import json; print(json.dumps({k: v for k, v in os.environ.items()}))"
+    code, out, _ = finish("--islands", "cuda:1,rocm:2", "--no-prefix", script(text))
+    assert code == 0
+    envs = sorted((json.loads(line) for line in out.splitlines()), key=lambda e: e["RANK"])
+    assert [e["XVCOMM_RANK"] for e in envs] == [e["LOCAL_RANK"] for e in envs] == ["0", "1", "2"]
+    assert [e["XVCOMM_ISLAND"] for e in envs] == ["cuda", "rocm", "rocm"]
+    for name in ("XVCOMM_SIZE", "XVCOMM_LOCAL_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        assert {e[name] for e in envs} == {"3"}
+    for name in ("XVCOMM_SECRET", "XVCOMM_JOB", "XVCOMM_STORE", "MASTER_PORT"):
+        assert len({e[name] for e in envs}) == 1
+    assert len(envs[0]["XVCOMM_SECRET"]) >= 32
+    assert int(envs[0]["OMP_NUM_THREADS"]) >= 1
+
+
+def test_the_users_thread_count_is_kept(script):
+    process = start(
+        "-n", "1", "--no-prefix", script("print(os.environ['OMP_NUM_THREADS'])"), env={**ENV, "OMP_NUM_THREADS": "7"}
+    )
+    assert process.communicate(timeout=60)[0] == "7\n"
+
+
+def test_prefixes_name_rank_and_island(script):
+    code, out, err = finish(
+        "--islands",
+        "cuda:1,rocm:1",
+        "--",
+        script("print('out', sys.argv[1:]); print('err', file=sys.stderr)"),
+        "-n",
+        "5",
+    )
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0 cuda] out ['-n', '5']", "[1 rocm] out ['-n', '5']"]
+    assert sorted(err.splitlines()) == ["[0 cuda] err", "[1 rocm] err"]
+
+
+def test_markup_is_left_alone_and_bytes_survive(script):
+    code, out, _ = finish("-n", "1", script("sys.stdout.buffer.write(b'[red]x[/] \\xc3\\xa4\\n')"))
+    assert (code, out) == (0, "[0] [red]x[/] ä\n")
+
+
+def test_of_a_progress_bar_the_last_state_is_kept_and_partial_lines_are_not_lost(script):
+    text = "sys.stdout.write('\\r1%\\r50%\\r100%\\nwindows\\r\\nno newline')"
+    assert finish("-n", "1", script(text))[1] == "[0] 100%\n[0] windows\n[0] no newline\n"
+
+
+def test_no_output_is_lost(script):
+    text = "for i in range(20000): print(i, 'x' * 50)\nprint('last', file=sys.stderr)\nif rank == 1: os._exit(5)"
+    code, out, err = finish("-n", "3", script(text))
+    assert code == 5
+    for rank in range(3):
+        mine = [line.split()[1] for line in out.splitlines() if line.startswith(f"[{rank}]")]
+        assert mine == [str(i) for i in range(20000)]
+        assert f"[{rank}] last" in err
+
+
+def test_colours_on_a_terminal_only(script):
+    path = script("print('hello')")
+    master, slave = pty.openpty()
+    process = start("-n", "1", path, stdout=slave, stderr=slave)
+    os.close(slave)
+    seen = b""
+    try:
+        while data := os.read(master, 1 << 16):
+            seen += data
+    except OSError:  # the other side is closed
+        pass
+    os.close(master)
+    assert process.wait(20) == 0
+    assert b"\x1b[" in seen and b"hello" in seen
+    assert "\x1b" not in finish("-n", "1", path)[1]
+
+
+def test_modules_and_programs(tmp_path):
+    (tmp_path / "thing.py").write_text("import sys; print('module', sys.argv[1:])")
+    assert finish("-n", "1", "-m", "thing", "-x", cwd=tmp_path)[1] == "[0] module ['-x']\n"
+    assert finish("-n", "1", "--", "-m", "thing", cwd=tmp_path)[1] == "[0] module []\n"
+    assert finish("-n", "1", "--", "sh", "-c", "echo $RANK")[1] == "[0] 0\n"
+
+
+def test_what_cannot_be_started_is_said_at_once():
+    for args, words in (
+        (["-n", "2", "nowhere.py"], "no such script: nowhere.py"),
+        (["-n", "2", "--", "no-such-program"], "no such program"),
+        (["-n", "3", "--islands", "cuda:2", "x.py"], "does not agree with --islands"),
+        (["--islands", "cuda:x", "x.py"], "expected label:count"),
+    ):
+        code, out, err = finish(*args)
+        assert code == 2 and not out
+        assert words in err and "Traceback" not in err
+
+
+def test_the_exit_code_and_the_error_of_the_first_failure_come_last(script):
+    text = """
+if rank == 1:
+    time.sleep(0.3)
+    raise ValueError('the cause')
+time.sleep(0.6)
+raise RuntimeError('a consequence')
+"""
+    code, _, err = finish("-n", "3", script(text))
+    assert code == 1
+    assert "rank 1 ended with exit code 1; the others get" in err
+    last = err.rpartition("its last lines:")[2]
+    assert "ValueError: the cause" in last and "consequence" not in last
+    assert err.count("a consequence'") == 2  # the others had time to say what they met
+
+
+def test_a_rank_that_only_lost_a_peer_is_not_blamed(script):
+    text = """
+if rank == 0:
+    time.sleep(0.6)
+    sys.exit('the cause')
+time.sleep(0.2)
+sys.stderr.write('xvcomm.errors.PeerLost: rank 0 left\\n')
+sys.exit(4)
+"""
+    code, _, err = finish("-n", "2", script(text))
+    assert code == 1
+    assert "rank 0 ended with exit code 1 first" in err
+    assert err.rstrip().endswith("the cause")
+
+
+def test_a_killed_rank_gives_128_plus_signal_and_ends_the_others(script, tmp_path):
+    text = PID + "if rank == 1: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    begin = time.monotonic()
+    code, _, err = finish("-n", "3", script(text), str(tmp_path))
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL first" in err
+    assert time.monotonic() - begin < 20
+    assert not any(alive(pid) for pid in read_pids(tmp_path, 3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_every_rank(script, tmp_path, number):
+    text = (
+        PID
+        + """
+def leave(number, frame):
+    print('got', number)
+    sys.exit(0)
+signal.signal(signal.SIGINT, leave)
+signal.signal(signal.SIGTERM, leave)
+open(f'{sys.argv[1]}/ready.{rank}', 'w')
+time.sleep(60)
+"""
+    )
+    process = start("-n", "2", script(text), str(tmp_path))
+    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "ranks did not start")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert sorted(out.splitlines()) == [f"[{r}] got {int(number)}" for r in range(2)]
+    assert number.name in err
+
+
+def test_ctrl_c_ends_ranks_that_ignore_it(script, tmp_path):
+    text = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(60)"
+    process = start("-n", "2", script(text), str(tmp_path))
+    pids = read_pids(tmp_path, 2)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert 1 < time.monotonic() - begin < 4
+    assert not any(alive(pid) for pid in pids)
+    process.communicate()
+
+
+def test_killing_the_launcher_ends_the_ranks(script, tmp_path):
+    process = start("-n", "2", script(PID + "time.sleep(60)"), str(tmp_path))
+    pids = read_pids(tmp_path, 2)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in pids), "ranks outlived the launcher")
+
+
+def test_children_of_ranks_are_ended_too(script, tmp_path):
+    text = (
+        PID
+        + "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nopen(f'{sys.argv[1]}/child', 'w').write(str(child.pid))"
+    )
+    code, _, _ = finish("-n", "1", script(text), str(tmp_path))
+    assert code == 0
+    assert not alive(int((tmp_path / "child").read_text()))
+
+
+def test_a_closed_pipe_ends_the_job(script, tmp_path):
+    process = start("-n", "1", script(PID + "while True: print('x' * 1000)"), str(tmp_path))
+    pids = read_pids(tmp_path, 1)
+    process.stdout.close()
+    assert process.wait(20) == 128 + signal.SIGPIPE
+    assert not any(alive(pid) for pid in pids)
+    process.stderr.close()
+
+
+def test_a_reader_that_stands_still_does_not_hold_up_ctrl_c(script, tmp_path):
+    process = start("-n", "1", script(PID + "while True: print('x' * 1000)"), str(tmp_path))
+    pids = read_pids(tmp_path, 1)
+    time.sleep(0.5)  # by now every pipe is full
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+    assert not any(alive(pid) for pid in pids)
+    process.communicate()
+
+
+def test_rank_0_reads_standard_input(script):
+    process = start("-n", "2", script("print(sys.stdin.read() or 'nothing')"), stdin=subprocess.PIPE)
+    out, _ = process.communicate("typed", timeout=60)
+    assert sorted(out.splitlines()) == ["[0] typed", "[1] nothing"]
+
+
+def test_leftover_shared_memory_is_removed(script, tmp_path):
+    text = """
+name = f"{os.environ['XVCOMM_SHM_DIR']}/xvcomm-{os.environ['XVCOMM_JOB']}-{rank}"
+open(name, 'w').write('left')
+open(os.environ['XVCOMM_SHM_DIR'] + '/xvcomm-another-job', 'w')
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, _, _ = finish("-n", "2", script(text), env={**ENV, "XVCOMM_SHM_DIR": str(tmp_path)})
+    assert code == 137
+    assert [p.name for p in tmp_path.glob("xvcomm-*")] == ["xvcomm-another-job"]

@@ -1,0 +1,214 @@
+"""The commands' own logic, in this process: lines, sizes, plans, reports, and the measuring of the benchmark."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from xvcomm.cli import app
+from xvcomm.cli.bench import grid, parse_size
+from xvcomm.cli.doctor import examine
+from xvcomm.cli.measure import OPS, Case, allocate, fill, wrong
+from xvcomm.cli.output import LineAssembler, Outlet, RankStream, prefixes
+from xvcomm.cli.plan import scale
+from xvcomm.cli.run import rank_environments, rank_labels, resolve
+from xvcomm.dtype import DTYPES
+from xvcomm.errors import ArgumentError
+
+DTYPE = {d.name: d for d in DTYPES}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_lines_do_not_depend_on_how_they_arrive(step):
+    text = b"one\n\ntwo\r\nbar 1%\rbar 50%\rbar 100%\n\x1b[31mred\x1b[0m\nlast"
+    assembler = LineAssembler()
+    lines = [line for i in range(0, len(text), step) for line in assembler.feed(text[i : i + step])]
+    assert assembler.unfinished == b"last"
+    assert lines + assembler.finish() == [b"one", b"", b"two", b"bar 100%", b"\x1b[31mred\x1b[0m", b"last"]
+    assert assembler.finish() == []
+
+
+def test_a_progress_bar_without_newlines_takes_no_memory():
+    assembler = LineAssembler()
+    for i in range(10_000):
+        assert assembler.feed(b"\rstep %d" % i) == []
+    assert assembler.unfinished == b"step 9999"
+    assert len(assembler._open) < 100
+
+
+def test_a_line_without_end_is_cut():
+    assembler = LineAssembler()
+    lines = assembler.feed(b"x" * 200_000)
+    assert b"".join(lines + assembler.finish()) == b"x" * 200_000
+    assert len(lines) == 3
+
+
+def test_prefixes_are_aligned_and_coloured_only_if_asked():
+    assert prefixes(["cuda", ""], colour=False) == [b"[0 cuda] ", b"[1]      "]
+    first, second = prefixes(["a", "b"], colour=True)
+    assert first.startswith(b"\x1b[") and first != second.replace(b"1 b", b"0 a")
+
+
+def test_a_terminal_shows_the_unfinished_line_below_whole_ones():
+    master, slave = os.openpty()
+    try:
+        outlet = Outlet(slave, {})
+        bar, other = RankStream(outlet, b"[0] "), RankStream(outlet, b"[1] ")
+        bar.feed(b"\r10%")
+        outlet.redraw()
+        other.feed(b"hello\n")
+        outlet.redraw()
+        bar.feed(b"\r100%\n")
+        outlet.redraw()
+        outlet.write_some()
+        assert os.read(master, 4096) == b"[0] 10%\r\x1b[K[1] hello\r\n[0] 10%\r\x1b[K[0] 100%\r\n"
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_rank_labels():
+    assert rank_labels(3, None) == ("", "", "")
+    assert rank_labels(None, "cuda:1,rocm:2") == ("cuda", "rocm", "rocm")
+    assert len(rank_labels(None, None)) == len(os.sched_getaffinity(0))
+    with pytest.raises(ArgumentError, match="has 3 ranks"):
+        rank_labels(2, "cuda:1,rocm:2")
+
+
+def test_resolve(tmp_path):
+    script = tmp_path / "a.py"
+    script.touch()
+    assert resolve([str(script), "x"], module=False)[1:] == ("-u", str(script), "x")
+    assert resolve(["-m", "mod", "-v"], module=False)[1:] == ("-u", "-m", "mod", "-v")
+    assert resolve(["mod"], module=True)[1:] == ("-u", "-m", "mod")
+    assert resolve(["sh", "-c", "true"], module=False) == ("sh", "-c", "true")
+
+
+def test_ranks_keep_what_the_user_set():
+    envs = list(rank_environments({"OMP_NUM_THREADS": "3", "RANK": "9"}, ["a", ""]))
+    assert [e["RANK"] for e in envs] == ["0", "1"]
+    assert envs[0]["OMP_NUM_THREADS"] == "3"
+    assert envs[0]["XVCOMM_ISLAND"] == "a" and "XVCOMM_ISLAND" not in envs[1]
+
+
+def test_sizes():
+    assert [parse_size(t) for t in ("8", "64K", "256m", "1G")] == [8, 65536, 256 << 20, 1 << 30]
+    for text in ("", "K", "-1", "1.5M", "8T"):
+        with pytest.raises(ArgumentError, match="expected a number of bytes"):
+            parse_size(text)
+    assert grid(8, 128, 4) == (8, 32, 128)
+    assert grid(8, 4, 2) == ()
+
+
+def test_scaling_islands_keeps_their_proportions():
+    assert scale(("a", "b"), None) == ("a", "b")
+    assert scale(("a", "a", "a", "b"), 8) == ("a",) * 6 + ("b",) * 2
+    assert scale(("a",) * 99 + ("b",), 3) == ("a", "a", "b")
+    assert len(scale(("a", "b", "c"), 10_000)) == 10_000
+    with pytest.raises(ArgumentError, match="cannot form"):
+        scale(("a", "b"), 1)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather"])
+def test_plan_prints_steps_and_costs(op):
+    result = CliRunner().invoke(app, ["plan", op, "--islands", "cuda:3,rocm:2", "--bytes", "1M", "--rank", "4"])
+    assert result.exit_code == 0, result.output
+    assert "5 ranks: cuda x 3, rocm x 2" in result.output
+    assert "on rank 4" in result.output and "predicted:" in result.output
+
+
+def test_plan_of_ten_thousand_ranks():
+    result = CliRunner().invoke(app, ["plan", "all_reduce", "--ranks", "10000", "--steps", "2"])
+    assert result.exit_code == 0, result.output
+    assert "10000 ranks: cuda x 5000, rocm x 5000" in result.output and "more" in result.output
+
+
+def test_doctor_reports_as_json():
+    result = CliRunner().invoke(app, ["doctor", "--json"], env={"XVCOMM_SECRET": "hush"})
+    report = json.loads(result.output)
+    assert result.exit_code == 0
+    assert {"host"} <= {b["name"] for b in report["backends"] if b["usable"]}
+    assert report["shared_memory"]["bytes"] >= report["shared_memory"]["free"] > 0
+    assert "hush" not in result.output
+    assert {v["name"]: v["value"] for v in report["variables"]}["XVCOMM_SECRET"] == "(set)"
+
+
+def test_doctor_prints_tables():
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    for title in ("Machine", "Shared memory", "Limits", "Backends", "Transports", "Settings"):
+        assert title in result.output
+
+
+def test_doctor_fails_where_jobs_cannot_run(tmp_path):
+    report = examine({"XVCOMM_SHM_DIR": str(tmp_path / "nowhere")})
+    assert any(p.fatal and "nowhere" in p.what for p in report.problems)
+    report = examine({"XVCOMM_TIMEOUT": "soon"})
+    assert any(p.fatal and "XVCOMM_TIMEOUT" in p.what for p in report.problems)
+
+
+def test_bench_refuses_nonsense_before_it_starts_anything():
+    for args, words in (
+        (["--op", "all_red"], "unknown operation 'all_red'"),
+        (["--dtype", "float31"], "unknown dtype 'float31'"),
+        (["--peer", "glue"], "unknown peer 'glue'"),
+        (["--min", "8K", "--max", "8"], "no sizes"),
+        (["--json", "/nowhere/x.json"], "its folder does not exist"),
+    ):
+        result = CliRunner().invoke(app, ["bench", *args])
+        assert isinstance(result.exception, ArgumentError) and words in str(result.exception)
+
+
+def _run_by_hand(case, buffers):
+    """What a correct library leaves in every rank's output."""
+    src = [b.src.copy() for b in buffers]
+    total = np.sum([s.astype(np.complex128) for s in src], axis=0)
+    total = (total if case.dtype.kind == "c" else total.real).astype(src[0].dtype)
+    for rank, mine in enumerate(buffers):
+        blocks = slice(rank * case.block, (rank + 1) * case.block)
+        match case.op:
+            case "all_reduce" | "reduce":
+                mine.dst[...] = total
+            case "broadcast":
+                mine.dst[...] = src[0]
+            case "all_gather":
+                mine.dst[...] = np.concatenate(src)
+            case "reduce_scatter":
+                mine.dst[...] = total[blocks]
+            case "all_to_all":
+                mine.dst[...] = np.concatenate([s[blocks] for s in src])
+            case "sendrecv":
+                mine.dst[...] = src[(rank - 1) % case.ranks]
+            case "p2p":
+                mine.dst[...] = src[1 - rank] if rank < 2 else mine.dst
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "uint8", "complex64"])
+def test_the_check_accepts_right_results_and_counts_wrong_elements(op, dtype):
+    case = Case(op, 1200, DTYPE[dtype], 3, in_place=True)
+    buffers = [allocate(case) for _ in range(3)]
+    for rank in range(3):
+        fill(case, rank, buffers[rank])
+    _run_by_hand(case, buffers)
+    assert [wrong(case, rank, buffers[rank]) for rank in range(3)] == [0, 0, 0]
+    before = buffers[0].dst[5]
+    buffers[0].dst[5] = 7 if before != 7 else 5
+    assert wrong(case, 0, buffers[0]) == 1
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
+def test_the_check_notices_an_operation_that_did_nothing(op):
+    case = Case(op, 96, DTYPE["int32"], 2, in_place=False)
+    buffers = allocate(case)
+    fill(case, 1, buffers)
+    expected_untouched = op == "reduce"  # rank 1 is not the root
+    assert (wrong(case, 1, buffers) == 0) == expected_untouched
+
+
+def test_sizes_count_as_in_nccl_tests():
+    gather = Case("all_gather", 1000, DTYPE["float32"], 3, in_place=True)
+    assert (gather.block, gather.count, gather.bytes) == (83, 249, 996)
+    assert OPS["all_reduce"](4) == 1.5 and OPS["all_gather"](4) == 0.75

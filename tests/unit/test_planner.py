@@ -1,0 +1,86 @@
+"""Plans are made once, cut into segments when large, and made quickly for ten thousand ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from xvcomm.config import Config
+from xvcomm.errors import ArgumentError
+from xvcomm.planner import Planner
+from xvcomm.schedule.steps import Collective, Native, Request
+from xvcomm.topology import Topology
+from xvcomm.tuner import tune
+
+CONFIG = Config(segment_bytes=1 << 20)
+TOPOLOGY = Topology.from_labels("aabb")
+
+
+def test_equal_requests_get_the_same_plan() -> None:
+    planner = Planner(TOPOLOGY, 1, CONFIG)
+    plan = planner.plan(Request(Collective.ALL_REDUCE, 4, count=100))
+    assert planner.plan(Request(Collective.ALL_REDUCE, 4, count=100)) is plan
+    assert planner.plan(Request(Collective.ALL_REDUCE, 4, count=101)) is not plan
+
+
+def test_large_arrays_are_cut_into_segments() -> None:
+    planner = Planner(TOPOLOGY, 0, CONFIG)
+    small = planner.plan(Request(Collective.ALL_REDUCE, 4, count=1 << 19))
+    large = planner.plan(Request(Collective.ALL_REDUCE, 4, count=1 << 22))
+    assert small.segment == 0
+    assert large.segment * 4 == 2 << 20  # two links carry a segment
+    natives = [step for step in large.schedule.steps if isinstance(step, Native)]
+    assert len(natives) == 2 * (1 << 22) // large.segment
+
+
+def test_segments_need_a_border_and_an_operation_that_can_be_cut() -> None:
+    huge = 1 << 40
+    assert tune(Collective.ALL_REDUCE, huge, Topology.from_labels("aaaa"), 4096).segment_bytes == 0
+    assert tune(Collective.ALL_GATHER, huge, TOPOLOGY, 4096).segment_bytes == 0
+    assert tune(Collective.BROADCAST, huge, TOPOLOGY, 4096).segment_bytes == 8192
+
+
+def test_explain_names_every_step() -> None:
+    plan = Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=64))
+    head, *steps = plan.explain()
+    assert head == "all_reduce of 64 elements of 4 bytes on rank 2: 5 steps, one segment, scratch 32"
+    assert steps == [
+        "   0  native  reduce_scatter in[0:64] -> tmp[0:32] counts 2 x 32",
+        "   1  native  copy tmp[0:32] -> out[0:32]",
+        "   2  send    put tmp[0:32] -> rank 0  after 0",
+        "   3  recv    get_reduce rank 0 -> out[0:32] remote first  after 1",
+        "   4  native  all_gather out[0:32] -> out[0:64] counts 2 x 32  after 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(Collective.BROADCAST, 4, count=1, root=4), r"root 4 is not in 0\.\.3"),
+        (Request(Collective.ALL_GATHER, 4, counts=(1, 2)), "counts must have 4 entries"),
+        (Request(Collective.ALL_TO_ALL, 4, counts=(1,) * 4), "counts must have 4 entries"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(request_: Request, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Planner(TOPOLOGY, 0, CONFIG).plan(request_)
+    with pytest.raises(ArgumentError, match="rank 4"):
+        Planner(TOPOLOGY, 4, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=1))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [["a"] * 5000 + ["b"] * 5000, ["a", "b", "c", "b", "a"] * 2000, ["a"] + ["b"] * 9999],
+    ids=("halves", "three interleaved", "one against all"),
+)
+@pytest.mark.parametrize("op", Collective)
+def test_ten_thousand_ranks_plan_quickly(op: Collective, labels: list[str]) -> None:
+    size = len(labels)
+    topology = Topology.from_labels(labels)
+    request = Request(op, 4, count=10**9, counts=(1000,) * size, recv_counts=(1000,) * size, root=size // 2)
+    for rank in (0, size // 2):
+        planner = Planner(topology, rank, Config())
+        begin = time.monotonic()
+        assert planner.plan(request).schedule.steps
+        assert time.monotonic() - begin < 5

@@ -1,0 +1,82 @@
+"""Contract of a native collective library: NCCL, RCCL, or xvcomm's own on host memory.
+
+One instance joins the members of one island for one communicator. Addresses are plain integers, counts are elements.
+All members call the same operations in the same order. Each call is ordered on `stream`; on host memory it returns
+when the operation is done. In place means `dst` is `src`, or this member's part of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from xvcomm.abc.device import Stream
+from xvcomm.dtype import DType, Reduction
+
+
+class Collective(ABC):
+    """The native library's communicator. Every operation raises `CollectiveStopped` or `CollectiveStalled`."""
+
+    @abstractmethod
+    def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
+        """Everybody gets the reduction of all inputs."""
+
+    @abstractmethod
+    def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
+        """Member `root` gets the reduction; `dst` counts only there."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
+    ) -> None:
+        """Member i gets the reduction of everybody's i-th block, `counts[i]` elements."""
+
+    @abstractmethod
+    def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
+        """Everybody gets all blocks one after the other; member i puts in `counts[i]` elements."""
+
+    @abstractmethod
+    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
+        """Everybody gets the root's array; `src` counts only there."""
+
+    @abstractmethod
+    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """The root gets all blocks one after the other; `dst` counts only there."""
+
+    @abstractmethod
+    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """Member i gets the i-th block of the root's array; `src` counts only there."""
+
+    @abstractmethod
+    def all_to_all(
+        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
+    ) -> None:
+        """Member i gets everybody's i-th block; blocks lie one after the other on both sides."""
+
+    @abstractmethod
+    def abort(self, word: int) -> None:
+        """Make every member leave what it is in; `word` is a ring abort word. Safe from any thread."""
+
+    @abstractmethod
+    def error(self) -> int:
+        """0, or the abort word that some member set."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it owns. Idempotent."""
+
+
+class CollectiveStopped(Exception):
+    """A member set the abort word while this one was waiting."""
+
+    def __init__(self, word: int) -> None:
+        super().__init__("the native collective stopped")
+        self.word = word
+
+
+class CollectiveStalled(Exception):
+    """The deadline passed; `missing` are the members that had not arrived."""
+
+    def __init__(self, missing: Sequence[int]) -> None:
+        super().__init__("the native collective did not finish in time")
+        self.missing = tuple(missing)

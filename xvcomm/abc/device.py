@@ -1,0 +1,149 @@
+"""Contract of a device: memory, streams and the movers of one vendor.
+
+A rank has one device. Everything is enqueued on a stream and nothing blocks the host, except where it says so; on
+host memory, which has no hardware queue, a stream collects border transfers and moves them all together when it is
+waited for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from xvcomm.array import ArrayView
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import DType, ReduceOp
+from xvcomm.ring import Message, RingEnd
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCapabilities:
+    """What a device can do that not all can.
+
+    Attributes:
+        kind: `host`, `cuda`, `rocm`.
+        architecture: for instance `x86_64`, `sm_90`, `gfx90a`.
+        island: label of what its native library can join, unless the user gives another.
+        dmabuf: whether its memory can be registered with a NIC.
+    """
+
+    kind: str
+    architecture: str
+    island: str
+    dmabuf: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of a device: its address there, and what must stay alive for it."""
+
+    address: int
+    nbytes: int
+    owner: Any
+
+
+class Stream(ABC):
+    """A queue of work of one device; created by `Device.streams`."""
+
+    deadline: Deadline
+    """Until when waiting on this stream may take; the executor sets it a call."""
+
+
+class Device(ABC):
+    """One vendor's memory, streams and movers, seen from one rank. Addresses are plain integers."""
+
+    @abstractmethod
+    def capabilities(self) -> DeviceCapabilities:
+        """What this device is. Never blocks."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> Allocation:
+        """Uninitialised memory, aligned to 64 bytes or more; may come from a pool.
+
+        Raises:
+            ResourceError: there is not enough.
+        """
+
+    @abstractmethod
+    def pin(self, address: int, nbytes: int) -> int:
+        """Make host memory reachable for movers; gives the address by which this device reaches it."""
+
+    @abstractmethod
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+
+    @abstractmethod
+    def streams(self, count: int) -> tuple[Stream, ...]:
+        """Streams of which waiting on one lets the others go on."""
+
+    @abstractmethod
+    def current_stream(self, view: ArrayView) -> Stream:
+        """The stream that orders what the framework does with this array."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, on: Stream) -> None:
+        """Let `stream` continue only when what `on` holds now is done."""
+
+    @abstractmethod
+    def synchronize(self, stream: Stream) -> None:
+        """Block the host until the stream is empty.
+
+        Raises:
+            RingStopped: a ring's abort word was set, or both ends described a message differently.
+            RingStalled: the stream's deadline passed.
+        """
+
+    @abstractmethod
+    def flush(self, stream: Stream) -> Future[None]:
+        """Let go on, without the host waiting, what the stream holds; it is empty for the caller afterwards.
+
+        The future ends with what `synchronize` would raise.
+        """
+
+    @abstractmethod
+    def discard(self, stream: Stream) -> None:
+        """Forget what was enqueued and not yet synchronised or flushed; its rings are finished by it."""
+
+    @abstractmethod
+    def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
+        """Copy within the device."""
+
+    @abstractmethod
+    def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
+        """Send `message.nbytes` from `src` through the ring."""
+
+    @abstractmethod
+    def get(
+        self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
+        *, remote_first: bool = False,
+    ) -> None:  # fmt: skip
+        """Receive into `dst`; with `op`, reduce into it: `remote op dst` if `remote_first`, else `dst op remote`."""
+
+    @abstractmethod
+    def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
+        """`dst` becomes the reduction of `srcs` in order; low precision accumulates in float32 and rounds once."""
+
+    @abstractmethod
+    def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
+        """`dst = src / divisor`, or `src * factor` where `divisor` is 0."""
+
+
+class RingStopped(Exception):
+    """A transfer left its loop: the ring's abort word is set. The communicator turns it into the user's error."""
+
+    def __init__(self, end: RingEnd, word: int, sequence: int) -> None:
+        super().__init__(f"ring to rank {end.peer} stopped")
+        self.end = end
+        self.word = word
+        self.sequence = sequence
+
+
+class RingStalled(Exception):
+    """Transfers did not finish by their deadline; `ends` are those that still wait."""
+
+    def __init__(self, ends: Sequence[RingEnd]) -> None:
+        super().__init__("transfers did not finish in time")
+        self.ends = tuple(ends)

@@ -1,0 +1,81 @@
+"""Contract of a transport: what makes a ring span two ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xvcomm.abc.store import Store
+from xvcomm.config import Config
+from xvcomm.deadline import Deadline
+from xvcomm.errors import BackendUnavailable
+from xvcomm.ring import RingEnd, RingLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one rank's transport offers. Both ends' capabilities decide what a pair uses.
+
+    Attributes:
+        scheme: `shm`, `tcp`, `rdma`; equal schemes can talk.
+        reach: ranks with equal reach can use it together: a host's identity for `shm`, a fabric's name otherwise.
+        rank_order: the lower is taken where several would do.
+    """
+
+    scheme: str
+    reach: str
+    rank_order: int
+
+
+def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capabilities:
+    """The transport for one direction of a pair: a pure function of what both ends offer.
+
+    Raises:
+        BackendUnavailable: no scheme reaches from one to the other.
+    """
+    both = [c for c in ours if any((c.scheme, c.reach) == (t.scheme, t.reach) for t in theirs)]
+    if not both:
+        raise BackendUnavailable(
+            f"no transport joins the two ranks: here {[c.scheme for c in ours]}, there {[c.scheme for c in theirs]}; "
+            "ranks on one host must share /dev/shm (containers: --ipc=host)"
+        )
+    return min(both, key=lambda c: (c.rank_order, c.scheme))
+
+
+class Transport(ABC):
+    """One way between ranks, for one rank. Constructed with (config, job, host)."""
+
+    def __init__(self, config: Config, job: str, host: str) -> None:  # noqa: B027
+        """Cheap; opens nothing."""
+
+    @classmethod
+    def refusal(cls) -> tuple[str, str] | None:
+        """Why it cannot work here and what to do about it, or None if it can."""
+        return None
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this rank offers. Never blocks."""
+
+    @abstractmethod
+    def open_ring(self, name: str, peer: int, layout: RingLayout, store: Store) -> RingEnd:
+        """The producer's end of a new ring to `peer`; tells the consumer through the store under `name`.
+
+        Raises:
+            ResourceError: its memory cannot be had.
+            StoreError: the store cannot be reached.
+        """
+
+    @abstractmethod
+    def accept_ring(self, name: str, peer: int, store: Store, deadline: Deadline) -> RingEnd:
+        """The consumer's end of the ring that `peer` opens under `name`; blocks until it does.
+
+        Raises:
+            DeadlineExceeded: the peer did not open it in time.
+            ResourceError: it cannot be mapped.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it owns. Idempotent; rings are closed by who holds their ends."""

@@ -1,0 +1,214 @@
+"""Arrays of any framework, seen as address, shape and dtype; no framework is imported.
+
+Tried in order: numpy arrays; DLPack's C exchange API (`__dlpack_c_exchange_api__`, a table of C functions on the
+type: no Python object is made); a DLPack capsule; the array interface. The project apache-tvm-ffi would do this too,
+but importing it imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xvcomm import dtype as dtypes
+from xvcomm.dtype import DType
+from xvcomm.errors import ArrayError
+
+CPU, CUDA, CUDA_HOST, ROCM, ROCM_HOST = 1, 2, 3, 10, 11
+_KINDS = {CPU: "host", CUDA_HOST: "host", ROCM_HOST: "host", CUDA: "cuda", ROCM: "rocm"}
+
+
+@dataclass(slots=True)
+class ArrayView:
+    """A contiguous array, borrowed.
+
+    Attributes:
+        address: of the first element, in the memory of `device`.
+        shape, dtype: as usual; `count` elements, `nbytes` bytes.
+        device: `host`, `cuda`, `rocm`; `index` tells which of several.
+        immutable: results must go to a new array of the same kind (JAX).
+        array: what the user passed; keeps the memory alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: DType
+    count: int
+    nbytes: int
+    array: Any
+    device: str = "host"
+    index: int = 0
+    immutable: bool = False
+    keep: Any = None
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
+
+
+class _ExchangeAPI(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("previous", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("managed_from_object", ctypes.c_void_p),
+        ("managed_to_object", ctypes.c_void_p),
+        ("tensor_from_object", ctypes.c_void_p),
+        ("current_stream", ctypes.c_void_p),
+    ]
+
+
+_READ_ONLY = 1
+_FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_DLTensor))
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_name_of = ctypes.pythonapi.PyCapsule_GetName
+_name_of.restype = ctypes.c_char_p
+_name_of.argtypes = [ctypes.py_object]
+_exchange: dict[type, Any] = {}
+
+
+def _exchange_function(kind: type) -> Any:
+    """The type's `dltensor_from_py_object_no_sync`, or None."""
+    capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+    function = None
+    if capsule is not None and _name_of(capsule) == b"dlpack_exchange_api":
+        api = _ExchangeAPI.from_address(_pointer_of(capsule, b"dlpack_exchange_api"))
+        if api.tensor_from_object:
+            function = _FromObject(api.tensor_from_object)
+    _exchange[kind] = function
+    return function
+
+
+def view(x: Any, *, output: bool = False) -> ArrayView:
+    """See `x` as an ArrayView; nothing is copied.
+
+    Args:
+        x: a numpy array, or anything with DLPack or the array interface.
+        output: whether xvcomm will write into it.
+
+    Raises:
+        ArrayError: not an array, not contiguous, or read-only though it is an output.
+        DTypeError: its element type is not carried.
+    """
+    if isinstance(x, np.ndarray):
+        found = _from_numpy(x, x)
+    else:
+        kind = type(x)
+        function = _exchange.get(kind, _exchange)
+        if function is _exchange:
+            function = _exchange_function(kind)
+        if function is not None:
+            tensor = _DLTensor()
+            if function(x, tensor):
+                raise ArrayError(f"{kind.__name__} refuses to show its memory through DLPack")
+            found = _from_tensor(tensor, x, None, False)
+        else:
+            found = _from_protocols(x)
+    if output and found.immutable and not _functional(x):
+        raise ArrayError("the output array is read-only; pass a writable array (x.copy())")
+    return found
+
+
+def _from_numpy(x: np.ndarray[Any, Any], array: Any) -> ArrayView:
+    if not x.flags.c_contiguous:
+        raise ArrayError(
+            f"array of shape {x.shape} and strides {x.strides} is not contiguous; pass numpy.ascontiguousarray(x)"
+        )
+    address, read_only = x.__array_interface__["data"]
+    return ArrayView(address, x.shape, dtypes.from_numpy(x.dtype), x.size, x.nbytes, array, immutable=read_only, keep=x)
+
+
+def _from_tensor(tensor: _DLTensor, array: Any, keep: Any, immutable: bool) -> ArrayView:
+    dtype = dtypes.from_dlpack(tensor.code, tensor.bits, tensor.lanes)
+    shape = tuple(tensor.shape[: tensor.ndim])
+    count = math.prod(shape)
+    if tensor.strides and count > 1 and not _contiguous(shape, tensor.strides[: tensor.ndim]):
+        raise ArrayError(f"array of shape {shape} is not contiguous; pass a contiguous copy (x.contiguous())")
+    device = _KINDS.get(tensor.device_type)
+    if device is None:
+        raise ArrayError(f"DLPack device type {tensor.device_type} is not one that xvcomm knows")
+    address = (tensor.data or 0) + tensor.byte_offset
+    nbytes = count * dtype.itemsize
+    return ArrayView(address, shape, dtype, count, nbytes, array, device, tensor.device_id, immutable, keep)
+
+
+def _contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _from_protocols(x: Any) -> ArrayView:
+    """By capsule, else by the array interface; the capsule is kept, unconsumed, so that its memory stays."""
+    if hasattr(x, "__dlpack__"):
+        try:
+            capsule = x.__dlpack__(max_version=(1, 0))
+        except TypeError:
+            capsule = x.__dlpack__()
+        if _name_of(capsule) == b"dltensor_versioned":
+            managed = _Versioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
+            immutable = bool(managed.flags & _READ_ONLY) or _functional(x)
+            return _from_tensor(managed.tensor, x, capsule, immutable)
+        tensor = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))
+        return _from_tensor(tensor, x, capsule, _functional(x))
+    if hasattr(x, "__array_interface__"):
+        return _from_numpy(np.asarray(x), x)
+    raise ArrayError(f"{type(x).__name__} is no array: it has neither __dlpack__ nor __array_interface__")
+
+
+def _functional(x: Any) -> bool:
+    """Whether the framework's arrays never change (JAX): results are then new arrays."""
+    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+    """A new host array of the same framework and dtype; for immutable frameworks a numpy array to be passed to `finish`."""
+    array = x.array
+    if isinstance(array, np.ndarray):
+        return view(np.empty(shape, array.dtype))
+    if x.immutable or not hasattr(array, "new_empty"):
+        staged = view(np.empty(shape, x.dtype.numpy))
+        staged.immutable = True
+        staged.keep, staged.array = staged.array, array
+        return staged
+    return view(array.new_empty(shape))
+
+
+def finish(x: ArrayView) -> Any:
+    """The user's array: the one behind the view, or for immutable frameworks a new one with the view's contents."""
+    if not x.immutable or isinstance(x.array, np.ndarray):
+        return x.array
+    space = x.array.__array_namespace__()
+    return space.asarray(x.keep.view(x.dtype.numpy).reshape(x.shape))

@@ -1,0 +1,151 @@
+"""Atomic words, waiting and raw memory for numba code that runs without the interpreter lock.
+
+Addresses are plain int64, so one compiled function serves private memory, shared memory and any framework's arrays.
+Importing this module imports numba: only modules that move data do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_memcpy = types.ExternalFunction("memcpy", types.voidptr(types.voidptr, types.voidptr, types.uint64))
+
+READY, PENDING, STOPPED = 0, 1, 2
+
+_WORD = ir.IntType(64)
+
+
+def _word_pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _WORD.as_pointer())
+
+
+@intrinsic
+def load_acquire(typingctx: Any, address: Any) -> Any:
+    """The 64-bit word at `address`; nothing after is read before it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_word_pointer(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the 64-bit word at `address`; everything before is visible to who acquires it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _word_pointer(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
+    """Add to the word at `address` in one step; what was there before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _word_pointer(builder, args[0]), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def compare_and_swap(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Write `value` where `expected` lies, in one step; what was there before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pair = builder.cmpxchg(_word_pointer(builder, args[0]), args[1], args[2], "acq_rel", "acquire")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def full_fence(typingctx: Any) -> Any:
+    """Order all stores before against all loads after: two posters that each write, then look, cannot both miss."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def load(typingctx: Any, address: Any) -> Any:
+    """The 64-bit word at `address`, read plainly."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_word_pointer(builder, args[0]))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the 64-bit word at `address` plainly."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], _word_pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def as_pointer(typingctx: Any, address: Any) -> Any:
+    """The address as a `void *`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@register_jitable
+def copy_bytes(dst: int, src: int, count: int) -> None:
+    """memcpy; the ranges must not overlap, except that they may be the same."""
+    if count > 0 and dst != src:
+        _memcpy(as_pointer(dst), as_pointer(src), count)
+
+
+@register_jitable
+def relax(idle: int, spins: int) -> int:
+    """One step of patience: read again at once, then yield the core, then sleep. Returns the nanoseconds slept.
+
+    `spins` reads are tried first; with more ranks than cores only the yield lets the other side run at all.
+    """
+    if idle < spins:
+        return 0
+    if idle < spins + 400:
+        sched_yield()
+        return 0
+    nap = min(200, 10 + (idle - spins - 400))
+    usleep(nap)
+    return nap * 1000
+
+
+@register_jitable
+def await_word(address: int, least: int, abort: int, spins: int, budget: int) -> int:
+    """Wait until the word at `address` is at least `least`.
+
+    Returns:
+        READY; STOPPED once the word at `abort` is set and the awaited one still is not there; PENDING after about
+        `budget` nanoseconds of sleep, so that the caller can look at signals and deadlines and come back.
+    """
+    idle = slept = 0
+    while load_acquire(address) < least:
+        if load_acquire(abort) != 0:
+            return READY if load_acquire(address) >= least else STOPPED
+        if slept > budget:
+            return PENDING
+        slept += relax(idle, spins)
+        idle += 1
+    return READY

@@ -1,0 +1,113 @@
+"""The board: shared memory in which a communicator's ranks of one host describe each collective before it starts.
+
+Whoever posts second compares; nobody waits. So two ranks that call different things both find out, even when the
+calls would not meet in any message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from xvcomm.atomics import compare_and_swap, fetch_add, full_fence, load, load_acquire, store, store_release
+from xvcomm.jit import compiling, kernel
+from xvcomm.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
+from xvcomm.shm import PAGE, Segment
+
+_ATTACHED = 2 * LINE
+_ROW = LEDGER * ENTRY
+_MISMATCH = int(Reason.MISMATCH)
+_ROWS = 1 << 62
+"""Set in an abort word that tells two rows and an entry instead of one rank."""
+_FIELDS = 5
+
+
+def _post(board, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: ignore[no-untyped-def]
+    """Publish a description and compare it with those that are there: -1 if all is well, -2 if the board is aborted,
+    else the index of the rank that differs."""
+    if load_acquire(board + ABORT) != 0:
+        return -2
+    mine = board + PAGE + me * _ROW + sequence % LEDGER * ENTRY
+    for i, value in enumerate((op, dtype, nbytes, tag, detail)):
+        store(mine + 8 + 8 * i, value)
+    store_release(mine, sequence + 1)
+    full_fence()
+    for other in range(ranks):
+        entry = board + PAGE + other * _ROW + sequence % LEDGER * ENTRY
+        if other != me and load_acquire(entry) == sequence + 1:
+            for i in range(_FIELDS):
+                if load(entry + 8 + 8 * i) != load(mine + 8 + 8 * i):
+                    rows = (me << 8) | (other << 24) | ((sequence % LEDGER) << 40)
+                    compare_and_swap(board + ABORT, 0, _MISMATCH | rows | _ROWS)
+                    return other
+    return -1
+
+
+def _attach(counter: int) -> int:
+    return fetch_add(counter, 1)
+
+
+with compiling():
+    _post_kernel = kernel("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(_post)
+    _attach_kernel = kernel("int64(int64)")(_attach)
+
+
+class Board:
+    """One communicator's board on this host, seen from one rank.
+
+    Attributes:
+        ranks: the communicator's ranks on this host; they index the board's rows.
+    """
+
+    def __init__(self, segment: Segment, ranks: tuple[int, ...], rank: int) -> None:
+        """Take part; the last rank to come takes the segment's name away."""
+        self._segment = segment
+        self.ranks = ranks
+        self._me = ranks.index(rank)
+        self._address = segment.address
+        if _attach_kernel(self._address + _ATTACHED) == len(ranks) - 1:
+            segment.unlink()
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Bytes for a board of so many ranks."""
+        return PAGE + ranks * _ROW
+
+    def post(self, sequence: int, message: Message) -> bool:
+        """Describe collective number `sequence`; False if the board is aborted or somebody described it differently."""
+        return bool(
+            _post_kernel(
+                self._address, len(self.ranks), self._me, sequence,
+                message.op, message.dtype, message.nbytes, message.tag, message.detail,
+            ) == -1
+        )  # fmt: skip
+
+    def abort(self, word: int) -> None:
+        """Stop the communicator on this host; the first reason stays."""
+        if self._address:
+            cell = ctypes.c_int64.from_address(self._address + ABORT)
+            if not cell.value:
+                cell.value = word
+
+    def abort_word(self) -> int:
+        """0, or the reason."""
+        return ctypes.c_int64.from_address(self._address + ABORT).value if self._address else 0
+
+    def quarrel(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
+        """After a mismatch of collectives: the two ranks that differ and what each wrote."""
+        word = self.abort_word()
+        if not word & _ROWS:
+            return None
+        index = (word >> 40) & 0xFFFF
+        found = []
+        for row in ((word >> 8) & 0xFFFF, (word >> 24) & 0xFFFF):
+            entry = self._address + PAGE + row * _ROW + index * ENTRY
+            fields = (ctypes.c_int64 * 6).from_address(entry)
+            found.append((self.ranks[row], Message(*fields[1:])))
+        return found[0], found[1]
+
+    def close(self) -> None:
+        """Unmap. Idempotent."""
+        if self._address:
+            self._address = 0
+            self._segment.unlink()
+            self._segment.close()

@@ -1,0 +1,173 @@
+"""How a collective runs: contract check, then the native library alone, or a schedule across islands."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xvcomm import array
+from xvcomm.array import ArrayView
+from xvcomm.context import Context, Operation, pack_detail
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import DType, ReduceOp, Reduction
+from xvcomm.errors import ArrayError
+from xvcomm.executor import Buffers, Executor
+from xvcomm.opcode import OpCode
+from xvcomm.ring import Message
+from xvcomm.schedule.steps import Collective as Op
+from xvcomm.schedule.steps import Request
+from xvcomm.work import OrderedWorker, Work
+
+_NO_REDUCTION = Reduction(ReduceOp.SUM)
+_CLOSE_SECONDS = 2.0
+_REQUESTS = {
+    OpCode.BROADCAST: Op.BROADCAST, OpCode.REDUCE: Op.REDUCE, OpCode.ALL_REDUCE: Op.ALL_REDUCE,
+    OpCode.BARRIER: Op.ALL_REDUCE, OpCode.REDUCE_SCATTER: Op.REDUCE_SCATTER, OpCode.ALL_GATHER: Op.ALL_GATHER,
+    OpCode.GATHER: Op.GATHER, OpCode.SCATTER: Op.SCATTER, OpCode.ALL_TO_ALL: Op.ALL_TO_ALL,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective as this rank calls it; counts are elements.
+
+    Attributes:
+        src, dst: input and output; None where this rank has none.
+        counts, recv_counts, root, count: as in `schedule.steps.Request`.
+        uneven: whether the user gave counts, so that all ranks must give the same.
+    """
+
+    op: OpCode
+    src: ArrayView | None
+    dst: ArrayView | None
+    dtype: DType
+    reduction: Reduction | None = None
+    count: int = 0
+    counts: tuple[int, ...] = ()
+    recv_counts: tuple[int, ...] = ()
+    root: int = -1
+    uneven: bool = False
+
+    def message(self) -> Message:
+        """What all ranks must agree on."""
+        elements = self.count or (0 if self.op is OpCode.ALL_TO_ALL and self.uneven else sum(self.counts))
+        code = self.reduction.op if self.reduction is not None else 0
+        compared = self.counts if self.uneven and self.op is not OpCode.ALL_TO_ALL else ()
+        detail = pack_detail(self.root, code, compared)
+        return Message(self.op, self.dtype.code, elements * self.dtype.itemsize, 0, detail)
+
+    def request(self) -> Request:
+        """The same for the planner."""
+        how = self.reduction
+        average = how is not None and how.op is ReduceOp.AVG
+        return Request(
+            _REQUESTS[self.op], self.dtype.itemsize, self.count, self.counts, self.recv_counts, self.root,
+            average=average, premul=how is not None and how.op is ReduceOp.PREMUL_SUM,
+            scale_first=average and self.dtype.small_range,
+        )  # fmt: skip
+
+
+class Caller:
+    """Runs a communicator's collectives in order: in the calling thread, or behind asynchronous ones on its worker."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._worker = OrderedWorker(f"xvcomm-{context.path}")
+        self._native_only = context.topology.homogeneous and context.topology.size > 1
+        self._executor = Executor(context)
+        self._stream = context.device.streams(1)[0]
+        self._token = array.view(np.zeros(1, np.uint8))
+
+    def token(self) -> ArrayView:
+        """One byte for operations that carry no data."""
+        return self._token
+
+    def run(self, call: Call, deadline: Deadline) -> Any:
+        """Run a collective and give the result array."""
+        self._check_device(call)
+        if not self._worker.idle:
+            return Work(self._submit(call, deadline), str(call.op)).wait()
+        with self._context.lock:
+            return self._run(call, deadline)
+
+    def start(self, call: Call, deadline: Deadline) -> Work:
+        """Run a collective behind those that were started before."""
+        self._check_device(call)
+        return Work(self._submit(call, deadline), str(call.op))
+
+    def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
+        def locked() -> Any:
+            with self._context.lock:
+                return self._run(call, deadline)
+
+        return self._worker.submit(locked)
+
+    def _check_device(self, call: Call) -> None:
+        kind = self._context.session.backend.kind
+        for x in (call.src, call.dst):
+            if x is not None and x.device != kind:
+                raise ArrayError(
+                    f"the array lies in {x.device} memory but this rank's device is {kind}; move the array, or set "
+                    f"XVCOMM_DEVICE={x.device}"
+                )
+
+    def _run(self, call: Call, deadline: Deadline) -> Any:
+        context = self._context
+        operation = context.begin(call.op, call.message())
+        try:
+            if self._native_only:
+                self._native(call, deadline)
+            else:
+                self._scheduled(call, operation, deadline)
+        except BaseException as error:
+            raised = context.translate(error, operation)
+            if raised is error:
+                raise
+            raise raised from None
+        context.session.recorder.end(operation.record)
+        if call.dst is not None:
+            return array.finish(call.dst)
+        return call.src.array if call.op is OpCode.REDUCE and call.src is not None else None
+
+    def _native(self, call: Call, deadline: Deadline) -> None:
+        native = self._context.native(deadline)
+        stream, dtype, op = self._stream, call.dtype, call.reduction or _NO_REDUCTION
+        stream.deadline = deadline
+        src = call.src.address if call.src is not None else 0
+        dst = call.dst.address if call.dst is not None else 0
+        match call.op:
+            case OpCode.ALL_REDUCE | OpCode.BARRIER:
+                native.all_reduce(src, dst, call.count, dtype, op, stream)
+            case OpCode.BROADCAST:
+                native.broadcast(src, dst, call.count, dtype, call.root, stream)
+            case OpCode.REDUCE:
+                native.reduce(src, dst, call.count, dtype, op, call.root, stream)
+            case OpCode.REDUCE_SCATTER:
+                native.reduce_scatter(src, dst, call.counts, dtype, op, stream)
+            case OpCode.ALL_GATHER:
+                native.all_gather(src, dst, call.counts, dtype, stream)
+            case OpCode.GATHER:
+                native.gather(src, dst, call.counts, dtype, call.root, stream)
+            case OpCode.SCATTER:
+                native.scatter(src, dst, call.counts, dtype, call.root, stream)
+            case OpCode.ALL_TO_ALL:
+                native.all_to_all(src, dst, call.counts, call.recv_counts, dtype, stream)
+
+    def _scheduled(self, call: Call, operation: Operation, deadline: Deadline) -> None:
+        plan = self._context.planner.plan(call.request())
+        src = call.src.address if call.src is not None else 0
+        dst = call.dst.address if call.dst is not None else 0
+        self._executor.run(
+            plan.schedule, Buffers(src, dst), call.dtype, call.reduction or _NO_REDUCTION, operation, deadline
+        )
+
+    def close(self) -> None:
+        """End the worker; what it still runs is stopped by the context."""
+        if not self._worker.idle:
+            self._context.leave()
+        with contextlib.suppress(RuntimeError):
+            self._worker.close(_CLOSE_SECONDS)

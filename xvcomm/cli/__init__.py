@@ -1,0 +1,32 @@
+"""The `xvcomm` command: run a job, look at the machine, measure, and print plans."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from xvcomm.cli import bench, doctor, plan, run
+from xvcomm.errors import XvcommError
+
+app = typer.Typer(
+    name="xvcomm",
+    help="Collectives and pipelines for jobs that mix NVIDIA GPUs, AMD GPUs and host memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# What follows the script is the script's, also where it looks like an option.
+app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.command()(doctor.doctor)
+app.command()(bench.bench)
+app.command()(plan.plan)
+
+
+def main() -> None:
+    """Entry point of the command; errors of xvcomm end it with one line and exit code 2."""
+    try:
+        app()
+    except XvcommError as error:
+        print(f"xvcomm: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

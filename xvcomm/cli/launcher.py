@@ -1,0 +1,351 @@
+"""Starts the ranks of a job on this host, carries their output and signals, and ends them all when one fails."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from xvcomm.cli.output import Outlet, RankStream, outlets, prefixes
+from xvcomm.errors import ResourceError
+
+_PR_SET_PDEATHSIG = 1
+_READ = 1 << 16
+_BACKLOG = 1 << 20
+_DRAIN = 1.0
+_LAST_WRITE = 0.2
+FAILURE_GRACE = 3.0
+STOP_GRACE = 1.5
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_CONSEQUENCES = (b"xvcomm.errors.PeerLost", b"xvcomm.errors.Aborted")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What to start for one rank: the label is for its prefix."""
+
+    label: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        code: exit code to pass on: the first failing rank's, or 128 + signal.
+        rank: the rank that failed first and not only because of another, or None.
+        signal: the signal that ended the job from outside, or None.
+        last_words: the failing rank's last lines on stderr (on stdout, if it left stderr empty).
+    """
+
+    code: int
+    rank: int | None = None
+    signal: signal.Signals | None = None
+    last_words: tuple[bytes, ...] = ()
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    out: RankStream
+    err: RankStream
+    code: int | None = None
+
+
+class Job:
+    """The ranks of one job, as a context: leaving it ends whatever still runs.
+
+    One thread and one loop: pipes, the ranks' ends and the signals for the launcher all arrive at one selector.
+
+    Args:
+        specs: one a rank, in rank order.
+        prefix: whether lines carry their rank.
+        grace: seconds between the wish to end and SIGKILL.
+    """
+
+    def __init__(self, specs: Sequence[RankSpec], *, prefix: bool = True, grace: float = STOP_GRACE) -> None:
+        self._specs = specs
+        self._prefix = prefix
+        self._grace = grace
+        self._ranks: list[_Rank] = []
+        self._selector = selectors.PollSelector()
+        self._open: dict[int, RankStream] = {}
+        self._paused = False
+        self._outlets: tuple[Outlet, Outlet] = outlets(os.environ)
+        self._failed: list[int] = []
+        self._signal: signal.Signals | None = None
+        self._plan: list[tuple[float, signal.Signals]] = []
+        self._handlers: dict[signal.Signals, object] = {}
+        self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def __enter__(self) -> Job:
+        for number in (signal.SIGCHLD, signal.SIGTSTP, *_ENDING, *_PASSED_ON):
+            # What the launcher was told to ignore, by nohup for instance, stays ignored.
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._wake[1])
+        self._selector.register(self._wake[0], selectors.EVENT_READ)
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for rank in self._ranks:
+            self._signal_group(rank, signal.SIGKILL)
+            rank.process.wait()
+        for fd in list(self._open):
+            self._close(fd)
+        self._selector.close()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        for fd in self._wake:
+            os.close(fd)
+
+    def _start(self) -> None:
+        labels = [spec.label for spec in self._specs]
+        blank = [b""] * len(labels)
+        out, err = (prefixes(labels, o.colour) if self._prefix else blank for o in self._outlets)
+        for number, spec in enumerate(self._specs):
+            streams = RankStream(self._outlets[0], out[number]), RankStream(self._outlets[1], err[number])
+            process = self._spawn(number, spec)
+            self._ranks.append(_Rank(process, *streams))
+            for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
+                assert pipe is not None
+                fd = os.dup(pipe.fileno())
+                pipe.close()
+                self._open[fd] = stream
+                self._selector.register(fd, selectors.EVENT_READ)
+
+    @staticmethod
+    def _spawn(number: int, spec: RankSpec) -> subprocess.Popen[bytes]:
+        # A rank's group is not the terminal's, so that reading from a terminal would stop it.
+        takes_input = number == 0 and not os.isatty(0)
+        try:
+            return subprocess.Popen(
+                spec.argv,
+                env=spec.env,
+                stdin=None if takes_input else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                process_group=0,
+                preexec_fn=_ends_with(os.getpid()),
+            )
+        except OSError as error:
+            raise ResourceError(f"rank {number}: cannot start {spec.argv[0]!r}: {error}") from error
+
+    def run(self) -> Outcome:
+        """Carry output and signals until every rank has ended; blocks.
+
+        A rank that fails ends the job: the others have 3 seconds to raise their own errors, then SIGTERM, then SIGKILL.
+        """
+        drained = math.inf
+        while True:
+            now = time.monotonic()
+            if all(rank.code is not None for rank in self._ranks):
+                drained = min(drained, now + _DRAIN)
+            if now >= drained or (drained < math.inf and not self._open):
+                break
+            self._follow_plan(now)
+            for outlet in self._outlets:
+                if now >= outlet.redraw_at:
+                    outlet.redraw()
+            due = min([when for when, _ in self._plan] + [drained] + [o.redraw_at for o in self._outlets])
+            self._turn(None if due == math.inf else max(0.0, due - now))
+        self._finish()
+        return self._outcome()
+
+    def _turn(self, timeout: float | None) -> None:
+        self._choose()
+        for key, _ in self._selector.select(timeout):
+            if key.fd == self._wake[0]:
+                for number in os.read(key.fd, 256):
+                    self._on_signal(signal.Signals(number))
+            elif isinstance(key.data, Outlet):
+                self._write(key.data)
+            else:
+                self._read(key.fd)
+
+    def _choose(self) -> None:
+        """Ask for what can make progress: outlets with something to write, ranks only while outlets keep up."""
+        for outlet in set(self._outlets):
+            waiting = outlet.backlog > 0
+            if waiting != (outlet.fd in self._selector.get_map()):
+                if waiting:
+                    self._selector.register(outlet.fd, selectors.EVENT_WRITE, outlet)
+                else:
+                    self._selector.unregister(outlet.fd)
+        paused = any(o.backlog > _BACKLOG for o in self._outlets)
+        if paused != self._paused:
+            self._paused = paused
+            for fd in self._open:
+                if paused:
+                    self._selector.unregister(fd)
+                else:
+                    self._selector.register(fd, selectors.EVENT_READ)
+
+    def _read(self, fd: int) -> None:
+        stream = self._open[fd]
+        data = os.read(fd, _READ)
+        stream.feed(data)
+        if not data:
+            self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+        del self._open[fd]
+        os.close(fd)
+
+    def _write(self, outlet: Outlet) -> None:
+        try:
+            outlet.write_some()
+        except BlockingIOError:
+            pass
+        except OSError:
+            outlet.discard()
+            if self._signal is None:
+                self._signal = signal.SIGPIPE
+                self._end(signal.SIGTERM)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGCHLD:
+            self._collect()
+        elif number == signal.SIGTSTP:
+            self._signal_all(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif number in _PASSED_ON:
+            self._signal_all(number)
+        elif self._signal is None:
+            self._signal = number
+            self._end(number)
+        else:
+            self._signal_all(signal.SIGKILL)
+
+    def _collect(self) -> None:
+        """Note which ranks ended. They are reaped last of all, so that no other process can take their group's number."""
+        ended: list[tuple[bool, int]] = []
+        for number, rank in enumerate(self._ranks):
+            if rank.code is None:
+                status = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if status is not None:
+                    exited = status.si_code == os.CLD_EXITED
+                    rank.code = status.si_status if exited else -status.si_status
+                    ended.append((exited, number))
+        # Of ranks found at once, one killed by a signal is the likelier cause than one that ended by itself.
+        for _, number in sorted(ended):
+            if self._ranks[number].code and self._signal is None:
+                self._note_failure(number)
+
+    def _note_failure(self, number: int) -> None:
+        if not self._failed:
+            start = time.monotonic() + FAILURE_GRACE
+            self._plan = [(start, signal.SIGTERM), (start + self._grace, signal.SIGKILL)]
+            if any(rank.code is None for rank in self._ranks):
+                self.say(f"{self.describe(number)}; the others get {FAILURE_GRACE:g} s to end")
+        if len(self._plan) == 2:
+            self._failed.append(number)
+
+    def describe(self, number: int) -> str:
+        """How a rank ended, in words."""
+        code = self._ranks[number].code or 0
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+        label = self._specs[number].label
+        return f"rank {number}{f' ({label})' if label else ''} {how}"
+
+    def say(self, text: str) -> None:
+        """Put a line of the launcher's own among the ranks' lines on stderr."""
+        self._outlets[1].add(None, f"xvcomm run: {text}\n".encode(), b"")
+
+    def _end(self, number: signal.Signals) -> None:
+        self._signal_all(number)
+        self._plan = [(time.monotonic() + self._grace, signal.SIGKILL)]
+
+    def _follow_plan(self, now: float) -> None:
+        while self._plan and now >= self._plan[0][0]:
+            self._signal_all(self._plan.pop(0)[1])
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            if rank.code is None:
+                self._signal_group(rank, number)
+
+    @staticmethod
+    def _signal_group(rank: _Rank, number: signal.Signals) -> None:
+        if rank.process.returncode is None:
+            try:
+                os.killpg(rank.process.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def _finish(self) -> None:
+        """End what the ranks left running, take the last output, and wait until it is written."""
+        for rank in self._ranks:
+            self._signal_group(rank, signal.SIGKILL)
+            rank.process.wait()
+        for fd, stream in list(self._open.items()):
+            os.set_blocking(fd, False)
+            try:
+                while data := os.read(fd, _READ):
+                    stream.feed(data)
+            except BlockingIOError:
+                pass
+            stream.feed(b"")
+            self._close(fd)
+        for outlet in set(self._outlets):
+            outlet.restore()
+        # A reader that stands still may not hold up an interrupt.
+        until = math.inf if self._signal is None else time.monotonic() + _LAST_WRITE
+        while any(o.backlog for o in self._outlets) and (left := until - time.monotonic()) > 0:
+            self._turn(None if left == math.inf else left)
+            if self._signal is not None and until == math.inf:
+                until = time.monotonic() + _LAST_WRITE
+
+    def _outcome(self) -> Outcome:
+        if self._signal is not None:
+            return Outcome(128 + self._signal, signal=self._signal)
+        if not self._failed:
+            return Outcome(0)
+        words = {n: self._ranks[n].err.last or self._ranks[n].out.last for n in self._failed}
+        # The rank at fault may take longer to end than those that lost it.
+        cause = next(
+            (n for n in self._failed if not any(c in w for c in _CONSEQUENCES for w in words[n])), self._failed[0]
+        )
+        code = self._ranks[cause].code or 0
+        return Outcome(code if code >= 0 else 128 - code, cause, last_words=tuple(words[cause]))
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; real-time signals by number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _ends_with(parent: int) -> Callable[[], None]:
+    """What a rank does before it becomes the user's program: ask to be killed when the launcher dies, even by SIGKILL."""
+    libc = ctypes.CDLL(None)
+
+    def arm() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return arm

@@ -1,0 +1,115 @@
+"""`xvcomm plan`: prints what a rank does for a collective, and what the model says it costs."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from xvcomm.cli.bench import parse_size
+from xvcomm.cli.doctor import size_text
+from xvcomm.config import Config
+from xvcomm.dtype import DTYPES
+from xvcomm.errors import ArgumentError
+from xvcomm.planner import Plan, Planner
+from xvcomm.schedule.cost import Links, Prediction, estimate
+from xvcomm.schedule.steps import Collective, Request
+from xvcomm.topology import Topology, parse_islands
+
+_ROOTED = (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
+_WHOLE = (Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST)
+
+
+def plan(
+    op: Annotated[Collective, typer.Argument(help="The collective.")] = Collective.ALL_REDUCE,
+    islands: Annotated[str, typer.Option(help="Islands in rank order, for instance cuda:2,rocm:2.")] = "cuda:2,rocm:2",
+    ranks: Annotated[int | None, typer.Option(min=1, help="Scale the islands to this many ranks in all.")] = None,
+    size: Annotated[str, typer.Option("--bytes", help="Bytes of the larger of input and output.")] = "256M",
+    dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
+    rank: Annotated[int, typer.Option(min=0, help="Whose steps to print.")] = 0,
+    root: Annotated[int, typer.Option(min=0, help="Root, where the collective has one.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Print at most so many steps.")] = 40,
+    native: Annotated[float, typer.Option(help="Speed inside an island, GB/s a rank and direction.")] = 300,
+    border: Annotated[float, typer.Option(help="Speed of a rank's link over the border, GB/s a direction.")] = 50,
+) -> None:
+    """Print the steps of one rank and the predicted time of the collective; starts no rank and moves no data."""
+    topology = Topology.from_labels(scale(parse_islands(islands), ranks))
+    if max(rank, root) >= topology.size:
+        raise ArgumentError(f"rank {max(rank, root)} does not exist: there are {topology.size} ranks")
+    request = make_request(op, topology.size, parse_size(size), dtype, root)
+    planner = Planner(topology, rank, Config.from_env())
+    begin = time.perf_counter()
+    made = planner.plan(request)
+    took = time.perf_counter() - begin
+    links = Links(native_bandwidth=native * 1e9, border_bandwidth=border * 1e9)
+    for line in describe(topology, made, steps):
+        typer.echo(line)
+    typer.echo("")
+    for line in costs(request, estimate(request, topology, made.segment, links), links):
+        typer.echo(line)
+    typer.echo(f"planned in {took * 1e3:.1f} ms; kept for the next call")
+
+
+def scale(labels: tuple[str, ...], ranks: int | None) -> tuple[str, ...]:
+    """The same islands in the same proportions with `ranks` ranks in all.
+
+    Raises:
+        ArgumentError: fewer ranks than islands.
+    """
+    if ranks is None or ranks == len(labels):
+        return labels
+    names = list(dict.fromkeys(labels))
+    if ranks < len(names):
+        raise ArgumentError(f"{ranks} ranks cannot form {len(names)} islands; ask for more ranks")
+    ends, seen = [0], 0
+    for index, name in enumerate(names, start=1):
+        seen += labels.count(name)
+        ends.append(min(max(ends[-1] + 1, ranks * seen // len(labels)), ranks - len(names) + index))
+    return tuple(name for name, begin, end in zip(names, ends, ends[1:], strict=False) for _ in range(end - begin))
+
+
+def make_request(op: Collective, ranks: int, size: int, dtype: str, root: int) -> Request:
+    """An even collective over `size` bytes.
+
+    Raises:
+        ArgumentError: no such dtype.
+    """
+    itemsize = {d.name: d.itemsize for d in DTYPES}.get(dtype)
+    if itemsize is None:
+        raise ArgumentError(f"unknown dtype {dtype!r}; known are {', '.join(d.name for d in DTYPES)}")
+    elements = size // itemsize
+    where = root if op in _ROOTED else -1
+    if op in _WHOLE:
+        return Request(op, itemsize, count=elements, root=where)
+    if op is Collective.ALL_TO_ALL:
+        alike = (elements // ranks,) * ranks
+        return Request(op, itemsize, counts=alike, recv_counts=alike)
+    return Request(
+        op, itemsize, counts=tuple(elements // ranks + (r < elements % ranks) for r in range(ranks)), root=where
+    )
+
+
+def describe(topology: Topology, made: Plan, steps: int) -> list[str]:
+    """The topology and the plan, cut after so many steps."""
+    islands = ", ".join(f"{i.label} x {i.size}" for i in topology.islands)
+    head, *lines = made.explain()
+    more = len(lines) - steps
+    return [
+        f"{topology.size} ranks: {islands}",
+        head,
+        *lines[:steps],
+        *([f"      ... {more} more"] if more > 0 else []),
+    ]
+
+
+def costs(request: Request, prediction: Prediction, links: Links) -> list[str]:
+    """The prediction as text."""
+    size = (request.count or sum(request.counts)) * request.itemsize
+    rate = size / prediction.seconds / 1e9 if prediction.seconds else 0.0
+    lanes = ", ".join(f"{lane.value} {seconds * 1e6:.0f} us" for lane, seconds in prediction.busy.items())
+    return [
+        f"predicted: {prediction.seconds * 1e6:.1f} us for {size_text(size)}, {rate:.2f} GB/s; slowest is rank {prediction.rank}",
+        f"busy on it: {lanes}",
+        f"model: {links.native_bandwidth / 1e9:g} GB/s inside an island, {links.border_bandwidth / 1e9:g} GB/s a link over the border",
+    ]

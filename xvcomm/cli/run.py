@@ -1,0 +1,178 @@
+"""`xvcomm run`: starts the ranks of a job on this host and ends them together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xvcomm.cli.launcher import STOP_GRACE, Job, Outcome, RankSpec, signal_name
+from xvcomm.cli.output import prefixes
+from xvcomm.config import Config
+from xvcomm.errors import ArgumentError
+from xvcomm.store.tcp import TcpServer
+from xvcomm.topology import parse_islands
+
+_LOCAL = "127.0.0.1"
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="Script, module (with -m) or program, and its arguments.")],
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")] = None,
+    islands: Annotated[
+        str | None, typer.Option(help="Label the ranks, for instance cuda:2,rocm:2: a rehearsal of islands.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a Python module, as python -m does.")] = False,
+    prefix: Annotated[bool, typer.Option(help="Put the rank before each line of output.")] = True,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds from Ctrl-C or SIGTERM to SIGKILL.")] = STOP_GRACE,
+) -> None:
+    """Run a job: N ranks on this host, merged output, one exit code.
+
+    Without -n there is a rank for each place in --islands, else one for each core. The first rank that fails ends
+    the others; its last lines are shown last and its exit code is passed on.
+    """
+    labels = rank_labels(ranks, islands)
+    argv = resolve(command, module)
+    raise typer.Exit(launch(argv, labels, prefix=prefix, grace=grace))
+
+
+def rank_labels(ranks: int | None, islands: str | None) -> tuple[str, ...]:
+    """A label a rank; empty labels where no islands are asked for.
+
+    Raises:
+        ArgumentError: `ranks` and `islands` do not agree.
+    """
+    if islands is None:
+        return ("",) * (ranks or len(os.sched_getaffinity(0)))
+    labels = parse_islands(islands)
+    if ranks is not None and ranks != len(labels):
+        raise ArgumentError(
+            f"-n {ranks} does not agree with --islands {islands}, which has {len(labels)} ranks; drop -n"
+        )
+    return labels
+
+
+def resolve(command: Sequence[str], module: bool) -> tuple[str, ...]:
+    """The arguments to execute: Python for a `.py` script or a module, else the program as it is.
+
+    Raises:
+        ArgumentError: there is no such script or program.
+    """
+    if command[0] == "-m" and len(command) > 1:
+        module, command = True, command[1:]
+    python = (sys.executable, "-u")
+    if module:
+        return (*python, "-m", *command)
+    if command[0].endswith(".py"):
+        if not Path(command[0]).is_file():
+            raise ArgumentError(f"no such script: {command[0]} (in {Path.cwd()})")
+        return (*python, *command)
+    if shutil.which(command[0]) is None:
+        raise ArgumentError(f"no such program: {command[0]}; scripts end in .py, modules need -m")
+    return tuple(command)
+
+
+def launch(argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, grace: float = STOP_GRACE) -> int:
+    """Run `argv` once for each label, from the store's start to the last shared-memory file's end; blocks.
+
+    Returns:
+        The exit code to pass on.
+
+    Raises:
+        ResourceError: a rank cannot be started.
+        StoreError: the store's port cannot be taken.
+    """
+    with job_environment() as common:
+        envs = rank_environments({**terminal_environment(labels, prefix), **common}, labels)
+        specs = [RankSpec(label, tuple(argv), env) for label, env in zip(labels, envs, strict=True)]
+        with Job(specs, prefix=prefix, grace=grace) as running:
+            outcome = running.run()
+        _report(running, outcome)
+    return outcome.code
+
+
+@contextmanager
+def job_environment() -> Iterator[dict[str, str]]:
+    """What all ranks of a new job share: this environment, the store served here, the job's secret and name.
+
+    Leaving it closes the store and removes what ranks that were killed left in shared memory.
+
+    Raises:
+        StoreError: the store's port cannot be taken.
+    """
+    secret, job = secrets.token_hex(16), f"{os.getpid()}-{secrets.token_hex(4)}"
+    server = TcpServer(_LOCAL, 0, secret)
+    try:
+        yield {
+            **os.environ,
+            "XVCOMM_STORE": f"{server.address}?hosted=launcher",
+            "XVCOMM_SECRET": secret,
+            "XVCOMM_JOB": job,
+        }
+    finally:
+        server.close()
+        for file in Path(Config.from_env().shm_dir).glob(f"xvcomm-{job}-*"):
+            file.unlink(missing_ok=True)
+
+
+def rank_environments(common: Mapping[str, str], labels: Sequence[str]) -> Iterator[dict[str, str]]:
+    """The environment of each rank: xvcomm's variables, and torchrun's so that torch.distributed works beside them."""
+    size = str(len(labels))
+    shared = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(labels))),
+        **common,
+        "XVCOMM_SIZE": size,
+        "XVCOMM_LOCAL_SIZE": size,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": _LOCAL,
+        "MASTER_PORT": str(_free_port()),
+    }
+    for number, label in enumerate(labels):
+        rank = str(number)
+        env = {**shared, "XVCOMM_RANK": rank, "XVCOMM_LOCAL_RANK": rank, "RANK": rank, "LOCAL_RANK": rank}
+        if label:
+            env["XVCOMM_ISLAND"] = label
+        if number > 0:
+            env.setdefault("TTY_INTERACTIVE", "0")  # one progress bar is enough
+        yield env
+
+
+def terminal_environment(labels: Sequence[str], prefix: bool) -> dict[str, str]:
+    """What tells programs made with rich that people watch, although they write to a pipe; empty without a terminal."""
+    if not (os.isatty(1) and os.isatty(2)):
+        return {}
+    taken = len(prefixes(labels, colour=False)[0]) if prefix else 0
+    return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(20, shutil.get_terminal_size().columns - taken - 1))}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOCAL, 0))
+        return int(probe.getsockname()[1])
+
+
+def _report(job: Job, outcome: Outcome) -> None:
+    if outcome.signal is not None:
+        print(f"xvcomm run: ended by {signal_name(outcome.signal)}", file=sys.stderr)
+    elif outcome.rank is not None:
+        what = job.describe(outcome.rank)
+        rule = "-" * 80
+        sys.stderr.flush()
+        lines = [
+            rule,
+            f"xvcomm run: {what} first; its last lines:"
+            if outcome.last_words
+            else f"xvcomm run: {what} first, without a word",
+        ]
+        text = "\n".join(lines).encode() + b"\n" + b"".join(w + b"\n" for w in outcome.last_words)
+        sys.stderr.buffer.write(text)
+        sys.stderr.flush()

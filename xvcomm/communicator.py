@@ -1,0 +1,343 @@
+"""The public interface: one communicator, arrays of any framework, blocking or asynchronous.
+
+Common to all operations. Arrays: numpy, torch, JAX, CuPy, anything with DLPack or the array interface; contiguous;
+any dtype of `xvcomm.dtype`. Mutable arrays are filled in place and also returned; for immutable ones (JAX) a new
+array of the same kind is returned. On host memory a call blocks until its result is there, unless `async_op=True`,
+which gives a `Work`. `timeout` is in seconds; left out, the communicator's own counts.
+
+Every operation may raise: ArrayError or DTypeError before anything moves; MismatchError if ranks describe it
+differently; PeerLost if a rank dies; DeadlineExceeded; Aborted; ClosedError. After the last five but ClosedError the
+communicator is finished on all its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xvcomm import array
+from xvcomm.array import ArrayView
+from xvcomm.calls import Call, Caller
+from xvcomm.context import Context
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import UINT8, ReduceOp, Reduction, check_factor, check_reduction, reduction
+from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.objects import Objects
+from xvcomm.opcode import OpCode
+from xvcomm.pointtopoint import PointToPoint
+from xvcomm.ring import Reason
+from xvcomm.session import Session
+from xvcomm.splitting import subgroups
+from xvcomm.topology import Topology
+from xvcomm.work import Work
+
+Op = str | ReduceOp | Reduction
+
+
+class Communicator(PointToPoint, Objects):
+    """Ranks 0 to size - 1 that work together. Made by `xvcomm.init` and by `split`.
+
+    Attributes:
+        rank: this process's number.
+        size: number of ranks.
+        topology: islands and hosts.
+        timeout: seconds an operation may take unless it says otherwise.
+    """
+
+    def __init__(self, context: Context, timeout: float) -> None:
+        self._context = context
+        self._caller = Caller(context)
+        self.rank: int = context.rank
+        self.size: int = len(context.ranks)
+        self.topology: Topology = context.topology
+        self.timeout = timeout
+        self._splits = 0
+        self._init_point_to_point()
+
+    @classmethod
+    def join(cls, store: Any, rank: int, size: int, *, config: Any, on_close: Callable[[], None]) -> Communicator:
+        """Meet the other ranks through a store; `xvcomm.init` finds the store and calls this.
+
+        Raises:
+            DeadlineExceeded: names the ranks that did not come.
+            ConfigError: two processes have one number.
+            ResourceError: shared memory cannot be had.
+        """
+        session = Session(store, rank, size, config, on_close)
+        try:
+            context = Context(session, "0", tuple(range(size)), Deadline.after(config.timeout))
+        except BaseException:
+            session.close()
+            raise
+        return cls(context, config.timeout)
+
+    @property
+    def store(self) -> Any:
+        """The store that the ranks met through, under a prefix of this communicator."""
+        return self._context.store
+
+    def __repr__(self) -> str:
+        islands = ", ".join(f"{i.label} x {i.size}" for i in self.topology.islands)
+        return f"<xvcomm.Communicator rank {self.rank} of {self.size}: {islands}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Give every rank the root's array.
+
+        Args:
+            x: the array on the root, a buffer of equal shape and dtype elsewhere.
+        """
+        self._check_rank("root", root)
+        mine = self.rank == root
+        src = array.view(x, output=not mine)
+        dst = src if mine or not src.immutable else array.empty_like(src, src.shape)
+        return self._call(Call(OpCode.BROADCAST, src, dst, src.dtype, count=src.count, root=root), async_op, timeout)
+
+    def all_reduce(
+        self, x: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Reduce elementwise over all ranks; every rank gets the same bits.
+
+        Args:
+            x: the input; also the output unless `out` is given or `x` is immutable.
+            op: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`, `xvcomm.premul_sum(factor)`.
+            out: output of equal shape and dtype.
+        """
+        src = array.view(x, output=out is None)
+        how = self._reduction(op, src)
+        dst = self._same_shape(src, out)
+        return self._call(Call(OpCode.ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout)
+
+    def reduce(
+        self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Reduce elementwise over all ranks; only the root gets the result. Elsewhere `x` is unchanged and returned."""
+        self._check_rank("root", root)
+        mine = self.rank == root
+        src = array.view(x, output=mine and out is None)
+        how = self._reduction(op, src)
+        dst = self._same_shape(src, out) if mine else None
+        call = Call(OpCode.REDUCE, src, dst, src.dtype, how, count=src.count, root=root)
+        return self._call(call, async_op, timeout)
+
+    def reduce_scatter(
+        self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Reduce over all ranks and give rank i the i-th block of rows.
+
+        Args:
+            x: as many rows (axis 0) as `sum(counts)`; rows must divide by `size` if `counts` is left out.
+            out: this rank's block; made if left out.
+            counts: rows a rank.
+        """
+        src = array.view(x)
+        how = self._reduction(op, src)
+        rows, row = self._blocks(src, counts)
+        dst = self._output(src, out, (rows[self.rank], *src.shape[1:]))
+        call = Call(OpCode.REDUCE_SCATTER, src, dst, src.dtype, how, counts=_times(rows, row), uneven=counts is not None)
+        return self._call(call, async_op, timeout)
+
+    def all_gather(
+        self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Give every rank all blocks, one after the other along axis 0.
+
+        Args:
+            x: this rank's block; `counts[rank]` rows. A scalar counts as one row.
+            out: room for all rows; made if left out.
+            counts: rows a rank; equal if left out.
+        """
+        src = array.view(x)
+        rows, row = self._own_block(src, counts)
+        dst = self._output(src, out, (sum(rows), *src.shape[1:]))
+        call = Call(OpCode.ALL_GATHER, src, dst, src.dtype, counts=_times(rows, row), uneven=counts is not None)
+        return self._call(call, async_op, timeout)
+
+    def gather(
+        self, x: Any, root: int = 0, *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Give the root all blocks, one after the other along axis 0; None elsewhere. Arguments as in `all_gather`."""
+        self._check_rank("root", root)
+        src = array.view(x)
+        rows, row = self._own_block(src, counts)
+        dst = self._output(src, out, (sum(rows), *src.shape[1:])) if self.rank == root else None
+        call = Call(OpCode.GATHER, src, dst, src.dtype, counts=_times(rows, row), root=root, uneven=counts is not None)
+        return self._call(call, async_op, timeout)
+
+    def scatter(
+        self, x: Any, root: int = 0, *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Give rank i the i-th block of the root's rows.
+
+        Args:
+            x: all rows on the root; elsewhere None, or what tells shape and dtype if `out` is left out.
+            out: this rank's block; needed where `x` is None.
+            counts: rows a rank; equal if left out. All ranks give the same.
+        """
+        self._check_rank("root", root)
+        mine = self.rank == root
+        if x is None and (mine or out is None):
+            raise ArgumentError("scatter: the root needs the array x, the other ranks need out (or x for its shape)")
+        src = None if x is None else array.view(x)
+        if src is not None:
+            rows, row = self._blocks(src, counts)
+            dst = self._output(src, out, (rows[self.rank], *src.shape[1:]))
+        else:
+            dst = array.view(out, output=True)
+            rows, row = self._own_block(dst, counts)
+            dst = array.empty_like(dst, dst.shape) if dst.immutable else dst
+        call = Call(
+            OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=_times(rows, row), root=root,
+            uneven=counts is not None,
+        )  # fmt: skip
+        return self._call(call, async_op, timeout)
+
+    def all_to_all(
+        self, x: Any, *, out: Any = None, send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Send the i-th block of rows to rank i and get one block from each, in rank order.
+
+        Args:
+            x: `sum(send_counts)` rows along axis 0.
+            out: `sum(recv_counts)` rows; made if left out. May not overlap `x`.
+            send_counts, recv_counts: rows for and from each rank; equal if left out. Give both or none.
+        """
+        if (send_counts is None) != (recv_counts is None):
+            raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
+        src = array.view(x)
+        rows, row = self._blocks(src, send_counts)
+        back = rows if recv_counts is None else tuple(recv_counts)
+        if len(back) != self.size or min(back, default=0) < 0:
+            raise ArgumentError(f"recv_counts {back}: expected {self.size} numbers of rows")
+        dst = self._output(src, out, (sum(back), *src.shape[1:]))
+        if dst.address == src.address and src.nbytes:
+            raise ArrayError("all_to_all: out may not be x; leave it out or pass another array")
+        call = Call(
+            OpCode.ALL_TO_ALL, src, dst, src.dtype, counts=_times(rows, row), recv_counts=_times(back, row),
+            uneven=send_counts is not None,
+        )  # fmt: skip
+        return self._call(call, async_op, timeout)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
+        """Wait until every rank is here."""
+        token = self._caller.token()
+        call = Call(OpCode.BARRIER, token, token, UINT8, Reduction(ReduceOp.MAX), count=1)
+        result = self._call(call, async_op, timeout)
+        return result if async_op else None
+
+    def split(self, color: int | str | None, key: int = 0, *, timeout: float | None = None) -> Communicator | None:
+        """Make a communicator of the ranks that give the same `color`, ordered by (key, rank).
+
+        Blocks until all ranks of this communicator call it. `color=None` takes no part and gets None (as MPI's
+        MPI_UNDEFINED). A group within one island uses its native library alone.
+
+        Raises:
+            MismatchError: colours of different types; names two ranks.
+        """
+        deadline = self._deadline(timeout)
+        self._splits += 1
+        members = subgroups(self, color, key)
+        if members is None:
+            return None
+        path = f"{self._context.path}.{self._splits}.{members[0]}"
+        world = tuple(self._context.ranks[m] for m in members)
+        return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
+
+    def abort(self, reason: str = "") -> None:
+        """Make every rank leave what it is in and raise Aborted. Safe from any thread; `reason` goes to the store."""
+        if reason:
+            self.store.set(f"abort/{self.rank}", reason.encode())
+        self._context.abort(Reason.ABORTED.word(self.rank))
+
+    def close(self) -> None:
+        """Leave, and free everything: of the whole job if this is what `xvcomm.init` made. Idempotent.
+
+        Asynchronous operations that are not done end with an error: wait for them first.
+        """
+        self._caller.close()
+        if self._context.path == "0":
+            self._context.session.close()
+        else:
+            self._context.close()
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self.timeout if timeout is None else timeout)
+
+    def _call(self, call: Call, async_op: bool, timeout: float | None) -> Any:
+        deadline = self._deadline(timeout)
+        return self._caller.start(call, deadline) if async_op else self._caller.run(call, deadline)
+
+    def _check_rank(self, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ArgumentError(f"{what} {rank}: ranks of this communicator go from 0 to {self.size - 1}")
+
+    @staticmethod
+    def _reduction(op: Op, src: ArrayView) -> Reduction:
+        how = reduction(op)
+        check_reduction(how.op, src.dtype)
+        check_factor(how, src.dtype)
+        return how
+
+    def _same_shape(self, src: ArrayView, out: Any) -> ArrayView:
+        """The output for an operation whose result has the input's shape."""
+        if out is None and not src.immutable:
+            return src
+        return self._output(src, out, src.shape)
+
+    @staticmethod
+    def _output(src: ArrayView, out: Any, shape: tuple[int, ...]) -> ArrayView:
+        if out is None:
+            return array.empty_like(src, shape)
+        dst = array.view(out, output=True)
+        count = 1
+        for n in shape:
+            count *= n
+        if dst.dtype is not src.dtype or dst.count != count:
+            raise ArrayError(f"out has {dst.count} x {dst.dtype}, needed are {count} x {src.dtype} (shape {shape})")
+        return array.empty_like(dst, dst.shape) if dst.immutable else dst
+
+    def _blocks(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
+        """Rows a rank of an array that holds everybody's, and elements a row."""
+        if not src.shape:
+            raise ArrayError("a scalar has no rows to divide; pass an array of at least one dimension")
+        total, row = src.shape[0], src.count // src.shape[0] if src.shape[0] else 0
+        if counts is None:
+            if total % self.size:
+                raise ArrayError(f"{total} rows do not divide by {self.size} ranks; pass counts=")
+            return (total // self.size,) * self.size, row
+        rows = tuple(counts)
+        if len(rows) != self.size or min(rows) < 0 or sum(rows) != total:
+            raise ArgumentError(f"counts {rows}: expected {self.size} numbers that add up to {total} rows")
+        return rows, row
+
+    def _own_block(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
+        """Rows a rank where an array holds this rank's block, and elements a row."""
+        mine = src.shape[0] if src.shape else 1
+        row = src.count // mine if mine else _row_elements(src.shape)
+        if counts is None:
+            return (mine,) * self.size, row
+        rows = tuple(counts)
+        if len(rows) != self.size or min(rows) < 0 or rows[self.rank] != mine:
+            raise ArgumentError(f"counts {rows}: expected {self.size} numbers, the one of rank {self.rank} being {mine}")
+        return rows, row
+
+
+def _row_elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape[1:]:
+        count *= n
+    return count
+
+
+def _times(rows: tuple[int, ...], row: int) -> tuple[int, ...]:
+    return tuple(r * row for r in rows)

@@ -1,0 +1,145 @@
+"""Carries out a schedule on a device: turns spans into addresses and steps into calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xvcomm.abc.device import Allocation, Stream
+from xvcomm.context import Context, Operation
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import DType, Reduction
+from xvcomm.links import Use
+from xvcomm.ring import Message
+from xvcomm.schedule.steps import (
+    Buf,
+    Copy,
+    Factor,
+    Get,
+    GetReduce,
+    Lane,
+    Native,
+    NativeOp,
+    Put,
+    Reduce,
+    Scale,
+    Schedule,
+    Span,
+    Step,
+)
+
+_LANES = tuple(Lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Addresses of input and output; 0 where this rank has none."""
+
+    src: int
+    dst: int
+
+
+class Executor:
+    """Runs the schedules of one communicator, one at a time; keeps streams and scratch memory between runs."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._device = context.device
+        self._streams = dict(zip(_LANES, self._device.streams(len(_LANES)), strict=True))
+        self._scratch: Allocation | None = None
+
+    def run(
+        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
+    ) -> None:
+        """Run all steps; on host memory they are done when it returns.
+
+        Raises:
+            RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.translate`.
+        """
+        bases = {Buf.IN: buffers.src, Buf.OUT: buffers.dst, Buf.TMP: self._scratch_address(schedule, dtype)}
+        run = _Run(self._context, self._streams, bases, dtype, op, operation, deadline)
+        for stream in self._streams.values():
+            stream.deadline = deadline
+        for step in schedule.steps:
+            for earlier in step.after:
+                lane = schedule.steps[earlier].lane
+                if lane is not step.lane:
+                    self._device.wait(self._streams[step.lane], self._streams[lane])
+            run.step(step)
+        for stream in self._streams.values():
+            self._device.synchronize(stream)
+
+    def _scratch_address(self, schedule: Schedule, dtype: DType) -> int:
+        needed = schedule.scratch * dtype.itemsize
+        if self._scratch is None or self._scratch.nbytes < needed:
+            self._scratch = self._device.empty(needed)
+        return self._scratch.address
+
+
+class _Run:
+    """One run of one schedule."""
+
+    def __init__(
+        self, context: Context, streams: dict[Lane, Stream], bases: dict[Buf, int], dtype: DType, op: Reduction,
+        operation: Operation, deadline: Deadline,
+    ) -> None:  # fmt: skip
+        self._context, self._device = context, context.device
+        self._streams, self._bases = streams, bases
+        self._dtype, self._op = dtype, op
+        self._operation, self._deadline = operation, deadline
+
+    def step(self, step: Step) -> None:
+        """Enqueue one step on its lane."""
+        stream = self._streams[step.lane]
+        match step:
+            case Put(peer=peer, src=src):
+                end = self._context.links.producer(peer, Use.COLLECTIVE)
+                self._device.put(end, self._at(src), self._message(src), stream)
+            case Get(peer=peer, dst=dst):
+                end = self._context.links.consumer(peer, Use.COLLECTIVE, self._deadline)
+                self._device.get(end, self._at(dst), self._message(dst), stream)
+            case GetReduce(peer=peer, dst=dst, remote_first=first):
+                end = self._context.links.consumer(peer, Use.COLLECTIVE, self._deadline)
+                self._device.get(end, self._at(dst), self._message(dst), stream, self._op.base, remote_first=first)
+            case Copy(src=src, dst=dst):
+                if self._at(src) != self._at(dst):
+                    self._device.copy(self._at(dst), self._at(src), src.count * self._dtype.itemsize, stream)
+            case Reduce(srcs=srcs, dst=dst):
+                addresses = [self._at(s) for s in srcs]
+                self._device.reduce(self._at(dst), addresses, dst.count, self._dtype, self._op.base, stream)
+            case Scale(src=src, dst=dst, factor=factor):
+                divisor = self._context.topology.size if factor is Factor.AVERAGE else 0
+                self._device.scale(
+                    self._at(dst), self._at(src), src.count, self._dtype, self._op.factor, divisor, stream
+                )
+            case Native():
+                self._native(step, stream)
+
+    def _at(self, span: Span) -> int:
+        return self._bases[span.buf] + span.start * self._dtype.itemsize
+
+    def _message(self, span: Span) -> Message:
+        m = self._operation.message
+        return Message(m.op, m.dtype, span.count * self._dtype.itemsize, self._operation.sequence, m.detail)
+
+    def _native(self, step: Native, stream: Stream) -> None:
+        native = self._context.native(self._deadline)
+        src, dst, dtype = self._at(step.src), self._at(step.dst), self._dtype
+        # Scaling is steps of its own here: to the library an average is a sum.
+        op = Reduction(self._op.base)
+        match step.op:
+            case NativeOp.ALL_REDUCE:
+                native.all_reduce(src, dst, step.src.count, dtype, op, stream)
+            case NativeOp.REDUCE:
+                native.reduce(src, dst, step.src.count, dtype, op, step.root, stream)
+            case NativeOp.REDUCE_SCATTER:
+                native.reduce_scatter(src, dst, step.counts, dtype, op, stream)
+            case NativeOp.ALL_GATHER:
+                native.all_gather(src, dst, step.counts, dtype, stream)
+            case NativeOp.BROADCAST:
+                native.broadcast(src, dst, max(step.src.count, step.dst.count), dtype, step.root, stream)
+            case NativeOp.GATHER:
+                native.gather(src, dst, step.counts, dtype, step.root, stream)
+            case NativeOp.SCATTER:
+                native.scatter(src, dst, step.counts, dtype, step.root, stream)
+            case NativeOp.ALL_TO_ALL:
+                native.all_to_all(src, dst, step.counts, step.recv_counts, dtype, stream)

@@ -1,0 +1,200 @@
+"""Who this process is, from the environment that its launcher left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from xvcomm.config import Config
+from xvcomm.errors import ConfigError
+
+SLURM_PORTS = range(15000, 25000)
+"""Where rank 0 of a SLURM step serves: below the ports that Linux gives out by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process among those that were started together.
+
+    Attributes:
+        rank: number of this process, 0 to size - 1.
+        size: number of processes.
+        local_rank: number among those of this host; None where the launcher does not say.
+        local_size: number of processes on this host; None where the launcher does not say.
+        launcher: `explicit`, `torchrun`, `mpi`, `slurm`, `jax` or `single`.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    launcher: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Variables:
+    """The names under which one launcher tells each number; the first name that is set counts."""
+
+    launcher: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: str
+    local_size: str = ""
+
+
+_LAUNCHERS = (
+    _Variables("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Variables(
+        "mpi",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Variables("mpi", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Variables("slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+    _Variables("jax", "JAX_PROCESS_ID", ("JAX_NUM_PROCESSES",), ""),
+)
+_SINGLE = Launch(0, 1, 0, 1, "single")
+
+
+def discover(env: Mapping[str, str], config: Config) -> Launch:
+    """Who this process is.
+
+    `XVCOMM_RANK` with `XVCOMM_SIZE` comes first, then torchrun, OpenMPI, MPICH, SLURM and JAX in this order. Each
+    `XVCOMM_*` number that is set also replaces the launcher's. Without any of them the job is this process alone.
+
+    Args:
+        env: environment of the process; empty variables count as unset.
+        config: settings read from it, or given.
+
+    Raises:
+        ConfigError: a variable is missing, is no integer or contradicts another; names them and what to set.
+    """
+    if config.rank is not None and config.size is not None:
+        found = Launch(config.rank, config.size, config.local_rank, config.local_size, "explicit")
+        _check(found, "XVCOMM_RANK", "XVCOMM_SIZE", "XVCOMM_LOCAL_RANK", "XVCOMM_LOCAL_SIZE")
+        return found
+    for variables in _LAUNCHERS:
+        launch = _read(env, variables)
+        if launch is not None:
+            return _override(launch, config)
+    if env.get("PMIX_RANK") and config.size is not None:
+        return _override(Launch(_integer(env, "PMIX_RANK"), config.size, None, None, "mpi"), config)
+    for name, other, given in (
+        ("PMIX_RANK", "XVCOMM_SIZE", env.get("PMIX_RANK") or None),
+        ("XVCOMM_RANK", "XVCOMM_SIZE", config.rank),
+        ("XVCOMM_SIZE", "XVCOMM_RANK", config.size),
+    ):
+        if given is not None:
+            raise ConfigError(f"{name}={given} is set but {other} is not, and no launcher says it; set {other} as well")
+    return _SINGLE
+
+
+def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port at which rank 0 of a SLURM step serves; the same on all ranks.
+
+    The host is the first of the step's nodes, or loopback where the step has only one; where no nodes are listed, the
+    one that srun was called on. The port is one of `SLURM_PORTS`, chosen by the numbers of job and step.
+
+    Raises:
+        ConfigError: SLURM's variables are missing or malformed.
+    """
+    job, step = _integer(env, "SLURM_JOB_ID"), _integer(env, "SLURM_STEP_ID") if env.get("SLURM_STEP_ID") else 0
+    port = SLURM_PORTS[(job * 31 + step) % len(SLURM_PORTS)]
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if nodes:
+        names = expand_nodes(nodes)
+        return (names[0] if len(names) > 1 else "127.0.0.1"), port
+    if env.get("SLURM_LAUNCH_NODE_IPADDR"):
+        return env["SLURM_LAUNCH_NODE_IPADDR"], port
+    raise ConfigError(
+        "SLURM_STEP_NODELIST is not set, so that nobody knows where rank 0 runs; start the ranks with srun, or set "
+        "XVCOMM_STORE=tcp://host:port"
+    )
+
+
+def expand_nodes(text: str) -> list[str]:
+    """The host names of a SLURM node list: `"node[01-03,7],login"` gives node01, node02, node03, node7 and login.
+
+    Raises:
+        ConfigError: the text is no node list.
+    """
+    names: list[str] = []
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not parts or ",".join(parts) != text:
+        raise ConfigError(f"node list {text!r}: expected names with numbers in brackets, for instance node[01-03,7]")
+    for part in parts:
+        names += _expand(part, text)
+    return names
+
+
+def _expand(part: str, text: str) -> list[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    numbers, _, tail = rest.partition("]")
+    names = []
+    for span in numbers.split(","):
+        first, dash, last = span.partition("-")
+        if not first.isdigit() or (dash and (not last.isdigit() or int(last) < int(first))):
+            raise ConfigError(f"node list {text!r}: {span!r} is no number or range, for instance 01-03")
+        for number in range(int(first), int(last or first) + 1):
+            names += [f"{head}{number:0{len(first)}d}{end}" for end in _expand(tail, text)]
+    return names
+
+
+def _read(env: Mapping[str, str], names: _Variables) -> Launch | None:
+    """What one launcher says; None where it has not started this process."""
+    size = next((name for name in names.size if env.get(name)), None)
+    if not env.get(names.rank):
+        # A shell inside an allocation has SLURM's size too, but no srun has started it.
+        if size is None or names.launcher == "slurm":
+            return None
+        raise ConfigError(f"{size}={env[size]} is set but {names.rank} is not; {_remedy(names)}")
+    if size is None:
+        missing = " or ".join(names.size)
+        raise ConfigError(f"{names.rank}={env[names.rank]} is set but {missing} is not; {_remedy(names)}")
+    local_rank = _integer(env, names.local_rank) if env.get(names.local_rank) else None
+    local_size = _integer(env, names.local_size) if env.get(names.local_size) else None
+    launch = Launch(_integer(env, names.rank), _integer(env, size), local_rank, local_size, names.launcher)
+    _check(launch, names.rank, size, names.local_rank, names.local_size)
+    return launch
+
+
+def _override(launch: Launch, config: Config) -> Launch:
+    given = {name: getattr(config, name) for name in ("rank", "size", "local_rank", "local_size")}
+    changed = replace(launch, **{name: value for name, value in given.items() if value is not None})
+    _check(changed, "rank", "size", "local rank", "local size")
+    return changed
+
+
+def _remedy(names: _Variables) -> str:
+    return f"set {names.rank} and {names.size[-1]} together, or XVCOMM_RANK and XVCOMM_SIZE, which come first"
+
+
+def _check(launch: Launch, rank: str, size: str, local_rank: str, local_size: str) -> None:
+    """Refuse numbers that contradict each other, under the names they came by."""
+    advice = "give each process its own number, counted from 0"
+    if launch.size < 1:
+        raise ConfigError(f"{size}={launch.size}: a job has at least one rank")
+    if not 0 <= launch.rank < launch.size:
+        raise ConfigError(f"{rank}={launch.rank} does not fit {size}={launch.size}; {advice}")
+    if launch.local_size is not None and not 0 < launch.local_size <= launch.size:
+        raise ConfigError(
+            f"{local_size}={launch.local_size} does not fit {size}={launch.size}: a host holds 1 to all of the ranks"
+        )
+    if launch.local_rank is not None and not 0 <= launch.local_rank < (launch.local_size or launch.size):
+        name, limit = (local_size, launch.local_size) if launch.local_size is not None else (size, launch.size)
+        raise ConfigError(f"{local_rank}={launch.local_rank} does not fit {name}={limit}; {advice}")
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={text!r}: expected an integer; correct it, or set XVCOMM_RANK and XVCOMM_SIZE, which come first"
+        ) from None

@@ -1,0 +1,25 @@
+"""Numbers of the operations, for ledgers, the flight recorder and messages. They never change meaning."""
+
+from __future__ import annotations
+
+import enum
+
+
+class OpCode(enum.IntEnum):
+    """One public operation."""
+
+    SEND = 1
+    RECV = 2
+    BROADCAST = 3
+    REDUCE = 4
+    ALL_REDUCE = 5
+    REDUCE_SCATTER = 6
+    ALL_GATHER = 7
+    GATHER = 8
+    SCATTER = 9
+    ALL_TO_ALL = 10
+    BARRIER = 11
+    SPLIT = 12
+
+    def __str__(self) -> str:
+        return self.name.lower()

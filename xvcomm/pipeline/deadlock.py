@@ -1,0 +1,93 @@
+"""Who waits for whom in a pipeline schedule, on the strictest communicator that keeps the contract."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import NamedTuple
+
+from xvcomm.pipeline.actions import Compute, Group, Message, Schedule, Value, flatten
+
+
+class _Event(NamedTuple):
+    """Something that happens once in a step.
+
+    Attributes:
+        rank: whose program.
+        position: of the item in the program.
+        ended: False when the rank comes past the item: it has computed, or posted its messages. True when the
+            messages of the item have gone through.
+    """
+
+    rank: int
+    position: int
+    ended: bool
+
+
+def find_deadlock(schedule: Schedule) -> list[str]:
+    """The events that wait for each other in a circle, as sentences; empty if the schedule runs to its end.
+
+    The model: a rank computes and posts in program order; a computation waits for its messages; a rank's messages go
+    through one item after the other, those of a group together; a message goes through when both ends have come to it.
+    Because every send meets a known receive, the events form one fixed graph, and the schedule deadlocks if and only if
+    it has a cycle. A rank that also waits for old sends before it posts new ones makes no new cycle: what it does later
+    reaches others only through messages that queue behind those sends anyway.
+
+    Args:
+        schedule: complete, in order and with matching channels, as `check` makes sure.
+    """
+    waits = _waits(schedule)
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        circle: list[_Event] = error.args[1]
+        return [
+            f"{_describe(schedule, later)} waits for {_describe(schedule, earlier)}"
+            for earlier, later in reversed(list(pairwise(circle)))
+        ]
+    return []
+
+
+def _waits(schedule: Schedule) -> dict[_Event, set[_Event]]:
+    sent, received = _ends(schedule)
+    waits: dict[_Event, set[_Event]] = defaultdict(set)
+    begins: dict[_Event, set[_Event]] = {}
+    for rank, program in enumerate(schedule.programs):
+        queue: list[_Event] = []
+        for position, item in enumerate(program):
+            passed, ended = _Event(rank, position, False), _Event(rank, position, True)
+            if position:
+                waits[passed].add(_Event(rank, position - 1, False))
+            if isinstance(item, Compute):
+                waits[passed].update(received[v] for v in schedule.requires(rank, item) if v in received)
+                continue
+            begins[ended] = {passed, *queue[-1:]}
+            queue.append(ended)
+    for value, source in sent.items():
+        both = begins[source] | begins[received[value]]
+        waits[source] |= both
+        waits[received[value]] |= both
+    return waits
+
+
+def _ends(schedule: Schedule) -> tuple[dict[Value, _Event], dict[Value, _Event]]:
+    sent: dict[Value, _Event] = {}
+    received: dict[Value, _Event] = {}
+    for rank, program in enumerate(schedule.programs):
+        for position, action in flatten(program):
+            if isinstance(action, Message):
+                ends = sent if action.sends else received
+                ends[schedule.carried(rank, action)] = _Event(rank, position, True)
+    return sent, received
+
+
+def _messages(item: Message | Group) -> tuple[Message, ...]:
+    return item.messages if isinstance(item, Group) else (item,)
+
+
+def _describe(schedule: Schedule, event: _Event) -> str:
+    item = schedule.programs[event.rank][event.position]
+    what = str(item) if isinstance(item, Compute) else " with ".join(map(str, _messages(item)))
+    verb = "" if isinstance(item, Compute) else "the end of " if event.ended else "posting "
+    return f"rank {event.rank}: {verb}{what}"

@@ -1,0 +1,160 @@
+"""The pipeline as a user drives it: agreed between the ranks and checked once, then run step by step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from xvcomm.errors import ArgumentError, MismatchError
+from xvcomm.pipeline.actions import BackwardInput, BackwardWeight, Schedule
+from xvcomm.pipeline.check import Report, check
+from xvcomm.pipeline.stage import Spec, SplitBackward, Stage, StageSpec
+from xvcomm.pipeline.step import Peers, Step
+
+
+def run(
+    stages: Stage | Sequence[Stage],
+    comm: Peers,
+    schedule: Schedule,
+    *,
+    ranks: Sequence[int] | None = None,
+    open_sends: int = 4,
+) -> list[Any]:
+    """One checked step of a pipeline: `Pipeline(...).run()`, which see. For many steps keep the Pipeline."""
+    return Pipeline(stages, comm, schedule, ranks=ranks, open_sends=open_sends).run()
+
+
+class Pipeline:
+    """One rank's part in a pipeline, checked once and run for as many steps as wanted.
+
+    Attributes:
+        schedule: what it runs.
+        report: what the schedule costs, from `check`.
+    """
+
+    def __init__(
+        self,
+        stages: Stage | Sequence[Stage],
+        comm: Peers,
+        schedule: Schedule,
+        *,
+        ranks: Sequence[int] | None = None,
+        open_sends: int = 4,
+    ) -> None:
+        """Compare stages and schedule with the other ranks and prove that a step runs to its end.
+
+        Every rank of the pipeline calls this at the same time; it blocks until all have. What is wrong between ranks
+        raises on all of them.
+
+        Args:
+            stages: this rank's virtual stages, one a chunk; one alone need not be in a list.
+            comm: a communicator that holds the ranks of the pipeline.
+            schedule: the same on all ranks.
+            ranks: the ranks in `comm` that form the pipeline, first stage first; all of `comm` if left out.
+            open_sends: how many sends may be under way, and so keep their arrays, before the rank waits for one.
+
+        Raises:
+            ArgumentError: `ranks` or the stages do not fit the schedule, a stage lacks a method, `open_sends` is below 1.
+            MismatchError: two ranks have different schedules; names both.
+            ScheduleError: the schedule cannot run, or two stages disagree on shape or dtype; names the action.
+        """
+        if open_sends < 1:
+            raise ArgumentError(f"open_sends must be at least 1, not {open_sends}")
+        self._ranks = _positions(comm, schedule, ranks)
+        self._position = self._ranks.index(comm.rank)
+        self._stages: tuple[Any, ...] = tuple(stages) if isinstance(stages, Sequence) else (stages,)
+        self._comm = comm
+        self._open_sends = open_sends
+        self.schedule = schedule
+        self._specs = _agree(self._exchange(self._introduction()), schedule)
+        self.report: Report = check(schedule, self._specs)
+
+    def run(self) -> list[Any]:
+        """Do one step: every micro-batch forward and backward through this rank's stages.
+
+        Blocks until everything is computed and sent; on GPUs until it is enqueued. If a stage raises, the communicator
+        is aborted, so that the other ranks raise too instead of waiting.
+
+        Returns:
+            What the last stage's `forward` gave for each micro-batch, in order, on the rank that holds it; an empty
+            list on the others.
+
+        Raises:
+            ScheduleError: a stage gave an array of another shape or dtype than it declared.
+            XvcommError: a message failed; see `Communicator.isend`.
+        """
+        step = Step(self._comm, self.schedule, self._ranks, self._stages, self._specs, self._open_sends)
+        for item in self.schedule.programs[self._position]:
+            step.do(item)
+        return step.finish()
+
+    def _introduction(self) -> tuple[str, list[tuple[Any, Any]], str | None]:
+        digest = hashlib.sha256(repr(self.schedule).encode()).hexdigest()
+        try:
+            return digest, self._own_specs(), None
+        except (ArgumentError, AttributeError) as error:
+            return digest, [], str(error)
+
+    def _own_specs(self) -> list[tuple[Spec | None, Spec | None]]:
+        schedule = self.schedule
+        if len(self._stages) != schedule.chunks:
+            raise ArgumentError(
+                f"{len(self._stages)} stages given, but schedule {schedule.name} has {schedule.chunks} chunks a rank; "
+                f"give one stage a chunk"
+            )
+        specs = []
+        for chunk, stage in enumerate(self._stages):
+            number = schedule.stage(self._position, chunk)
+            if not isinstance(stage, SplitBackward) and self._splits(chunk):
+                raise ArgumentError(
+                    f"schedule {schedule.name} needs backward_input(dy, micro_batch) and backward_weight(micro_batch), "
+                    f"which stage {number} ({type(stage).__name__}) lacks; add them, or use 1f1b"
+                )
+            taken = Spec.parse(stage.input_spec) if number else None
+            specs.append((taken, Spec.parse(stage.output_spec) if number < schedule.depth - 1 else None))
+        return specs
+
+    def _splits(self, chunk: int) -> bool:
+        program = self.schedule.programs[self._position] if self._position < len(self.schedule.programs) else ()
+        return any(isinstance(a, BackwardInput | BackwardWeight) and a.chunk == chunk for a in program)
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        first, *others = self._ranks
+        if self._comm.rank != first:
+            self._comm.send_object(mine, first)
+            everybody: list[Any] = self._comm.recv_object(first)
+            return everybody
+        everybody = [mine, *(self._comm.recv_object(rank) for rank in others)]
+        for rank in others:
+            self._comm.send_object(everybody, rank)
+        return everybody
+
+
+def _positions(comm: Peers, schedule: Schedule, ranks: Sequence[int] | None) -> tuple[int, ...]:
+    chosen = tuple(range(comm.size)) if ranks is None else tuple(ranks)
+    if len(chosen) != schedule.stages:
+        raise ArgumentError(
+            f"schedule {schedule.name} is made for {schedule.stages} ranks, the pipeline has {len(chosen)}: "
+            f"{chosen}; make the schedule for {len(chosen)} stages, or choose the ranks with ranks="
+        )
+    if len(set(chosen)) != len(chosen) or not all(0 <= rank < comm.size for rank in chosen):
+        raise ArgumentError(f"ranks {chosen} must be different ranks from 0 to {comm.size - 1}")
+    if comm.rank not in chosen:
+        raise ArgumentError(f"rank {comm.rank} is not in this pipeline, which has ranks {chosen}")
+    return chosen
+
+
+def _agree(everybody: list[tuple[str, list[tuple[Any, Any]], str | None]], schedule: Schedule) -> list[StageSpec]:
+    for position, (_, _, problem) in enumerate(everybody):
+        if problem is not None:
+            raise ArgumentError(f"pipeline position {position}: {problem}")
+    for position, (digest, _, _) in enumerate(everybody):
+        if digest != everybody[0][0]:
+            raise MismatchError(
+                f"pipeline position {position} has another schedule than position 0; here it is {schedule.name} for "
+                f"{schedule.stages} stages, {schedule.micro_batches} micro-batches, {schedule.chunks} chunks; "
+                f"make the same one on all ranks"
+            )
+    owners = [schedule.owner(stage) for stage in range(schedule.depth)]
+    return [StageSpec(*everybody[position][1][chunk]) for position, chunk in owners]

@@ -1,0 +1,102 @@
+"""What the pipeline asks of a stage: a few methods, made of any framework."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from xvcomm.dtype import BY_NAME
+from xvcomm.errors import ArgumentError
+
+
+class Spec(NamedTuple):
+    """Shape and dtype name of what passes between two stages, for one micro-batch.
+
+    A gradient has the spec of the activation that it belongs to.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{' x '.join(map(str, self.shape)) or 'one'} {self.dtype}"
+
+    @classmethod
+    def of(cls, array: Any) -> Spec:
+        """The spec of an array of any framework whose dtype prints like numpy's, torch's or jax's."""
+        return cls(tuple(int(n) for n in array.shape), str(array.dtype).rpartition(".")[2])
+
+    @classmethod
+    def parse(cls, spec: Any) -> Spec | None:
+        """The Spec that a (shape, dtype name) pair describes; None stays None.
+
+        Raises:
+            ArgumentError: it describes no array that xvcomm carries.
+        """
+        if spec is None:
+            return None
+        try:
+            shape, dtype = spec
+            parsed = cls(tuple(int(n) for n in shape), str(dtype))
+        except (TypeError, ValueError):
+            raise ArgumentError(f"{spec!r} is not a (shape, dtype name) pair such as ((4, 128), 'float32')") from None
+        if parsed.dtype not in BY_NAME or any(n < 0 for n in parsed.shape):
+            raise ArgumentError(f"{spec!r}: sizes must not be negative and the dtype one of {', '.join(BY_NAME)}")
+        return parsed
+
+
+class StageSpec(NamedTuple):
+    """What one virtual stage takes and gives.
+
+    Attributes:
+        input: None for the first stage, which reads its own data.
+        output: None for the last stage, which gives a loss.
+    """
+
+    input: Spec | None
+    output: Spec | None
+
+
+class Stage(Protocol):
+    """One virtual stage. What it keeps between `forward` and `backward` it keeps by micro-batch."""
+
+    @property
+    def input_spec(self) -> tuple[tuple[int, ...], str] | None:
+        """Shape and dtype name of `x`; not read on the first stage. The gradient `dx` has the same."""
+
+    @property
+    def output_spec(self) -> tuple[tuple[int, ...], str] | None:
+        """Shape and dtype name of `y`; not read on the last stage. The gradient `dy` has the same."""
+
+    def forward(self, x: Any, micro_batch: int) -> Any:
+        """The output `y` for one micro-batch; on the last stage its loss, in any form.
+
+        Args:
+            x: the previous stage's output as plain data (frameworks with a tape start a new one here); None on the
+                first stage, which reads micro-batch `micro_batch` of its own data.
+            micro_batch: 0 to micro-batches - 1.
+        """
+
+    def backward(self, dy: Any, micro_batch: int) -> Any:
+        """The gradient `dx` of the input of one micro-batch; adds to the stage's weight gradients.
+
+        Args:
+            dy: gradient of `y`; None on the last stage, which starts from its loss.
+            micro_batch: one that `forward` has seen.
+
+        Returns:
+            `dx`; None on the first stage.
+        """
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """A contiguous array to receive into, of the stage's framework and on its device."""
+
+
+@runtime_checkable
+class SplitBackward(Protocol):
+    """What zero-bubble schedules need of a stage besides `Stage`: the backward pass in two."""
+
+    def backward_input(self, dy: Any, micro_batch: int) -> Any:
+        """As `Stage.backward`, less the weight gradients."""
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Add to the weight gradients what `backward_input` of the same micro-batch left out."""

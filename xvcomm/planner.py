@@ -1,0 +1,75 @@
+"""From a request to the plan that one rank carries out, made once and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from xvcomm.config import Config
+from xvcomm.schedule import build
+from xvcomm.schedule.describe import lines
+from xvcomm.schedule.steps import Request, Schedule
+from xvcomm.topology import Topology
+from xvcomm.tuner import tune
+
+_KEPT = 256  # plans; a training step uses a few dozen
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank does for one request.
+
+    Attributes:
+        request: the collective.
+        rank: whose plan.
+        segment: elements of a segment; 0 for one segment.
+        schedule: the steps.
+    """
+
+    request: Request
+    rank: int
+    segment: int
+    schedule: Schedule
+
+    def explain(self) -> list[str]:
+        """The plan as lines of text: what is asked for, then one line a step."""
+        request = self.request
+        cut = f"segments of {self.segment}" if self.segment else "one segment"
+        return [
+            f"{request.op.value} of {_elements(request)} elements of {request.itemsize} bytes on rank {self.rank}: "
+            f"{len(self.schedule.steps)} steps, {cut}, scratch {self.schedule.scratch}",
+            *lines(self.schedule),
+        ]
+
+
+class Planner:
+    """Makes the plans of one rank. Thread-safe; equal requests get the same Plan.
+
+    Args:
+        topology: the ranks and their islands.
+        rank: whose plans.
+        config: settings; all ranks must have equal ones.
+    """
+
+    def __init__(self, topology: Topology, rank: int, config: Config) -> None:
+        self._topology = topology
+        self._rank = rank
+        self._link_bytes = config.segment_bytes
+        self._kept = lru_cache(maxsize=_KEPT)(self._make)
+
+    def plan(self, request: Request) -> Plan:
+        """The plan for a request.
+
+        Raises:
+            ArgumentError: the request does not fit the topology.
+        """
+        return self._kept(request)
+
+    def _make(self, request: Request) -> Plan:
+        nbytes = _elements(request) * request.itemsize
+        segment = tune(request.op, nbytes, self._topology, self._link_bytes).segment_bytes // request.itemsize
+        return Plan(request, self._rank, segment, build(request, self._topology, self._rank, segment))
+
+
+def _elements(request: Request) -> int:
+    return request.count or sum(request.counts)

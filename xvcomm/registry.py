@@ -1,0 +1,81 @@
+"""Backends and transports, found by entry points and loaded only when asked for; refusals are data with a remedy.
+
+Third parties add theirs through the groups `xvcomm.backends` and `xvcomm.transports`; ours come in by the same door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from xvcomm.abc.backend import Backend
+from xvcomm.errors import BackendUnavailable
+
+BACKENDS = "xvcomm.backends"
+TRANSPORTS = "xvcomm.transports"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One plug-in and whether it can work here.
+
+    Attributes:
+        name: of the entry point: the device kind, or the transport's scheme.
+        usable: whether it can.
+        reason: why not, if not.
+        remedy: what to do about it.
+        load: gives the class.
+    """
+
+    name: str
+    usable: bool
+    reason: str
+    remedy: str
+    load: Callable[[], Any]
+
+
+def backends() -> list[Found]:
+    """Every registered backend, the usable ones first."""
+    return _look(BACKENDS)
+
+
+def transports() -> list[Found]:
+    """Every registered transport, the usable ones first."""
+    return _look(TRANSPORTS)
+
+
+def backend(kind: str) -> Backend:
+    """The backend for a kind of device.
+
+    Raises:
+        BackendUnavailable: none of this name works here; lists what was found, each refusal and its remedy.
+    """
+    found = backends()
+    for candidate in found:
+        if candidate.name == kind and candidate.usable:
+            instance: Backend = candidate.load()()
+            return instance
+    lines = [f"no backend for device {kind!r} works here"]
+    for f in found:
+        lines.append(f"  {f.name}: works" if f.usable else f"  {f.name}: {f.reason}; {f.remedy}")
+    raise BackendUnavailable("\n".join(lines))
+
+
+def _look(group: str) -> list[Found]:
+    found = [_examine(point) for point in entry_points(group=group)]
+    return sorted(found, key=lambda f: (not f.usable, f.name))
+
+
+def _examine(point: EntryPoint) -> Found:
+    try:
+        kind = point.load()
+        refused = kind().refusal() if point.group == BACKENDS else kind.refusal()
+    except Exception as error:  # a broken plug-in must not take the working ones down
+        package = point.dist.name if point.dist else point.value
+        return Found(point.name, False, f"{type(error).__name__}: {error}", f"reinstall {package}", point.load)
+    if refused is None:
+        return Found(point.name, True, "", "", point.load)
+    reason, remedy = refused
+    return Found(point.name, False, reason, remedy, point.load)

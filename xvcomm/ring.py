@@ -1,0 +1,203 @@
+"""The ring: where things lie in its memory, how a message is cut, and what both ends write about it.
+
+    page 0   line 0: magic, protocol version, lanes, slots, slot bytes
+             line 1: abort word (0, or why everybody must stop)
+             line 2: messages consumed
+    then     head[lane], tail[lane]: slots produced and consumed since the start, each alone on its line
+    then     ledger: LEDGER entries of the producer, LEDGER of the consumer, one cache line each
+    then     slots, page-aligned, lane by lane
+
+Counters only grow. A line is 128 bytes: neighbouring counters never share what a core or a GPU fetches at once.
+`header()` gives the same numbers to kernels written in C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from dataclasses import dataclass
+
+from xvcomm.dtype import BY_CODE
+from xvcomm.errors import ResourceError
+from xvcomm.shm import PAGE, Segment, round_up
+
+MAGIC = 0x78_76_63_6F_6D_6D
+VERSION = 1
+LINE = 128
+ABORT = LINE
+CONSUMED = 2 * LINE
+COUNTERS = PAGE
+LEDGER = 64
+ENTRY = 64
+ALIGN = 16
+
+
+class Reason(enum.IntEnum):
+    """Low byte of an abort word; the rank concerned lies above it."""
+
+    PEER_LOST = 1
+    MISMATCH = 2
+    DEADLINE = 3
+    ABORTED = 4
+    LEFT = 5
+
+    def word(self, rank: int) -> int:
+        """The abort word that blames `rank`."""
+        return self | (rank << 8)
+
+    @classmethod
+    def parse(cls, word: int) -> tuple[Reason, int]:
+        """Reason and rank of an abort word."""
+        return cls(word & 0xFF), word >> 8
+
+
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """The shape of a ring; both ends use the producer's."""
+
+    lanes: int
+    slots: int
+    slot_bytes: int
+
+    @property
+    def ledger(self) -> int:
+        """Offset of the producer's entries; the consumer's follow."""
+        return COUNTERS + round_up(2 * self.lanes * LINE, PAGE)
+
+    @property
+    def data(self) -> int:
+        """Offset of the first slot."""
+        return self.ledger + round_up(2 * LEDGER * ENTRY, PAGE)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.data + self.lanes * self.slots * self.slot_bytes
+
+    def head(self, lane: int) -> int:
+        """Offset of a lane's count of produced slots."""
+        return COUNTERS + 2 * lane * LINE
+
+    def tail(self, lane: int) -> int:
+        """Offset of a lane's count of consumed slots."""
+        return COUNTERS + (2 * lane + 1) * LINE
+
+    def header(self) -> str:
+        """C constants for kernels, so that no number is written down twice."""
+        names = {
+            "ABORT": ABORT, "CONSUMED": CONSUMED, "COUNTERS": COUNTERS, "LINE": LINE, "LEDGER": LEDGER,
+            "ENTRY": ENTRY, "ALIGN": ALIGN,
+        }  # fmt: skip
+        return "".join(f"#define XV_{name} {value}ull\n" for name, value in names.items())
+
+
+def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
+    """How a message of `nbytes` is cut: (first byte, one past the last) for each lane that carries a part.
+
+    Parts are contiguous and begin at 16-byte multiples; a message that fits a slot takes one lane. Movers compute
+    the same in their own language.
+    """
+    used = min(lanes, max(1, -(-nbytes // slot_bytes)))
+    part = round_up(-(-nbytes // used), ALIGN)
+    return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What an end says of a message in the ledger; all fields must agree.
+
+    Attributes:
+        op: `OP_SEND` for point-to-point, else the code of the collective it belongs to.
+        dtype: code of the element type.
+        nbytes: length.
+        tag: the user's tag, or the sequence number of the collective.
+        detail: root and reduction of a collective, packed; 0 for point-to-point.
+    """
+
+    op: int
+    dtype: int
+    nbytes: int
+    tag: int
+    detail: int = 0
+
+    def describe(self) -> str:
+        """`4096 x float32, tag 7`."""
+        dtype = BY_CODE.get(self.dtype)
+        if dtype is None:
+            return f"{self.nbytes} bytes of dtype {self.dtype}, tag {self.tag}"
+        return f"{self.nbytes // dtype.itemsize} x {dtype}, tag {self.tag}"
+
+
+class RingEnd:
+    """One end of a ring in this process.
+
+    Attributes:
+        peer: rank at the other end.
+        producer: whether this end fills the ring.
+        sequence: number of the next message.
+        background: transfers of this end that go on without the caller; later ones must queue behind them.
+    """
+
+    def __init__(self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> None:
+        self._segment = segment
+        self.layout = layout
+        self.peer = peer
+        self.producer = producer
+        self.sequence = 0
+        self.background = 0
+        self.address = segment.address
+
+    @classmethod
+    def create(cls, segment: Segment, layout: RingLayout, *, peer: int) -> RingEnd:
+        """The producer's end in a fresh segment; writes page 0."""
+        words = (ctypes.c_int64 * 5).from_address(segment.address)
+        words[1:] = [VERSION, layout.lanes, layout.slots, layout.slot_bytes]
+        words[0] = MAGIC
+        return cls(segment, layout, peer=peer, producer=True)
+
+    @classmethod
+    def open(cls, segment: Segment, *, peer: int) -> RingEnd:
+        """The consumer's end of a ring that the producer made.
+
+        Raises:
+            ResourceError: the segment holds no ring, or one of another protocol version.
+        """
+        magic, version, lanes, slots, slot_bytes = (ctypes.c_int64 * 5).from_address(segment.address)
+        if (magic, version) != (MAGIC, VERSION):
+            raise ResourceError(
+                f"rank {peer} offers ring protocol {version}, this rank speaks {VERSION}; install one xvcomm everywhere"
+            )
+        return cls(segment, RingLayout(lanes, slots, slot_bytes), peer=peer, producer=False)
+
+    def abort(self, word: int) -> None:
+        """Tell both ends to stop; the first reason stays."""
+        if self.address:
+            cell = ctypes.c_int64.from_address(self.address + ABORT)
+            if not cell.value:
+                cell.value = word
+
+    def abort_word(self) -> int:
+        """0, or why the ring stopped."""
+        return ctypes.c_int64.from_address(self.address + ABORT).value if self.address else 0
+
+    def ledger_entry(self, sequence: int, *, producer: bool) -> Message | None:
+        """What an end wrote of message `sequence`, if it did and the entry was not reused."""
+        offset = self.layout.ledger + ((0 if producer else LEDGER) + sequence % LEDGER) * ENTRY
+        posted, *fields = (ctypes.c_int64 * 6).from_address(self.address + offset)
+        return Message(*fields) if posted == sequence + 1 else None
+
+    def dispute(self) -> tuple[Message, Message] | None:
+        """The newest message that both ends described, and differently: (this end's words, the other's)."""
+        if not self.address:
+            return None
+        for number in range(self.sequence, max(-1, self.sequence - LEDGER), -1):
+            mine = self.ledger_entry(number, producer=self.producer)
+            theirs = self.ledger_entry(number, producer=not self.producer)
+            if mine is not None and theirs is not None and mine != theirs:
+                return mine, theirs
+        return None
+
+    def close(self) -> None:
+        """Unmap this end. Idempotent."""
+        self.address = 0
+        self._segment.close()

@@ -1,0 +1,147 @@
+"""All-reduce: native reduce-scatter, exchange of the shares over the border, native all-gather."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+from xvcomm.schedule.builder import Builder, part, pipelined
+from xvcomm.schedule.partials import in_island_order, island_sum
+from xvcomm.schedule.partition import Cut, weighted
+from xvcomm.schedule.steps import Buf, NativeOp, Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One segment between its two halves.
+
+    Attributes:
+        slot: which set of scratch memory it uses.
+        whole: the segment in OUT.
+        shares: how this island divides it.
+        partial: the island's sum of this rank's share.
+        result: the place of this rank's share in OUT.
+    """
+
+    slot: int
+    whole: Span
+    shares: Cut
+    partial: Span
+    result: Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Interval:
+    """Elements that one member of each island holds; positions count from the start of the segment.
+
+    Attributes:
+        start: first element.
+        holders: a rank for each island.
+        parts: which of its elements each holder finishes, counted from `start`.
+    """
+
+    start: int
+    holders: tuple[int, ...]
+    parts: Cut
+
+    def finished_by(self, island: int) -> tuple[int, int]:
+        """What the holder of an island finishes, counted from the start of the segment."""
+        start, stop = self.parts.part(island)
+        return self.start + start, self.start + stop
+
+
+def write(b: Builder) -> None:
+    """Write the steps of an all-reduce.
+
+    Two islands send each other their sums and both add. Three and more divide the adding, so that each rank of the
+    communicator adds the same number of elements, and then exchange the results.
+    """
+    two = len(b.topology.islands) == 2
+
+    def first(slot: int, start: int, stop: int) -> _Piece:
+        return _island_part(b, slot, start, stop, two)
+
+    def second(piece: _Piece) -> None:
+        if two:
+            _exchange_sums(b, piece)
+        else:
+            _divide_sums(b, piece)
+        if b.island.size > 1:
+            b.native(NativeOp.ALL_GATHER, piece.result, piece.whole, piece.shares.counts)
+
+    pipelined(b.pieces(b.request.count), first, second)
+
+
+def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Piece:
+    whole = Span(Buf.OUT, start, stop - start)
+    source = Span(Buf.IN, start, stop - start)
+    if b.scale_before is not None:
+        b.take(source, whole)
+        source = whole
+    shares = b.fair(stop - start, b.island)
+    result = part(whole, *shares.part(b.local))
+    # Two islands: the wire reads the partial while the other's is added to the result, so it needs memory of its own.
+    partial = b.scratch(result.count, ("partial", slot)) if two else result
+    island_sum(b, source, shares, partial)
+    if two:
+        b.copy(source if b.island.size == 1 else partial, result)
+    return _Piece(slot, whole, shares, partial, result)
+
+
+def _exchange_sums(b: Builder, piece: _Piece) -> None:
+    (other,) = b.ahead()
+    begin, end = piece.shares.part(b.local)
+    overlaps = list(b.fair(piece.whole.count, other).overlaps(begin, end))
+    for member, start, stop in overlaps:
+        b.put(other.ranks[member], part(piece.partial, start - begin, stop - begin))
+    for member, start, stop in overlaps:
+        b.get_reduce(other.ranks[member], part(piece.whole, start, stop))
+    b.finish(piece.result)
+
+
+def _divide_sums(b: Builder, piece: _Piece) -> None:
+    intervals = _intervals(b, piece)
+    me = b.island.index
+    for other in b.ahead():
+        for interval in intervals:
+            b.put(interval.holders[other.index], part(piece.whole, *interval.finished_by(other.index)))
+    own = [interval.finished_by(me) for interval in intervals]
+    received: list[dict[int, Span]] = [{} for _ in intervals]
+    packed = Cut.of(stop - start for start, stop in own)
+    for other in b.behind():
+        area = b.scratch(packed.total, (other.index, piece.slot))
+        for i, interval in enumerate(intervals):
+            received[i][other.index] = part(area, *packed.part(i))
+            b.get(interval.holders[other.index], received[i][other.index])
+    for others, mine in zip(received, own, strict=True):
+        span = part(piece.whole, *mine)
+        b.reduce(in_island_order(b, span, others), span)
+        b.finish(span)
+    for other in b.ahead():
+        for interval, mine in zip(intervals, own, strict=True):
+            b.put(interval.holders[other.index], part(piece.whole, *mine))
+    for other in b.behind():
+        for interval in intervals:
+            b.get(interval.holders[other.index], part(piece.whole, *interval.finished_by(other.index)))
+
+
+def _intervals(b: Builder, piece: _Piece) -> list[_Interval]:
+    """This rank's share, cut wherever the shares of any island end."""
+    begin, end = piece.shares.part(b.local)
+    if begin == end:
+        return []
+    islands = b.topology.islands
+    cuts = [b.fair(piece.whole.count, island) for island in islands]
+    ends = {begin, end}
+    for cut in cuts:
+        ends.update(cut.offsets[bisect_right(cut.offsets, begin) : bisect_left(cut.offsets, end)])
+    sizes = tuple(island.size for island in islands)
+    return [
+        _Interval(
+            start,
+            tuple(island.ranks[cut.holder(start)] for island, cut in zip(islands, cuts, strict=True)),
+            weighted(stop - start, sizes, b.request.itemsize),
+        )
+        for start, stop in pairwise(sorted(ends))
+    ]

@@ -1,0 +1,113 @@
+"""Predicted time of schedules: an alpha-beta model over their steps, lanes overlapping as `after` allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from xvcomm.errors import ScheduleError
+from xvcomm.schedule import build
+from xvcomm.schedule.steps import (
+    Copy,
+    Get,
+    GetReduce,
+    Lane,
+    Native,
+    NativeOp,
+    Put,
+    Reduce,
+    Request,
+    Scale,
+    Schedule,
+    Step,
+)
+from xvcomm.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What moves data, in seconds a call and bytes a second.
+
+    The defaults are one current data-centre GPU: NVLink inside the island, PCIe 5 x16 through host memory across.
+
+    Attributes:
+        native_latency, native_bandwidth: of the island's library, a rank and direction.
+        border_latency, border_bandwidth: of one rank's link over the border, each direction by itself.
+        local_latency, local_bandwidth: of copies and reductions within a rank, counting bytes read and written.
+    """
+
+    native_latency: float = 20e-6
+    native_bandwidth: float = 300e9
+    border_latency: float = 12e-6
+    border_bandwidth: float = 50e9
+    local_latency: float = 4e-6
+    local_bandwidth: float = 2.5e12
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted time of one collective.
+
+    Attributes:
+        seconds: until the slowest rank is done.
+        rank: that rank.
+        busy: seconds for which each of its lanes works.
+    """
+
+    seconds: float
+    rank: int
+    busy: Mapping[Lane, float]
+
+
+def predict(schedules: Mapping[int, Schedule], itemsize: int, links: Links) -> Prediction:
+    """The time of the slowest of these ranks, each taken by itself with its peers on time."""
+    return max((_predict(rank, s, itemsize, links) for rank, s in schedules.items()), key=lambda p: p.seconds)
+
+
+def representatives(topology: Topology) -> tuple[int, ...]:
+    """First and last rank of each island: shares differ by 16 bytes at most, so they stand for all."""
+    return tuple(sorted({rank for island in topology.islands for rank in (island.ranks[0], island.ranks[-1])}))
+
+
+def estimate(request: Request, topology: Topology, segment: int, links: Links) -> Prediction:
+    """Predicted time of a collective that all ranks describe with `request`, from representative ranks."""
+    schedules = {rank: build(request, topology, rank, segment) for rank in representatives(topology)}
+    return predict(schedules, request.itemsize, links)
+
+
+def _predict(rank: int, schedule: Schedule, itemsize: int, links: Links) -> Prediction:
+    free = dict.fromkeys(Lane, 0.0)
+    busy = dict.fromkeys(Lane, 0.0)
+    ends: list[float] = []
+    for step in schedule.steps:
+        duration = _duration(step, itemsize, links)
+        start = max([free[step.lane], *(ends[wait] for wait in step.after)])
+        free[step.lane] = start + duration
+        busy[step.lane] += duration
+        ends.append(start + duration)
+    return Prediction(max(ends, default=0.0), rank, busy)
+
+
+def _duration(step: Step, itemsize: int, links: Links) -> float:
+    match step:
+        case Native():
+            return links.native_latency + _moved(step) * itemsize / links.native_bandwidth
+        case Put(src=span) | Get(dst=span) | GetReduce(dst=span):
+            return links.border_latency + span.count * itemsize / links.border_bandwidth
+        case Copy(dst=dst) | Scale(dst=dst):
+            touched = 2 * dst.count
+        case Reduce(srcs=srcs, dst=dst):
+            touched = (len(srcs) + 1) * dst.count
+        case _:
+            raise ScheduleError(f"{step!r} has no cost; schedules are made of the words in steps.py")
+    return links.local_latency + touched * itemsize / links.local_bandwidth
+
+
+def _moved(call: Native) -> int:
+    """Elements that one member sends or receives, whichever is more, when the library works in a ring."""
+    larger, smaller = max(call.src.count, call.dst.count), min(call.src.count, call.dst.count)
+    if call.op is NativeOp.ALL_REDUCE:
+        return 2 * larger
+    if call.op in (NativeOp.REDUCE_SCATTER, NativeOp.ALL_GATHER, NativeOp.GATHER, NativeOp.SCATTER):
+        return larger - smaller  # a member's own part stays
+    return larger

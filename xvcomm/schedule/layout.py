@@ -1,0 +1,101 @@
+"""Where a request's data lies in the caller's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xvcomm.errors import ArgumentError
+from xvcomm.schedule.partition import Cut
+from xvcomm.schedule.steps import Collective, Request
+from xvcomm.topology import Topology
+
+_WHOLE = frozenset((Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST))
+_ROOTED = frozenset((Collective.REDUCE, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` elements that lie together both where blocks lie side by side and in the caller's array."""
+
+    packed: int
+    place: int
+    count: int
+
+
+def runs(ranks: Sequence[int], blocks: Cut) -> list[Run]:
+    """How the blocks of `ranks`, packed side by side, map to the caller's array; empty blocks vanish.
+
+    Args:
+        ranks: ascending.
+        blocks: cut of the caller's array into one block a rank.
+    """
+    found: list[Run] = []
+    packed = 0
+    for rank in ranks:
+        start, stop = blocks.part(rank)
+        if start == stop:
+            continue
+        last = found[-1] if found else None
+        if last is not None and last.place + last.count == start:
+            found[-1] = Run(last.packed, last.place, last.count + stop - start)
+        else:
+            found.append(Run(packed, start, stop - start))
+        packed += stop - start
+    return found
+
+
+def in_count(request: Request, rank: int) -> int:
+    """Elements of IN on `rank`; 0 where the operation takes none from it."""
+    op = request.op
+    if op in _WHOLE:
+        return request.count if op is not Collective.BROADCAST or rank == request.root else 0
+    if op in (Collective.ALL_GATHER, Collective.GATHER):
+        return request.counts[rank]
+    return sum(request.counts) if op is not Collective.SCATTER or rank == request.root else 0
+
+
+def out_count(request: Request, rank: int) -> int:
+    """Elements of OUT on `rank`; 0 where the operation gives it none."""
+    op = request.op
+    if op in _WHOLE:
+        return request.count if op is not Collective.REDUCE or rank == request.root else 0
+    if op in (Collective.REDUCE_SCATTER, Collective.SCATTER):
+        return request.counts[rank]
+    if op is Collective.ALL_TO_ALL:
+        return sum(request.recv_counts)
+    return sum(request.counts) if op is not Collective.GATHER or rank == request.root else 0
+
+
+def in_place(request: Request, rank: int) -> tuple[int, int]:
+    """Where IN and OUT begin in one array when the caller passes the same memory for both.
+
+    An all_to_all cannot run in place: its two arrays lie one behind the other.
+    """
+    op = request.op
+    if op in _WHOLE:
+        return 0, 0
+    if op is Collective.ALL_TO_ALL:
+        return 0, in_count(request, rank)
+    start = sum(request.counts[:rank])
+    if op in (Collective.ALL_GATHER, Collective.GATHER):
+        return start, 0
+    return 0, start
+
+
+def check(request: Request, topology: Topology, rank: int) -> None:
+    """Refuse a request that does not fit the topology.
+
+    Raises:
+        ArgumentError: says which field is wrong.
+    """
+    size = topology.size
+    if not 0 <= rank < size:
+        raise ArgumentError(f"rank {rank} is not in 0..{size - 1}; pass a rank of this topology")
+    if request.op in _ROOTED and not 0 <= request.root < size:
+        raise ArgumentError(f"{request.op.value}: root {request.root} is not in 0..{size - 1}; name a rank")
+    if request.op in _WHOLE:
+        return
+    lengths = (len(request.counts), len(request.recv_counts) if request.op is Collective.ALL_TO_ALL else size)
+    if lengths != (size, size):
+        raise ArgumentError(f"{request.op.value}: counts must have {size} entries, one a rank")

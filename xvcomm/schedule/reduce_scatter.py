@@ -1,0 +1,74 @@
+"""Reduce-scatter: each island sums what each other island needs, and only that crosses the border."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xvcomm.schedule.builder import Builder, part
+from xvcomm.schedule.packing import Packed
+from xvcomm.schedule.partials import in_island_order, island_sum
+from xvcomm.schedule.partition import Cut
+from xvcomm.schedule.steps import Buf, Span
+from xvcomm.topology import Island
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """This rank's part of what its island sums for another: where it begins in the packed blocks, and its memory."""
+
+    owners: Cut
+    begin: int
+    span: Span
+
+
+def write(b: Builder) -> None:
+    """Write the steps of a reduce-scatter; blocks may differ in size."""
+    blocks = Cut.of(b.request.counts)
+    shares = [(other, _sum_for(b, other, blocks)) for other in b.ahead()]
+    members = _sum_own(b, blocks)
+    for other, share in shares:
+        for member, start, stop in share.owners.overlaps(share.begin, share.begin + share.span.count):
+            b.put(other.ranks[member], part(share.span, start - share.begin, stop - share.begin))
+    _collect(b, members)
+
+
+def _sum_for(b: Builder, other: Island, blocks: Cut) -> _Share:
+    """This island's sum of another's blocks, divided fairly among its members."""
+    packed = Packed(b, Buf.IN, other, blocks)
+    packed.collect(b)
+    if b.island.size == 1 or not packed.count:
+        return _Share(packed.members, 0, packed.span)
+    shares = b.fair(packed.count, b.island)
+    begin, end = shares.part(b.local)
+    share = b.scratch(end - begin)
+    island_sum(b, packed.span, shares, share)
+    return _Share(packed.members, begin, share)
+
+
+def _sum_own(b: Builder, blocks: Cut) -> Cut:
+    """This island's sum of its own blocks, each at its owner; gives how they divide the packed blocks."""
+    result = Span(Buf.OUT, 0, b.request.counts[b.rank])
+    if b.island.size == 1:
+        b.take(Span(Buf.IN, blocks.offsets[b.rank], result.count), result)
+        return Cut((0, result.count))
+    packed = Packed(b, Buf.IN, b.island, blocks)
+    packed.collect(b)
+    if packed.count:
+        island_sum(b, packed.span, packed.members, result)
+    return packed.members
+
+
+def _collect(b: Builder, members: Cut) -> None:
+    """Receive the other islands' sums of this rank's block and add them in island order."""
+    begin, end = members.part(b.local)
+    result = Span(Buf.OUT, 0, end - begin)
+    two = len(b.topology.islands) == 2
+    others: dict[int, Span] = {}
+    for other in b.behind():
+        area = others[other.index] = result if two else b.scratch(result.count)
+        for member, start, stop in b.fair(members.total, other).overlaps(begin, end):
+            receive = b.get_reduce if two else b.get
+            receive(other.ranks[member], part(area, start - begin, stop - begin))
+    if not two:
+        b.reduce(in_island_order(b, result, others), result)
+    b.finish(result)

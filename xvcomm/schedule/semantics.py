@@ -1,0 +1,218 @@
+"""What steps mean, on numpy arrays: the memory of a rank that is simulated, and the arithmetic of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xvcomm.dtype import ReduceOp, from_numpy
+from xvcomm.schedule.describe import span_text
+from xvcomm.schedule.layout import in_count, in_place, out_count
+from xvcomm.schedule.partition import Cut
+from xvcomm.schedule.steps import Buf, Collective, Native, NativeOp, Request, Span
+
+Array = NDArray[Any]
+_COMBINE: dict[ReduceOp, Callable[[Array, Array], Array]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+
+
+class Fault(Exception):
+    """A step breaks a rule; the simulator adds whose step it is."""
+
+
+class Memory:
+    """IN, OUT and TMP of one rank, and which elements hold data.
+
+    Args:
+        request: as this rank describes the collective.
+        rank: this rank.
+        given: contents of IN.
+        scratch: elements of TMP.
+        shared: whether IN and OUT lie in one array as in a call in place; in a broadcast they always do.
+    """
+
+    def __init__(self, request: Request, rank: int, given: Array, scratch: int, shared: bool) -> None:
+        shared = shared or request.op is Collective.BROADCAST
+        counts = {Buf.IN: in_count(request, rank), Buf.OUT: out_count(request, rank), Buf.TMP: scratch}
+        starts = dict(zip((Buf.IN, Buf.OUT), in_place(request, rank) if shared else (0, counts[Buf.IN]), strict=True))
+        starts[Buf.TMP] = max(starts[buf] + counts[buf] for buf in starts)
+        self._ranges = {buf: (starts[buf], starts[buf] + counts[buf]) for buf in Buf}
+        self._data = np.zeros(starts[Buf.TMP] + scratch, given.dtype)
+        self._known = np.zeros(self._data.size, bool)
+        source = slice(*self._ranges[Buf.IN])
+        self._data[source] = given
+        self._known[source] = True
+
+    def address(self, span: Span) -> int:
+        """Place of a span's first element in this rank's memory.
+
+        Raises:
+            Fault: the span leaves its buffer.
+        """
+        start, stop = self._ranges[span.buf]
+        if span.start < 0 or span.count < 0 or start + span.stop > stop:
+            raise Fault(f"{span_text(span)} leaves its buffer of {stop - start} elements")
+        return start + span.start
+
+    def read(self, span: Span) -> Array:
+        """A copy of a span.
+
+        Raises:
+            Fault: the span leaves its buffer, or nothing was ever written to a part of it.
+        """
+        place = slice(self.address(span), self.address(span) + span.count)
+        if not self._known[place].all():
+            raise Fault(
+                f"reads {span_text(span)}, of which element {int(np.argmin(self._known[place]))} was never written"
+            )
+        return self._data[place].copy()
+
+    def write(self, span: Span, values: Array) -> None:
+        """Fill a span.
+
+        Raises:
+            Fault: the span leaves its buffer, lies in IN, or differs in size.
+        """
+        if span.count != values.size:
+            raise Fault(f"{values.size} elements cannot fill {span_text(span)}")
+        place = slice(self.address(span), self.address(span) + span.count)
+        if span.buf is Buf.IN and span.count:
+            raise Fault(f"writes to the caller's input, {span_text(span)}")
+        self._data[place] = values
+        self._known[place] = True
+
+    def result(self) -> Array:
+        """The whole of OUT.
+
+        Raises:
+            Fault: a part of it was never written.
+        """
+        start, stop = self._ranges[Buf.OUT]
+        return self.read(Span(Buf.OUT, 0, stop - start))
+
+
+def combine(op: ReduceOp, arrays: Sequence[Array]) -> Array:
+    """The reduction of arrays in their order; low precision accumulates in float32 and rounds once."""
+    dtype = arrays[0].dtype
+    wide = np.float32 if from_numpy(dtype).low_precision else dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        total = _COMBINE[op](total, array.astype(wide))
+    return total.astype(dtype)
+
+
+def native(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> None:
+    """One call of an island's library; `memories` and `calls` are in the order of its members.
+
+    Raises:
+        Fault: members disagree, sizes do not fit, or source and result overlap without coinciding.
+    """
+    first = calls[0]
+    for call in calls[1:]:
+        same = (call.op, call.root) == (first.op, first.root)
+        if not same or (first.op is not NativeOp.ALL_TO_ALL and call.counts != first.counts):
+            raise Fault(f"members call different things: {first} and {call}")
+    for member, (memory, call) in enumerate(zip(memories, calls, strict=True)):
+        _check_overlap(memory, call, member)
+    results = _NATIVE[first.op](op, memories, calls)
+    for memory, call, values in zip(memories, calls, results, strict=True):
+        memory.write(call.dst, values)
+
+
+def _check_overlap(memory: Memory, call: Native, member: int) -> None:
+    src, dst = memory.address(call.src), memory.address(call.dst)
+    if min(src + call.src.count, dst + call.dst.count) <= max(src, dst):
+        return
+    before = sum(call.counts[:member])
+    expected = src
+    if call.op in (NativeOp.REDUCE_SCATTER, NativeOp.SCATTER):
+        expected = src + before
+    elif call.op in (NativeOp.ALL_GATHER, NativeOp.GATHER):
+        expected = src - before
+    if dst != expected or call.op is NativeOp.ALL_TO_ALL:
+        raise Fault(f"{span_text(call.src)} and {span_text(call.dst)} overlap without coinciding")
+
+
+_Results = list[Array]
+
+
+def _sources(memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    return [memory.read(call.src) for memory, call in zip(memories, calls, strict=True)]
+
+
+def _cut(array: Array, counts: Sequence[int]) -> _Results:
+    cut = Cut.of(counts)
+    if cut.total != array.size:
+        raise Fault(f"counts add up to {cut.total}, but there are {array.size} elements")
+    return [array[slice(*cut.part(i))] for i in range(len(counts))]
+
+
+def _joined(memories: Sequence[Memory], calls: Sequence[Native]) -> Array:
+    sources = _sources(memories, calls)
+    if tuple(s.size for s in sources) != calls[0].counts:
+        raise Fault(f"counts are {calls[0].counts}, but members give {[s.size for s in sources]} elements")
+    return np.concatenate(sources)
+
+
+def _only_root(values: Array, calls: Sequence[Native]) -> _Results:
+    return [values if member == calls[0].root else values[:0] for member in range(len(calls))]
+
+
+def _all_reduce(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    return [combine(op, _sources(memories, calls))] * len(calls)
+
+
+def _reduce_scatter(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    return _cut(combine(op, _sources(memories, calls)), calls[0].counts)
+
+
+def _all_gather(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    return [_joined(memories, calls)] * len(calls)
+
+
+def _broadcast(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    root = calls[0].root
+    return [memories[root].read(calls[root].src)] * len(calls)
+
+
+def _all_to_all(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    sent = [_cut(memory.read(call.src), call.counts) for memory, call in zip(memories, calls, strict=True)]
+    for member, call in enumerate(calls):
+        if call.recv_counts != tuple(blocks[member].size for blocks in sent):
+            raise Fault(f"member {member} expects {call.recv_counts}, but others send {[b[member].size for b in sent]}")
+    return [np.concatenate([blocks[member] for blocks in sent]) for member in range(len(calls))]
+
+
+def _gather(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    return _only_root(_joined(memories, calls), calls)
+
+
+def _scatter(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    root = calls[0].root
+    return _cut(memories[root].read(calls[root].src), calls[0].counts)
+
+
+def _reduce(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
+    return _only_root(combine(op, _sources(memories, calls)), calls)
+
+
+_NATIVE: dict[NativeOp, Callable[[ReduceOp, Sequence[Memory], Sequence[Native]], _Results]] = {
+    NativeOp.ALL_REDUCE: _all_reduce,
+    NativeOp.REDUCE_SCATTER: _reduce_scatter,
+    NativeOp.ALL_GATHER: _all_gather,
+    NativeOp.BROADCAST: _broadcast,
+    NativeOp.ALL_TO_ALL: _all_to_all,
+    NativeOp.GATHER: _gather,
+    NativeOp.SCATTER: _scatter,
+    NativeOp.REDUCE: _reduce,
+}

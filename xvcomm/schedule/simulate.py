@@ -1,0 +1,278 @@
+"""Runs the schedules of all ranks on numpy arrays, without processes, under the strictest rules that the words allow.
+
+Nothing is buffered: a message moves when both ends have reached it, and a native call runs when every member of the
+island has. Which of the possible events happens next is drawn at random from a seed. A schedule that gives the right
+result here does so on any machine that keeps the contract of `Schedule`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from xvcomm.dtype import ReduceOp, from_numpy
+from xvcomm.errors import ScheduleError
+from xvcomm.schedule import semantics
+from xvcomm.schedule.describe import step_text
+from xvcomm.schedule.semantics import Array, Fault, Memory
+from xvcomm.schedule.steps import (
+    Copy,
+    Factor,
+    Get,
+    GetReduce,
+    Lane,
+    Native,
+    Put,
+    Reduce,
+    Request,
+    Scale,
+    Schedule,
+    Step,
+)
+from xvcomm.topology import Topology
+
+Order = Literal["sequential", "concurrent"]
+_BORDER = (Put, Get, GetReduce)
+
+
+def run(
+    requests: Sequence[Request],
+    schedules: Sequence[Schedule],
+    topology: Topology,
+    inputs: Sequence[Array],
+    op: ReduceOp = ReduceOp.SUM,
+    *,
+    factors: Sequence[float] | None = None,
+    shared: bool = False,
+    order: Order = "sequential",
+    seed: int = 0,
+) -> list[Array]:
+    """Run one collective and give every rank's OUT.
+
+    Args:
+        requests: one a rank; they differ in an all_to_all only.
+        schedules: one a rank.
+        topology: who lies in which island.
+        inputs: contents of IN, one-dimensional, one a rank; empty where a rank gives nothing.
+        op: the element-wise reduction, without scaling.
+        factors: what `Factor.PREMUL` multiplies by on each rank; 1 if left out.
+        shared: run with IN and OUT in one array, as in a call in place; a broadcast always does.
+        order: `"sequential"`: each rank does its steps in order, except that neighbouring border steps are reached
+            together. `"concurrent"`: each lane goes on as soon as `after` allows.
+        seed: of the choice among possible events.
+
+    Raises:
+        ScheduleError: ranks wait for each other, two ends disagree, or a step touches what it must not; names the
+            rank, the index of the step and the step.
+    """
+    _check_steps(schedules)
+    memories = [
+        Memory(request, rank, given, schedule.scratch, shared)
+        for rank, (request, schedule, given) in enumerate(zip(requests, schedules, inputs, strict=True))
+    ]
+    program = _in_order if order == "sequential" else _by_lanes
+    machine = _Machine(schedules, topology, memories, op, factors or [1.0] * topology.size, program)
+    machine.run(random.Random(seed))
+    results = []
+    for rank, memory in enumerate(memories):
+        try:
+            results.append(memory.result())
+        except Fault as fault:
+            raise ScheduleError(f"rank {rank} does not finish its output: {fault}") from None
+    return results
+
+
+def _check_steps(schedules: Sequence[Schedule]) -> None:
+    for rank, schedule in enumerate(schedules):
+        for index, step in enumerate(schedule.steps):
+            if any(not 0 <= wait < index for wait in step.after):
+                raise _error(rank, index, step, "`after` must name earlier steps")
+            if (step.lane is Lane.SEND) != isinstance(step, Put) or (
+                isinstance(step, Native) and step.lane is not Lane.NATIVE
+            ):
+                raise _error(rank, index, step, f"it cannot run on the {step.lane.value} lane")
+
+
+def _error(rank: int, index: int, step: Step, why: str) -> ScheduleError:
+    return ScheduleError(f"rank {rank}, step {index} ({step_text(step)}): {why}", rank=rank)
+
+
+_Program = Iterator[list[int]]
+
+
+def _in_order(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
+    """Steps that a rank reaches next, when it does one after the other and neighbouring border steps together."""
+    index = 0
+    while index < len(steps):
+        begin = index
+        index += 1
+        while isinstance(steps[begin], _BORDER) and index < len(steps) and isinstance(steps[index], _BORDER):
+            index += 1
+        yield list(range(begin, index))
+        while not all(done[begin:index]):
+            yield []
+
+
+def _by_lanes(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
+    """Steps that a rank reaches next, when each lane goes on by itself."""
+    lanes = [deque(i for i, step in enumerate(steps) if step.lane is lane) for lane in Lane]
+    running: dict[int, int] = {}
+    while True:
+        reached = []
+        for number, lane in enumerate(lanes):
+            if lane and done[running.get(number, -1)] and all(done[wait] for wait in steps[lane[0]].after):
+                running[number] = lane.popleft()
+                reached.append(running[number])
+        yield reached
+
+
+@dataclass
+class _Rank:
+    """Where one rank stands. `done` has one more element, always true: the step before the first."""
+
+    steps: Sequence[Step]
+    done: list[bool] = field(init=False)
+    reached: list[bool] = field(init=False)
+    program: _Program = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.done = [False] * len(self.steps) + [True]
+        self.reached = [False] * len(self.steps)
+
+
+_Event = tuple[tuple[int, int], ...]  # (rank, step index) of all that take part
+
+
+class _Machine:
+    """All ranks of one run."""
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        topology: Topology,
+        memories: Sequence[Memory],
+        op: ReduceOp,
+        factors: Sequence[float],
+        program: Callable[[Sequence[Step], Sequence[bool]], _Program],
+    ) -> None:
+        self._topology = topology
+        self._memories = memories
+        self._op = op
+        self._factors = factors
+        self._ranks = [_Rank(schedule.steps) for schedule in schedules]
+        for state in self._ranks:
+            state.program = program(state.steps, state.done)
+        self._possible: list[_Event] = []
+        self._sent: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self._awaited: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self._gathered: defaultdict[int, dict[int, int]] = defaultdict(dict)
+
+    def run(self, chance: random.Random) -> None:
+        """Let events happen until none is possible."""
+        for rank in range(len(self._ranks)):
+            self._advance(rank)
+        while self._possible:
+            pick = chance.randrange(len(self._possible))
+            self._possible[pick], self._possible[-1] = self._possible[-1], self._possible[pick]
+            event = self._possible.pop()
+            self._happen(event)
+            for rank, index in event:
+                self._ranks[rank].done[index] = True
+            for rank, _ in event:
+                self._advance(rank)
+        self._check_finished()
+
+    def _advance(self, rank: int) -> None:
+        state = self._ranks[rank]
+        for index in next(state.program, []):
+            state.reached[index] = True
+            self._reach(rank, index, state.steps[index])
+
+    def _reach(self, rank: int, index: int, step: Step) -> None:
+        match step:
+            case Native():
+                island = self._topology.island_of(rank)
+                waiting = self._gathered[island.index]
+                waiting[rank] = index
+                if len(waiting) == island.size:
+                    self._possible.append(tuple((member, waiting.pop(member)) for member in island.ranks))
+            case Put(peer=peer):
+                self._sent[rank, peer].append(index)
+                self._meet(rank, peer)
+            case Get(peer=peer) | GetReduce(peer=peer):
+                self._awaited[peer, rank].append(index)
+                self._meet(peer, rank)
+            case _:
+                self._possible.append(((rank, index),))
+
+    def _meet(self, sender: int, receiver: int) -> None:
+        sent, awaited = self._sent[sender, receiver], self._awaited[sender, receiver]
+        if sent and awaited:
+            self._possible.append(((sender, sent.popleft()), (receiver, awaited.popleft())))
+
+    def _happen(self, event: _Event) -> None:
+        rank, index = event[-1]
+        step = self._ranks[rank].steps[index]
+        try:
+            if isinstance(step, Native):
+                calls: list[Any] = [self._ranks[member].steps[i] for member, i in event]
+                semantics.native(self._op, [self._memories[member] for member, _ in event], calls)
+            elif len(event) == 2:
+                self._deliver(event[0], rank, step)
+            else:
+                self._compute(rank, step)
+        except Fault as fault:
+            raise _error(rank, index, step, str(fault)) from None
+
+    def _deliver(self, origin: tuple[int, int], rank: int, step: Step) -> None:
+        put = self._ranks[origin[0]].steps[origin[1]]
+        assert isinstance(put, Put) and isinstance(step, Get | GetReduce)
+        if put.src.count != step.dst.count:
+            raise Fault(f"rank {origin[0]} sends {put.src.count} elements in step {origin[1]} ({step_text(put)})")
+        values, memory = self._memories[origin[0]].read(put.src), self._memories[rank]
+        if isinstance(step, GetReduce):
+            own = memory.read(step.dst)
+            values = semantics.combine(self._op, [values, own] if step.remote_first else [own, values])
+        memory.write(step.dst, values)
+
+    def _compute(self, rank: int, step: Step) -> None:
+        memory = self._memories[rank]
+        match step:
+            case Copy(src=src, dst=dst):
+                memory.write(dst, memory.read(src))
+            case Reduce(srcs=srcs, dst=dst):
+                memory.write(dst, semantics.combine(self._op, [memory.read(src) for src in srcs]))
+            case Scale(src=src, dst=dst, factor=Factor.PREMUL):
+                memory.write(dst, _scaled(np.multiply, memory.read(src), self._factors[rank]))
+            case Scale(src=src, dst=dst):
+                memory.write(dst, _scaled(np.divide, memory.read(src), self._topology.size))
+
+    def _check_finished(self) -> None:
+        stuck = []
+        for rank, state in enumerate(self._ranks):
+            for index, step in enumerate(state.steps):
+                if not state.done[index] and state.reached[index]:
+                    stuck.append(_error(rank, index, step, "waits for ever"))
+                    break
+        if stuck:
+            others = f"; {len(stuck) - 1} more ranks wait, next: {stuck[1]}" if len(stuck) > 1 else ""
+            raise ScheduleError(f"{stuck[0]}{others}", rank=stuck[0].rank)
+        for rank, state in enumerate(self._ranks):
+            if not all(state.done):
+                index = state.done.index(False)
+                raise _error(rank, index, state.steps[index], "was never reached")
+
+
+def _scaled(operation: Callable[[Array, Any], Array], values: Array, by: float) -> Array:
+    """`values` times or over `by`: low precision in float32, integers in float64 and rounded towards zero."""
+    dtype = from_numpy(values.dtype)
+    if dtype.low_precision:
+        return operation(values.astype(np.float32), np.float32(by)).astype(values.dtype)
+    if dtype.kind in "iu":
+        return operation(values.astype(np.float64), by).astype(values.dtype)
+    return operation(values, values.dtype.type(by)).astype(values.dtype)

@@ -1,0 +1,48 @@
+"""Which ranks go together in a split: the colours and keys of all, compared on all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from xvcomm.errors import ArgumentError, MismatchError
+
+if TYPE_CHECKING:
+    from xvcomm.communicator import Communicator
+
+_Choice = tuple[int | str | None, int]
+
+
+def subgroups(comm: Communicator, color: int | str | None, key: int) -> list[int] | None:
+    """This rank's group, as ranks of `comm` in the group's order; None where `color` is None.
+
+    Raises:
+        ArgumentError: a colour is neither int, str nor None.
+        MismatchError: one rank's colour is an int, another's a str; on all ranks.
+    """
+    if not isinstance(color, (int, str)) and color is not None:
+        raise ArgumentError(f"split: color {color!r} is {type(color).__name__}; use an int, a str, or None")
+    mine = np.frombuffer(msgspec.msgpack.encode((color, key)), np.uint8)
+    counts = comm.all_gather(np.array([mine.size], np.int64)).tolist()
+    packed = comm.all_gather(mine, counts=counts).tobytes()
+    choices, start = [], 0
+    for count in counts:
+        choices.append(msgspec.msgpack.decode(packed[start : start + count], type=_Choice))
+        start += count
+    _check_types(comm, choices)
+    if color is None:
+        return None
+    members = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color]
+    return [rank for _, rank in sorted(members)]
+
+
+def _check_types(comm: Communicator, choices: list[_Choice]) -> None:
+    first: dict[type, int] = {}
+    for rank, (color, _) in enumerate(choices):
+        if color is not None:
+            first.setdefault(type(color), rank)
+    if len(first) > 1:
+        said = "; ".join(f"rank {r} gave the {t.__name__} {choices[r][0]!r}" for t, r in first.items())
+        raise MismatchError(f"split: colours must all be of one type: {said}", rank=comm.rank, op="split")

@@ -1,0 +1,153 @@
+"""How rank 0 serves a store and tells the others where."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+
+import msgspec
+
+from xvcomm.abc.store import Store
+from xvcomm.deadline import Deadline
+from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
+from xvcomm.store.server import TcpServer
+from xvcomm.store.tcp import TcpStore
+
+CLOSE_GRACE = 10.0
+"""Seconds for which a closing rank 0 goes on serving ranks that have not closed."""
+_RIVAL_SECONDS = 2.0
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """Where a store is served, and its secret; JSON, ASCII only."""
+
+    host: str
+    port: int
+    secret: str
+
+    def pack(self) -> bytes:
+        """The bytes to send."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Invitation:
+        """The invitation that was packed.
+
+        Raises:
+            StoreError: it was not packed by this version.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"rank 0 runs another version of xvcomm ({error}); install one version on all hosts") from None
+
+    def accept(self, deadline: Deadline) -> TcpStore:
+        """Connect; see `TcpStore`."""
+        return TcpStore(self.host, self.port, self.secret, deadline)
+
+
+def invite(host: str, deadline: Deadline, board: Store | None = None) -> tuple[TcpStore, Invitation]:
+    """Serve a store with a fresh secret on a free port, until it is closed here and by all others.
+
+    Args:
+        host: name or address under which the others reach this host.
+        deadline: for the own connection.
+        board: closed with the store, and kept until then.
+    """
+    secret = secrets.token_hex(16)
+    server = TcpServer(host, 0, secret)
+    return _served(server, secret, deadline, board), Invitation(host, server.port, secret)
+
+
+def meet(board: Store, rank: int, host: str, deadline: Deadline) -> TcpStore:
+    """The TCP store of rank 0, made known through another store that every rank reaches.
+
+    Args:
+        board: must be fresh: whoever finds an old address there tries it until the deadline. Closed by rank 0.
+        rank: of this process.
+        host: see `invite`; read on rank 0 only.
+        deadline: for all of it.
+
+    Raises:
+        DeadlineExceeded: rank 0 did not come in time.
+        StoreError: rank 0 cannot be reached.
+    """
+    if rank != 0:
+        try:
+            found = board.get("invitation", deadline)
+        except DeadlineExceeded:
+            raise DeadlineExceeded("rank 0 has not joined: it did not say in time where its store is", rank=rank) from None
+        return Invitation.unpack(found).accept(deadline)
+    store, invitation = invite(host, deadline, board)
+    try:
+        board.set("invitation", invitation.pack())
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def serve_or_join(host: str, port: int, secret: str, rank: int, deadline: Deadline, epoch: int) -> TcpStore:
+    """The TCP store at an address that is known beforehand, which rank 0 serves.
+
+    A second rank 0 joins the first one's store, where its number betrays it: see `join_barrier`.
+
+    Raises:
+        DeadlineExceeded: rank 0 did not come in time.
+        StoreError: another program has the port, or listens there.
+        AuthenticationError: the ranks have different secrets.
+    """
+    if rank != 0:
+        try:
+            return TcpStore(host, port, secret, deadline, epoch=epoch)
+        except StoreError as error:
+            if deadline.expired():
+                raise DeadlineExceeded(f"rank 0 has not joined: {error}", rank=rank) from None
+            raise
+    try:
+        server = TcpServer(host, port, secret, epoch=epoch)
+    except StoreError as taken:
+        try:
+            return TcpStore(host, port, secret, Deadline.after(deadline.sooner(_RIVAL_SECONDS)), epoch=epoch)
+        except (StoreError, AuthenticationError):
+            raise taken from None
+    return _served(server, secret, deadline, None, epoch)
+
+
+def own_address() -> str:
+    """An address of this host that other hosts can reach, as far as this host can tell.
+
+    Raises:
+        StoreError: there is only loopback.
+    """
+    try:
+        found = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    except OSError:
+        found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it only asks for the route to a documentation address.
+            probe.connect(("192.0.2.1", 9))
+            found.append(probe.getsockname()[0])
+        except OSError:
+            pass
+    for address in map(str, found):
+        if not address.startswith(("127.", "::1", "fe80:")):
+            return address
+    raise StoreError(
+        "this host has no address but loopback, so that other hosts cannot reach its store; set "
+        "XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
+    )
+
+
+def _served(server: TcpServer, secret: str, deadline: Deadline, board: Store | None, epoch: int = 0) -> TcpStore:
+    def farewell() -> None:
+        server.close(CLOSE_GRACE)
+        if board is not None:
+            board.close()
+
+    try:
+        return TcpStore(server.host, server.port, secret, deadline, epoch=epoch, on_close=farewell)
+    except BaseException:
+        server.close()
+        raise

@@ -1,0 +1,115 @@
+"""How ranks find out that they are all there, each once."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import msgspec
+
+from xvcomm.abc.store import Store
+from xvcomm.deadline import Deadline
+from xvcomm.errors import ArgumentError, ConfigError, DeadlineExceeded
+
+_VERDICT = "verdict"
+_SETTLE_SECONDS = 5.0
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    who: str
+    info: bytes
+
+
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
+    infos: list[bytes] = []
+    late: str = ""
+    twice: str = ""
+
+
+def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Deadline) -> list[bytes]:
+    """Wait until all ranks are here and exchange a few bytes with all of them.
+
+    One verdict ends it for everybody: the last rank to come says that all are here, the first whose deadline passes
+    says who is missing, a rank whose number is taken says so. A store serves one call a rank: give later ones a
+    `PrefixStore` of their own.
+
+    Args:
+        store: shared by the ranks.
+        rank: of this process.
+        size: number of ranks.
+        info: what this rank tells the others.
+        deadline: of this rank; the earliest deadline of all counts.
+
+    Returns:
+        The bytes of every rank, in rank order.
+
+    Raises:
+        DeadlineExceeded: names the ranks that have not joined; on all that have.
+        ConfigError: two processes have the same number; names both. On all ranks that have joined.
+        StoreError: the store cannot be reached.
+    """
+    if not 0 <= rank < size:
+        raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
+    if store.add(f"rank/{rank}", 1) > 1:
+        raise _twice(store, rank, deadline)
+    entry = _Entry(f"process {os.getpid()} on {socket.gethostname()}", info)
+    store.set(f"info/{rank}", msgspec.msgpack.encode(entry))
+    if store.add("joined", 1) == size:
+        verdict = _decide(store, _Verdict([_entry(store, r, deadline).info for r in range(size)]))
+    else:
+        try:
+            verdict = _read(store, deadline)
+        except DeadlineExceeded:
+            verdict = _give_up(store, size)
+    if verdict.twice:
+        raise ConfigError(verdict.twice, rank=rank)
+    if verdict.late:
+        raise DeadlineExceeded(verdict.late, rank=rank)
+    return verdict.infos
+
+
+def _twice(store: Store, rank: int, deadline: Deadline) -> ConfigError:
+    try:
+        first = _entry(store, rank, Deadline.after(deadline.sooner(_SETTLE_SECONDS))).who
+    except DeadlineExceeded:
+        first = "another process"
+    text = (
+        f"two processes are rank {rank}: {first}, and process {os.getpid()} on {socket.gethostname()}; give each process "
+        "its own XVCOMM_RANK (or the launcher's variable), and each job a store that no other job has used"
+    )
+    _decide(store, _Verdict(twice=text))
+    return ConfigError(text, rank=rank)
+
+
+def _decide(store: Store, verdict: _Verdict) -> _Verdict:
+    """Make this the verdict unless there is one; what counts is given back."""
+    if store.add("decided", 1) == 1:
+        store.set(_VERDICT, msgspec.msgpack.encode(verdict))
+        return verdict
+    return _read(store, Deadline.after(_SETTLE_SECONDS))
+
+
+def _read(store: Store, deadline: Deadline) -> _Verdict:
+    return msgspec.msgpack.decode(store.get(_VERDICT, deadline), type=_Verdict)
+
+
+def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:
+    return msgspec.msgpack.decode(store.get(f"info/{rank}", deadline), type=_Entry)
+
+
+def _give_up(store: Store, size: int) -> _Verdict:
+    """The verdict once this rank's deadline has passed."""
+    absent = []
+    for rank in range(size):
+        try:
+            store.wait([f"info/{rank}"], Deadline.after(0))
+        except DeadlineExceeded:
+            absent.append(rank)
+    if not absent:
+        return _read(store, Deadline.after(_SETTLE_SECONDS))
+    names = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
+    text = (
+        f"{'rank' if len(absent) == 1 else 'ranks'} {names} of {size} did not join in time; were they started, and do "
+        "they see the same store? XVCOMM_TIMEOUT gives them longer"
+    )
+    return _decide(store, _Verdict(late=text))

@@ -1,0 +1,52 @@
+"""Stores that can only be asked whether a key is there yet."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+from xvcomm.abc.store import Store
+from xvcomm.deadline import Deadline
+from xvcomm.errors import DeadlineExceeded
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.05
+
+T = TypeVar("T")
+
+
+def poll(look: Callable[[], T | None], deadline: Deadline) -> T | None:
+    """Call `look` until it gives something, at first often, then every 50 ms; None when time is up."""
+    pause = _FIRST_PAUSE
+    while (found := look()) is None and not deadline.expired():
+        time.sleep(deadline.sooner(pause))
+        pause = min(pause * 1.5, _LAST_PAUSE)
+    return found
+
+
+class PollingStore(Store):
+    """Base of stores that wait by looking again and again."""
+
+    @abstractmethod
+    def look(self, key: str) -> bytes | None:
+        """The value of `key`, or None if nobody has set it.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`."""
+        found = poll(partial(self.look, key), deadline)
+        if found is None:
+            raise DeadlineExceeded(f"nobody set {key!r} in {self} in time; a rank is late or missing")
+        return found
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`."""
+        missing = [key for key in keys if poll(partial(self.look, key), deadline) is None]
+        if missing:
+            names = ", ".join(map(repr, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise DeadlineExceeded(f"nobody set {names} in {self} in time; a rank is late or missing")

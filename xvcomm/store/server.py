@@ -1,0 +1,294 @@
+"""The server of a TCP store: one thread that holds the map and parks those who wait for a key."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+import socket
+import threading
+from typing import cast
+
+import msgspec
+
+from xvcomm.errors import StoreError
+from xvcomm.store import wire
+
+_BACKLOG = 4096
+_LOOPBACK = ("localhost", "::1")
+
+
+class TcpServer:
+    """Serves a store from a thread of this process until it is closed.
+
+    Attributes:
+        host: as given.
+        port: the port taken, also where 0 was asked for.
+        address: `tcp://host:port`, as `XVCOMM_STORE` takes it.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, *, epoch: int | None = None) -> None:
+        """Take the port and start to serve.
+
+        Args:
+            host: a loopback address serves this host alone; every other name serves on all interfaces, because the
+                name that others reach this host by may be loopback here.
+            port: 0 for any free one.
+            secret: of the job; not empty.
+            epoch: serve only clients that name this number; None serves all. Ranks that meet at a fixed address
+                again and again count up, and so never join a server that is about to close.
+
+        Raises:
+            StoreError: the port is taken or not allowed.
+            ConfigError: the secret is empty.
+        """
+        wire.need_secret(secret)
+        listener = _listen(host, port)
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
+        self._hall = _Hall(secret, epoch)
+        self._grace = 0.0
+        self._stop = asyncio.Event()
+        self._closing = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="xvcomm-store", daemon=True)
+        self._thread.start()
+
+    def close(self, grace: float = 0.0) -> None:
+        """Stop serving and free the port; idempotent.
+
+        Args:
+            grace: seconds to go on serving while clients are connected.
+        """
+        with self._closing:
+            if self._thread.is_alive():
+                self._grace = grace
+                self._loop.call_soon_threadsafe(self._stop.set)
+                self._thread.join()
+
+    def _run(self, listener: socket.socket) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(listener))
+        finally:
+            self._loop.close()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await self._loop.create_server(lambda: _Connection(self._hall), sock=listener, backlog=_BACKLOG)
+        await self._stop.wait()
+        try:
+            async with asyncio.timeout(self._grace):
+                await self._hall.empty.wait()
+        except TimeoutError:
+            pass
+        _shutdown(listener)
+        server.close()
+        # Connections just accepted become known only when asyncio's own tasks for them have run.
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+        for connection in list(self._hall.connections):
+            connection.end()
+        await asyncio.sleep(0)
+
+
+class _Hall:
+    """The map, and the connections in the hall: all of them, and those that wait for a key."""
+
+    def __init__(self, secret: str, epoch: int | None) -> None:
+        self.secret = secret
+        self.epoch = epoch
+        self.values: dict[str, bytes] = {}
+        self.waiting: dict[str, set[_Connection]] = {}
+        self.connections: set[_Connection] = set()
+        self.guests = 0
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def enter(self) -> None:
+        """Count a client that has proved the secret."""
+        self.guests += 1
+        self.empty.clear()
+
+    def leave(self) -> None:
+        """Uncount it."""
+        self.guests -= 1
+        if not self.guests:
+            self.empty.set()
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+        for connection in self.waiting.pop(key, ()):
+            connection.arrived(key)
+
+    def add(self, key: str, amount: int) -> wire.Reply:
+        try:
+            total = int(self.values.get(key, b"0")) + amount
+        except ValueError:
+            return wire.Failed(f"the value of {key!r} is no integer; add() needs a key that only add() writes")
+        if not -(1 << 63) <= total < 1 << 63:
+            return wire.Failed(f"the sum under {key!r} leaves 64 bits")
+        self.put(key, b"%d" % total)
+        return wire.Total(total)
+
+
+class _Connection(asyncio.Protocol):
+    """One client: strictly a request and its reply in turn."""
+
+    def __init__(self, hall: _Hall) -> None:
+        self._hall = hall
+        self._inbox = bytearray()
+        self._nonce = secrets.token_bytes(wire.NONCE)
+        self._trusted = False
+        self._missing: set[str] = set()
+        self._wanted: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(wire.HANDSHAKE_SECONDS, self.end)
+        self._hall.connections.add(self)
+        self._send(wire.Challenge(self._nonce))
+
+    def data_received(self, data: bytes) -> None:
+        self._inbox += data
+        try:
+            if self._missing:
+                raise _Rude
+            if (payload := self._next()) is not None:
+                if self._trusted:
+                    self._handle(wire.decode_request(payload))
+                else:
+                    self._admit(wire.decode_answer(payload))
+        except (msgspec.MsgspecError, _Rude):
+            self.end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unpark()
+        self._inbox.clear()
+        self._hall.connections.discard(self)
+        if self._trusted:
+            self._trusted = False
+            self._hall.leave()
+
+    def end(self) -> None:
+        """Cut the connection, also for copies of it in forked processes."""
+        _shutdown(self._transport.get_extra_info("socket"))
+        self._transport.abort()
+
+    def arrived(self, key: str) -> None:
+        """A key that this client waits for was set."""
+        self._missing.discard(key)
+        if not self._missing:
+            self._grant()
+
+    def _next(self) -> bytes | None:
+        if len(self._inbox) < wire.HEADER:
+            return None
+        end = wire.HEADER + int.from_bytes(self._inbox[: wire.HEADER], "big")
+        if end > wire.HEADER + (wire.FRAME_LIMIT if self._trusted else wire.HELLO_LIMIT):
+            raise _Rude
+        if len(self._inbox) < end:
+            return None
+        payload = bytes(self._inbox[wire.HEADER : end])
+        del self._inbox[:end]
+        if self._inbox:
+            raise _Rude
+        return payload
+
+    def _send(self, message: wire.Message) -> None:
+        self._transport.write(wire.frame(message))
+
+    def _admit(self, answer: wire.Answer) -> None:
+        hall = self._hall
+        if len(answer.nonce) != wire.NONCE:
+            raise _Rude
+        if not wire.proven(hall.secret, "client", self._nonce, answer.nonce, answer.proof):
+            self._refuse(wire.Refused("secret"))
+        elif hall.epoch is not None and hall.epoch != answer.epoch:
+            self._refuse(wire.Refused("epoch"))
+        else:
+            self._cancel_timer()
+            self._trusted = True
+            hall.enter()
+            self._send(wire.Welcome(wire.prove(hall.secret, "server", answer.nonce, self._nonce)))
+
+    def _refuse(self, refusal: wire.Refused) -> None:
+        self._send(refusal)
+        self._transport.close()
+
+    def _handle(self, request: wire.Request) -> None:
+        match request:
+            case wire.Set(key, value):
+                self._hall.put(key, value)
+                self._send(wire.Done())
+            case wire.Add(key, amount):
+                self._send(self._hall.add(key, amount))
+            case wire.Get(key, seconds):
+                self._park([key], key, seconds)
+            case wire.Wait(keys, seconds):
+                self._park(keys, None, seconds)
+
+    def _park(self, keys: list[str], wanted: str | None, seconds: float | None) -> None:
+        self._wanted = wanted
+        self._missing = {key for key in keys if key not in self._hall.values}
+        if not self._missing:
+            self._grant()
+        elif seconds is not None and seconds <= 0:
+            self._expire()
+        else:
+            for key in self._missing:
+                self._hall.waiting.setdefault(key, set()).add(self)
+            self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
+
+    def _grant(self) -> None:
+        self._cancel_timer()
+        self._send(wire.Done() if self._wanted is None else wire.Value(self._hall.values[self._wanted]))
+
+    def _expire(self) -> None:
+        missing = sorted(self._missing)
+        self._unpark()
+        self._send(wire.Missing(missing))
+
+    def _unpark(self) -> None:
+        self._cancel_timer()
+        for key in self._missing:
+            others = self._hall.waiting.get(key, set())
+            others.discard(self)
+            if not others:
+                self._hall.waiting.pop(key, None)
+        self._missing = set()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Rude(Exception):
+    """The client does not speak the protocol."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        if host in _LOOPBACK or host.startswith("127."):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except OverflowError:
+        raise StoreError(f"port {port} cannot be served: ports lie between 0 and 65535") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StoreError(
+                f"port {port} of {host} is taken: another job or program serves there; choose another port in "
+                f"XVCOMM_STORE (`ss -ltnp 'sport = :{port}'` shows who has it)"
+            ) from None
+        raise StoreError(f"cannot serve on {host}:{port}: {error.strerror}; choose another address or port") from None
+
+
+def _shutdown(sock: socket.socket) -> None:
+    """End a socket for all copies of it: a forked child that holds one would keep the other side waiting."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass

@@ -1,0 +1,194 @@
+"""Stores made of what a framework or launcher already has.
+
+The only file of the store that may import a framework, and only inside a function that its launcher's user calls:
+under torchrun and mpirun the launcher itself implies that the package is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+from xvcomm.deadline import Deadline
+from xvcomm.errors import ConfigError, DeadlineExceeded, StoreError
+from xvcomm.store.hosting import Invitation, invite
+from xvcomm.store.polling import PollingStore, poll
+from xvcomm.store.tcp import TcpStore
+
+_LOCK_SECONDS = 30.0
+_LONGEST = timedelta(days=1)
+_NOTE_BYTES = 512
+_unfinished: list[tuple[Any, bytearray]] = []
+
+
+class _TorchLike(Protocol):
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: Sequence[str], /) -> bool: ...
+
+
+class TorchStore(PollingStore):
+    """A `torch.distributed.Store`. Its own `wait` holds up every other call on it, so it is asked instead."""
+
+    def __init__(self, store: _TorchLike) -> None:
+        self._store = store
+
+    def __str__(self) -> str:
+        return f"torch's {type(self._store).__name__}"
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store.set`."""
+        with _reported(self):
+            self._store.set(key, value)
+
+    def look(self, key: str) -> bytes | None:
+        """See `PollingStore.look`."""
+        with _reported(self):
+            return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def add(self, key: str, amount: int) -> int:
+        """See `Store.add`. `get` gives the sum in decimal digits."""
+        with _reported(self):
+            return int(self._store.add(key, amount))
+
+
+class JaxStore(PollingStore):
+    """The key-value service of `jax.distributed`.
+
+    Args (of the constructor):
+        client: `jax._src.distributed.global_state.client`.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __str__(self) -> str:
+        return "JAX's coordination service"
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store.set`."""
+        with _reported(self):
+            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def look(self, key: str) -> bytes | None:
+        """See `PollingStore.look`."""
+        with _reported(self):
+            try:
+                return bytes(self._client.key_value_try_get_bytes(key))
+            except RuntimeError as error:
+                if "NOT_FOUND" in str(error):
+                    return None
+                raise
+
+    def add(self, key: str, amount: int) -> int:
+        """See `Store.add`. `get` gives the sum in decimal digits."""
+        with _reported(self):
+            if hasattr(self._client, "key_value_increment"):
+                return int(self._client.key_value_increment(key, amount))
+            return self._add_locked(key, amount)
+
+    def _add_locked(self, key: str, amount: int) -> int:
+        """Before jaxlib 0.8 the service cannot add; but it lets only one of many claim a key."""
+        lock = f"{key}/lock"
+        if poll(lambda: self._claim(lock), Deadline.after(_LOCK_SECONDS)) is None:
+            raise StoreError(f"a rank that adds to {key!r} holds its lock for {_LOCK_SECONDS:g} s; it has probably died")
+        try:
+            total = int(self.look(key) or b"0") + amount
+            self.set(key, b"%d" % total)
+        finally:
+            self._client.key_value_delete(lock)
+        return total
+
+    def _claim(self, key: str) -> bool | None:
+        try:
+            self._client.key_value_set_bytes(key, b"", allow_overwrite=False)
+        except RuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return None
+            raise
+        return True
+
+
+@contextmanager
+def _reported(store: PollingStore) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise StoreError(f"{store} failed: {first}; is the process that serves it still there?") from error
+
+
+def torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> TorchStore:
+    """torch's own TCP store at `MASTER_ADDR` and `MASTER_PORT`.
+
+    Args:
+        serve: this process is the one that serves it. `init_process_group` may share it, before or after.
+
+    Raises:
+        ConfigError: torch is not installed.
+        StoreError: the address cannot be reached or served.
+    """
+    try:
+        distributed = importlib.import_module("torch.distributed")
+    except ImportError:
+        raise ConfigError(
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT ask to meet through torch's store, but torch is not "
+            "installed here; set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks instead"
+        ) from None
+    left = deadline.left()
+    timeout = _LONGEST if math.isinf(left) else timedelta(seconds=max(left, 1.0))
+    try:
+        store = distributed.TCPStore(
+            host, port, is_master=serve, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        verb = "serve" if serve else "reach"
+        raise StoreError(f"cannot {verb} torch's store at MASTER_ADDR={host} MASTER_PORT={port}: {first}") from None
+    return TorchStore(store)
+
+
+def world() -> Any:
+    """`mpi4py.MPI.COMM_WORLD`; starts MPI.
+
+    Raises:
+        ConfigError: mpi4py is not installed, or does not load.
+    """
+    try:
+        return importlib.import_module("mpi4py.MPI").COMM_WORLD
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"the ranks were started by mpirun but mpi4py does not load ({error}); `pip install xvcomm[mpi]`, or set "
+            "XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
+        ) from None
+
+
+def mpi_store(comm: Any, host: str, deadline: Deadline) -> TcpStore:
+    """A TCP store that rank 0 of an mpi4py communicator serves; all its ranks must call this.
+
+    Args:
+        comm: carries the address and a fresh secret.
+        host: name or address of rank 0's host as the others reach it; read on rank 0 only.
+        deadline: for all of it.
+
+    Raises:
+        DeadlineExceeded: rank 0 did not call this in time.
+        StoreError: rank 0 cannot be reached.
+    """
+    note = bytearray(_NOTE_BYTES)
+    served = None
+    if comm.Get_rank() == 0:
+        served, invitation = invite(host, deadline)
+        text = invitation.pack()
+        note[: len(text)] = text
+    request = comm.Ibcast(note, root=0)
+    if poll(lambda: request.Test() or None, deadline) is None:
+        # MPI may still write into the note, and a broadcast cannot be cancelled.
+        _unfinished.append((request, note))
+        raise DeadlineExceeded("rank 0 has not joined: it did not send the store's address through MPI in time")
+    return served or Invitation.unpack(bytes(note).rstrip(b"\0")).accept(deadline)

@@ -1,0 +1,37 @@
+"""Chooses how a collective is carried out, from the operation, its size and the topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xvcomm.schedule import SEGMENTED
+from xvcomm.schedule.steps import Collective
+from xvcomm.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a collective is carried out.
+
+    Attributes:
+        segment_bytes: the array is worked on in segments of this size; 0 for one segment.
+    """
+
+    segment_bytes: int
+
+
+def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int) -> Tuning:
+    """The tuning of one collective; equal on all ranks.
+
+    Args:
+        op: the collective.
+        nbytes: size of the whole array.
+        topology: the ranks and their islands.
+        link_bytes: what each border link between two equal islands should carry of one segment: enough to hide what a
+            call costs, little enough for the stages to overlap. Segments grow with the number of ranks, because a
+            segment is divided among all of them.
+    """
+    if topology.homogeneous or op not in SEGMENTED:
+        return Tuning(0)
+    segment = link_bytes * topology.size // 2
+    return Tuning(segment if nbytes > segment else 0)

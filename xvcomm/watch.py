@@ -1,0 +1,75 @@
+"""Watches the processes of a host's other ranks and tells at once when one is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+
+from xvcomm.topology import RankInfo
+
+
+def start_time(pid: int) -> int:
+    """When a process started, in clock ticks since boot; tells it from a later one with the same number."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[19])
+
+
+class Watch:
+    """A daemon thread that sleeps on process descriptors; `on_exit(rank)` runs on it, once a rank.
+
+    Ranks whose process cannot be seen from here (another pid namespace) are not watched.
+    """
+
+    def __init__(self, peers: Sequence[RankInfo], on_exit: Callable[[int], None]) -> None:
+        self._on_exit = on_exit
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        self._gone: list[int] = []
+        for peer in peers:
+            self._add(peer)
+        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
+        self._poll.register(self._stop_read, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="xvcomm-watch", daemon=True)
+        self._thread.start()
+
+    def _add(self, peer: RankInfo) -> None:
+        try:
+            fd = os.pidfd_open(peer.pid)
+        except ProcessLookupError:
+            self._gone.append(peer.rank)
+            return
+        except OSError:
+            return
+        try:
+            same = start_time(peer.pid) == peer.started
+        except OSError:
+            same = False
+        if not same:
+            os.close(fd)
+            return
+        self._ranks[fd] = peer.rank
+        self._poll.register(fd, select.POLLIN)
+
+    def _run(self) -> None:
+        for rank in self._gone:
+            self._on_exit(rank)
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._stop_read:
+                    return
+                self._poll.unregister(fd)
+                self._on_exit(self._ranks[fd])
+
+    def close(self) -> None:
+        """End the thread and close the descriptors. Idempotent."""
+        if self._stop_write < 0:
+            return
+        os.write(self._stop_write, b"x")
+        self._thread.join()
+        for fd in (*self._ranks, self._stop_read, self._stop_write):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._stop_write = -1

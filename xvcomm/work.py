@@ -1,0 +1,108 @@
+"""What an asynchronous operation gives back, and the ordered thread that runs such operations on host memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from xvcomm.errors import DeadlineExceeded
+
+
+class Work:
+    """An operation under way. Keeps its arrays alive until it is done."""
+
+    def __init__(self, future: Future[Any], what: str) -> None:
+        self._future = future
+        self._what = what
+
+    @classmethod
+    def completed(cls, result: Any, what: str) -> Work:
+        """A Work that is done."""
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return cls(future, what)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Order what comes next after the operation, and give its result array.
+
+        On GPUs the current stream waits and the host goes on; on host memory the host waits.
+
+        Raises:
+            XvcommError: what the operation raised.
+            DeadlineExceeded: it was not done after `timeout` seconds; it goes on, and can be waited for again.
+        """
+        return self.synchronize(timeout)
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        """Block the host until the operation is done, and give its result array. Raises as `wait` does."""
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout:
+            if self._future.done():  # the operation itself raised a TimeoutError
+                raise
+            raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()") from None
+
+    result = wait
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks."""
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        """What it raised, or None; None too while it is under way. Never blocks."""
+        return self._future.exception() if self._future.done() else None
+
+
+class OrderedWorker:
+    """A daemon thread that runs calls one after the other: the host's stream."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._pending = 0
+        self._lock = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return self._pending == 0
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run `call` after all that were submitted before."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._calls.put((future, call))
+        return future
+
+    def close(self, timeout: float) -> bool:
+        """End the thread once its calls are done; whether it ended in time. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        self._calls.put(None)
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            try:
+                result = call()
+            except BaseException as error:
+                with self._lock:
+                    self._pending -= 1
+                future.set_exception(error)
+            else:
+                with self._lock:
+                    self._pending -= 1
+                future.set_result(result)
+            del future, call, item
