@@ -11,7 +11,6 @@ its own name, so that all layouts, schedules and frameworks train the same model
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,7 +21,7 @@ from llama import report
 from llama.config import AdamW, Model, Part
 from llama.data import Batches, corpus
 from llama.layout import Layout, cut, numbers
-from llama.stage import Framework, Stage, framework
+from llama.stage import Framework, Stage, framework, mean_loss
 from rich.console import Console
 
 import xvcomm
@@ -77,26 +76,7 @@ class Job:
         return Stage(kind(self.model, part, self.seed, self.optimizer), self.model, micro_batches, self.sequences)
 
 
-class Show:
-    """What rank 0 shows and logs of a run; the other ranks have none."""
-
-    def __init__(self, meter: report.Meter, log: report.Log | None, tokens: int) -> None:
-        self._meter = meter
-        self._log = log
-        self._tokens = tokens
-        self._last = time.perf_counter()
-
-    def step(self, step: int, loss: float) -> None:
-        """A step is done; `step` counts from 1."""
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        speed = self._tokens / seconds
-        self._meter.step(step, loss, speed)
-        if self._log is not None:
-            self._log.write({"step": step, "loss": loss, "tokens_per_s": round(speed, 1), "seconds": round(seconds, 4)})
-
-
-def train(comm: Communicator, layout: Layout, job: Job, show: Show | None) -> list[float]:
+def train(comm: Communicator, layout: Layout, job: Job, meter: report.Meter | None) -> list[float]:
     """Train over all ranks; the loss of every step, the same on every rank."""
     position, replica = layout.place(comm.rank)
     schedule = pipeline.build(job.schedule, layout.pp, job.micro_batches, job.chunks)
@@ -116,13 +96,13 @@ def train(comm: Communicator, layout: Layout, job: Job, show: Show | None) -> li
         for stage in stages:
             stage.average_gradients(one_stage)
             stage.update(step)
-        losses.append(_mean_loss(comm, found, layout.dp * job.micro_batches))
-        if show is not None:
-            show.step(step, losses[-1])
+        losses.append(mean_loss(comm, found, layout.dp * job.micro_batches))
+        if meter is not None:
+            meter.step(step, losses[-1])
     return losses
 
 
-def train_alone(kind: type[Framework], replicas: int, job: Job, show: Show) -> list[float]:
+def train_alone(kind: type[Framework], replicas: int, job: Job, meter: report.Meter) -> list[float]:
     """Train the same model on the same text in this process: one stage, no messages."""
     count = replicas * job.micro_batches
     stage = job.stage(kind, Part(0, job.model.layers, embeds=True, predicts=True), count)
@@ -136,7 +116,7 @@ def train_alone(kind: type[Framework], replicas: int, job: Job, show: Show) -> l
             stage.backward(None, micro_batch)
         stage.update(step)
         losses.append(total / count)
-        show.step(step, losses[-1])
+        meter.step(step, losses[-1])
     return losses
 
 
@@ -148,13 +128,13 @@ def lead(comm: Communicator, layout: Layout, job: Job, rehearsal: bool, check: b
     tokens = header["tokens_per_step"]
     reference, passed = None, True
     with report.Log(out / "log.jsonl", header) as log:
-        with report.Meter(console, "training", job.steps) as meter:
-            losses = train(comm, layout, job, Show(meter, log, tokens))
+        with report.Meter(console, "training", job.steps, tokens, log) as meter:
+            losses = train(comm, layout, job, meter)
         if check:
             kind = job.framework(comm.topology, layout.stages[-1][0])
             comm.close()
-            with report.Meter(console, "one process", job.steps) as meter:
-                reference = train_alone(kind, layout.dp, job, Show(meter, None, tokens))
+            with report.Meter(console, "one process", job.steps, tokens) as meter:
+                reference = train_alone(kind, layout.dp, job, meter)
             worst = report.compare(console, losses, reference, TOLERANCE)
             passed = worst <= TOLERANCE
             log.write({"check": {"worst_relative_difference": worst, "tolerance": TOLERANCE, "passed": passed}})
@@ -197,12 +177,6 @@ def island_label(islands: str | None) -> str | None:
     return labels[me.rank]
 
 
-def _mean_loss(comm: Communicator, losses: list[Any], count: int) -> float:
-    import numpy as np
-
-    return float(comm.all_reduce(np.array([sum(map(float, losses)) / count]))[0])
-
-
 def _layout(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel="Layout", **more)
 
@@ -220,7 +194,7 @@ def main(
     islands: Annotated[str | None, _layout("Label the ranks: cuda:2,rocm:2. `xvcomm run --islands` comes first.")] = None,
     pp: Annotated[int | None, _layout("Pipeline stages; left out: one an island.", min=1)] = None,
     dp: Annotated[int | None, _layout("Replicas; left out: ranks / stages.", min=1)] = None,
-    schedule: Annotated[ScheduleName, _layout("Pipeline schedule.")] = ScheduleName("1f1b"),
+    schedule: Annotated[ScheduleName, _layout("Pipeline schedule.")] = ScheduleName["1f1b"],
     chunks: Annotated[int | None, _layout("Virtual stages a rank; left out: 2 if interleaved, else 1.", min=1)] = None,
     layers_per_stage: Annotated[str | None, _layout("Layers of each virtual stage: 15,17. Left out: even.")] = None,
     layers: Annotated[int, _model("Decoder blocks.")] = 8,

@@ -69,7 +69,14 @@ def init(
     address = store if isinstance(store, str) else None
     if store is not None and address is None and _is_mpi(store):
         rank, size = store.Get_rank() if rank is None else rank, store.Get_size() if size is None else size
-    given: dict[str, Any] = {"rank": rank, "size": size, "store": address, "island": island, "device": device, "timeout": timeout}
+    given: dict[str, Any] = {
+        "rank": rank,
+        "size": size,
+        "store": address,
+        "island": island,
+        "device": device,
+        "timeout": timeout,
+    }
     config = replace(Config.from_env(env), **{name: value for name, value in given.items() if value is not None})
     launch = _launched(env, config)
     deadline = Deadline.after(config.timeout)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.abc.store import PrefixStore
+from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.board import Board
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_CODE, ReduceOp
@@ -32,6 +32,8 @@ from xvcomm.session import Session
 from xvcomm.shm import Segment
 from xvcomm.topology import Topology
 from xvcomm.trace import State
+
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -62,6 +64,30 @@ def describe(message: Message) -> str:
     return text + (" and uneven counts" if message.detail >> 28 else "")
 
 
+class _GuardedStore(PrefixStore):
+    """A communicator's part of the store; waiting in it ends when the communicator does."""
+
+    def __init__(self, prefix: str, store: Store, check: Callable[[], None]) -> None:
+        super().__init__(prefix, store)
+        self._check = check
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`; also raises what finished the communicator."""
+        self.wait([key], deadline)
+        return super().get(key, deadline)
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`; also raises what finished the communicator."""
+        names = list(keys)
+        while True:
+            try:
+                return super().wait(names, Deadline.after(deadline.sooner(_LOOK_SECONDS)))
+            except DeadlineExceeded:
+                self._check()
+                if deadline.expired():
+                    raise
+
+
 class Context:
     """What the ranks of one communicator share.
 
@@ -75,22 +101,25 @@ class Context:
         self.session, self.path, self.ranks = session, path, ranks
         self.rank = ranks.index(session.rank)
         self.ident = zlib.crc32(path.encode()) & 0x7FFFFFFF
-        self.store = PrefixStore(f"comm/{path}", session.store)
+        self._closed = False
+        self._word = 0
+        self.board: Board | None = None
+        self.store: Store = _GuardedStore(f"comm/{path}", session.store, self.check)
         labels = [session.collective_label(r) for r in ranks]
         self._check_islands(labels)
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         self.planner = Planner(self.topology, self.rank, session.config)
         self.device = session.device
         self.links = Links(
-            session.config, self.store, self.rank, session.transports, [session.offers[r] for r in ranks], self.check
+            session.config, self.store, self.rank, session.transports, [session.offers[r] for r in ranks]
         )
         self.lock = threading.RLock()
         self._sequence = 0
         self._native: Collective | None = None
-        self._closed = False
-        self._word = 0
-        self.board = self._open_board(deadline)
         session.add(self)
+        self.board = self._open_board(deadline)
+        if self._word:
+            self.board.abort(self._word)
 
     def _check_islands(self, labels: list[str]) -> None:
         kinds: dict[str, str] = {}
@@ -138,26 +167,14 @@ class Context:
         )
         operation = Operation(name, self._sequence, record, message)
         if peer >= 0:
-            word = self._word or self.board.abort_word()
+            word = self._abort_word()
             if word:
                 raise self.explain(word, operation)
             return operation
         self._sequence += 1
-        if not self.board.post(operation.sequence, message):
-            raise self.explain(self.board.abort_word(), operation)
+        if self.board is not None and not self.board.post(operation.sequence, message):
+            raise self.explain(self._abort_word(), operation)
         return operation
-
-    @contextlib.contextmanager
-    def errors(self, operation: Operation) -> Iterator[None]:
-        """Turn what movers and native libraries raise into the user's errors, and record how it ended."""
-        try:
-            yield
-        except BaseException as error:
-            raised = self.translate(error, operation)
-            if raised is error:
-                raise
-            raise raised from None
-        self.session.recorder.end(operation.record)
 
     def translate(self, error: BaseException, operation: Operation) -> BaseException:
         """The user's error for one from below; the communicator is finished by it."""
@@ -166,7 +183,7 @@ class Context:
         if isinstance(error, (RingStopped, CollectiveStopped)):
             # The board may know more than the place that stopped: it was told first.
             self.abort(error.word)
-            return self.explain(self.board.abort_word() or error.word, operation)
+            return self.explain(self._abort_word() or error.word, operation)
         if isinstance(error, (RingStalled, CollectiveStalled)):
             if isinstance(error, RingStalled):
                 missing = sorted({end.peer for end in error.ends})
@@ -185,7 +202,7 @@ class Context:
 
     def _quarrel(self, operation: Operation) -> XvcommError:
         """The error for two descriptions that differ: on the board, or in the ledger of one of this rank's rings."""
-        on_board = self.board.quarrel()
+        on_board = self.board.quarrel() if self.board is not None else None
         text = ""
         if on_board is not None:
             (a, one), (b, other) = on_board
@@ -243,25 +260,35 @@ class Context:
         other = f" (rank {world} of the job)" if world != rank else ""
         return f"rank {rank}{other} on {self.session.infos[world].hostname}"
 
+    def _abort_word(self) -> int:
+        """0, or why the communicator is finished; the board was told first."""
+        return (self.board.abort_word() if self.board is not None else 0) or self._word
+
     def check(self) -> None:
         """Raise if the communicator is finished.
 
         Raises:
             PeerLost, Aborted, DeadlineExceeded, MismatchError: why.
         """
-        word = self._word or self.board.abort_word()
+        word = self._abort_word()
         if word:
             raise self.explain(word, Operation(OpCode.SEND, self._sequence, 0, Message(0, 0, 0, 0)))
 
     def lose(self, world_rank: int) -> None:
-        """A process of the job ended; stop everything if it is one of ours. Safe from any thread."""
-        if world_rank in self.ranks and not self._closed:
-            self.abort(Reason.PEER_LOST.word(self.ranks.index(world_rank)))
+        """A process of the job ended; if it died, stop everything it belonged to. Safe from any thread."""
+        if world_rank not in self.ranks or self._closed:
+            return
+        rank = self.ranks.index(world_rank)
+        if self.session.left(world_rank):
+            self.links.lose(rank, Reason.LEFT.word(rank))
+        else:
+            self.abort(Reason.PEER_LOST.word(rank))
 
     def abort(self, word: int) -> None:
         """Stop the communicator on this rank and on all that share memory with it. Safe from any thread."""
         self._word = self._word or word
-        self.board.abort(word)
+        if self.board is not None:
+            self.board.abort(word)
         self._leave(word)
 
     def leave(self) -> None:
@@ -283,4 +310,5 @@ class Context:
             self.links.close()
             if self._native is not None:
                 self._native.close()
-            self.board.close()
+            if self.board is not None:
+                self.board.close()

@@ -59,14 +59,17 @@ class Executor:
         run = _Run(self._context, self._streams, bases, dtype, op, operation, deadline)
         for stream in self._streams.values():
             stream.deadline = deadline
-        for step in schedule.steps:
+        awaited = {earlier for step in schedule.steps for earlier in step.after}
+        marks: dict[int, object] = {}
+        for index, step in enumerate(schedule.steps):
+            stream = self._streams[step.lane]
             for earlier in step.after:
-                lane = schedule.steps[earlier].lane
-                if lane is not step.lane:
-                    self._device.wait(self._streams[step.lane], self._streams[lane])
+                stream.wait(marks[earlier])
             run.step(step)
+            if index in awaited:
+                marks[index] = stream.mark()
         for stream in self._streams.values():
-            self._device.synchronize(stream)
+            stream.synchronize()
 
     def _scratch_address(self, schedule: Schedule, dtype: DType) -> int:
         needed = schedule.scratch * dtype.itemsize
@@ -92,13 +95,13 @@ class _Run:
         stream = self._streams[step.lane]
         match step:
             case Put(peer=peer, src=src):
-                end = self._context.links.producer(peer, Use.COLLECTIVE)
+                end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=True)
                 self._device.put(end, self._at(src), self._message(src), stream)
             case Get(peer=peer, dst=dst):
-                end = self._context.links.consumer(peer, Use.COLLECTIVE, self._deadline)
+                end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=False)
                 self._device.get(end, self._at(dst), self._message(dst), stream)
             case GetReduce(peer=peer, dst=dst, remote_first=first):
-                end = self._context.links.consumer(peer, Use.COLLECTIVE, self._deadline)
+                end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=False)
                 self._device.get(end, self._at(dst), self._message(dst), stream, self._op.base, remote_first=first)
             case Copy(src=src, dst=dst):
                 if self._at(src) != self._at(dst):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport, choose
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.errors import DeadlineExceeded
 from xvcomm.ring import RingEnd, RingLayout
-
-_LOOK_UP_SECONDS = 0.1
 
 
 class Use(enum.Enum):
@@ -28,63 +25,55 @@ class Links:
 
     Args:
         transports: this rank's, by scheme.
+        store: the communicator's; waiting in it ends when the communicator does.
         offers: what every rank's transports can do, in rank order.
-        check: called while waiting for a peer; raises if the communicator is finished.
     """
 
     def __init__(
         self, config: Config, store: Store, rank: int, transports: Sequence[Transport],
-        offers: Sequence[Sequence[Capabilities]], check: Callable[[], None],
+        offers: Sequence[Sequence[Capabilities]],
     ) -> None:  # fmt: skip
         self._store = store
         self._rank = rank
         self._transports = {t.capabilities().scheme: t for t in transports}
         self._offers = offers
-        self._check = check
+        self._left: dict[int, int] = {}
         self._layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
         self._ends: dict[tuple[Use, int, bool], RingEnd] = {}
         self._lock = threading.Lock()
 
-    def producer(self, peer: int, use: Use) -> RingEnd:
-        """This rank's end of the ring to `peer`; opens it without waiting for the peer."""
-        found = self._ends.get((use, peer, True))
-        return found if found is not None else self._open(peer, use)
-
-    def consumer(self, peer: int, use: Use, deadline: Deadline) -> RingEnd:
-        """This rank's end of the ring from `peer`; blocks until the peer opens it.
+    def end(self, peer: int, use: Use, deadline: Deadline, *, producer: bool) -> RingEnd:
+        """This rank's end of the ring to `peer`, or from it; opens it without waiting for the peer to do so.
 
         Raises:
-            DeadlineExceeded: it did not in time.
+            ResourceError: no memory for it.
         """
-        found = self._ends.get((use, peer, False))
-        return found if found is not None else self._accept(peer, use, deadline)
+        found = self._ends.get((use, peer, producer))
+        return found if found is not None else self._open(peer, use, deadline, producer)
 
     def _transport(self, peer: int) -> Transport:
         return self._transports[choose(self._offers[self._rank], self._offers[peer]).scheme]
 
-    def _open(self, peer: int, use: Use) -> RingEnd:
+    def _open(self, peer: int, use: Use, deadline: Deadline, producer: bool) -> RingEnd:
         with self._lock:
-            key = (use, peer, True)
+            key = (use, peer, producer)
             if key not in self._ends:
-                name = f"ring/{use.value}/{self._rank}-{peer}"
-                self._ends[key] = self._transport(peer).open_ring(name, peer, self._layout, self._store)
+                source, target = (self._rank, peer) if producer else (peer, self._rank)
+                end = self._transport(peer).open_ring(
+                    f"ring/{use.value}/{source}-{target}", peer, self._layout, self._store, deadline, producer=producer
+                )
+                if peer in self._left:
+                    end.abort(self._left[peer])
+                self._ends[key] = end
             return self._ends[key]
 
-    def _accept(self, peer: int, use: Use, deadline: Deadline) -> RingEnd:
-        name = f"ring/{use.value}/{peer}-{self._rank}"
-        while True:
-            self._check()
-            try:
-                self._store.wait([name], Deadline.after(deadline.sooner(_LOOK_UP_SECONDS)))
-                break
-            except DeadlineExceeded:
-                if deadline.expired():
-                    raise
+    def lose(self, peer: int, word: int) -> None:
+        """A peer left: stop the rings to and from it, also those opened later; what it sent can still be read."""
         with self._lock:
-            key = (use, peer, False)
-            if key not in self._ends:
-                self._ends[key] = self._transport(peer).accept_ring(name, peer, self._store, deadline)
-            return self._ends[key]
+            self._left[peer] = word
+            for (_, other, _), end in self._ends.items():
+                if other == peer:
+                    end.abort(word)
 
     def ends(self) -> list[RingEnd]:
         """All ring ends that are open."""

@@ -19,7 +19,7 @@ from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.links import Use
 from xvcomm.opcode import OpCode
-from xvcomm.ring import Message, RingEnd
+from xvcomm.ring import Message
 from xvcomm.trace import State
 from xvcomm.work import Work
 
@@ -151,13 +151,10 @@ class PointToPoint:
         for t in transfers:
             message = Message(OpCode.SEND, t.view.dtype.code, t.view.nbytes, t.tag)
             t.operation = context.begin(t.name, message, t.peer)
-            end: RingEnd
-            if t.name is OpCode.SEND:
-                end = context.links.producer(t.peer, Use.POINT_TO_POINT)
-                context.device.put(end, t.view.address, message, stream)
-            else:
-                end = context.links.consumer(t.peer, Use.POINT_TO_POINT, t.deadline)
-                context.device.get(end, t.view.address, message, stream)
+            sending = t.name is OpCode.SEND
+            end = context.links.end(t.peer, Use.POINT_TO_POINT, t.deadline, producer=sending)
+            move = context.device.put if sending else context.device.get
+            move(end, t.view.address, message, stream)
             busy = busy or end.background > 0
         return busy
 
@@ -166,10 +163,10 @@ class PointToPoint:
         with context.lock:
             try:
                 if self._enqueue(transfers, self._p2p_stream):
-                    pending = context.device.flush(self._p2p_stream)
+                    pending = self._p2p_stream.flush()
                 else:
                     pending = None
-                    context.device.synchronize(self._p2p_stream)
+                    self._p2p_stream.synchronize()
             except BaseException as error:
                 self._fail(transfers, error)
         if pending is not None:
@@ -184,7 +181,7 @@ class PointToPoint:
         with context.lock:
             try:
                 self._enqueue(transfers, self._p2p_stream)
-                pending = context.device.flush(self._p2p_stream)
+                pending = self._p2p_stream.flush()
             except BaseException as error:
                 self._fail(transfers, error)
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
@@ -204,7 +201,7 @@ class PointToPoint:
 
     def _fail(self, transfers: list[_Transfer], error: BaseException) -> None:
         """Raise the user's error; the Works get the same."""
-        self._context.device.discard(self._p2p_stream)
+        self._p2p_stream.discard()
         begun = [t.operation for t in transfers if t.operation is not None]
         if begun:
             raised = self._context.translate(error, begun[0])

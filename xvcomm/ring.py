@@ -53,7 +53,7 @@ class Reason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """The shape of a ring; both ends use the producer's."""
+    """The shape of a ring; both ends use the one of whoever made it."""
 
     lanes: int
     slots: int
@@ -148,16 +148,16 @@ class RingEnd:
         self.address = segment.address
 
     @classmethod
-    def create(cls, segment: Segment, layout: RingLayout, *, peer: int) -> RingEnd:
-        """The producer's end in a fresh segment; writes page 0."""
+    def create(cls, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> RingEnd:
+        """An end in a fresh segment; writes page 0."""
         words = (ctypes.c_int64 * 5).from_address(segment.address)
         words[1:] = [VERSION, layout.lanes, layout.slots, layout.slot_bytes]
         words[0] = MAGIC
-        return cls(segment, layout, peer=peer, producer=True)
+        return cls(segment, layout, peer=peer, producer=producer)
 
     @classmethod
-    def open(cls, segment: Segment, *, peer: int) -> RingEnd:
-        """The consumer's end of a ring that the producer made.
+    def open(cls, segment: Segment, *, peer: int, producer: bool) -> RingEnd:
+        """An end of a ring that the other rank made.
 
         Raises:
             ResourceError: the segment holds no ring, or one of another protocol version.
@@ -167,7 +167,7 @@ class RingEnd:
             raise ResourceError(
                 f"rank {peer} offers ring protocol {version}, this rank speaks {VERSION}; install one xvcomm everywhere"
             )
-        return cls(segment, RingLayout(lanes, slots, slot_bytes), peer=peer, producer=False)
+        return cls(segment, RingLayout(lanes, slots, slot_bytes), peer=peer, producer=producer)
 
     def abort(self, word: int) -> None:
         """Tell both ends to stop; the first reason stays."""
@@ -200,4 +200,5 @@ class RingEnd:
     def close(self) -> None:
         """Unmap this end. Idempotent."""
         self.address = 0
+        self._segment.unlink()
         self._segment.close()

@@ -22,7 +22,7 @@ from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.errors import BackendUnavailable
-from xvcomm.shm import Segment
+from xvcomm.shm import Segment, sweep
 from xvcomm.store.join import join_barrier
 from xvcomm.topology import RankInfo
 from xvcomm.watch import Watch, start_time
@@ -144,7 +144,8 @@ class Session:
             context.lose(rank)
 
     def _on_exit(self, rank: int) -> None:
-        """A process ended; every communicator that it belonged to stops."""
+        """A process of this host ended; every communicator that it belonged to stops."""
+        sweep(self.config.shm_dir, self.infos[rank].pid)
         with self._lock:
             self.lost[rank] = self.last_words(rank)
             contexts = list(self._contexts)

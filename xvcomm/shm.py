@@ -52,7 +52,7 @@ class Segment:
             ResourceError: the folder has no room, or cannot be written.
         """
         size = round_up(size, PAGE)
-        path = Path(folder) / f"xvcomm-{job}-{secrets.token_hex(6)}"
+        path = Path(folder) / f"xvcomm-{job}-{os.getpid()}-{secrets.token_hex(6)}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -100,3 +100,9 @@ class Segment:
             del self._anchor
             self.view.release()
             self._map.close()
+
+
+def sweep(folder: str, pid: int) -> None:
+    """Take away the names of segments made by a process that is gone; who mapped them keeps them."""
+    for path in Path(folder).glob(f"xvcomm-*-{pid}-*"):
+        path.unlink(missing_ok=True)

@@ -18,13 +18,18 @@ BUDGET = 20_000_000
 
 
 class Batch:
-    """Transfers that move together, in order on each ring end."""
+    """Transfers that move together, in order on each ring end.
+
+    Attributes:
+        generation: grows whenever the batch is emptied, so that old marks are known to be reached.
+    """
 
     def __init__(self, spins: int) -> None:
         self._spins = spins
         self._rows = np.zeros((8, WIDTH), np.int64)
         self._ends: list[RingEnd] = []
         self._last: dict[int, int] = {}
+        self.generation = 0
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -108,6 +113,7 @@ class Batch:
 
     def clear(self) -> None:
         """Forget all transfers."""
+        self.generation += 1
         self._ends.clear()
         self._last.clear()
 

@@ -13,7 +13,6 @@ from xvcomm.abc.store import Store
 from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host import kernels
 from xvcomm.backends.host.batch import BUDGET
-from xvcomm.backends.host.device import HostStream
 from xvcomm.backends.host.kernels import Mode
 from xvcomm.backends.host.reducers import BLOCK, kit, scaler
 from xvcomm.config import Config
@@ -178,9 +177,7 @@ class HostCollective(Collective):
         self._run(kernels.exchange, stream, columns, src, dst, parts)
 
     def _run(self, kernel, stream: Stream, *arguments) -> None:  # type: ignore[no-untyped-def]
-        assert isinstance(stream, HostStream)
-        if len(stream.batch):
-            stream.batch.finish(stream.deadline)
+        stream.synchronize()
         state = self._state
         state[:_PIECES] = 0
         while True:

@@ -6,11 +6,11 @@ import ctypes
 import platform
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import cast
 
 import numpy as np
 
 from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
-from xvcomm.array import ArrayView
 from xvcomm.backends.host.batch import Batch
 from xvcomm.backends.host.engine import Engine
 from xvcomm.backends.host.kernels import scale
@@ -34,11 +34,36 @@ with compiling():
 class HostStream(Stream):
     """A lane of a batch; streams made together share one."""
 
-    def __init__(self, batch: Batch, lane: int) -> None:
+    def __init__(self, batch: Batch, lane: int, engine: Engine) -> None:
         self.batch = batch
         self.lane = lane
         self.gate = (0, 0)
         self.deadline = NEVER
+        self._engine = engine
+
+    def mark(self) -> tuple[int, int, int]:
+        """See `Stream.mark`: the batch's generation, its length, the lane."""
+        return self.batch.generation, len(self.batch), self.lane
+
+    def wait(self, mark: object) -> None:
+        """See `Stream.wait`."""
+        generation, length, lane = cast(tuple[int, int, int], mark)
+        if generation == self.batch.generation and length:
+            self.gate = (length, lane)
+
+    def synchronize(self) -> None:
+        """See `Stream.synchronize`; whatever is on the other lanes is done too."""
+        if len(self.batch):
+            self.batch.finish(self.deadline)
+        self.gate = (0, 0)
+
+    def flush(self) -> Future[None]:
+        """See `Stream.flush`."""
+        return self._engine.submit(self.batch, self.deadline)
+
+    def discard(self) -> None:
+        """See `Stream.discard`."""
+        self.batch.clear()
 
 
 class HostDevice(Device):
@@ -59,50 +84,14 @@ class HostDevice(Device):
         memory = np.empty(nbytes + 64, np.uint8)
         return Allocation(-(-memory.ctypes.data // 64) * 64, nbytes, memory)
 
-    def pin(self, address: int, nbytes: int) -> int:
-        """See `Device.pin`; all host memory is reachable as it is."""
-        return address
-
-    def unpin(self, address: int) -> None:
-        """See `Device.unpin`."""
-
     def streams(self, count: int) -> tuple[HostStream, ...]:
         """See `Device.streams`."""
         batch = Batch(self._spins)
-        return tuple(HostStream(batch, lane) for lane in range(count))
-
-    def current_stream(self, view: ArrayView) -> HostStream:
-        """See `Device.current_stream`; host arrays have none: what the framework did is done."""
-        return self.streams(1)[0]
-
-    def wait(self, stream: Stream, on: Stream) -> None:
-        """See `Device.wait`."""
-        assert isinstance(stream, HostStream) and isinstance(on, HostStream)
-        if stream.batch is not on.batch:
-            self.synchronize(on)
-        elif len(on.batch):
-            stream.gate = (len(on.batch), on.lane)
-
-    def synchronize(self, stream: Stream) -> None:
-        """See `Device.synchronize`."""
-        assert isinstance(stream, HostStream)
-        if len(stream.batch):
-            stream.batch.finish(stream.deadline)
-        stream.gate = (0, 0)
-
-    def flush(self, stream: Stream) -> Future[None]:
-        """See `Device.flush`."""
-        assert isinstance(stream, HostStream)
-        return self._engine.submit(stream.batch, stream.deadline)
-
-    def discard(self, stream: Stream) -> None:
-        """See `Device.discard`."""
-        assert isinstance(stream, HostStream)
-        stream.batch.clear()
+        return tuple(HostStream(batch, lane, self._engine) for lane in range(count))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
         """See `Device.copy`."""
-        self.synchronize(stream)
+        stream.synchronize()
         ctypes.memmove(dst, src, nbytes)
 
     def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
@@ -126,7 +115,7 @@ class HostDevice(Device):
 
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
         """See `Device.reduce`."""
-        self.synchronize(stream)
+        stream.synchronize()
         k = kit(dtype, op)
         numbers = (k.pair, k.first, k.more, k.last, k.wide)
         table = np.array(srcs, np.int64)
@@ -134,7 +123,7 @@ class HostDevice(Device):
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
         """See `Device.scale`."""
-        self.synchronize(stream)
+        stream.synchronize()
         scale(scaler(dtype), dst, src, count, factor, divisor)
 
 

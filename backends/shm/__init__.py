@@ -13,7 +13,7 @@ __all__ = ["ShmTransport"]
 
 
 class ShmTransport(Transport):
-    """Rings in POSIX shared memory; the consumer takes the name away as soon as it has mapped one."""
+    """Rings in POSIX shared memory; the end that comes second takes the name away."""
 
     def __init__(self, config: Config, job: str, host: str) -> None:
         self._folder = config.shm_dir
@@ -24,23 +24,23 @@ class ShmTransport(Transport):
         """See `Transport.capabilities`."""
         return Capabilities("shm", self._host, rank_order=0)
 
-    def open_ring(self, name: str, peer: int, layout: RingLayout, store: Store) -> RingEnd:
+    def open_ring(
+        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool
+    ) -> RingEnd:
         """See `Transport.open_ring`."""
+        if store.add(name + "/ends", 1) > 1:
+            segment = Segment.attach(self._folder, store.get(name, deadline).decode())
+            segment.unlink()
+            return RingEnd.open(segment, peer=peer, producer=producer)
         segment = Segment.create(self._folder, self._job, layout.size)
         try:
-            end = RingEnd.create(segment, layout, peer=peer)
+            end = RingEnd.create(segment, layout, peer=peer, producer=producer)
             store.set(name, segment.name.encode())
         except BaseException:
             segment.unlink()
             segment.close()
             raise
         return end
-
-    def accept_ring(self, name: str, peer: int, store: Store, deadline: Deadline) -> RingEnd:
-        """See `Transport.accept_ring`."""
-        segment = Segment.attach(self._folder, store.get(name, deadline).decode())
-        segment.unlink()
-        return RingEnd.open(segment, peer=peer)
 
     def close(self) -> None:
         """See `Transport.close`; owns nothing."""

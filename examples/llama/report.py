@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,42 +15,6 @@ from rich.table import Table
 
 LINES = 10
 ROWS = 12
-
-
-class Meter:
-    """Shows a run step by step: a bar on a terminal, about ten lines elsewhere. A context manager."""
-
-    def __init__(self, console: Console, what: str, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._bar = Progress(
-            TextColumn(what),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._what = what
-        self._task = self._bar.add_task(what, total=steps, loss=float("nan"), speed=0.0)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bar.stop()
-
-    def step(self, step: int, loss: float, speed: float) -> None:
-        """Show a step's loss and its speed in tokens a second; `step` counts from 1."""
-        self._bar.update(self._task, completed=step, loss=loss, speed=speed)
-        if not self._console.is_terminal and (step in (1, self._steps) or step % max(1, self._steps // LINES) == 0):
-            self._console.print(
-                f"{self._what}  step {step:>{len(str(self._steps))}}/{self._steps}  "
-                f"loss {loss:.4f}  {speed:,.0f} tokens/s"
-            )
 
 
 class Log:
@@ -70,6 +35,57 @@ class Log:
         """Add a line; it is in the file when the call returns, so that a run can be followed."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+
+class Meter:
+    """Shows a run step by step, as a bar on a terminal and as about ten lines elsewhere, and logs it."""
+
+    def __init__(self, console: Console, what: str, steps: int, tokens: int, log: Log | None = None) -> None:
+        """Begin to count.
+
+        Args:
+            console: where to show.
+            what: name of the run.
+            steps: how many come.
+            tokens: a step.
+            log: where each step is written; nowhere if left out.
+        """
+        self._console = console
+        self._what = what
+        self._steps = steps
+        self._tokens = tokens
+        self._log = log
+        self._bar = Progress(
+            TextColumn(what),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(what, total=steps, loss=float("nan"), speed=0.0)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, loss: float) -> None:
+        """A step is done; `step` counts from 1."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        speed = self._tokens / seconds
+        self._bar.update(self._task, completed=step, loss=loss, speed=speed)
+        if not self._console.is_terminal and (step in (1, self._steps) or step % max(1, self._steps // LINES) == 0):
+            place = f"{step:>{len(str(self._steps))}}/{self._steps}"
+            self._console.print(f"{self._what}  step {place}  loss {loss:.4f}  {speed:,.0f} tokens/s")
+        if self._log is not None:
+            self._log.write({"step": step, "loss": loss, "tokens_per_s": round(speed, 1), "seconds": round(seconds, 4)})
 
 
 def show_header(console: Console, header: dict[str, Any]) -> None:

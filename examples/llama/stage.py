@@ -74,6 +74,11 @@ def framework(name: str) -> type[Framework]:
     return getattr(import_module(f"llama.{name}_stage"), FRAMEWORKS[name])
 
 
+def mean_loss(everybody: Communicator, losses: list[Any], count: int) -> float:
+    """The mean over `count` micro-batches, of which each rank gives what it has; the same on every rank."""
+    return float(everybody.all_reduce(np.array([sum(map(float, losses)) / count]))[0])
+
+
 class Stage:
     """One virtual stage as `xvcomm.pipeline` drives it, and the gradients it gathers in a step."""
 

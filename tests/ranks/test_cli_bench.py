@@ -14,7 +14,7 @@ FIELDS = {"machine", "cores", "date", "versions", "islands", "rehearsal", "time"
 
 
 def bench(*args):
-    command = [sys.executable, "-m", "xvcomm", "bench", "--iters", "2", "--warmup", "1", *args]
+    command = [sys.executable, "-m", "xvcomm", "bench", "--iters", "2", "--warmup", "1", "--patience", "0", *args]
     return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110)
 
 
@@ -48,7 +48,9 @@ def test_gloo_and_memcpy_beside(tmp_path):
 def test_mpi_beside(tmp_path):
     pytest.importorskip("mpi4py")
     file = tmp_path / "out.json"
-    done = bench("--islands", "a:1,b:1", "--op", "all", "--sizes", "4K", "--peer", "mpi", "--out-of-place", "--json", str(file))
+    done = bench(
+        "--islands", "a:1,b:1", "--op", "all", "--sizes", "4K", "--peer", "mpi", "--out-of-place", "--json", str(file)
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     records = json.loads(file.read_text())
     assert {r["op"] for r in records if r["library"] == "mpi" and r["wrong"] == 0} == set(OPS)

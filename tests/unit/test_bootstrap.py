@@ -147,7 +147,12 @@ def test_a_store_of_torch() -> None:
 
 
 def test_a_slurm_step() -> None:
-    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "here", "XVCOMM_TIMEOUT": "20"}
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "here",
+        "XVCOMM_TIMEOUT": "20",
+    }
     meet_and_leave(lambda rank: {**slurm, "SLURM_PROCID": str(rank), "XVCOMM_SECRET": "s"}, 2)
     with pytest.raises(ConfigError, match="XVCOMM_SECRET"):
         bootstrap.init(env={**slurm, "SLURM_PROCID": "0"})
@@ -267,9 +272,7 @@ def test_an_mpi_of_another_make(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_packages_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, module: str, env: Env, names: list[str]
-) -> None:
+def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch, module: str, env: Env, names: list[str]) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError) as caught:
         bootstrap.init(env=env)
@@ -369,10 +372,23 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
 def test_two_torchruns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = script(tmp_path, LIFE, "print('done', comm.size, flush=True)")
-    head = [*TORCHRUN[:-1], "1", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    head = [
+        *TORCHRUN[:-1],
+        "1",
+        "--nnodes",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{free_port()}",
+    ]
     agents = [
         subprocess.Popen(
-            [*head, "--local-addr", "localhost", path], env=environment(), text=True, stdout=-1, stderr=subprocess.STDOUT
+            [*head, "--local-addr", "localhost", path],
+            env=environment(),
+            text=True,
+            stdout=-1,
+            stderr=subprocess.STDOUT,
         )
         for _ in range(2)
     ]

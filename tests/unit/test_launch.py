@@ -121,7 +121,7 @@ def test_where_rank_0_of_a_slurm_step_serves() -> None:
     assert slurm_address({**SLURM, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}) == ("10.0.0.1", port)
     assert slurm_address({"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node7"}) == ("127.0.0.1", port)
     assert slurm_address({**SLURM, "SLURM_STEP_ID": "1", "SLURM_JOB_NODELIST": "a"})[1] != port
-    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST.*srun"):
+    with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST.*srun"):
         slurm_address(SLURM)
     with pytest.raises(ConfigError, match="SLURM_JOB_ID=''"):
         slurm_address({"SLURM_JOB_NODELIST": "a"})

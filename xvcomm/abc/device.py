@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from xvcomm.array import ArrayView
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp
 from xvcomm.ring import Message, RingEnd
@@ -46,10 +45,38 @@ class Allocation:
 
 
 class Stream(ABC):
-    """A queue of work of one device; created by `Device.streams`."""
+    """A queue of work of one device; made by `Device.streams`."""
 
     deadline: Deadline
-    """Until when waiting on this stream may take; the executor sets it a call."""
+    """Until when the host may wait for what is on it; set by whoever enqueues."""
+
+    @abstractmethod
+    def mark(self) -> object:
+        """A point behind all that is on the stream now, for `wait`."""
+
+    @abstractmethod
+    def wait(self, mark: object) -> None:
+        """Let what comes next on this stream start only when the marked point of another one is reached."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until the stream is empty.
+
+        Raises:
+            RingStopped: a ring's abort word was set, or both ends described a message differently.
+            RingStalled: the stream's deadline passed.
+        """
+
+    @abstractmethod
+    def flush(self) -> Future[None]:
+        """Let go on, without the host waiting, what the stream holds; it is empty for the caller afterwards.
+
+        The future ends with what `synchronize` would raise.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget what was enqueued and neither synchronised nor flushed; its rings are finished by it."""
 
 
 class Device(ABC):
@@ -68,44 +95,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def pin(self, address: int, nbytes: int) -> int:
-        """Make host memory reachable for movers; gives the address by which this device reaches it."""
-
-    @abstractmethod
-    def unpin(self, address: int) -> None:
-        """Undo `pin`."""
-
-    @abstractmethod
     def streams(self, count: int) -> tuple[Stream, ...]:
         """Streams of which waiting on one lets the others go on."""
-
-    @abstractmethod
-    def current_stream(self, view: ArrayView) -> Stream:
-        """The stream that orders what the framework does with this array."""
-
-    @abstractmethod
-    def wait(self, stream: Stream, on: Stream) -> None:
-        """Let `stream` continue only when what `on` holds now is done."""
-
-    @abstractmethod
-    def synchronize(self, stream: Stream) -> None:
-        """Block the host until the stream is empty.
-
-        Raises:
-            RingStopped: a ring's abort word was set, or both ends described a message differently.
-            RingStalled: the stream's deadline passed.
-        """
-
-    @abstractmethod
-    def flush(self, stream: Stream) -> Future[None]:
-        """Let go on, without the host waiting, what the stream holds; it is empty for the caller afterwards.
-
-        The future ends with what `synchronize` would raise.
-        """
-
-    @abstractmethod
-    def discard(self, stream: Stream) -> None:
-        """Forget what was enqueued and not yet synchronised or flushed; its rings are finished by it."""
 
     @abstractmethod
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:

@@ -59,21 +59,22 @@ class Transport(ABC):
         """What this rank offers. Never blocks."""
 
     @abstractmethod
-    def open_ring(self, name: str, peer: int, layout: RingLayout, store: Store) -> RingEnd:
-        """The producer's end of a new ring to `peer`; tells the consumer through the store under `name`.
+    def open_ring(
+        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool
+    ) -> RingEnd:
+        """This rank's end of the ring called `name`. The end that comes first makes it; neither waits for the other.
+
+        Args:
+            name: equal on both ranks, used once.
+            peer: rank at the other end.
+            layout: for a ring that this call makes; else the maker's counts.
+            store: where the two ends find each other.
+            deadline: for what was begun on the other side to be finished.
+            producer: which end.
 
         Raises:
             ResourceError: its memory cannot be had.
-            StoreError: the store cannot be reached.
-        """
-
-    @abstractmethod
-    def accept_ring(self, name: str, peer: int, store: Store, deadline: Deadline) -> RingEnd:
-        """The consumer's end of the ring that `peer` opens under `name`; blocks until it does.
-
-        Raises:
-            DeadlineExceeded: the peer did not open it in time.
-            ResourceError: it cannot be mapped.
+            StoreError, DeadlineExceeded: the other end cannot be found.
         """
 
     @abstractmethod

@@ -34,6 +34,7 @@ class Options(msgspec.Struct, frozen=True):
         seconds: time for each case and library.
         iterations: instead of `seconds`, or None.
         warmup: iterations before measuring.
+        patience: seconds to wait for a calm machine before each turn.
         labels: an island label a rank, empty for none.
         json: file for the records, or None.
         plot: file for the picture, or None.
@@ -47,6 +48,7 @@ class Options(msgspec.Struct, frozen=True):
     seconds: float
     iterations: int | None
     warmup: int
+    patience: float
     labels: tuple[str, ...]
     json: str | None
     plot: str | None
@@ -66,6 +68,7 @@ def bench(
     iters: Annotated[int | None, typer.Option(min=1, help="Iterations of each of three rounds.")] = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for each case and library, without --iters.")] = 0.3,
     warmup: Annotated[int, typer.Option(min=1, help="Iterations before measuring.")] = 5,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for a calm machine before each turn.")] = 0.5,
     json: Annotated[str | None, typer.Option("--json", help="Write the records to this file.")] = None,
     plot: Annotated[str | None, typer.Option("--plot", help="Draw time and bandwidth to this PNG.")] = None,
 ) -> None:
@@ -86,6 +89,7 @@ def bench(
         seconds=seconds,
         iterations=iters,
         warmup=warmup,
+        patience=patience,
         labels=() if launched else rank_labels(2 if ranks is None and islands is None else ranks, islands),
         json=json,
         plot=plot,

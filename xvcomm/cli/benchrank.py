@@ -47,21 +47,21 @@ def measure_all(options: Options) -> int:
 
 
 def _cases(options: Options, size: int) -> list[Case]:
-    dtypes = {dtype.name: dtype for dtype in DTYPES}
-    cases: dict[Case, None] = {}
+    dtypes = [dtype for name in options.dtypes for dtype in DTYPES if dtype.name == name]
+    cases: list[Case] = []
     for op in options.ops:
-        for dtype in (dtypes[name] for name in options.dtypes):
-            for bytes_ in options.sizes if op != "barrier" else (0,):
-                case = Case(op, bytes_, dtype, size, options.in_place)
-                if case.count or op == "barrier":
-                    cases[case] = None
-    return list(cases)
+        if op == "barrier":
+            cases.append(Case(op, 0, dtypes[0], size, options.in_place))
+            continue
+        every = [Case(op, nbytes, dtype, size, options.in_place) for dtype in dtypes for nbytes in options.sizes]
+        cases += [case for case in every if case.count]
+    return cases
 
 
 def _run(options: Options, comm: Communicator, meeting: Meeting, setting: Setting, rendezvous: str) -> list[Record]:
     libraries = contenders(list(options.peers), comm, meeting, rendezvous)
     watch = Bystanders(meeting.exchange(os.getpid()))
-    effort = Effort(seconds=options.seconds, iterations=options.iterations, warmup=options.warmup)
+    effort = Effort(options.seconds, options.iterations, options.warmup, patience=options.patience)
     table = Table([library.name for library in libraries], setting)
     cases, records = _cases(options, comm.size), []
     console = Console(stderr=True)

@@ -220,7 +220,8 @@ class Effort:
         iterations: fixed number of iterations a round instead, or None.
         warmup: iterations before the first round.
         rounds: turns each library takes.
-        patience: seconds to wait before a turn for other processes to calm down, at most.
+        patience: seconds to wait before a turn for other processes to calm down, at most; with 0 disturbed turns are
+            not repeated either.
     """
 
     seconds: float = 0.3
@@ -274,7 +275,8 @@ def measure(
         turn.check()
         turn.calibrate()
     done = 0
-    while done < effort.rounds or (done < 2 * effort.rounds and not all(turn.calm for turn in turns)):
+    most = 2 * effort.rounds if effort.patience else effort.rounds
+    while done < effort.rounds or (done < most and not all(turn.calm for turn in turns)):
         for turn in turns:
             turn.take()
         done += 1

@@ -72,7 +72,8 @@ def check(schedule: Schedule, specs: Sequence[StageSpec] | None = None) -> Repor
         _check_specs(schedule, specs)
     circle = find_deadlock(schedule)
     if circle:
-        raise ScheduleError(f"schedule {schedule.name} deadlocks: " + "; ".join(circle))
+        chain = ", which waits for ".join([*circle[1:], circle[0]])
+        raise ScheduleError(f"schedule {schedule.name} deadlocks: {circle[0]} waits for {chain}")
     return Report(
         tuple(_live_activations(program) for program in schedule.programs),
         tuple(_live_buffers(schedule, rank, program) for rank, program in enumerate(schedule.programs)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from typing import NamedTuple
 
 from xvcomm.pipeline.actions import Compute, Group, Message, Schedule, Value, flatten
@@ -26,7 +25,7 @@ class _Event(NamedTuple):
 
 
 def find_deadlock(schedule: Schedule) -> list[str]:
-    """The events that wait for each other in a circle, as sentences; empty if the schedule runs to its end.
+    """Events of which each waits for the next and the last for the first; none if the schedule runs to its end.
 
     The model: a rank computes and posts in program order; a computation waits for its messages; a rank's messages go
     through one item after the other, those of a group together; a message goes through when both ends have come to it.
@@ -37,15 +36,14 @@ def find_deadlock(schedule: Schedule) -> list[str]:
     Args:
         schedule: complete, in order and with matching channels, as `check` makes sure.
     """
-    waits = _waits(schedule)
     try:
-        TopologicalSorter(waits).prepare()
+        TopologicalSorter(_waits(schedule)).prepare()
     except CycleError as error:
-        circle: list[_Event] = error.args[1]
-        return [
-            f"{_describe(schedule, later)} waits for {_describe(schedule, earlier)}"
-            for earlier, later in reversed(list(pairwise(circle)))
-        ]
+        circle: list[_Event] = error.args[1][:0:-1]
+        neighbours = zip(circle[-1:] + circle[:-1], circle, circle[1:] + circle[:1], strict=True)
+        # Where the circle enters and leaves a rank tells it all; every circle goes through two ranks or more.
+        turns = [e for later, e, earlier in neighbours if not later.rank == e.rank == earlier.rank]
+        return [_describe(schedule, event) for event in turns]
     return []
 
 
@@ -60,7 +58,8 @@ def _waits(schedule: Schedule) -> dict[_Event, set[_Event]]:
             if position:
                 waits[passed].add(_Event(rank, position - 1, False))
             if isinstance(item, Compute):
-                waits[passed].update(received[v] for v in schedule.requires(rank, item) if v in received)
+                arrivals = map(received.get, schedule.requires(rank, item))
+                waits[passed].update(event for event in arrivals if event is not None and event.rank == rank)
                 continue
             begins[ended] = {passed, *queue[-1:]}
             queue.append(ended)

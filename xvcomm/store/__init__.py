@@ -86,4 +86,3 @@ def open_store(url: str, secret: str | None, deadline: Deadline) -> Store:
     if address.folder is not None:
         return FileStore(address.folder)
     return TcpStore(address.host, address.port, need_secret(secret), deadline)
-

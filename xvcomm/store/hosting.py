@@ -39,7 +39,9 @@ class Invitation(msgspec.Struct, frozen=True):
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise StoreError(f"rank 0 runs another version of xvcomm ({error}); install one version on all hosts") from None
+            raise StoreError(
+                f"rank 0 runs another version of xvcomm ({error}); install one version on all hosts"
+            ) from None
 
     def accept(self, deadline: Deadline) -> TcpStore:
         """Connect; see `TcpStore`."""
@@ -76,7 +78,9 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline) -> TcpStore:
         try:
             found = board.get("invitation", deadline)
         except DeadlineExceeded:
-            raise DeadlineExceeded("rank 0 has not joined: it did not say in time where its store is", rank=rank) from None
+            raise DeadlineExceeded(
+                "rank 0 has not joined: it did not say in time where its store is", rank=rank
+            ) from None
         return Invitation.unpack(found).accept(deadline)
     store, invitation = invite(host, deadline, board)
     try:

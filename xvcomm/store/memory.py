@@ -36,7 +36,9 @@ class MemoryStore(Store):
             while missing := missing - self._values.keys():
                 left = deadline.left()
                 if not left:
-                    raise DeadlineExceeded(f"nobody set {', '.join(map(repr, sorted(missing)))} in this process in time")
+                    raise DeadlineExceeded(
+                        f"nobody set {', '.join(map(repr, sorted(missing)))} in this process in time"
+                    )
                 self._changed.wait(None if math.isinf(left) else left)
 
     def add(self, key: str, amount: int) -> int:

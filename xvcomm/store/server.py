@@ -15,6 +15,7 @@ from xvcomm.errors import StoreError
 from xvcomm.store import wire
 
 _BACKLOG = 4096
+_ACCEPT_PAUSE = 0.1
 _LOOPBACK = ("localhost", "::1")
 
 
@@ -49,6 +50,7 @@ class TcpServer:
         self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
         self._hall = _Hall(secret, epoch)
         self._grace = 0.0
+        self._open = True
         self._stop = asyncio.Event()
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -74,20 +76,31 @@ class TcpServer:
             self._loop.close()
 
     async def _serve(self, listener: socket.socket) -> None:
-        server = await self._loop.create_server(lambda: _Connection(self._hall), sock=listener, backlog=_BACKLOG)
+        accepting = self._loop.create_task(self._accept(listener))
         await self._stop.wait()
         try:
             async with asyncio.timeout(self._grace):
                 await self._hall.empty.wait()
         except TimeoutError:
             pass
+        self._open = False
         _shutdown(listener)
-        server.close()
-        # Connections just accepted become known only when asyncio's own tasks for them have run.
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+        await accepting
+        listener.close()
         for connection in list(self._hall.connections):
             connection.end()
         await asyncio.sleep(0)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Let clients in until the listener is shut down. asyncio's own server may lose some that come meanwhile."""
+        listener.setblocking(False)
+        while self._open:
+            try:
+                sock, _ = await self._loop.sock_accept(listener)
+                await self._loop.connect_accepted_socket(lambda: _Connection(self._hall), sock)
+            except OSError:
+                # Shut down, or out of file descriptors for now.
+                await asyncio.sleep(_ACCEPT_PAUSE if self._open else 0)
 
 
 class _Hall:
@@ -268,6 +281,8 @@ class _Rude(Exception):
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 1 << 16:
+        raise StoreError(f"cannot serve on port {port}: ports lie between 0 and 65535")
     try:
         if host in _LOOPBACK or host.startswith("127."):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -275,8 +290,6 @@ def _listen(host: str, port: int) -> socket.socket:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
         return socket.create_server(("", port), backlog=_BACKLOG)
-    except OverflowError:
-        raise StoreError(f"port {port} cannot be served: ports lie between 0 and 65535") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StoreError(

@@ -235,7 +235,9 @@ def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadl
         answer = wire.Answer(own, wire.prove(secret, "client", theirs, own), epoch)
         verdict = wire.decode_verdict(link.exchange(wire.frame(answer), _patience(deadline)))
     except (msgspec.MsgspecError, StoreError):
-        raise StoreError(f"what answers at {host}:{port} is no xvcomm store of this version; check XVCOMM_STORE") from None
+        raise StoreError(
+            f"what answers at {host}:{port} is no xvcomm store of this version; check XVCOMM_STORE"
+        ) from None
     match verdict:
         case wire.Refused("epoch"):
             raise _NotYet("it still serves an earlier communicator of this job")

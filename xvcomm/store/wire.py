@@ -141,7 +141,9 @@ def need_secret(secret: str | None) -> str:
 
 def prove(secret: str, side: Literal["client", "server"], other: bytes, own: bytes) -> bytes:
     """HMAC-SHA256 over both nonces; the side is part of it so that a proof cannot be sent back."""
-    return hmac.digest(secret.encode(errors="surrogateescape"), f"xvcomm store 1 {side} ".encode() + other + own, "sha256")
+    return hmac.digest(
+        secret.encode(errors="surrogateescape"), f"xvcomm store 1 {side} ".encode() + other + own, "sha256"
+    )
 
 
 def proven(secret: str, side: Literal["client", "server"], other: bytes, own: bytes, proof: bytes) -> bool:

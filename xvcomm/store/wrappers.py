@@ -96,7 +96,9 @@ class JaxStore(PollingStore):
         """Before jaxlib 0.8 the service cannot add; but it lets only one of many claim a key."""
         lock = f"{key}/lock"
         if poll(lambda: self._claim(lock), Deadline.after(_LOCK_SECONDS)) is None:
-            raise StoreError(f"a rank that adds to {key!r} holds its lock for {_LOCK_SECONDS:g} s; it has probably died")
+            raise StoreError(
+                f"a rank that adds to {key!r} holds its lock for {_LOCK_SECONDS:g} s; it has probably died"
+            )
         try:
             total = int(self.look(key) or b"0") + amount
             self.set(key, b"%d" % total)

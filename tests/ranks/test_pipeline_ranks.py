@@ -1,0 +1,178 @@
+"""Pipelines on real processes: the same losses and gradients as one process, also with a framework a rank.
+
+The file is also the program of each rank: `python test_pipeline_ranks.py RANK FRAMEWORKS SCHEDULE... FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import xvcomm
+from xvcomm import pipeline
+from xvcomm.errors import XvcommError
+
+WIDTHS = [16, 24, 20, 32, 12, 16, 24, 20, 8]
+BATCH = 64
+STEPS = 2
+
+
+def array_functions(framework):
+    """How a framework makes an array of numpy data and an empty one to receive into."""
+    if framework == "torch":
+        import torch
+
+        return torch.from_numpy, lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype))
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray, lambda shape, dtype: jnp.empty(shape, dtype)
+    return np.asarray, np.empty
+
+
+class Linear:
+    """y = x w in any framework whose arrays have the usual operators; the last one's loss is squared distance."""
+
+    def __init__(self, framework, number, depth):
+        self.make, self.empty = array_functions(framework)
+        self.number, self.last = number, number == depth - 1
+        draw = np.random.default_rng(number).normal(size=(WIDTHS[number], WIDTHS[number + 1])) / 4
+        self.w = self.make(draw.astype(np.float32))
+        self.dw = self.w * 0
+        self.input_spec = ((BATCH, WIDTHS[number]), "float32")
+        self.output_spec = ((BATCH, WIDTHS[number + 1]), "float32")
+        self.saved, self.halves = {}, {}
+
+    def data(self, micro_batch, columns):
+        draw = np.random.default_rng((columns, micro_batch)).normal(size=(BATCH, columns))
+        return self.make(draw.astype(np.float32))
+
+    def forward(self, x, micro_batch):
+        x = self.data(micro_batch, WIDTHS[0]) if self.number == 0 else x
+        y = x @ self.w
+        self.saved[micro_batch] = x, y
+        return float(((y - self.data(micro_batch, y.shape[1])) ** 2).mean()) if self.last else y
+
+    def backward_input(self, dy, micro_batch):
+        x, y = self.saved.pop(micro_batch)
+        if self.last:
+            dy = (y - self.data(micro_batch, y.shape[1])) * (2 / (y.shape[0] * y.shape[1]))
+        self.halves[micro_batch] = x, dy
+        return dy @ self.w.T if self.number else None
+
+    def backward_weight(self, micro_batch):
+        x, dy = self.halves.pop(micro_batch)
+        self.dw = self.dw + x.T @ dy
+
+    def backward(self, dy, micro_batch):
+        dx = self.backward_input(dy, micro_batch)
+        self.backward_weight(micro_batch)
+        return dx
+
+
+def alone(depth, micro_batches):
+    """Losses and weight gradients of one step of all stages in one process, in numpy."""
+    stages = [Linear("numpy", number, depth) for number in range(depth)]
+    losses = []
+    for m in range(micro_batches):
+        x = dy = None
+        for stage in stages:
+            x = stage.forward(x, m)
+        losses.append(x)
+        for stage in reversed(stages):
+            dy = stage.backward(dy, m)
+    return losses, [stage.dw for stage in stages]
+
+
+def main(rank, frameworks, name, micro_batches, chunks, fault, folder):
+    """One rank: run the pipeline and write losses and gradients, or the error, into `folder`."""
+    frameworks = frameworks.split(",")
+    schedule = pipeline.build(name, len(frameworks), int(micro_batches), int(chunks))
+    numbers = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    stages = [Linear(frameworks[rank], number, schedule.depth) for number in numbers]
+    if fault == "spec" and rank == 1:
+        stages[0].input_spec = ((BATCH, 1), "float32")
+    if fault == "raise" and rank == 1:
+        stages[0].backward = None
+    report = {}
+    with xvcomm.init(rank=rank, size=len(frameworks), store=f"file://{folder}/store", timeout=60) as comm:
+        try:
+            pipe = pipeline.Pipeline(stages, comm, schedule)
+            report["losses"] = [pipe.run() for _ in range(STEPS)]
+        except (XvcommError, TypeError) as error:
+            report["error"] = f"{type(error).__name__}: {error}"
+    Path(folder, f"report.{rank}").write_text(json.dumps(report))
+    np.savez(Path(folder, f"gradients.{rank}.npz"), **{str(s.number): np.asarray(s.dw) for s in stages})
+
+
+def launch(frameworks, case, folder, fault="none"):
+    """Run `main` on all ranks and give their reports."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
+    # Arithmetic threads of four ranks would only fight for the cores.
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "XVCOMM_SECRET": "of these tests"}
+    command = [",".join(frameworks), *map(str, case), fault, str(folder)]
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), *command], env=environment)
+        for rank in range(len(frameworks))
+    ]
+    try:
+        codes = [process.wait(timeout=100) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert codes == [0] * len(ranks)
+    return [json.loads((folder / f"report.{rank}").read_text()) for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize(
+    ("frameworks", "case"),
+    [
+        (["numpy"] * 2, ("gpipe", 3, 1)),
+        (["numpy"] * 4, ("1f1b", 6, 1)),
+        (["numpy"] * 2, ("interleaved", 4, 4)),
+        (["numpy"] * 4, ("interleaved", 8, 2)),
+        (["numpy"] * 3, ("zero-bubble", 5, 1)),
+        (["numpy", "torch", "jax"], ("1f1b", 4, 1)),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_same_losses_and_gradients_as_one_process(frameworks, case, tmp_path):
+    for framework in set(frameworks):
+        pytest.importorskip(framework)
+    reports = launch(frameworks, case, tmp_path)
+    _, micro_batches, chunks = case
+    losses, gradients = alone(len(frameworks) * chunks, micro_batches)
+    assert all("error" not in report for report in reports), reports
+    for step in range(STEPS):
+        np.testing.assert_allclose(reports[-1]["losses"][step], losses, rtol=1e-5)
+        assert all(report["losses"][step] == [] for report in reports[:-1])
+    found = {}
+    for rank in range(len(frameworks)):
+        with np.load(tmp_path / f"gradients.{rank}.npz") as arrays:
+            found |= {int(number): arrays[number] for number in arrays}
+    for number, expected in enumerate(gradients):
+        np.testing.assert_allclose(found[number], STEPS * expected, rtol=1e-4, atol=1e-6)
+
+
+def test_stages_that_disagree_are_refused_on_all_ranks(tmp_path):
+    reports = launch(["numpy"] * 3, ("1f1b", 4, 1), tmp_path, "spec")
+    complaint = "ScheduleError: rank 0: SendActivation(micro_batch=0, chunk=0, peer=1) gives 64 x 24 float32"
+    assert all(report["error"].startswith(complaint) for report in reports), reports
+
+
+def test_a_stage_that_raises_ends_all_ranks(tmp_path):
+    reports = launch(["numpy"] * 3, ("1f1b", 4, 1), tmp_path, "raise")
+    assert reports[1]["error"].startswith("TypeError")
+    for other in (reports[0], reports[2]):
+        assert other["error"].startswith("Aborted") and "Backward(micro_batch=0, chunk=0)" in other["error"], reports
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
