@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 _PROCESS = uuid.uuid4().hex
-# How many communicators this process has had and closed at a meeting place, as one rank. The next one meets there
-# under that number, so that it cannot join the store of one that others have not closed yet.
+_LINGER_SECONDS = 3.0
+# How many communicators this process has had at a meeting place, as one rank. The next one meets there under that
+# number, so that it cannot join the store of one that others have not closed yet.
 _epochs: Counter[tuple[str, int]] = Counter()
 
 
@@ -66,36 +68,26 @@ def init(
     from xvcomm.communicator import Communicator
 
     env = os.environ if env is None else env
-    address = store if isinstance(store, str) else None
-    if store is not None and address is None and _is_mpi(store):
-        rank, size = store.Get_rank() if rank is None else rank, store.Get_size() if size is None else size
-    given: dict[str, Any] = {
-        "rank": rank,
-        "size": size,
-        "store": address,
-        "island": island,
-        "device": device,
-        "timeout": timeout,
-    }
-    config = replace(Config.from_env(env), **{name: value for name, value in given.items() if value is not None})
+    config = _configure(env, rank=rank, size=size, store=store, island=island, device=device, timeout=timeout)
     launch = _launched(env, config)
     deadline = Deadline.after(config.timeout)
-    if store is None or address is not None:
+    if store is None or isinstance(store, str):
         base, place = rendezvous(launch, config, env, deadline), _place(launch, config)
     else:
         base, place = _wrap(store, launch, deadline), None
 
-    def on_close() -> None:
-        if place is not None:
-            _epochs[place, launch.rank] += 1
-        base.close()
-
     try:
         space = _namespace(base, launch.rank, env)
-        return Communicator.join(space, launch.rank, launch.size, config=config, on_close=on_close)
-    except BaseException:
+        comm = Communicator.join(space, launch.rank, launch.size, config=config, on_close=base.close)
+    except BaseException as error:
+        if isinstance(error, ConfigError) and launch.rank == 0 and launch.size > 1:
+            # Ranks that come a moment later shall read what is wrong instead of waiting at a port without a server.
+            time.sleep(_LINGER_SECONDS)
         base.close()
         raise
+    if place is not None:
+        _epochs[place, launch.rank] += 1
+    return comm
 
 
 def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
@@ -141,6 +133,15 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
         f"rank {launch.rank} of {launch.size} does not know where the ranks meet: set XVCOMM_STORE=tcp://host:port, where "
         "host is that of rank 0, and XVCOMM_SECRET, both the same on all ranks"
     )
+
+
+def _configure(env: Mapping[str, str], *, store: Any, **given: Any) -> Config:
+    """The settings of the environment, replaced by what the caller gave."""
+    if isinstance(store, str):
+        given["store"] = store
+    elif _is_mpi(store):
+        given = {**given, "rank": store.Get_rank(), "size": store.Get_size()}
+    return replace(Config.from_env(env), **{name: value for name, value in given.items() if value is not None})
 
 
 def _by_address(launch: Launch, config: Config, deadline: Deadline) -> Store:

@@ -31,7 +31,7 @@ _REQUESTS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One collective as this rank calls it; counts are elements.
 
@@ -58,7 +58,7 @@ class Call:
         code = self.reduction.op if self.reduction is not None else 0
         compared = self.counts if self.uneven and self.op is not OpCode.ALL_TO_ALL else ()
         detail = pack_detail(self.root, code, compared)
-        return Message(self.op, self.dtype.code, elements * self.dtype.itemsize, 0, detail)
+        return Message(int(self.op), self.dtype.code, elements * self.dtype.itemsize, 0, detail)
 
     def request(self) -> Request:
         """The same for the planner."""

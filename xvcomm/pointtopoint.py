@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from xvcomm.context import Context, Operation
 
 
+_SEND = int(OpCode.SEND)
+
+
 @dataclass(slots=True)
 class _Transfer:
     """One message that this rank sends or receives."""
@@ -149,7 +152,7 @@ class PointToPoint:
         context, busy = self._context, False
         stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at, default=NEVER)
         for t in transfers:
-            message = Message(OpCode.SEND, t.view.dtype.code, t.view.nbytes, t.tag)
+            message = Message(_SEND, t.view.dtype.code, t.view.nbytes, t.tag)
             t.operation = context.begin(t.name, message, t.peer)
             sending = t.name is OpCode.SEND
             end = context.links.end(t.peer, Use.POINT_TO_POINT, t.deadline, producer=sending)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xvcomm.dtype import BY_CODE
 from xvcomm.errors import ResourceError
@@ -102,12 +103,11 @@ def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int
     return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What an end says of a message in the ledger; all fields must agree.
+class Message(NamedTuple):
+    """What an end says of a message in the ledger; all fields must agree. Plain integers: compiled code takes them.
 
     Attributes:
-        op: `OP_SEND` for point-to-point, else the code of the collective it belongs to.
+        op: `OpCode.SEND` for point-to-point, else the code of the collective it belongs to.
         dtype: code of the element type.
         nbytes: length.
         tag: the user's tag, or the sequence number of the collective.

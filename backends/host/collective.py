@@ -171,7 +171,7 @@ class HostCollective(Collective):
         numbers, scale = self._functions(dtype, op)
         total = int(table[1].sum()) // dtype.itemsize
         src, _keep = self._scaled_input(src, total, dtype, op)
-        self._run(kernels.reduce, stream, mode, root, src, dst, table, numbers, scale, dtype.itemsize, self._work)
+        self._run(kernels.reduce, stream, int(mode), root, src, dst, table, numbers, scale, dtype.itemsize, self._work)
 
     def _exchange(self, src: int, dst: int, parts: np.ndarray, columns: int, stream: Stream) -> None:
         self._run(kernels.exchange, stream, columns, src, dst, parts)

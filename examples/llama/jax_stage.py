@@ -54,14 +54,14 @@ class JaxPart:
         return jnp.float32(value)
 
     def update(self, gradients: Parameters, step: int) -> None:
-        """One AdamW step."""
+        """One AdamW step; `step` counts from 1."""
         self.parameters, self._moments = self._update(self.parameters, gradients, self._moments, jnp.float32(step))
 
 
 def _forward(model: Model, part: Part, parameters: Parameters, x: Any, targets: Any) -> tuple[jax.Array, Any]:
     """The output and its vector-Jacobian product, which is a tree of arrays and so may leave a compiled function."""
     if part.embeds:
-        return jax.vjp(lambda p: (_decode(model, part, p, x, targets)), parameters)
+        return jax.vjp(lambda p: _decode(model, part, p, x, targets), parameters)
     return jax.vjp(lambda p, x: _decode(model, part, p, x, targets), parameters, x)
 
 

@@ -71,9 +71,9 @@ class NumpyPart:
     def update(self, gradients: dict[str, Array], step: int) -> None:
         """One AdamW step; `step` counts from 1."""
         for name, gradient in gradients.items():
-            new, *moments = self._optimizer.update(self.parameters[name], gradient, *self._moments[name], step)
+            parameter = self.parameters[name]
+            new, *self._moments[name] = self._optimizer.update(parameter, gradient, *self._moments[name], step)
             self.parameters[name] = new
-            self._moments[name] = moments
 
 
 class Decoder:

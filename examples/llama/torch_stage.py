@@ -21,13 +21,8 @@ class TorchPart:
         initial = initial_parameters(model, part, seed)
         self.parameters = {name: torch.from_numpy(p).requires_grad_() for name, p in initial.items()}
         self._decoder = Decoder(model, self.parameters)
-        self._optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        )
+        self._optimizer = optimizer
+        self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.parameters.items()}
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Tensor:
@@ -63,10 +58,12 @@ class TorchPart:
         return torch.tensor(value)
 
     def update(self, gradients: dict[str, Tensor], step: int) -> None:
-        """One AdamW step."""
-        for name, gradient in gradients.items():
-            self.parameters[name].grad = gradient
-        self._optimizer.step()
+        """One AdamW step; `step` counts from 1."""
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                parameter = self.parameters[name]
+                new, *self._moments[name] = self._optimizer.update(parameter, gradient, *self._moments[name], step)
+                parameter.copy_(new)
 
 
 class Decoder:

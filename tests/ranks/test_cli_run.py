@@ -178,7 +178,7 @@ sys.exit(4)
 """
     code, _, err = finish("-n", "2", script(text))
     assert code == 1
-    assert "rank 0 ended with exit code 1 first" in err
+    assert "failed because rank 0 ended with exit code 1" in err
     assert err.rstrip().endswith("the cause")
 
 
@@ -187,7 +187,7 @@ def test_a_killed_rank_gives_128_plus_signal_and_ends_the_others(script, tmp_pat
     begin = time.monotonic()
     code, _, err = finish("-n", "3", script(text), str(tmp_path))
     assert code == 128 + signal.SIGKILL
-    assert "rank 1 was killed by SIGKILL first" in err
+    assert "failed because rank 1 was killed by SIGKILL" in err
     assert time.monotonic() - begin < 20
     assert not any(alive(pid) for pid in read_pids(tmp_path, 3))
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ def main(rank, frameworks, name, micro_batches, chunks, fault, folder):
     if fault == "raise" and rank == 1:
         stages[0].backward = None
     report = {}
-    with xvcomm.init(rank=rank, size=len(frameworks), store=f"file://{folder}/store", timeout=60) as comm:
+    with xvcomm.init(rank=rank, size=len(frameworks), store=f"file://{folder}/store", timeout=30) as comm:
         try:
             pipe = pipeline.Pipeline(stages, comm, schedule)
             report["losses"] = [pipe.run() for _ in range(STEPS)]
@@ -122,7 +123,8 @@ def launch(frameworks, case, folder, fault="none"):
         for rank in range(len(frameworks))
     ]
     try:
-        codes = [process.wait(timeout=100) for process in ranks]
+        until = time.monotonic() + 90
+        codes = [process.wait(timeout=until - time.monotonic()) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -171,7 +173,7 @@ def test_a_stage_that_raises_ends_all_ranks(tmp_path):
     reports = launch(["numpy"] * 3, ("1f1b", 4, 1), tmp_path, "raise")
     assert reports[1]["error"].startswith("TypeError")
     for other in (reports[0], reports[2]):
-        assert other["error"].startswith("Aborted") and "Backward(micro_batch=0, chunk=0)" in other["error"], reports
+        assert other["error"].startswith("Aborted") and "rank 1" in other["error"], reports
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def test_single() -> None:
     comm.close()
 
 
-def test_rank_0_serves(tmp_path: Path) -> None:
+def test_rank_0_serves() -> None:
     store = f"tcp://127.0.0.1:{free_port()}"
     meet_and_leave(lambda rank: numbered(rank, 3, XVCOMM_STORE=store, XVCOMM_SECRET="s"), 3)
 

@@ -137,6 +137,21 @@ def test_frameworks_train_alike(other: str) -> None:
     np.testing.assert_allclose(runs[1], runs[0], rtol=1e-4)
 
 
+def test_optimizer_is_adamw_as_torch_knows_it() -> None:
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(7)
+    ours = AdamW(lr=1e-2, weight_decay=0.3)
+    value, mean, square = random.normal(size=(5, 4)), np.zeros((5, 4)), np.zeros((5, 4))
+    theirs = torch.tensor(value, requires_grad=True)
+    optimizer = torch.optim.AdamW([theirs], lr=ours.lr, betas=ours.betas, eps=ours.eps, weight_decay=ours.weight_decay)
+    for step in range(1, 6):
+        gradient = random.normal(size=(5, 4)) * 10.0**-step
+        value, mean, square = ours.update(value, gradient, mean, square, step)
+        theirs.grad = torch.tensor(gradient)
+        optimizer.step()
+        np.testing.assert_allclose(value, theirs.detach().numpy(), rtol=1e-12)
+
+
 def test_parameters_do_not_depend_on_the_cut() -> None:
     whole = initial_parameters(MODEL, WHOLE, 5)
     middle = initial_parameters(MODEL, Part(1, 2, False, False), 5)

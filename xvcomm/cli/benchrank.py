@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,14 +88,15 @@ def _run(options: Options, comm: Communicator, meeting: Meeting, setting: Settin
 
 @contextmanager
 def _rendezvous(meeting: Meeting) -> Iterator[str]:
-    """A path for torch's file store that no other job uses; rank 0 removes the folder."""
-    folder = tempfile.TemporaryDirectory(prefix="xvcomm-bench-") if meeting.rank == 0 else None
+    """A path for torch's file store that no other job uses; the launcher removes it if the ranks are killed."""
+    config = Config.from_env()
+    path = meeting.exchange(f"{config.shm_dir}/xvcomm-{config.job or os.getpid()}-gloo")[0]
     try:
-        yield f"{meeting.exchange(folder.name if folder else None)[0]}/gloo"
+        yield path
         meeting.exchange(None)
     finally:
-        if folder:
-            folder.cleanup()
+        if meeting.rank == 0:
+            Path(path).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,7 @@ def plot(path: Path, records: Sequence[Record], setting: Setting) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendUnavailable("drawing needs matplotlib: pip install xvcomm[plot]") from error
+    several = len({r.dtype for r in records}) > 1
     rows = list(dict.fromkeys((r.op, r.ranks) for r in records if r.size))
     figure = Figure(figsize=(11, 3.4 * len(rows) + 0.6), layout="constrained")
     rehearsal = ", rehearsal" if setting.rehearsal else ""
@@ -135,13 +136,14 @@ def plot(path: Path, records: Sequence[Record], setting: Setting) -> None:
         of_row = [r for r in records if (r.op, r.ranks) == (op, ranks)]
         for library, dtype in dict.fromkeys((r.library, r.dtype) for r in of_row):
             points = [r for r in of_row if (r.library, r.dtype) == (library, dtype)]
-            sizes = [p.size for p in points]
-            pair[0].loglog(sizes, [p.time for p in points], marker=".", label=f"{library} {dtype}")
-            pair[1].loglog(sizes, [p.busbw for p in points], marker=".", label=f"{library} {dtype}")
+            sizes, label = [p.size for p in points], f"{library} {dtype}" if several else library
+            pair[0].loglog(sizes, [p.time for p in points], marker=".", label=label)
+            pair[1].loglog(sizes, [p.busbw for p in points], marker=".", label=label)
         for axes, what in zip(pair, ("time, µs", "busbw, 10⁹ B/s"), strict=True):
             axes.set(title=f"{op}, {ranks} ranks", xlabel="size", ylabel=what)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: size_text(value))
             axes.grid(alpha=0.3)
+            axes.tick_params(labelsize=7)
             axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)

@@ -161,18 +161,13 @@ def _free_port() -> int:
 
 
 def _report(job: Job, outcome: Outcome) -> None:
+    """Say on stderr why the job failed, last of all."""
     if outcome.signal is not None:
         print(f"xvcomm run: ended by {signal_name(outcome.signal)}", file=sys.stderr)
     elif outcome.rank is not None:
-        what = job.describe(outcome.rank)
-        rule = "-" * 80
-        sys.stderr.flush()
-        lines = [
-            rule,
-            f"xvcomm run: {what} first; its last lines:"
-            if outcome.last_words
-            else f"xvcomm run: {what} first, without a word",
-        ]
-        text = "\n".join(lines).encode() + b"\n" + b"".join(w + b"\n" for w in outcome.last_words)
-        sys.stderr.buffer.write(text)
+        words = "its last lines:" if outcome.last_words else "it wrote nothing"
+        print(
+            f"{'-' * 80}\nxvcomm run: failed because {job.describe(outcome.rank)}; {words}", file=sys.stderr, flush=True
+        )
+        sys.stderr.buffer.write(b"".join(line + b"\n" for line in outcome.last_words))
         sys.stderr.flush()

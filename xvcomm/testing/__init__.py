@@ -1,0 +1,8 @@
+"""For authors of backends, transports and adapters: real ranks in tests, and suites that every plug-in must pass.
+
+`pytest --pyargs xvcomm.testing` runs the suites on every registered backend that works on the machine.
+"""
+
+from xvcomm.testing.world import RankFailure, World
+
+__all__ = ["RankFailure", "World"]
