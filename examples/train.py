@@ -14,6 +14,7 @@ import os
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -89,6 +90,7 @@ def train(comm: Communicator, layout: Layout, job: Job, meter: report.Meter | No
     batches = job.batches(layout.dp)
     losses = []
     for step in range(1, job.steps + 1):
+        begun = perf_counter()
         windows = batches.step(step).reshape(layout.dp, job.micro_batches, job.sequences, -1)[replica]
         for stage in stages:
             stage.begin(windows)
@@ -98,7 +100,7 @@ def train(comm: Communicator, layout: Layout, job: Job, meter: report.Meter | No
             stage.update(step)
         losses.append(mean_loss(comm, found, layout.dp * job.micro_batches))
         if meter is not None:
-            meter.step(step, losses[-1])
+            meter.step(step, losses[-1], perf_counter() - begun)
     return losses
 
 
@@ -109,6 +111,7 @@ def train_alone(kind: type[Framework], replicas: int, job: Job, meter: report.Me
     batches = job.batches(replicas)
     losses = []
     for step in range(1, job.steps + 1):
+        begun = perf_counter()
         stage.begin(batches.step(step).reshape(count, job.sequences, -1))
         total = 0.0
         for micro_batch in range(count):
@@ -116,7 +119,7 @@ def train_alone(kind: type[Framework], replicas: int, job: Job, meter: report.Me
             stage.backward(None, micro_batch)
         stage.update(step)
         losses.append(total / count)
-        meter.step(step, losses[-1])
+        meter.step(step, losses[-1], perf_counter() - begun)
     return losses
 
 

@@ -137,11 +137,12 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
 
 def _configure(env: Mapping[str, str], *, store: Any, **given: Any) -> Config:
     """The settings of the environment, replaced by what the caller gave."""
+    given = {name: value for name, value in given.items() if value is not None}
     if isinstance(store, str):
         given["store"] = store
     elif _is_mpi(store):
-        given = {**given, "rank": store.Get_rank(), "size": store.Get_size()}
-    return replace(Config.from_env(env), **{name: value for name, value in given.items() if value is not None})
+        given = {"rank": store.Get_rank(), "size": store.Get_size(), **given}
+    return replace(Config.from_env(env), **given)
 
 
 def _by_address(launch: Launch, config: Config, deadline: Deadline) -> Store:

@@ -135,6 +135,7 @@ class RingEnd:
         peer: rank at the other end.
         producer: whether this end fills the ring.
         sequence: number of the next message.
+        geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
         background: transfers of this end that go on without the caller; later ones must queue behind them.
     """
 
@@ -143,6 +144,7 @@ class RingEnd:
         self.layout = layout
         self.peer = peer
         self.producer = producer
+        self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
         self.sequence = 0
         self.background = 0
         self.address = segment.address

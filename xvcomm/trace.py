@@ -23,6 +23,7 @@ _FORMAT = struct.Struct("<10q48s")
 _STATE, _END = 7, 9
 _HERE = str(Path(__file__).parent)
 _sites: dict[tuple[CodeType, int], bytes] = {}
+_internal: dict[CodeType, bool] = {}
 
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
@@ -119,7 +120,7 @@ class Recorder:
 def call_site() -> bytes:
     """`file.py:line` of the nearest caller outside xvcomm, at most 48 bytes."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and _ours(frame.f_code):
         frame = frame.f_back
     key = (frame.f_code, frame.f_lineno)
     found = _sites.get(key)
@@ -127,6 +128,13 @@ def call_site() -> bytes:
         if len(_sites) > 4096:
             _sites.clear()
         found = _sites[key] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}".encode()[-48:]
+    return found
+
+
+def _ours(code: CodeType) -> bool:
+    found = _internal.get(code)
+    if found is None:
+        found = _internal[code] = code.co_filename.startswith(_HERE)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host.mover import DONE, MISMATCH, NEW, WIDTH, Kind, Word, drive
 from xvcomm.deadline import Deadline
 from xvcomm.ring import Message, RingEnd
+
+_HEAD = struct.Struct(f"<{int(Word.STARTS)}q")
+_ROW_BYTES = 8 * WIDTH
 
 BUDGET = 20_000_000
 """Nanoseconds that compiled code may sleep before Python looks at signals and deadlines."""
@@ -26,7 +30,7 @@ class Batch:
 
     def __init__(self, spins: int) -> None:
         self._spins = spins
-        self._rows = np.zeros((8, WIDTH), np.int64)
+        self._allot(np.zeros((8, WIDTH), np.int64))
         self._ends: list[RingEnd] = []
         self._last: dict[int, int] = {}
         self.generation = 0
@@ -45,15 +49,15 @@ class Batch:
             lane: number of the stream it is on.
             gate: (n, lane): of the first n transfers those on that lane must be done before.
         """
-        layout = end.layout
-        row = (
-            kind, end.address, data, message.nbytes, end.sequence,
-            message.op, message.dtype, message.nbytes, message.tag, message.detail,
-            NEW, 0, layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data,
+        index = self._take_row(end)
+        _HEAD.pack_into(
+            self._memory, index * _ROW_BYTES,
+            kind, end.address, data, message.nbytes, end.sequence, message.op, message.dtype, message.nbytes,
+            message.tag, message.detail, NEW, self._last.get(id(end), 0), *end.geometry,
             itemsize, combine, remote_first, end.peer, lane, *gate,
         )  # fmt: skip
+        self._last[id(end)] = index + 1
         end.sequence += 1
-        self._append(row, end)
 
     def drive(self, wake: int = 0, seen: int = 0, budget: int = BUDGET) -> int:
         """Move what can be moved; see `mover.drive`. Resumes.
@@ -61,7 +65,7 @@ class Batch:
         Raises:
             RingStopped: an abort word is set, or two descriptions differ.
         """
-        code = drive(self._rows.ctypes.data, len(self._ends), wake, seen, self._spins, budget)
+        code = drive(self._address, len(self._ends), wake, seen, self._spins, budget)
         if code & 0xFF in (STOPPED, MISMATCH):
             end = self._ends[code >> 8]
             raise RingStopped(end, end.abort_word(), int(self._rows[code >> 8, Word.SEQUENCE]))
@@ -97,8 +101,11 @@ class Batch:
         """Move all transfers of `other`, none of which has begun, behind those here; gives their indices."""
         first = len(self._ends)
         for row, end in zip(other._rows, other._ends, strict=False):
-            row[Word.GATE] = 0  # only executors use gates, and they wait for their batch themselves
-            self._append(row[: Word.STARTS], end)
+            index = self._take_row(end)
+            self._rows[index] = row
+            self._rows[index, Word.GATE] = 0  # only executors use gates, and they wait for their batch themselves
+            self._rows[index, Word.AFTER] = self._last.get(id(end), 0)
+            self._last[id(end)] = index + 1
         other.clear()
         return range(first, len(self._ends))
 
@@ -117,11 +124,14 @@ class Batch:
         self._ends.clear()
         self._last.clear()
 
-    def _append(self, row: Any, end: RingEnd) -> None:
+    def _take_row(self, end: RingEnd) -> int:
         index = len(self._ends)
         if index == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
-        self._rows[index, : Word.STARTS] = row
-        self._rows[index, Word.AFTER] = self._last.get(id(end), 0)
+            self._allot(np.concatenate([self._rows, np.zeros_like(self._rows)]))
         self._ends.append(end)
-        self._last[id(end)] = index + 1
+        return index
+
+    def _allot(self, rows: np.ndarray[Any, Any]) -> None:
+        self._rows = rows
+        self._memory = memoryview(rows.data).cast("B")
+        self._address = int(rows.ctypes.data)

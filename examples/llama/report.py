@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -69,16 +68,13 @@ class Meter:
 
     def __enter__(self) -> Self:
         self._bar.start()
-        self._last = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
 
-    def step(self, step: int, loss: float) -> None:
-        """A step is done; `step` counts from 1."""
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+    def step(self, step: int, loss: float, seconds: float) -> None:
+        """A step is done that took `seconds`; `step` counts from 1."""
         speed = self._tokens / seconds
         self._bar.update(self._task, completed=step, loss=loss, speed=speed)
         if not self._console.is_terminal and (step in (1, self._steps) or step % max(1, self._steps // LINES) == 0):

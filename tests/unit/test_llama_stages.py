@@ -24,14 +24,14 @@ OTHERS = ("torch", "jax")
 
 @pytest.fixture
 def lively(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters large enough, and gains far enough from one, that every path of the gradient shows in float32."""
+    """Gains of norms far from one, so that a gradient that forgets them shows."""
     draw = config._draw
 
-    def larger(model: Model, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    def uneven(model: Model, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         value = draw(model, name, shape, seed)
-        return value * 10 if value.ndim > 1 else value + np.linspace(-0.5, 0.5, shape[0], dtype=np.float32)
+        return value if value.ndim > 1 else value + np.linspace(-0.5, 0.5, shape[0], dtype=np.float32)
 
-    monkeypatch.setattr(config, "_draw", larger)
+    monkeypatch.setattr(config, "_draw", uneven)
 
 
 def build(name: str, part: Part):
@@ -81,7 +81,7 @@ def test_numpy_gradient_is_the_slope_of_the_loss(lively: None) -> None:
             part.parameters[name] = start + sign * step
             losses.append(float(part.forward(x, targets)[0]))
         part.parameters[name] = start
-        assert losses[0] - losses[1] == pytest.approx(2e-2 * np.linalg.norm(gradients[name]), rel=2e-2, abs=2e-6), name
+        assert losses[0] - losses[1] == pytest.approx(2e-2 * np.linalg.norm(gradients[name]), rel=2e-2, abs=1e-6), name
 
 
 @pytest.mark.parametrize("name", ("numpy", *OTHERS))

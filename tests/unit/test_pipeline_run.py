@@ -330,7 +330,8 @@ def test_different_schedules_raise_everywhere():
     def work(comm):
         return run(Linear(comm.rank, 2), comm, build("1f1b" if comm.rank else "gpipe", 2, 2))
 
-    everyone_raises(2, work, MismatchError, "position 1 has another schedule than position 0")
+    everyone_raises(2, work, MismatchError, "position 0 has the schedule gpipe for 2 ranks")
+    everyone_raises(2, work, MismatchError, "; position 1 has 1f1b for 2 ranks x 1 chunks with 2 micro-batches")
 
 
 def test_zero_bubble_needs_a_stage_that_splits():

@@ -12,6 +12,9 @@ from xvcomm.pipeline.check import Report, check
 from xvcomm.pipeline.stage import Spec, SplitBackward, Stage, StageSpec
 from xvcomm.pipeline.step import Peers, Step
 
+# What a rank tells the others: its schedule in words and digest, its stages' specs, and what is wrong with it.
+_Introduction = tuple[str, list[tuple[Spec | None, Spec | None]], str | None]
+
 
 def run(
     stages: Stage | Sequence[Stage],
@@ -89,12 +92,16 @@ class Pipeline:
             step.do(item)
         return step.finish()
 
-    def _introduction(self) -> tuple[str, list[tuple[Any, Any]], str | None]:
-        digest = hashlib.sha256(repr(self.schedule).encode()).hexdigest()
+    def _introduction(self) -> _Introduction:
+        schedule = self.schedule
+        title = (
+            f"{schedule.name} for {schedule.stages} ranks x {schedule.chunks} chunks with {schedule.micro_batches} "
+            f"micro-batches, {hashlib.sha256(repr(schedule).encode()).hexdigest()[:16]}"
+        )
         try:
-            return digest, self._own_specs(), None
+            return title, self._own_specs(), None
         except (ArgumentError, AttributeError) as error:
-            return digest, [], str(error)
+            return title, [], str(error)
 
     def _own_specs(self) -> list[tuple[Spec | None, Spec | None]]:
         schedule = self.schedule
@@ -119,11 +126,11 @@ class Pipeline:
         program = self.schedule.programs[self._position] if self._position < len(self.schedule.programs) else ()
         return any(isinstance(a, BackwardInput | BackwardWeight) and a.chunk == chunk for a in program)
 
-    def _exchange(self, mine: Any) -> list[Any]:
+    def _exchange(self, mine: _Introduction) -> list[_Introduction]:
         first, *others = self._ranks
         if self._comm.rank != first:
             self._comm.send_object(mine, first)
-            everybody: list[Any] = self._comm.recv_object(first)
+            everybody: list[_Introduction] = self._comm.recv_object(first)
             return everybody
         everybody = [mine, *(self._comm.recv_object(rank) for rank in others)]
         for rank in others:
@@ -145,15 +152,15 @@ def _positions(comm: Peers, schedule: Schedule, ranks: Sequence[int] | None) -> 
     return chosen
 
 
-def _agree(everybody: list[tuple[str, list[tuple[Any, Any]], str | None]], schedule: Schedule) -> list[StageSpec]:
+def _agree(everybody: list[_Introduction], schedule: Schedule) -> list[StageSpec]:
     for position, (_, _, problem) in enumerate(everybody):
         if problem is not None:
             raise ArgumentError(f"pipeline position {position}: {problem}")
-    for position, (digest, _, _) in enumerate(everybody):
-        if digest != everybody[0][0]:
+    first = everybody[0][0]
+    for position, (title, _, _) in enumerate(everybody):
+        if title != first:
             raise MismatchError(
-                f"pipeline position {position} has another schedule than position 0; here it is {schedule.name} for "
-                f"{schedule.stages} stages, {schedule.micro_batches} micro-batches, {schedule.chunks} chunks; "
+                f"pipeline position 0 has the schedule {first}; position {position} has {title}; "
                 f"make the same one on all ranks"
             )
     owners = [schedule.owner(stage) for stage in range(schedule.depth)]
