@@ -141,8 +141,7 @@ def lead(comm: Communicator, layout: Layout, job: Job, rehearsal: bool, check: b
             worst = report.compare(console, losses, reference, TOLERANCE)
             passed = worst <= TOLERANCE
             log.write({"check": {"worst_relative_difference": worst, "tolerance": TOLERANCE, "passed": passed}})
-    report.plot(out / "loss.png", header, losses, reference)
-    console.print(f"log and plot: {out / 'log.jsonl'}, {out / 'loss.png'}")
+    console.print(f"log: {out / 'log.jsonl'}\nplot: {report.plot(out / 'loss.png', header, losses, reference)}")
     return passed
 
 
@@ -209,7 +208,7 @@ def main(
     steps: Annotated[int, _training("Optimiser steps.", min=1)] = 80,
     micro_batches: Annotated[int, _training("Micro-batches a step and replica.", min=1)] = 4,
     sequences: Annotated[int, _training("Sequences a micro-batch.", min=1)] = 2,
-    lr: Annotated[float, _training("Learning rate of AdamW.", min=0)] = 2e-3,
+    lr: Annotated[float, _training("Learning rate of AdamW.", min=0)] = 1e-3,
     seed: Annotated[int, _training("Seed of parameters and text windows.", min=0)] = 0,
     check: Annotated[bool, typer.Option("--check", help="Train in one process too; fail if losses differ.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the log and the plot.")] = Path("runs/train"),

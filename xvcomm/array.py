@@ -208,7 +208,7 @@ def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
 
 def finish(x: ArrayView) -> Any:
     """The user's array: the one behind the view, or for immutable frameworks a new one with the view's contents."""
-    if not x.immutable or isinstance(x.array, np.ndarray):
+    if not x.immutable or isinstance(x.array, np.ndarray) or not isinstance(x.keep, np.ndarray):
         return x.array
     space = x.array.__array_namespace__()
     return space.asarray(x.keep.view(x.dtype.numpy).reshape(x.shape))

@@ -20,7 +20,7 @@ from xvcomm.array import ArrayView
 from xvcomm.calls import Call, Caller
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import UINT8, ReduceOp, Reduction, check_factor, check_reduction, reduction
+from xvcomm.dtype import UINT8, ReduceOp, Reduction, reduction_on
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.objects import Objects
 from xvcomm.opcode import OpCode
@@ -109,7 +109,7 @@ class Communicator(PointToPoint, Objects):
             out: output of equal shape and dtype.
         """
         src = array.view(x, output=out is None)
-        how = self._reduction(op, src)
+        how = reduction_on(op, src.dtype)
         dst = self._same_shape(src, out)
         return self._call(Call(OpCode.ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout)
 
@@ -120,7 +120,7 @@ class Communicator(PointToPoint, Objects):
         self._check_rank("root", root)
         mine = self.rank == root
         src = array.view(x, output=mine and out is None)
-        how = self._reduction(op, src)
+        how = reduction_on(op, src.dtype)
         dst = self._same_shape(src, out) if mine else None
         call = Call(OpCode.REDUCE, src, dst, src.dtype, how, count=src.count, root=root)
         return self._call(call, async_op, timeout)
@@ -137,7 +137,7 @@ class Communicator(PointToPoint, Objects):
             counts: rows a rank.
         """
         src = array.view(x)
-        how = self._reduction(op, src)
+        how = reduction_on(op, src.dtype)
         rows, row = self._blocks(src, counts)
         dst = self._output(src, out, (rows[self.rank], *src.shape[1:]))
         call = Call(OpCode.REDUCE_SCATTER, src, dst, src.dtype, how, counts=_times(rows, row), uneven=counts is not None)
@@ -280,13 +280,6 @@ class Communicator(PointToPoint, Objects):
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ArgumentError(f"{what} {rank}: ranks of this communicator go from 0 to {self.size - 1}")
-
-    @staticmethod
-    def _reduction(op: Op, src: ArrayView) -> Reduction:
-        how = reduction(op)
-        check_reduction(how.op, src.dtype)
-        check_factor(how, src.dtype)
-        return how
 
     def _same_shape(self, src: ArrayView, out: Any) -> ArrayView:
         """The output for an operation whose result has the input's shape."""

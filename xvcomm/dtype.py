@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from xvcomm.errors import DTypeError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type.
+    """One element type. There is one object for each: compare with `is`.
 
     Attributes:
         name: numpy's or ml_dtypes' name.
@@ -49,6 +49,9 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _by_name, (self.name,)
+
 
 DTYPES: tuple[DType, ...] = (
     DType("float64", 1, 8, "f", (2, 64)),
@@ -76,6 +79,10 @@ BY_NAME = {d.name: d for d in DTYPES}
 BY_CODE = {d.code: d for d in DTYPES}
 BY_DLPACK = {d.dlpack: d for d in DTYPES if d.dlpack is not None}
 UINT8 = BY_NAME["uint8"]
+
+
+def _by_name(name: str) -> DType:
+    return BY_NAME[name]
 
 
 @cache
@@ -150,7 +157,6 @@ def premul_sum(factor: float) -> Reduction:
     return Reduction(ReduceOp.PREMUL_SUM, float(factor))
 
 
-@cache
 def reduction(op: str | ReduceOp | Reduction) -> Reduction:
     """The Reduction that `op` names: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`.
 
@@ -173,26 +179,20 @@ _BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
 _ORDERED = frozenset((ReduceOp.MIN, ReduceOp.MAX))
 
 
-@cache
-def check_reduction(op: ReduceOp, dtype: DType) -> None:
-    """Refuse a reduction that is not defined on a dtype.
+@lru_cache(maxsize=1024)
+def reduction_on(op: str | ReduceOp | Reduction, dtype: DType) -> Reduction:
+    """The Reduction that `op` names, if it is defined on a dtype.
 
     Raises:
-        DTypeError: says which operations the dtype has.
+        DTypeError: no reduction has this name, the dtype does not have it, or it cannot hold the factor.
     """
-    if op in _BITWISE and dtype.kind in "fc":
-        raise DTypeError(f"{op} is defined on integers and bool only, not on {dtype}")
-    if op in _ORDERED and dtype.kind == "c":
-        raise DTypeError(f"{op} is not defined on {dtype}: complex numbers have no order; reduce the parts")
-    if op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype.kind == "b":
-        raise DTypeError(f"{op} is not defined on bool; convert the array to a number first")
-
-
-def check_factor(reduction: Reduction, dtype: DType) -> None:
-    """Refuse a factor that the dtype cannot hold.
-
-    Raises:
-        DTypeError: a fraction on integers.
-    """
-    if reduction.op is ReduceOp.PREMUL_SUM and dtype.kind in "iu" and reduction.factor != int(reduction.factor):
-        raise DTypeError(f"premul_sum({reduction.factor}) on {dtype}: the factor must be whole; convert the array")
+    found = reduction(op)
+    if found.op in _BITWISE and dtype.kind in "fc":
+        raise DTypeError(f"{found.op} is defined on integers and bool only, not on {dtype}")
+    if found.op in _ORDERED and dtype.kind == "c":
+        raise DTypeError(f"{found.op} is not defined on {dtype}: complex numbers have no order; reduce the parts")
+    if found.op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype.kind == "b":
+        raise DTypeError(f"{found.op} is not defined on bool; convert the array to a number first")
+    if dtype.kind in "iu" and found.factor != int(found.factor):
+        raise DTypeError(f"premul_sum({found.factor}) on {dtype}: the factor must be whole; convert the array")
+    return found

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import numpy as np
 
 from xvcomm.errors import ArgumentError, MismatchError
-
-if TYPE_CHECKING:
-    from xvcomm.communicator import Communicator
+from xvcomm.objects import Objects
 
 _Choice = tuple[int | str | None, int]
 
 
-def subgroups(comm: Communicator, color: int | str | None, key: int) -> list[int] | None:
+def subgroups(comm: Objects, color: int | str | None, key: int) -> list[int] | None:
     """This rank's group, as ranks of `comm` in the group's order; None where `color` is None.
 
     Raises:
@@ -38,7 +34,7 @@ def subgroups(comm: Communicator, color: int | str | None, key: int) -> list[int
     return [rank for _, rank in sorted(members)]
 
 
-def _check_types(comm: Communicator, choices: list[_Choice]) -> None:
+def _check_types(comm: Objects, choices: list[_Choice]) -> None:
     first: dict[type, int] = {}
     for rank, (color, _) in enumerate(choices):
         if color is not None:

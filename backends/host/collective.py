@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ ONE_SHOT = 8 << 10
 """Bytes up to which an all-reduce takes one barrier and reduces everything everywhere."""
 
 _ATTACHED = 2 * LINE
+_Functions = tuple[tuple[int, ...], tuple[int, float, int]]
 _PIECES = 3
 
 
@@ -63,6 +65,7 @@ class HostCollective(Collective):
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
         self._work = np.zeros(ranks + 1, np.int64)
         self._work[ranks] = self._accumulator.ctypes.data
+        self._kits: dict[int, _Functions] = {}
         self._fair: dict[tuple[int, int], np.ndarray] = {}
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
@@ -151,10 +154,15 @@ class HostCollective(Collective):
             found = self._fair[count, itemsize] = fair_blocks(count, self._ranks, itemsize)
         return found
 
-    def _functions(self, dtype: DType, op: Reduction) -> tuple[tuple[int, ...], tuple[int, float, int]]:
-        k = kit(dtype, op.base)
-        average = op.op is ReduceOp.AVG and not dtype.small_range
-        return (k.pair, k.first, k.more, k.last, k.wide), (scaler(dtype) if average else 0, 0.0, self._ranks)
+    def _functions(self, dtype: DType, op: Reduction) -> _Functions:
+        """The kernels' arguments for a reduction: the kit's addresses; scaler or 0, factor, divisor."""
+        key = dtype.code << 8 | op.op
+        found = self._kits.get(key)
+        if found is None:
+            average = op.op is ReduceOp.AVG and not dtype.small_range
+            scale = (scaler(dtype) if average else 0, 0.0, self._ranks)
+            found = self._kits[key] = astuple(kit(dtype, op.base)), scale
+        return found
 
     def _scaled_input(self, src: int, count: int, dtype: DType, op: Reduction) -> tuple[int, np.ndarray | None]:
         """The input's address, or that of a scaled copy (which must be kept): premul_sum, averages that may overflow."""

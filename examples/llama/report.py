@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
+from math import inf, isnan
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -98,7 +100,7 @@ def compare(console: Console, losses: Sequence[float], reference: Sequence[float
     for column in ("step", "distributed loss", "one-process loss", "relative difference"):
         table.add_column(column, justify="right")
     differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
-    worst = max(range(len(differences)), key=differences.__getitem__)
+    worst = max(range(len(differences)), key=lambda i: inf if isnan(differences[i]) else differences[i])
     every = max(1, len(losses) // ROWS)
     for i, difference in enumerate(differences):
         if i % every == 0 or i in (worst, len(losses) - 1):
@@ -112,8 +114,10 @@ def compare(console: Console, losses: Sequence[float], reference: Sequence[float
     return differences[worst]
 
 
-def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference: Sequence[float] | None) -> None:
-    """Write the loss curve, and that of one process if there is one, as PNG."""
+def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference: Sequence[float] | None) -> str:
+    """Write the loss curve, and that of one process if there is one, as PNG; says where, or why there is none."""
+    if find_spec("matplotlib") is None:
+        return "none; pip install 'xvcomm[plot]' for one"
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,6 +138,7 @@ def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference:
     axes.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+    return str(path)
 
 
 def _rehearsal(header: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xvcomm.backends.host import reducers
-from xvcomm.dtype import DTYPES, DType, ReduceOp, check_reduction
+from xvcomm.dtype import DTYPES, DType, ReduceOp, reduction_on
 from xvcomm.errors import DTypeError
 
 ELEMENTWISE = [op for op in ReduceOp if op not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)]
@@ -14,7 +14,7 @@ ELEMENTWISE = [op for op in ReduceOp if op not in (ReduceOp.AVG, ReduceOp.PREMUL
 
 def defined(op: ReduceOp, dtype: DType) -> bool:
     try:
-        check_reduction(op, dtype)
+        reduction_on(op, dtype)
     except DTypeError:
         return False
     return True

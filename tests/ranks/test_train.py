@@ -1,0 +1,198 @@
+"""The trainer on real ranks: started three ways, over every framework, schedule and layout, with one process's loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = str(Path(__file__).parents[2] / "examples" / "train.py")
+ENV = {k: v for k, v in os.environ.items() if not k.startswith(("XVCOMM_", "OMPI_"))} | {"COLUMNS": "120"}
+STEPS = 5
+SMALL = (
+    *("--layers", "4", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--hidden", "24", "--context", "16"),
+    *("--sequences", "1", "--steps", str(STEPS)),
+)
+BIN = Path(sys.executable).parent
+BORDER = "cuda:2,rocm:2"
+
+
+def run(*command: str, timeout: float = 90) -> tuple[int, str]:
+    """Exit code and output of a command in a session of its own, all of which is ended if it hangs."""
+    process = subprocess.Popen(
+        command, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            out, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, _ = process.communicate()
+        pytest.fail(f"{' '.join(command)} hangs:\n{out}")
+    return process.returncode, out
+
+
+def launched(labels: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "xvcomm", "run", "--islands", labels, "--", TRAIN, *SMALL, *arguments)
+
+
+def read(folder: Path) -> tuple[dict, list[dict], dict]:
+    """Header, steps and check of a log."""
+    header, *steps, check = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return header, steps, check["check"]
+
+
+def train(folder: Path, *command: str) -> tuple[dict, list[float]]:
+    """Run with `--check`; the header and the losses."""
+    code, out = run(*command, "--check", "--out", str(folder))
+    assert code == 0, out
+    assert "same loss as one process" in out
+    header, steps, check = read(folder)
+    assert check["passed"] and check["worst_relative_difference"] <= 1e-5
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    return header, [step["loss"] for step in steps]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one numpy process with as many sequences a step as two replicas of four micro-batches."""
+    folder = tmp_path_factory.mktemp("alone")
+    return train(folder, sys.executable, TRAIN, *SMALL, "--micro-batches", "8")[1]
+
+
+def assert_like(losses: list[float], alone: list[float]) -> None:
+    assert losses == pytest.approx(alone, rel=1e-4)
+
+
+def test_xvcomm_run(tmp_path: Path, alone: list[float]) -> None:
+    header, losses = train(tmp_path, *launched(BORDER))
+    assert_like(losses, alone)
+    assert losses[-1] < losses[0]
+    assert header["rehearsal"] is True
+    assert header["ranks"] == ["cuda", "cuda", "rocm", "rocm"]
+    assert header["stages"] == [[0, 1], [2, 3]]
+    assert (header["pp"], header["dp"], header["layers_per_stage"]) == (2, 2, [2, 2])
+    _, steps, _ = read(tmp_path)
+    assert all(step["tokens_per_s"] > 0 and step["seconds"] > 0 for step in steps)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_torchrun(tmp_path: Path, alone: list[float]) -> None:
+    pytest.importorskip("torch")
+    header, losses = train(
+        tmp_path, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", TRAIN, *SMALL, "--islands", BORDER
+    )
+    assert_like(losses, alone)
+    assert header["rehearsal"] is True
+    assert header["stages"] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.skipif(not (BIN / "mpirun").exists(), reason="mpirun is not installed beside this Python")
+def test_mpirun(tmp_path: Path, alone: list[float]) -> None:
+    pytest.importorskip("mpi4py")
+    mpirun = (str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-n", "4")
+    header, losses = train(tmp_path, *mpirun, sys.executable, TRAIN, *SMALL, "--islands", BORDER)
+    assert_like(losses, alone)
+    assert header["stages"] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("names", ["torch", "jax", "torch,jax"])
+def test_frameworks_across_the_border(tmp_path: Path, alone: list[float], names: str) -> None:
+    for name in names.split(","):
+        pytest.importorskip(name)
+    header, losses = train(tmp_path, *launched("cuda:1,rocm:1", "--framework", names, "--micro-batches", "8"))
+    assert_like(losses, alone)
+    assert header["framework"] == names.split(",")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["jax,numpy", "torch,jax"])
+@pytest.mark.parametrize("layout", [("--pp", "2"), ("--dp", "4", "--micro-batches", "2")])
+def test_frameworks_mixed_on_four_ranks(
+    tmp_path: Path, alone: list[float], names: str, layout: tuple[str, ...]
+) -> None:
+    for name in names.split(","):
+        pytest.importorskip(name)
+    assert_like(train(tmp_path, *launched(BORDER, "--framework", names, *layout))[1], alone)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
+def test_schedules(tmp_path: Path, alone: list[float], schedule: str) -> None:
+    header, losses = train(tmp_path, *launched(BORDER, "--schedule", schedule))
+    assert_like(losses, alone)
+    assert header["schedule"] == schedule
+    assert header["layers_per_stage"] == ([1, 1, 1, 1] if schedule == "interleaved" else [2, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_schedules_of_frameworks(tmp_path: Path, alone: list[float], schedule: str, name: str) -> None:
+    pytest.importorskip(name)
+    command = launched("cuda:1,rocm:1", "--schedule", schedule, "--framework", name, "--micro-batches", "8")
+    assert_like(train(tmp_path, *command)[1], alone)
+
+
+@pytest.mark.parametrize(
+    ("islands", "arguments", "stages"),
+    [
+        ("cuda:2,rocm:2", ("--pp", "4", "--micro-batches", "8"), [[0], [1], [2], [3]]),
+        ("cuda:2,rocm:2", ("--dp", "4", "--micro-batches", "2"), [[0, 1, 2, 3]]),
+        ("cuda:1,rocm:1,cuda:1,rocm:1", ("--layers-per-stage", "3,1"), [[0, 2], [1, 3]]),
+        pytest.param("cuda:1,rocm:3", ("--pp", "2"), [[0, 1], [2, 3]], marks=pytest.mark.slow),
+        pytest.param("cuda:1,rocm:1,host:2", ("--pp", "2"), [[0, 1], [2, 3]], marks=pytest.mark.slow),
+        pytest.param("cuda:1,rocm:1,host:1", ("--micro-batches", "8"), [[0], [1], [2]], marks=pytest.mark.slow),
+    ],
+)
+def test_layouts(
+    tmp_path: Path, alone: list[float], islands: str, arguments: tuple[str, ...], stages: list[list[int]]
+) -> None:
+    header, losses = train(tmp_path, *launched(islands, *arguments))
+    assert_like(losses, alone)
+    assert header["stages"] == stages
+
+
+def test_one_process_without_labels_is_no_rehearsal(tmp_path: Path) -> None:
+    header, _ = train(tmp_path, sys.executable, TRAIN, *SMALL)
+    assert header["rehearsal"] is False
+
+
+def test_a_failed_check_fails_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "strict.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(TRAIN).parent)!r})\n"
+        "import train, typer\n"
+        "train.TOLERANCE = -1.0\n"
+        "typer.run(train.main)\n"
+    )
+    code, out = run(sys.executable, str(script), *SMALL, "--check", "--out", str(tmp_path))
+    assert code == 1
+    assert "NOT the loss of one process" in out
+    assert read(tmp_path)[2]["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--pp", "2", "--dp", "1"), "2 stages x 1 replicas need 2 ranks, the job has 1"),
+        (("--layers", "4", "--layers-per-stage", "1,2"), "expected 1 positive numbers with sum 4"),
+        (("--layers", "1", "--schedule", "interleaved"), "1 layers cannot fill 2 pipeline stages"),
+        (("--heads", "3"), "multiple of heads"),
+        (("--framework", "caffe"), "unknown framework 'caffe'; use one of numpy, torch, jax"),
+        (("--framework", "numpy,torch"), "expected one, or one for each of 1 islands"),
+        (("--islands", BORDER), "labels 4 ranks, the job has 1"),
+    ],
+)
+def test_what_cannot_be_trained_is_said(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    code, out = run(sys.executable, TRAIN, *SMALL, *arguments, "--out", str(tmp_path))
+    assert code == 1
+    assert "Traceback" not in out
+    assert words in " ".join(out.split())
