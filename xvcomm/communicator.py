@@ -12,6 +12,7 @@ communicator is finished on all its ranks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -216,7 +217,7 @@ class Communicator(PointToPoint, Objects):
             raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
         src = array.view(x)
         rows, row = self._blocks(src, send_counts)
-        back = rows if recv_counts is None else tuple(recv_counts)
+        back = rows if recv_counts is None else _whole("recv_counts", recv_counts)
         if len(back) != self.size or min(back, default=0) < 0:
             raise ArgumentError(f"recv_counts {back}: expected {self.size} numbers of rows")
         dst = self._output(src, out, (sum(back), *src.shape[1:]))
@@ -303,12 +304,12 @@ class Communicator(PointToPoint, Objects):
         """Rows a rank of an array that holds everybody's, and elements a row."""
         if not src.shape:
             raise ArrayError("a scalar has no rows to divide; pass an array of at least one dimension")
-        total, row = src.shape[0], src.count // src.shape[0] if src.shape[0] else 0
+        total, row = src.shape[0], _row_elements(src.shape)
         if counts is None:
             if total % self.size:
                 raise ArrayError(f"{total} rows do not divide by {self.size} ranks; pass counts=")
             return (total // self.size,) * self.size, row
-        rows = tuple(counts)
+        rows = _whole("counts", counts)
         if len(rows) != self.size or min(rows) < 0 or sum(rows) != total:
             raise ArgumentError(f"counts {rows}: expected {self.size} numbers that add up to {total} rows")
         return rows, row
@@ -316,10 +317,10 @@ class Communicator(PointToPoint, Objects):
     def _own_block(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
         """Rows a rank where an array holds this rank's block, and elements a row."""
         mine = src.shape[0] if src.shape else 1
-        row = src.count // mine if mine else _row_elements(src.shape)
+        row = _row_elements(src.shape)
         if counts is None:
             return (mine,) * self.size, row
-        rows = tuple(counts)
+        rows = _whole("counts", counts)
         if len(rows) != self.size or min(rows) < 0 or rows[self.rank] != mine:
             raise ArgumentError(f"counts {rows}: expected {self.size} numbers, the one of rank {self.rank} being {mine}")
         return rows, row
@@ -330,6 +331,14 @@ def _row_elements(shape: tuple[int, ...]) -> int:
     for n in shape[1:]:
         count *= n
     return count
+
+
+def _whole(what: str, counts: Sequence[int]) -> tuple[int, ...]:
+    """Counts as plain integers, so that a list and a numpy array of the same numbers are the same call."""
+    try:
+        return tuple(operator.index(n) for n in counts)
+    except TypeError:
+        raise ArgumentError(f"{what} {counts!r}: expected whole numbers, one a rank") from None
 
 
 def _times(rows: tuple[int, ...], row: int) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import CodeType
 
 from xvcomm.dtype import BY_CODE
 from xvcomm.opcode import OpCode
@@ -22,8 +22,7 @@ HEADER = 128
 _FORMAT = struct.Struct("<10q48s")
 _STATE, _END = 7, 9
 _HERE = str(Path(__file__).parent)
-_sites: dict[tuple[CodeType, int], bytes] = {}
-_internal: dict[CodeType, bool] = {}
+_sites: dict[tuple[str, int], bytes] = {}
 
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
@@ -120,22 +119,23 @@ class Recorder:
 def call_site() -> bytes:
     """`file.py:line` of the nearest caller outside xvcomm, at most 48 bytes."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and _ours(frame.f_code):
+    file = frame.f_code.co_filename
+    while _internal(file) and frame.f_back is not None:
         frame = frame.f_back
-    key = (frame.f_code, frame.f_lineno)
+        file = frame.f_code.co_filename
+    # Keyed by file name: hashing a code object walks through all of it.
+    key = (file, frame.f_lineno)
     found = _sites.get(key)
     if found is None:
         if len(_sites) > 4096:
             _sites.clear()
-        found = _sites[key] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}".encode()[-48:]
+        found = _sites[key] = f"{Path(file).name}:{frame.f_lineno}".encode()[-48:]
     return found
 
 
-def _ours(code: CodeType) -> bool:
-    found = _internal.get(code)
-    if found is None:
-        found = _internal[code] = code.co_filename.startswith(_HERE)
-    return found
+@cache
+def _internal(file: str) -> bool:
+    return file.startswith(_HERE)
 
 
 def read(memory: memoryview, number: int) -> Record:
