@@ -78,7 +78,7 @@ def init(
 
     try:
         space = _namespace(base, launch.rank, env)
-        comm = Communicator.join(space, launch.rank, launch.size, config=config, on_close=base.close)
+        comm = Communicator.join(space, launch.rank, launch.size, config=config, deadline=deadline, on_close=base.close)
     except BaseException as error:
         if isinstance(error, ConfigError) and launch.rank == 0 and launch.size > 1:
             # Ranks that come a moment later shall read what is wrong instead of waiting at a port without a server.

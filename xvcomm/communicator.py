@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xvcomm import array
+from xvcomm.abc.store import Store
 from xvcomm.array import ArrayView
 from xvcomm.calls import Call, Caller
+from xvcomm.config import Config
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import UINT8, ReduceOp, Reduction, reduction_on
@@ -56,24 +58,30 @@ class Communicator(PointToPoint, Objects):
         self._init_point_to_point()
 
     @classmethod
-    def join(cls, store: Any, rank: int, size: int, *, config: Any, on_close: Callable[[], None]) -> Communicator:
+    def join(
+        cls, store: Store, rank: int, size: int, *, config: Config, deadline: Deadline, on_close: Callable[[], None]
+    ) -> Communicator:
         """Meet the other ranks through a store; `xvcomm.init` finds the store and calls this.
+
+        Args:
+            deadline: for meeting; operations have `config.timeout` seconds each.
+            on_close: called once, when everything is closed.
 
         Raises:
             DeadlineExceeded: names the ranks that did not come.
             ConfigError: two processes have one number.
             ResourceError: shared memory cannot be had.
         """
-        session = Session(store, rank, size, config, on_close)
+        session = Session(store, rank, size, config, deadline, on_close)
         try:
-            context = Context(session, "0", tuple(range(size)), Deadline.after(config.timeout))
+            context = Context(session, "0", tuple(range(size)), deadline)
         except BaseException:
             session.close()
             raise
         return cls(context, config.timeout)
 
     @property
-    def store(self) -> Any:
+    def store(self) -> Store:
         """The store that the ranks met through, under a prefix of this communicator."""
         return self._context.store
 

@@ -55,14 +55,15 @@ class Session:
         recorder: this rank's flight recorder.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, config: Config, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, config: Config, deadline: Deadline, on_close: Callable[[], None]
+    ) -> None:
         """Meet all the other ranks; blocks until they are there.
 
         Raises:
             DeadlineExceeded: names the ranks that are missing.
             BackendUnavailable: this rank's device does not work, with the remedy.
         """
-        deadline = Deadline.after(config.timeout)
         self.store, self.rank, self.size, self.config = store, rank, size, config
         self._on_close = on_close
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
