@@ -24,7 +24,7 @@ from xvcomm.config import Config, table
 from xvcomm.errors import ConfigError
 from xvcomm.launch import discover
 
-_PACKAGES = ("xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "apache-tvm-ffi", "torch", "jax", "cupy", "mpi4py")
+_PACKAGES = ("xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "torch", "jax", "cupy", "mpi4py")
 _LEAST_SHM = 64 << 20
 _LEAST_FILES = 1024
 _LIMITS = {

@@ -131,7 +131,7 @@ class World:
         while waiting:
             ready = wait(list(waiting), timeout)
             if not ready:
-                texts.update({rank: "no answer in time" for rank in waiting.values()})
+                texts.update(dict.fromkeys(waiting.values(), "no answer in time"))
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)
