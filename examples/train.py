@@ -157,7 +157,9 @@ def describe(topology: Topology, layout: Layout, job: Job, rehearsal: bool) -> d
         "framework": list(job.frameworks),
         "schedule": job.schedule,
         "chunks": job.chunks,
-        "layers_per_stage": [p.stop - p.first for p in cut(job.model.layers, layout.pp * job.chunks, job.layers_per_stage)],
+        "layers_per_stage": [
+            p.stop - p.first for p in cut(job.model.layers, layout.pp * job.chunks, job.layers_per_stage)
+        ],
         "micro_batches": job.micro_batches,
         "tokens_per_step": layout.dp * job.micro_batches * job.sequences * job.model.context,
         "steps": job.steps,
@@ -175,7 +177,9 @@ def island_label(islands: str | None) -> str | None:
         return None
     labels, me = parse_islands(islands), discover(os.environ, config)
     if len(labels) != me.size:
-        raise ArgumentError(f"--islands {islands} labels {len(labels)} ranks, the job has {me.size}: change one of them")
+        raise ArgumentError(
+            f"--islands {islands} labels {len(labels)} ranks, the job has {me.size}: change one of them"
+        )
     return labels[me.rank]
 
 
@@ -192,8 +196,12 @@ def _training(text: str, **more: Any) -> Any:
 
 
 def main(
-    names: Annotated[str, _layout("numpy, torch or jax; one an island mixes them: torch,jax.", "--framework")] = "numpy",
-    islands: Annotated[str | None, _layout("Label the ranks: cuda:2,rocm:2. `xvcomm run --islands` comes first.")] = None,
+    names: Annotated[
+        str, _layout("numpy, torch or jax; one an island mixes them: torch,jax.", "--framework")
+    ] = "numpy",
+    islands: Annotated[
+        str | None, _layout("Label the ranks: cuda:2,rocm:2. `xvcomm run --islands` comes first.")
+    ] = None,
     pp: Annotated[int | None, _layout("Pipeline stages; left out: one an island.", min=1)] = None,
     dp: Annotated[int | None, _layout("Replicas; left out: ranks / stages.", min=1)] = None,
     schedule: Annotated[ScheduleName, _layout("Pipeline schedule.")] = ScheduleName["1f1b"],
@@ -205,7 +213,7 @@ def main(
     kv_heads: Annotated[int, _model("Key and value heads; each serves heads / kv-heads query heads.")] = 2,
     hidden: Annotated[int, _model("Width inside the SwiGLU.")] = 256,
     context: Annotated[int, _model("Tokens a sequence.")] = 128,
-    steps: Annotated[int, _training("Optimiser steps.", min=1)] = 80,
+    steps: Annotated[int, _training("Optimiser steps.", min=1)] = 100,
     micro_batches: Annotated[int, _training("Micro-batches a step and replica.", min=1)] = 4,
     sequences: Annotated[int, _training("Sequences a micro-batch.", min=1)] = 2,
     lr: Annotated[float, _training("Learning rate of AdamW.", min=0)] = 1e-3,

@@ -1,7 +1,10 @@
 """The board: shared memory in which a communicator's ranks of one host describe each collective before it starts.
 
 Whoever posts second compares; nobody waits. So two ranks that call different things both find out, even when the
-calls would not meet in any message.
+calls would not meet in any message. Each rank also says here that it left, and why it stopped everybody.
+
+    page 0   line 1: abort word; line 2: ranks that have mapped the board
+    then     for each rank: LEDGER entries of its collectives; a page of notes: left or not, length of a text, the text
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from xvcomm.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
 from xvcomm.shm import PAGE, Segment
 
 _ATTACHED = 2 * LINE
-_ROW = LEDGER * ENTRY
+_NOTES = LEDGER * ENTRY
+_ROW = _NOTES + PAGE
+_LEFT, _LENGTH, _TEXT = _NOTES, _NOTES + 8, _NOTES + 16
+_TEXT_BYTES = 2048
 _MISMATCH = int(Reason.MISMATCH)
 _ROWS = 1 << 62
 """Set in an abort word that tells two rows and an entry instead of one rank."""
@@ -46,13 +52,18 @@ def _attach(counter: int) -> int:
     return fetch_add(counter, 1)
 
 
+def _abort(cell: int, word: int) -> None:
+    compare_and_swap(cell, 0, word)
+
+
 with compiling():
     _post_kernel = kernel("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(_post)
     _attach_kernel = kernel("int64(int64)")(_attach)
+    _abort_kernel = kernel("void(int64, int64)")(_abort)
 
 
 class Board:
-    """One communicator's board on this host, seen from one rank.
+    """One communicator's board on this host, seen from one rank. After `close` no method may be called.
 
     Attributes:
         ranks: the communicator's ranks on this host; they index the board's rows.
@@ -74,23 +85,46 @@ class Board:
 
     def post(self, sequence: int, message: Message) -> bool:
         """Describe collective number `sequence`; False if the board is aborted or somebody described it differently."""
-        return bool(
-            _post_kernel(
-                self._address, len(self.ranks), self._me, sequence,
-                message.op, message.dtype, message.nbytes, message.tag, message.detail,
-            ) == -1
-        )  # fmt: skip
+        return bool(_post_kernel(self._address, len(self.ranks), self._me, sequence, *message) == -1)
 
     def abort(self, word: int) -> None:
         """Stop the communicator on this host; the first reason stays."""
-        if self._address:
-            cell = ctypes.c_int64.from_address(self._address + ABORT)
-            if not cell.value:
-                cell.value = word
+        _abort_kernel(self._address + ABORT, word)
 
     def abort_word(self) -> int:
         """0, or the reason."""
-        return ctypes.c_int64.from_address(self._address + ABORT).value if self._address else 0
+        return ctypes.c_int64.from_address(self._address + ABORT).value
+
+    def explain(self, text: str) -> None:
+        """Say in words why this rank is about to abort."""
+        data = text.encode()[:_TEXT_BYTES]
+        row = self._row(self._me)
+        ctypes.memmove(row + _TEXT, data, len(data))
+        ctypes.c_int64.from_address(row + _LENGTH).value = len(data)
+
+    def explanation(self, rank: int) -> str:
+        """What a rank said in words, or nothing."""
+        if rank not in self.ranks:
+            return ""
+        row = self._row(self.ranks.index(rank))
+        length = ctypes.c_int64.from_address(row + _LENGTH).value
+        return ctypes.string_at(row + _TEXT, length).decode(errors="ignore")
+
+    def leave(self) -> None:
+        """Say that this rank closes the communicator."""
+        ctypes.c_int64.from_address(self._row(self._me) + _LEFT).value = 1
+
+    def departed(self) -> list[int]:
+        """The ranks that closed the communicator."""
+        return [r for i, r in enumerate(self.ranks) if ctypes.c_int64.from_address(self._row(i) + _LEFT).value]
+
+    def absent(self, sequence: int) -> list[int]:
+        """The ranks of this host that have not come to collective number `sequence`."""
+        index = sequence % LEDGER * ENTRY
+        return [
+            rank for i, rank in enumerate(self.ranks)
+            if ctypes.c_int64.from_address(self._row(i) + index).value <= sequence
+        ]  # fmt: skip
 
     def quarrel(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
         """After a mismatch of collectives: the two ranks that differ and what each wrote."""
@@ -100,14 +134,14 @@ class Board:
         index = (word >> 40) & 0xFFFF
         found = []
         for row in ((word >> 8) & 0xFFFF, (word >> 24) & 0xFFFF):
-            entry = self._address + PAGE + row * _ROW + index * ENTRY
-            fields = (ctypes.c_int64 * 6).from_address(entry)
+            fields = (ctypes.c_int64 * 6).from_address(self._row(row) + index * ENTRY)
             found.append((self.ranks[row], Message(*fields[1:])))
         return found[0], found[1]
 
     def close(self) -> None:
         """Unmap. Idempotent."""
-        if self._address:
-            self._address = 0
-            self._segment.unlink()
-            self._segment.close()
+        self._segment.unlink()
+        self._segment.close()
+
+    def _row(self, index: int) -> int:
+        return self._address + PAGE + index * _ROW

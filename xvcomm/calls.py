@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 
 from xvcomm import array
 from xvcomm.array import ArrayView
-from xvcomm.context import Context, Operation, pack_detail
+from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp, Reduction
 from xvcomm.errors import ArrayError
 from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
+from xvcomm.operation import Operation, pack_detail
 from xvcomm.ring import Message
 from xvcomm.schedule.steps import Collective as Op
 from xvcomm.schedule.steps import Request
@@ -76,11 +78,13 @@ class Caller:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._order = threading.Lock()
         self._worker = OrderedWorker(f"xvcomm-{context.path}")
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
         self._stream = context.device.streams(1)[0]
         self._token = array.view(np.zeros(1, np.uint8))
+        context.closing.append(self._close)
 
     def token(self) -> ArrayView:
         """One byte for operations that carry no data."""
@@ -91,7 +95,7 @@ class Caller:
         self._check_device(call)
         if not self._worker.idle:
             return Work(self._submit(call, deadline), str(call.op)).wait()
-        with self._context.lock:
+        with self._order:
             return self._run(call, deadline)
 
     def start(self, call: Call, deadline: Deadline) -> Work:
@@ -101,9 +105,10 @@ class Caller:
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
         def locked() -> Any:
-            with self._context.lock:
+            with self._order:
                 return self._run(call, deadline)
 
+        self._context.ensure_open(call.op)
         return self._worker.submit(locked)
 
     def _check_device(self, call: Call) -> None:
@@ -124,11 +129,11 @@ class Caller:
             else:
                 self._scheduled(call, operation, deadline)
         except BaseException as error:
-            raised = context.translate(error, operation)
+            raised = context.fail(error, operation)
             if raised is error:
                 raise
             raise raised from None
-        context.session.recorder.end(operation.record)
+        context.end(operation)
         if call.dst is not None:
             return array.finish(call.dst)
         return call.src.array if call.op is OpCode.REDUCE and call.src is not None else None
@@ -165,9 +170,7 @@ class Caller:
             plan.schedule, Buffers(src, dst), call.dtype, call.reduction or _NO_REDUCTION, operation, deadline
         )
 
-    def close(self) -> None:
-        """End the worker; what it still runs is stopped by the context."""
-        if not self._worker.idle:
-            self._context.leave()
+    def _close(self) -> None:
+        """End the worker; what it still runs was stopped by the context."""
         with contextlib.suppress(RuntimeError):
             self._worker.close(_CLOSE_SECONDS)

@@ -263,17 +263,14 @@ class Communicator(PointToPoint, Objects):
         return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
 
     def abort(self, reason: str = "") -> None:
-        """Make every rank leave what it is in and raise Aborted. Safe from any thread; `reason` goes to the store."""
-        if reason:
-            self.store.set(f"abort/{self.rank}", reason.encode())
-        self._context.abort(Reason.ABORTED.word(self.rank))
+        """Make every rank leave what it is in and raise Aborted, which gives the reason. Safe from any thread."""
+        self._context.abort(Reason.ABORTED.word(self.rank), reason)
 
     def close(self) -> None:
         """Leave, and free everything: of the whole job if this is what `xvcomm.init` made. Idempotent.
 
         Asynchronous operations that are not done end with an error: wait for them first.
         """
-        self._caller.close()
         if self._context.path == "0":
             self._context.session.close()
         else:

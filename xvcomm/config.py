@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,8 +11,10 @@ from typing import Any
 from xvcomm.errors import ConfigError
 
 
-def _var(default: Any, doc: str, *, least: float | None = None, secret: bool = False) -> Any:
-    return field(default=default, repr=not secret, metadata={"doc": doc, "least": least})
+def _var(
+    default: Any, doc: str, *, least: float = -math.inf, most: float = math.inf, secret: bool = False
+) -> Any:
+    return field(default=default, repr=not secret, metadata={"doc": doc, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Config:
     device: str | None = _var(None, "Kind of device of this rank: `host`, `cuda`, `rocm`; found if unset.")
     timeout: float = _var(300.0, "Seconds an operation may take before DeadlineExceeded.", least=0)
     shm_dir: str = _var("/dev/shm", "Folder of shared memory files; must be a tmpfs for speed.")
-    ring_lanes: int = _var(1, "Lanes of a ring between two host ranks.", least=1)
+    ring_lanes: int = _var(1, "Lanes of a ring between two host ranks, at most 64.", least=1, most=64)
     ring_slots: int = _var(8, "Slots a lane.", least=2)
     ring_slot_bytes: int = _var(128 << 10, "Bytes a slot; a multiple of 4096.", least=4096)
     stage_bytes: int = _var(256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096)
@@ -58,18 +61,19 @@ class Config:
         for variable, f in known.items():
             text = env.get(variable, "")
             if text:
-                values[f.name] = _parse(variable, text, str(f.type), f.metadata["least"])
+                values[f.name] = _parse(variable, text, str(f.type), f.metadata["least"], f.metadata["most"])
         return cls(**values)
 
 
-def _parse(variable: str, text: str, kind: str, least: float | None) -> Any:
+def _parse(variable: str, text: str, kind: str, least: float, most: float) -> Any:
     convert: Any = int if kind.startswith("int") else float if kind.startswith("float") else str
     try:
         value = convert(text)
     except ValueError:
         raise ConfigError(f"{variable}={text!r}: expected {convert.__name__}") from None
-    if least is not None and value < least:
-        raise ConfigError(f"{variable}={text!r}: must be at least {least:g}")
+    if convert is not str and not least <= value <= most:  # also refuses nan
+        limit = f" and at most {most:g}" if most < math.inf else ""
+        raise ConfigError(f"{variable}={text!r}: must be at least {least:g}{limit}")
     return value
 
 

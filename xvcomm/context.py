@@ -1,91 +1,32 @@
-"""One communicator's inside: its rings, board and native library, and what to say when they stop."""
+"""One communicator's inside: its rings, board and native library, and how they all stop together."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
+import time
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.blame import Blame
 from xvcomm.board import Board
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_CODE, ReduceOp
-from xvcomm.errors import (
-    Aborted,
-    ArgumentError,
-    ClosedError,
-    DeadlineExceeded,
-    MismatchError,
-    PeerLost,
-    XvcommError,
-)
+from xvcomm.errors import ArgumentError, ClosedError, DeadlineExceeded, XvcommError
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
+from xvcomm.operation import Operation
 from xvcomm.planner import Planner
-from xvcomm.ring import Message, Reason, RingEnd
+from xvcomm.ring import Message, Reason
 from xvcomm.session import Session
 from xvcomm.shm import Segment
+from xvcomm.store.guarded import GuardedStore
 from xvcomm.topology import Topology
 from xvcomm.trace import State
 
-_LOOK_SECONDS = 0.1
-
-
-@dataclass(slots=True)
-class Operation:
-    """An operation under way, for messages and for the flight recorder."""
-
-    name: OpCode
-    sequence: int
-    record: int
-    message: Message
-    missing: list[int] = field(default_factory=list)
-
-
-def pack_detail(root: int, op: int, counts: tuple[int, ...] = ()) -> int:
-    """Root, reduction and uneven counts in one word, for ledgers; equal words mean equal calls."""
-    digest = zlib.crc32(repr(counts).encode()) if counts else 0
-    return (root + 1) | (int(op) << 20) | (digest << 28)
-
-
-def describe(message: Message) -> str:
-    """A collective as a ledger describes it: `all_reduce(sum) of 4096 x float32`."""
-    op, root = (message.detail >> 20) & 0xFF, (message.detail & 0xFFFFF) - 1
-    dtype = BY_CODE.get(message.dtype)
-    text = str(OpCode(message.op))
-    text += f"({ReduceOp(op)})" if op else ""
-    text += f" of {message.nbytes // dtype.itemsize} x {dtype}" if dtype else ""
-    text += f" with root {root}" if root >= 0 else ""
-    return text + (" and uneven counts" if message.detail >> 28 else "")
-
-
-class _GuardedStore(PrefixStore):
-    """A communicator's part of the store; waiting in it ends when the communicator does."""
-
-    def __init__(self, prefix: str, store: Store, check: Callable[[], None]) -> None:
-        super().__init__(prefix, store)
-        self._check = check
-
-    def get(self, key: str, deadline: Deadline) -> bytes:
-        """See `Store.get`; also raises what finished the communicator."""
-        self.wait([key], deadline)
-        return super().get(key, deadline)
-
-    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`; also raises what finished the communicator."""
-        names = list(keys)
-        while True:
-            try:
-                return super().wait(names, Deadline.after(deadline.sooner(_LOOK_SECONDS)))
-            except DeadlineExceeded:
-                self._check()
-                if deadline.expired():
-                    raise
+_SETTLE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.0005
+_NOTHING = Message(0, 0, 0, 0)
 
 
 class Context:
@@ -95,31 +36,41 @@ class Context:
         path: name in the store, equal on all its ranks and used once.
         ranks: this communicator's ranks as numbers of the whole job.
         rank: this process's number in it.
+        enqueueing: held while transfers are put in order on rings, not while they move.
+        closing: called by `close` when operations have been stopped and before memory is unmapped.
     """
 
     def __init__(self, session: Session, path: str, ranks: tuple[int, ...], deadline: Deadline) -> None:
         self.session, self.path, self.ranks = session, path, ranks
         self.rank = ranks.index(session.rank)
         self.ident = zlib.crc32(path.encode()) & 0x7FFFFFFF
+        self.enqueueing = threading.Lock()
+        self.closing: list[Callable[[], None]] = []
+        # Taken by whoever stops the communicator or unmaps it: no thread may write where nothing is mapped any more.
+        self._gate = threading.RLock()
+        self._active: set[Operation] = set()
         self._closed = False
         self._word = 0
-        self.board: Board | None = None
-        self.store: Store = _GuardedStore(f"comm/{path}", session.store, self.check)
+        self._departed: set[int] = set()
+        self._sequence = 0
+        self._board: Board | None = None
+        self._native: Collective | None = None
+        self.store = GuardedStore(f"comm/{path}", session.store, self.check)
         labels = [session.collective_label(r) for r in ranks]
         self._check_islands(labels)
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         self.planner = Planner(self.topology, self.rank, session.config)
         self.device = session.device
-        self.links = Links(
-            session.config, self.store, self.rank, session.transports, [session.offers[r] for r in ranks]
-        )
-        self.lock = threading.RLock()
-        self._sequence = 0
-        self._native: Collective | None = None
+        offers = [session.offers[r] for r in ranks]
+        self.links = Links(session.config, self.store, self.rank, session.transports, offers)
+        self._blame = Blame(session, ranks, self.rank, self.ident, self.links)
         session.add(self)
-        self.board = self._open_board(deadline)
-        if self._word:
-            self.board.abort(self._word)
+        try:
+            with session.telling(self.store):
+                self._open_board(deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def _check_islands(self, labels: list[str]) -> None:
         kinds: dict[str, str] = {}
@@ -131,138 +82,133 @@ class Context:
                     "give them different labels (XVCOMM_ISLAND)"
                 )
 
-    def _open_board(self, deadline: Deadline) -> Board:
+    def _open_board(self, deadline: Deadline) -> None:
         infos = self.session.infos
         here = tuple(i for i, r in enumerate(self.ranks) if infos[r].host == infos[self.session.rank].host)
         config, key = self.session.config, f"board/{here[0]}"
         if self.rank == here[0]:
             segment = Segment.create(config.shm_dir, self.session.job, Board.size(len(here)))
-            self.store.set(key, segment.name.encode())
+            with segment.named():
+                self.store.set(key, segment.name.encode())
         else:
             segment = Segment.attach(config.shm_dir, self.store.get(key, deadline).decode())
-        return Board(segment, here, self.rank)
+        board = Board(segment, here, self.rank)
+        with self._gate:
+            self._board = self._blame.board = board
+            if self._word:
+                board.abort(self._word)
 
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""
         if self._native is None:
             island = self.topology.island_of(self.rank)
             me = self.topology.local(self.rank)
-            self._native = self.session.backend.collective(
+            native = self.session.backend.collective(
                 self.session.config, self.session.job, me, island.size, f"native/{island.index}", self.store, deadline
             )
-            if self._word:
-                self._native.abort(self._word)
+            with self._gate:
+                self._native = native
+                gone = self._departed.intersection(island.ranks)
+                word = self._word or (Reason.LEFT.word(min(gone)) if gone else 0)
+                if word:
+                    native.abort(word)
         return self._native
+
+    def ensure_open(self, name: OpCode) -> None:
+        """Raise ClosedError after `close`."""
+        if self._closed:
+            raise ClosedError(
+                f"{name} on a communicator that this rank has closed", rank=self.rank, op=str(name)
+            )
 
     def begin(self, name: OpCode, message: Message, peer: int = -1) -> Operation:
         """Start an operation: number it, record it, and for collectives compare it with the others'.
 
+        Every operation begun must come to `end` or `fail`: until then nothing is unmapped.
+
         Raises:
             MismatchError, PeerLost, Aborted, DeadlineExceeded, ClosedError: the communicator is finished.
         """
-        if self._closed:
-            raise ClosedError(f"{name} on a closed communicator", rank=self.rank, op=str(name))
-        record = self.session.recorder.begin(
-            self.ident, self._sequence, name, message.dtype, message.nbytes, peer, message.tag
+        operation = Operation(name, self._sequence, message, peer)
+        self._active.add(operation)
+        board = self._board
+        if self._closed or board is None:
+            self._active.discard(operation)
+            self.ensure_open(name)
+        assert board is not None
+        operation.record = self.session.recorder.begin(
+            self.ident, operation.sequence, name, message.dtype, message.nbytes, peer, message.tag
         )
-        operation = Operation(name, self._sequence, record, message)
         if peer >= 0:
-            word = self._abort_word()
-            if word:
-                raise self.explain(word, operation)
-            return operation
-        self._sequence += 1
-        if self.board is not None and not self.board.post(operation.sequence, message):
-            raise self.explain(self._abort_word(), operation)
+            word = self._word or board.abort_word()
+        else:
+            self._sequence += 1
+            word = 0 if board.post(operation.sequence, message) else board.abort_word()
+        if word:
+            self.abort(word)
+            failure = self._blame.error(word, operation)
+            self.end(operation, State.FAILED)
+            raise failure
         return operation
 
-    def translate(self, error: BaseException, operation: Operation) -> BaseException:
-        """The user's error for one from below; the communicator is finished by it."""
-        with contextlib.suppress(ValueError):  # the recorder may be closed
-            self.session.recorder.end(operation.record, State.FAILED)
+    def end(self, operation: Operation, state: State = State.DONE) -> None:
+        """An operation is over. If it failed, `fail` was called for it or for another one of the same group."""
+        try:
+            self.session.recorder.end(operation.record, state)
+        except ValueError:  # the recorder's memory is gone
+            pass
+        finally:
+            self._active.discard(operation)
+
+    def fail(self, error: BaseException, operation: Operation) -> BaseException:
+        """An operation ended by an error from below: finishes the communicator and gives the error for the user."""
+        try:
+            return self._translate(error, operation)
+        finally:
+            self.end(operation, State.FAILED)
+
+    def _translate(self, error: BaseException, operation: Operation) -> BaseException:
+        stopped = isinstance(error, (RingStopped, CollectiveStopped))
+        if stopped and self._closed and not self._word:
+            return ClosedError(
+                f"{operation} on {self._blame.name(self.rank)}: the communicator was closed while it was under way; "
+                "wait for asynchronous operations before close()",
+                rank=self.rank, op=str(operation.name), seq=operation.sequence,
+            )  # fmt: skip
+        known = self.word()
         if isinstance(error, (RingStopped, CollectiveStopped)):
-            # The board may know more than the place that stopped: it was told first.
-            self.abort(error.word)
-            return self.explain(self._abort_word() or error.word, operation)
-        if isinstance(error, (RingStalled, CollectiveStalled)):
-            if isinstance(error, RingStalled):
-                missing = sorted({end.peer for end in error.ends})
-            else:
-                members = self.topology.island_of(self.rank).ranks
-                missing = [members[m] for m in error.missing]
-            operation.missing = missing
-            word = Reason.DEADLINE.word(missing[0] if missing else self.rank)
+            if not known:
+                self._pass_on(error.word)
+        elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
+            if not known:
+                operation.missing = self._blame.late(operation, self._suspects(error))
+                self.abort(Reason.DEADLINE.word(min(operation.missing, default=self.rank)))
+        elif not known or not isinstance(error, XvcommError):
+            # It went wrong here, so that this rank has the story and the others need to be told.
+            self.abort(Reason.ABORTED.word(self.rank), f"{type(error).__name__}: {error}")
+            return error
+        return self._blame.error(self.word(), operation)
+
+    def _pass_on(self, word: int) -> None:
+        """Tell all that a ring, or the native library, was stopped; they were the first to know why."""
+        if Reason.parse(word)[0] is Reason.MISMATCH:
+            found = self._blame.dispute()
+            self.abort(Reason.MISMATCH.word(self.rank), found[0] if found else "")
+        else:
             self.abort(word)
-            return self.explain(word, operation)
-        if isinstance(error, DeadlineExceeded):
-            self.abort(Reason.DEADLINE.word(self.rank))
-        elif not isinstance(error, XvcommError):
-            self.abort(Reason.ABORTED.word(self.rank))
-        return error
 
-    def _quarrel(self, operation: Operation) -> XvcommError:
-        """The error for two descriptions that differ: on the board, or in the ledger of one of this rank's rings."""
-        on_board = self.board.quarrel() if self.board is not None else None
-        text = ""
-        if on_board is not None:
-            (a, one), (b, other) = on_board
-            text = f"{self.name(a)} called {describe(one)}; {self.name(b)} called {describe(other)}"
-        for end in () if text else self.links.ends():
-            dispute = end.dispute()
-            if dispute is not None:
-                text = self._tell(end, *dispute)
-                operation.missing = [end.peer]
-        return MismatchError(
-            (text or "two other ranks described the same message differently")
-            + "; all ranks must make the same calls in order",
-            rank=self.rank, op=str(operation.name), seq=operation.sequence,
-            peer=operation.missing[0] if operation.missing else None,
-        )  # fmt: skip
+    def _suspects(self, error: BaseException) -> list[int]:
+        if isinstance(error, RingStalled):
+            return sorted({end.peer for end in error.ends})
+        if isinstance(error, CollectiveStalled):
+            members = self.topology.island_of(self.rank).ranks
+            return [members[m] for m in error.missing]
+        return []
 
-    def _tell(self, end: RingEnd, mine: Message, theirs: Message) -> str:
-        if mine.op != OpCode.SEND or theirs.op != OpCode.SEND:
-            return f"{self.name(self.rank)} called {describe(mine)}; {self.name(end.peer)} called {describe(theirs)}"
-        sent, expected = (mine, theirs) if end.producer else (theirs, mine)
-        source, target = (self.rank, end.peer) if end.producer else (end.peer, self.rank)
-        return f"{self.name(source)} sent {sent.describe()}; {self.name(target)} expected {expected.describe()}"
-
-    def explain(self, word: int, operation: Operation) -> XvcommError:
-        """The error that an abort word stands for."""
-        what = f"{operation.name} #{operation.sequence} on {self.name(self.rank)}"
-        known: dict[str, Any] = {"rank": self.rank, "op": str(operation.name), "seq": operation.sequence}
-        reason, about = Reason.parse(word)
-        if reason is Reason.MISMATCH:
-            return self._quarrel(operation)
-        if reason is Reason.DEADLINE:
-            missing = operation.missing or [about]
-            names = ", ".join(self.name(r) for r in missing)
-            return DeadlineExceeded(
-                f"{what} did not finish in time; waiting for {names}; {self._last_words(missing)}; "
-                "the communicator is finished: close it and make a new one",
-                peer=missing[0],
-                **known,
-            )
-        if reason is Reason.ABORTED:
-            return Aborted(f"{what}: {self.name(about)} aborted the communicator", peer=about, **known)
-        verb = "left" if reason is Reason.LEFT or self.session.left(self.ranks[about]) else "was lost"
-        return PeerLost(
-            f"{what}: {self.name(about)} {verb}; {self.session.last_words(self.ranks[about])}",
-            peer=about,
-            **known,
-        )
-
-    def _last_words(self, ranks: list[int]) -> str:
-        return "; ".join(f"rank {r}: {self.session.last_words(self.ranks[r])}" for r in ranks[:4])
-
-    def name(self, rank: int) -> str:
-        """`rank 1 on node7`, with the number in the whole job where that differs."""
-        world = self.ranks[rank]
-        other = f" (rank {world} of the job)" if world != rank else ""
-        return f"rank {rank}{other} on {self.session.infos[world].hostname}"
-
-    def _abort_word(self) -> int:
-        """0, or why the communicator is finished; the board was told first."""
-        return (self.board.abort_word() if self.board is not None else 0) or self._word
+    def word(self) -> int:
+        """0, or the abort word that says why the communicator is finished; the board was told first."""
+        with self._gate:
+            return (self._board.abort_word() if self._board is not None else 0) or self._word
 
     def check(self) -> None:
         """Raise if the communicator is finished.
@@ -270,45 +216,98 @@ class Context:
         Raises:
             PeerLost, Aborted, DeadlineExceeded, MismatchError: why.
         """
-        word = self._abort_word()
+        word = self.word()
         if word:
-            raise self.explain(word, Operation(OpCode.SEND, self._sequence, 0, Message(0, 0, 0, 0)))
+            name = OpCode.INIT if self.path == "0" else OpCode.SPLIT
+            raise self._blame.error(word, Operation(name, -1, _NOTHING))
+
+    def look(self) -> None:
+        """Pass on what the other ranks said on the board. Safe from any thread."""
+        with self._gate:
+            if self._closed or self._board is None:
+                return
+            word = self._board.abort_word()
+            if word and not self._word:
+                self.abort(word)
+            for rank in self._board.departed():
+                if rank != self.rank:
+                    self._depart(rank)
 
     def lose(self, world_rank: int) -> None:
         """A process of the job ended; if it died, stop everything it belonged to. Safe from any thread."""
-        if world_rank not in self.ranks or self._closed:
+        if world_rank not in self.ranks:
             return
         rank = self.ranks.index(world_rank)
-        if self.session.left(world_rank):
-            self.links.lose(rank, Reason.LEFT.word(rank))
-        else:
-            self.abort(Reason.PEER_LOST.word(rank))
+        with self._gate:
+            if self._closed:
+                return
+            if self.session.left(world_rank):
+                self._depart(rank)
+            else:
+                self.abort(Reason.PEER_LOST.word(rank))
 
-    def abort(self, word: int) -> None:
-        """Stop the communicator on this rank and on all that share memory with it. Safe from any thread."""
-        self._word = self._word or word
-        if self.board is not None:
-            self.board.abort(word)
-        self._leave(word)
+    def _depart(self, rank: int) -> None:
+        """A rank left in good order: only who still waits for it fails."""
+        if rank in self._departed:
+            return
+        self._departed.add(rank)
+        word = Reason.LEFT.word(rank)
+        self.links.lose(rank, word)
+        if self._native is not None and rank in self.topology.island_of(self.rank).ranks:
+            self._native.abort(word)
 
-    def leave(self) -> None:
-        """Make this rank's own calls return, and those of who waits for it."""
-        self._leave(Reason.LEFT.word(self.rank))
+    def abort(self, word: int, why: str = "") -> None:
+        """Stop the communicator on this rank and on all that share memory with it; the first reason stays.
 
-    def _leave(self, word: int) -> None:
+        Safe from any thread, and without effect after `close`.
+
+        Args:
+            word: reason and rank; see `Reason`.
+            why: in words, for the others.
+        """
+        with self._gate:
+            if self._closed:
+                return
+            if self._board is not None:
+                if why and not self._word:
+                    self._board.explain(why)
+                self._board.abort(word)
+                word = self._board.abort_word()
+            self._word = self._word or word
+            self._stop(word)
+
+    def _stop(self, word: int) -> None:
         self.links.abort(word)
         if self._native is not None:
             self._native.abort(word)
 
     def close(self) -> None:
         """Leave: who still waits for this rank raises PeerLost. Idempotent."""
-        with self.lock:
+        with self._gate:
             if self._closed:
                 return
             self._closed = True
-            self.leave()
-            self.links.close()
+            if self._board is not None:
+                self._board.leave()
+            self._stop(Reason.LEFT.word(self.rank))
+        self.session.remove(self)
+        for callback in self.closing:
+            callback()
+        if not self._settled():
+            return  # a thread is still inside; what it may touch stays mapped as long as the process lives
+        with self._gate:
+            self.links.close(keep_unread=not self._word)
             if self._native is not None:
                 self._native.close()
-            if self.board is not None:
-                self.board.close()
+            if self._board is not None:
+                self._board.close()
+            self._board = self._blame.board = self._native = None
+
+    def _settled(self) -> bool:
+        """Wait until no operation is under way; whether that came about."""
+        deadline = Deadline.after(_SETTLE_SECONDS)
+        while self._active:
+            if deadline.expired():
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return True

@@ -193,6 +193,6 @@ def reduction_on(op: str | ReduceOp | Reduction, dtype: DType) -> Reduction:
         raise DTypeError(f"{found.op} is not defined on {dtype}: complex numbers have no order; reduce the parts")
     if found.op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype.kind == "b":
         raise DTypeError(f"{found.op} is not defined on bool; convert the array to a number first")
-    if dtype.kind in "iu" and found.factor != int(found.factor):
+    if dtype.kind in "iu" and not found.factor.is_integer():
         raise DTypeError(f"premul_sum({found.factor}) on {dtype}: the factor must be whole; convert the array")
     return found

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xvcomm.abc.device import Allocation, Stream
-from xvcomm.context import Context, Operation
+from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, Reduction
 from xvcomm.links import Use
+from xvcomm.operation import Operation
 from xvcomm.ring import Message
 from xvcomm.schedule.steps import (
     Buf,

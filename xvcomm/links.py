@@ -37,10 +37,11 @@ class Links:
         self._rank = rank
         self._transports = {t.capabilities().scheme: t for t in transports}
         self._offers = offers
+        self._word = 0
         self._left: dict[int, int] = {}
         self._layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
         self._ends: dict[tuple[Use, int, bool], RingEnd] = {}
-        self._lock = threading.Lock()
+        self._opening = threading.Lock()
 
     def end(self, peer: int, use: Use, deadline: Deadline, *, producer: bool) -> RingEnd:
         """This rank's end of the ring to `peer`, or from it; opens it without waiting for the peer to do so.
@@ -55,38 +56,44 @@ class Links:
         return self._transports[choose(self._offers[self._rank], self._offers[peer]).scheme]
 
     def _open(self, peer: int, use: Use, deadline: Deadline, producer: bool) -> RingEnd:
-        with self._lock:
+        with self._opening:
             key = (use, peer, producer)
             if key not in self._ends:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 end = self._transport(peer).open_ring(
                     f"ring/{use.value}/{source}-{target}", peer, self._layout, self._store, deadline, producer=producer
                 )
-                if peer in self._left:
-                    end.abort(self._left[peer])
+                # First listed, then looked: who stops all rings at this moment does one of the two in time.
                 self._ends[key] = end
+                word = self._word or self._left.get(peer, 0)
+                if word:
+                    end.abort(word)
             return self._ends[key]
 
     def lose(self, peer: int, word: int) -> None:
         """A peer left: stop the rings to and from it, also those opened later; what it sent can still be read."""
-        with self._lock:
-            self._left[peer] = word
-            for (_, other, _), end in self._ends.items():
-                if other == peer:
-                    end.abort(word)
+        self._left[peer] = word
+        for end in self.ends():
+            if end.peer == peer:
+                end.abort(word)
 
     def ends(self) -> list[RingEnd]:
         """All ring ends that are open."""
         return list(self._ends.values())
 
     def abort(self, word: int) -> None:
-        """Stop everybody on every ring."""
+        """Stop everybody on every ring, also on those opened later."""
+        self._word = self._word or word
         for end in self.ends():
             end.abort(word)
 
-    def close(self) -> None:
-        """Unmap all. Idempotent."""
-        with self._lock:
+    def close(self, *, keep_unread: bool) -> None:
+        """Unmap all. Nobody may use an end any more. Idempotent.
+
+        Args:
+            keep_unread: leave the names of rings that carry messages and that the other end has not opened yet.
+        """
+        with self._opening:
             for end in self._ends.values():
-                end.close()
+                end.close(keep_name=keep_unread and end.producer and end.sequence > 0)
             self._ends.clear()

@@ -20,6 +20,7 @@ class OpCode(enum.IntEnum):
     ALL_TO_ALL = 10
     BARRIER = 11
     SPLIT = 12
+    INIT = 13
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -7,24 +7,26 @@ ring, a small one therefore before the receiver comes.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xvcomm import array
-from xvcomm.abc.device import Stream
+from xvcomm.abc.device import RingStalled, RingStopped, Stream
 from xvcomm.array import ArrayView
-from xvcomm.deadline import NEVER, Deadline
+from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.links import Use
 from xvcomm.opcode import OpCode
-from xvcomm.ring import Message
+from xvcomm.operation import Operation
+from xvcomm.ring import Message, RingEnd
 from xvcomm.trace import State
 from xvcomm.work import Work
 
 if TYPE_CHECKING:
-    from xvcomm.context import Context, Operation
+    from xvcomm.context import Context
 
 
 _SEND = int(OpCode.SEND)
@@ -32,15 +34,24 @@ _SEND = int(OpCode.SEND)
 
 @dataclass(slots=True)
 class _Transfer:
-    """One message that this rank sends or receives."""
+    """One message that this rank sends or receives; `future` is for its Work, if it has one."""
 
     name: OpCode
     view: ArrayView
     peer: int
     tag: int
     deadline: Deadline
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Any] | None = None
     operation: Operation | None = None
+    end: RingEnd | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """What a thread has called inside `group()`; `waits` if any of it blocks."""
+
+    transfers: list[_Transfer] = field(default_factory=list)
+    waits: bool = False
 
 
 class PointToPoint:
@@ -53,18 +64,19 @@ class PointToPoint:
     _deadline: Callable[[float | None], Deadline]
 
     def _init_point_to_point(self) -> None:
-        self._p2p_stream = self._context.device.streams(1)[0]
-        self._group: list[_Transfer] | None = None
-        self._group_waits = False
+        # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
+        self._streams: list[Stream] = []
+        self._groups: dict[int, _Group] = {}
 
     def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Send an array to rank `dst`; blocks until `x` may be changed."""
         transfer = self._sending(x, dst, tag, timeout)
-        if self._group is None:
+        group = self._open_group()
+        if group is None:
             self._run_now([transfer])
         else:
-            self._group_waits = True
-            self._group.append(transfer)
+            group.waits = True
+            group.transfers.append(transfer)
 
     def recv(self, buf: Any, src: int, tag: int = 0, *, timeout: float | None = None) -> Any:
         """Receive an array from rank `src`; blocks until it is there.
@@ -76,13 +88,14 @@ class PointToPoint:
             `buf`, or a new array where it is immutable.
         """
         transfer = self._receiving(buf, src, tag, timeout)
-        if self._group is None:
+        group = self._open_group()
+        if group is None:
             self._run_now([transfer])
             return array.finish(transfer.view)
         if transfer.view.immutable:
             raise ArrayError("recv of an immutable array inside group() cannot return it yet; use irecv and its result()")
-        self._group_waits = True
-        self._group.append(transfer)
+        group.waits = True
+        group.transfers.append(transfer)
         return buf
 
     def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Work:
@@ -107,19 +120,25 @@ class PointToPoint:
 
         The end blocks until all are done if the block holds a `send` or `recv`; `isend` and `irecv` go on behind it.
         """
-        if self._group is not None:
+        if self._open_group() is not None:
             yield  # the outermost group counts, as in NCCL
             return
-        self._group, self._group_waits = [], False
+        thread = threading.get_ident()
+        group = self._groups[thread] = _Group()
         try:
             yield
-            transfers, self._group = self._group, None
-            if self._group_waits:
-                self._run_now(transfers)
-            elif transfers:
-                self._start(transfers)
+        except BaseException as error:
+            _end_works(group.transfers, error)  # given up: who waits for one must not wait for ever
+            raise
         finally:
-            self._group = None
+            del self._groups[thread]
+        if group.waits:
+            self._run_now(group.transfers)
+        elif group.transfers:
+            self._start(group.transfers)
+
+    def _open_group(self) -> _Group | None:
+        return self._groups.get(threading.get_ident()) if self._groups else None
 
     def _sending(self, x: Any, dst: int, tag: int, timeout: float | None) -> _Transfer:
         self._check_peer("dst", dst, tag)
@@ -141,79 +160,92 @@ class PointToPoint:
             raise ArgumentError(f"tag {tag}: must be a whole number from 0 on")
 
     def _background(self, transfer: _Transfer) -> Work:
-        if self._group is not None:
-            self._group.append(transfer)
+        future = transfer.future = Future()
+        group = self._open_group()
+        if group is not None:
+            group.transfers.append(transfer)
         else:
             self._start([transfer])
-        return Work(transfer.future, f"{transfer.name} with rank {transfer.peer}")
+        return Work(future, f"{transfer.name} with rank {transfer.peer}")
 
-    def _enqueue(self, transfers: list[_Transfer], stream: Stream) -> bool:
-        """Put transfers on a stream; whether an earlier one of the same ring still moves in the background."""
-        context, busy = self._context, False
-        stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at, default=NEVER)
-        for t in transfers:
-            message = Message(_SEND, t.view.dtype.code, t.view.nbytes, t.tag)
-            t.operation = context.begin(t.name, message, t.peer)
-            sending = t.name is OpCode.SEND
-            end = context.links.end(t.peer, Use.POINT_TO_POINT, t.deadline, producer=sending)
-            move = context.device.put if sending else context.device.get
-            move(end, t.view.address, message, stream)
-            busy = busy or end.background > 0
-        return busy
+    def _take_stream(self) -> Stream:
+        try:
+            return self._streams.pop()
+        except IndexError:
+            return self._context.device.streams(1)[0]
+
+    def _enqueue(self, transfers: list[_Transfer], stream: Stream) -> None:
+        context = self._context
+        stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
+        with context.enqueueing:
+            for t in transfers:
+                message = Message(_SEND, t.view.dtype.code, t.view.nbytes, t.tag)
+                t.operation = context.begin(t.name, message, t.peer)
+                sending = t.name is OpCode.SEND
+                t.end = context.links.end(t.peer, Use.POINT_TO_POINT, t.deadline, producer=sending)
+                move = context.device.put if sending else context.device.get
+                move(t.end, t.view.address, message, stream)
 
     def _run_now(self, transfers: list[_Transfer]) -> None:
-        context = self._context
-        with context.lock:
-            try:
-                if self._enqueue(transfers, self._p2p_stream):
-                    pending = self._p2p_stream.flush()
-                else:
-                    pending = None
-                    self._p2p_stream.synchronize()
-            except BaseException as error:
-                self._fail(transfers, error)
-        if pending is not None:
-            try:
-                pending.result()
-            except BaseException as error:
-                self._fail(transfers, error)
+        if not transfers:
+            return
+        stream = self._take_stream()
+        try:
+            self._enqueue(transfers, stream)
+            stream.synchronize()
+        except BaseException as error:
+            stream.discard()
+            self._fail(transfers, error)
+        self._streams.append(stream)
         self._complete(transfers)
 
     def _start(self, transfers: list[_Transfer]) -> None:
-        context = self._context
-        with context.lock:
-            try:
-                self._enqueue(transfers, self._p2p_stream)
-                pending = self._p2p_stream.flush()
-            except BaseException as error:
-                self._fail(transfers, error)
+        stream = self._take_stream()
+        try:
+            self._enqueue(transfers, stream)
+            pending = stream.flush()
+        except BaseException as error:
+            stream.discard()
+            self._fail(transfers, error)
+        self._streams.append(stream)
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
 
     def _end(self, transfers: list[_Transfer], error: BaseException | None) -> None:
-        if error is None:
-            self._complete(transfers)
-            return
-        with contextlib.suppress(BaseException):
-            self._fail(transfers, error)
+        """What runs on the mover's thread when transfers that nobody waited for are through."""
+        try:
+            if error is None:
+                self._complete(transfers)
+            else:
+                self._fail(transfers, error)
+        except BaseException as raised:
+            _end_works(transfers, raised)
 
     def _complete(self, transfers: list[_Transfer]) -> None:
         for t in transfers:
-            if t.operation is not None:
-                self._context.session.recorder.end(t.operation.record)
-            t.future.set_result(array.finish(t.view))
+            assert t.operation is not None
+            self._context.end(t.operation)
+        for t in transfers:
+            if t.future is not None:
+                t.future.set_result(array.finish(t.view))
 
     def _fail(self, transfers: list[_Transfer], error: BaseException) -> None:
         """Raise the user's error; the Works get the same."""
-        self._p2p_stream.discard()
-        begun = [t.operation for t in transfers if t.operation is not None]
-        if begun:
-            raised = self._context.translate(error, begun[0])
-            for operation in begun[1:]:
-                self._context.session.recorder.end(operation.record, State.FAILED)
-        else:
-            raised = error
-        for t in transfers:
-            t.future.set_exception(raised)
+        culprits = (error.end,) if isinstance(error, RingStopped) else error.ends if isinstance(error, RingStalled) else ()
+        begun = [t for t in transfers if t.operation is not None]
+        blamed = next((t for t in begun if t.end in culprits), begun[0] if begun else None)
+        raised = error
+        if blamed is not None and blamed.operation is not None:
+            raised = self._context.fail(error, blamed.operation)
+        for t in begun:
+            if t is not blamed and t.operation is not None:
+                self._context.end(t.operation, State.FAILED)
+        _end_works(transfers, raised)
         if raised is error:
             raise error
         raise raised from None
+
+
+def _end_works(transfers: list[_Transfer], error: BaseException) -> None:
+    for t in transfers:
+        if t.future is not None and not t.future.done():
+            t.future.set_exception(error)

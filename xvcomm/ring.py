@@ -136,7 +136,8 @@ class RingEnd:
         producer: whether this end fills the ring.
         sequence: number of the next message.
         geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
-        background: transfers of this end that go on without the caller; later ones must queue behind them.
+        turn: address of a word of this process: messages that this end has finished, so that transfers keep their
+            order whichever thread moves them; -1 once one was given up.
     """
 
     def __init__(self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> None:
@@ -146,7 +147,8 @@ class RingEnd:
         self.producer = producer
         self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
         self.sequence = 0
-        self.background = 0
+        self._turn = ctypes.c_int64(0)
+        self.turn = ctypes.addressof(self._turn)
         self.address = segment.address
 
     @classmethod
@@ -182,6 +184,10 @@ class RingEnd:
         """0, or why the ring stopped."""
         return ctypes.c_int64.from_address(self.address + ABORT).value if self.address else 0
 
+    def give_up(self) -> None:
+        """Say that a message of this end will never be finished; those behind it stop as soon as the ring does."""
+        self._turn.value = -1
+
     def ledger_entry(self, sequence: int, *, producer: bool) -> Message | None:
         """What an end wrote of message `sequence`, if it did and the entry was not reused."""
         offset = self.layout.ledger + ((0 if producer else LEDGER) + sequence % LEDGER) * ENTRY
@@ -199,8 +205,9 @@ class RingEnd:
                 return mine, theirs
         return None
 
-    def close(self) -> None:
-        """Unmap this end. Idempotent."""
+    def close(self, *, keep_name: bool = False) -> None:
+        """Unmap this end; with `keep_name` the other one can still open the ring. Idempotent."""
         self.address = 0
-        self._segment.unlink()
+        if not keep_name:
+            self._segment.unlink()
         self._segment.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import socket
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,10 @@ from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.errors import BackendUnavailable
+from xvcomm.errors import BackendUnavailable, PeerLost, XvcommError
 from xvcomm.shm import Segment, sweep
-from xvcomm.store.join import join_barrier
+from xvcomm.store.guarded import GuardedStore
+from xvcomm.store.join import join_barrier, refuse
 from xvcomm.topology import RankInfo
 from xvcomm.watch import Watch, start_time
 
@@ -32,10 +33,17 @@ if TYPE_CHECKING:
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """What a rank posts when it joins."""
+    """What a rank posts when it joins.
+
+    Attributes:
+        job: what the names of its shared memory begin with; of this session alone.
+        processes: its namespace of process numbers.
+    """
 
     info: RankInfo
     offers: list[Capabilities]
+    job: str
+    processes: str
 
 
 def host_identity(folder: str) -> str:
@@ -63,30 +71,64 @@ class Session:
         Raises:
             DeadlineExceeded: names the ranks that are missing.
             BackendUnavailable: this rank's device does not work, with the remedy.
+            PeerLost, Aborted: another rank died or failed meanwhile; says why.
         """
         self.store, self.rank, self.size, self.config = store, rank, size, config
-        self._on_close = on_close
-        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self.lost: dict[int, str] = {}
+        self._contexts: set[Context] = set()
+        self._lock = threading.RLock()  # a signal handler may close the session in the middle of anything
+        self._lost: dict[int, str] = {}
+        self._regions: dict[int, memoryview] = {}
         self._closed = False
-        host = host_identity(config.shm_dir)
-        self.backend = self._choose_backend(config)
-        self.device: Device = self.backend.device(config)
-        self.job = config.job or f"{os.getpid()}"
-        self.transports = self._open_transports(host)
-        mine = Joining(self._describe(host), [t.capabilities() for t in self.transports])
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(on_close)
+        self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
+        mine = self._introduce(PrefixStore("join", store))
         everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
-        joined = [msgspec.msgpack.decode(data, type=Joining) for data in everybody]
-        self.infos = tuple(j.info for j in joined)
-        self.offers = tuple(tuple(j.offers) for j in joined)
-        self.neighbours = tuple(i.rank for i in self.infos if i.host == host)
-        self._journal = self._open_journal(deadline)
-        self._regions = self._cut(self._journal)
-        self.recorder = trace.Recorder(self._regions[rank])
-        self.recorder.live(trace.Life.RUNNING)
-        self._watch = Watch([self.infos[r] for r in self.neighbours if r != rank], self._on_exit)
+        self._joined = [msgspec.msgpack.decode(data, type=Joining) for data in everybody]
+        self.infos = tuple(j.info for j in self._joined)
+        self.offers = tuple(tuple(j.offers) for j in self._joined)
+        self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         atexit.register(self.close)
+        self._start(mine.processes, deadline)
+
+    def _introduce(self, join: Store) -> Joining:
+        """Find out what this rank has; if it lacks something, the others need not wait for it."""
+        config = self.config
+        try:
+            host = host_identity(config.shm_dir)
+            self.backend = self._choose_backend(config)
+            self.device: Device = self.backend.device(config)
+            self.transports = self._open_transports(host)
+        except (XvcommError, OSError) as error:
+            refuse(join, self.rank, error)
+            raise
+        return Joining(
+            self._describe(host), [t.capabilities() for t in self.transports], self.job, os.readlink("/proc/self/ns/pid")
+        )
+
+    def _start(self, processes: str, deadline: Deadline) -> None:
+        others = [j.info for j in self._joined if j.processes == processes and j.info.rank in self.neighbours]
+        watch = Watch([i for i in others if i.rank != self.rank], self._on_exit, self._look)
+        for transport in self.transports:
+            self._cleanup.callback(transport.close)
+        try:
+            journal = self._open_journal(deadline)
+        except BaseException:
+            watch.close()
+            self._sweep(self.rank)
+            self.close()
+            raise
+        self._cleanup.callback(journal.close)
+        self._cleanup.callback(journal.unlink)
+        size = trace.region_bytes(self.config.trace_records)
+        self._regions = {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
+        self.recorder = trace.Recorder(self._regions[self.rank])
+        self.recorder.live(trace.Life.RUNNING)
+        for region in self._regions.values():
+            self._cleanup.callback(region.release)
+        self._cleanup.callback(self.recorder.close)
+        self._cleanup.callback(self._sweep_if_last)
+        self._cleanup.callback(watch.close)
 
     @staticmethod
     def _choose_backend(config: Config) -> Backend:
@@ -114,20 +156,35 @@ class Session:
     def _open_journal(self, deadline: Deadline) -> Segment:
         """The host's flight recorders, in one piece of shared memory made by its lowest rank."""
         first = self.neighbours[0]
-        place = PrefixStore(f"journal/{first}", self.store)
-        if self.rank != first:
-            segment = Segment.attach(self.config.shm_dir, place.get("name", deadline).decode())
-        else:
-            size = len(self.neighbours) * trace.region_bytes(self.config.trace_records)
-            segment = Segment.create(self.config.shm_dir, self.job, size)
-            place.set("name", segment.name.encode())
-        if place.add("mapped", 1) == len(self.neighbours):
-            segment.unlink()
-        return segment
+        place = GuardedStore(f"journal/{first}", self.store, self._check_neighbours)
+        with self.telling(place):
+            if self.rank != first:
+                segment = Segment.attach(self.config.shm_dir, place.get("name", deadline).decode())
+            else:
+                size = len(self.neighbours) * trace.region_bytes(self.config.trace_records)
+                segment = Segment.create(self.config.shm_dir, self.job, size)
+                with segment.named():
+                    place.set("name", segment.name.encode())
+            if place.add("mapped", 1) == len(self.neighbours):
+                segment.unlink()
+            return segment
 
-    def _cut(self, journal: Segment) -> dict[int, memoryview]:
-        size = trace.region_bytes(self.config.trace_records)
-        return {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
+    @contextlib.contextmanager
+    def telling(self, place: GuardedStore) -> Iterator[None]:
+        """Let the others know, in the part of the store where they wait, what goes wrong here."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(XvcommError):
+                info = self.infos[self.rank]
+                place.fail(f"rank {self.rank} on {info.hostname} failed: {type(error).__name__}: {error}")
+            raise
+
+    def _check_neighbours(self) -> None:
+        with self._lock:
+            for rank in self._lost:
+                where = self.infos[rank].hostname
+                raise PeerLost(f"rank {rank} on {where} died while it joined", rank=self.rank, peer=rank)
 
     def collective_label(self, rank: int) -> str:
         """The island label of a rank, made distinct where ranks with equal labels cannot join natively."""
@@ -137,34 +194,71 @@ class Session:
         return info.island
 
     def add(self, context: Context) -> None:
-        """Watch over a communicator from now on."""
+        """Watch over a communicator from now on, and close it with the session."""
         with self._lock:
             self._contexts.add(context)
-            lost = list(self.lost)
+            lost = list(self._lost)
         for rank in lost:
             context.lose(rank)
 
+    def remove(self, context: Context) -> None:
+        """Forget a communicator that is closed."""
+        with self._lock:
+            self._contexts.discard(context)
+
+    def _open_contexts(self) -> list[Context]:
+        with self._lock:
+            return list(self._contexts)
+
     def _on_exit(self, rank: int) -> None:
         """A process of this host ended; every communicator that it belonged to stops."""
-        sweep(self.config.shm_dir, self.infos[rank].pid)
+        if not self.left(rank):
+            # Who left in good order may have left messages behind that others still read.
+            self._sweep(rank)
+        words = self.last_words(rank)
         with self._lock:
-            self.lost[rank] = self.last_words(rank)
-            contexts = list(self._contexts)
-        for context in contexts:
+            self._lost[rank] = words
+        for context in self._open_contexts():
             context.lose(rank)
 
-    def last_words(self, rank: int) -> str:
-        """What a rank of this host did last, for messages."""
+    def _look(self) -> None:
+        for context in self._open_contexts():
+            context.look()
+
+    def _sweep(self, rank: int) -> None:
+        sweep(self.config.shm_dir, self._joined[rank].job)
+
+    def _sweep_if_last(self) -> None:
+        """Take away what others of this host left for readers that never came, once none of them is there."""
+        others = [r for r in self.neighbours if r != self.rank]
+        if all(r in self._lost or self.left(r) for r in others):
+            for rank in self.neighbours:
+                self._sweep(rank)
+
+    def last_record(self, rank: int) -> trace.Record | None:
+        """What a rank of this host did last, if it did anything and can be seen from here."""
         region = self._regions.get(rank)
-        if region is None or self._closed:
+        try:
+            return None if region is None else trace.last(region)
+        except ValueError:  # released
+            return None
+
+    def last_words(self, rank: int) -> str:
+        """The same in words, for messages."""
+        if rank in self._lost:
+            return self._lost[rank]
+        if rank not in self.neighbours:
             return "it runs on another host"
-        record = trace.last(region)
+        record = self.last_record(rank)
         return f"its last operation: {record.describe()}" if record else "it had not called any operation"
 
     def left(self, rank: int) -> bool:
         """Whether a rank of this host closed its communicators rather than died."""
         region = self._regions.get(rank)
-        return region is not None and not self._closed and trace.life(region) is trace.Life.CLOSED
+        try:
+            return region is not None and trace.life(region) is trace.Life.CLOSED
+        except ValueError:  # released
+            return False
 
     def close(self) -> None:
         """Leave the job: close every communicator, stop the threads, unmap. Idempotent."""
@@ -172,20 +266,10 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-            contexts = list(self._contexts)
         atexit.unregister(self.close)
-        with contextlib.suppress(ValueError):
-            self.recorder.live(trace.Life.CLOSED)
-        for context in contexts:
-            context.close()
-        self._watch.close()
-        for transport in self.transports:
-            transport.close()
-        self.recorder.close()
-        for region in self._regions.values():
-            region.release()
-        self._journal.unlink()
-        self._journal.close()
-        self._on_close()
-
-
+        # Every step is taken, even if an interrupt ends one of them.
+        with self._cleanup:
+            for context in self._open_contexts():
+                self._cleanup.callback(context.close)
+            if self._regions:
+                self.recorder.live(trace.Life.CLOSED)

@@ -6,11 +6,14 @@ still need, and it does not reserve the pages, so a full /dev/shm would kill a r
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import glob
 import mmap
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from xvcomm.errors import ResourceError
@@ -89,6 +92,15 @@ class Segment:
             ) from error
         return cls(path, fd, os.fstat(fd).st_size)
 
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Take the name away again if the block, which tells it to the others, fails."""
+        try:
+            yield
+        except BaseException:
+            self.unlink()
+            raise
+
     def unlink(self) -> None:
         """Take the name away; mappings stay. Idempotent, and right for any rank to do."""
         self._path.unlink(missing_ok=True)
@@ -98,11 +110,13 @@ class Segment:
         if self.address:
             self.address = 0
             del self._anchor
-            self.view.release()
-            self._map.close()
+            # A thread that reads a part of it at this moment keeps it mapped until it is through.
+            with contextlib.suppress(BufferError):
+                self.view.release()
+                self._map.close()
 
 
-def sweep(folder: str, pid: int) -> None:
-    """Take away the names of segments made by a process that is gone; who mapped them keeps them."""
-    for path in Path(folder).glob(f"xvcomm-*-{pid}-*"):
+def sweep(folder: str, job: str) -> None:
+    """Take away the names of all segments of a job; who mapped them keeps them."""
+    for path in Path(folder).glob(f"xvcomm-{glob.escape(job)}-*"):
         path.unlink(missing_ok=True)

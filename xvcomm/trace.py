@@ -6,6 +6,7 @@ A record is one struct write; hooks cost nothing while there are none.
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 import sys
 import time
@@ -81,7 +82,7 @@ class Recorder:
         self._memory = memory
         self._words = memory.cast("q")
         self._capacity = (len(memory) - HEADER) // RECORD
-        self._count = 0
+        self._numbers = itertools.count()
 
     def live(self, state: Life) -> None:
         """Say how far this rank got."""
@@ -89,8 +90,7 @@ class Recorder:
 
     def begin(self, communicator: int, sequence: int, op: int, dtype: int, nbytes: int, peer: int = -1, tag: int = -1) -> int:
         """Note an operation that starts; gives the number to `end` it with."""
-        number = self._count
-        self._count = number + 1
+        number = next(self._numbers)  # one step, so that threads need no lock
         _FORMAT.pack_into(
             self._memory, HEADER + number % self._capacity * RECORD,
             sequence, communicator, op, dtype, nbytes, peer, tag, State.POSTED, time.time_ns(), 0, call_site(),
@@ -100,7 +100,7 @@ class Recorder:
 
     def end(self, number: int, state: State = State.DONE) -> None:
         """Note that it ended."""
-        if self._count - number > self._capacity:
+        if self._words[1] - number > self._capacity:
             return  # overwritten since
         base = (HEADER + number % self._capacity * RECORD) // 8
         self._words[base + _END] = time.time_ns()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from xvcomm.topology import RankInfo
 
+_LOOK_MS = 100
+
 
 def start_time(pid: int) -> int:
     """When a process started, in clock ticks since boot; tells it from a later one with the same number."""
@@ -18,13 +20,16 @@ def start_time(pid: int) -> int:
 
 
 class Watch:
-    """A daemon thread that sleeps on process descriptors; `on_exit(rank)` runs on it, once a rank.
+    """A daemon thread that sleeps on process descriptors.
 
-    Ranks whose process cannot be seen from here (another pid namespace) are not watched.
+    Args:
+        peers: ranks whose process numbers mean the same here as there.
+        on_exit: called with a rank whose process has ended, once a rank.
+        look: called ten times a second, for what shared memory cannot announce: nobody wakes a thread by writing there.
     """
 
-    def __init__(self, peers: Sequence[RankInfo], on_exit: Callable[[int], None]) -> None:
-        self._on_exit = on_exit
+    def __init__(self, peers: Sequence[RankInfo], on_exit: Callable[[int], None], look: Callable[[], None]) -> None:
+        self._on_exit, self._look = on_exit, look
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
         self._gone: list[int] = []
@@ -41,7 +46,7 @@ class Watch:
         except ProcessLookupError:
             self._gone.append(peer.rank)
             return
-        except OSError:
+        except OSError:  # out of descriptors, or forbidden
             return
         try:
             same = start_time(peer.pid) == peer.started
@@ -49,6 +54,7 @@ class Watch:
             same = False
         if not same:
             os.close(fd)
+            self._gone.append(peer.rank)
             return
         self._ranks[fd] = peer.rank
         self._poll.register(fd, select.POLLIN)
@@ -57,11 +63,12 @@ class Watch:
         for rank in self._gone:
             self._on_exit(rank)
         while True:
-            for fd, _ in self._poll.poll():
+            for fd, _ in self._poll.poll(_LOOK_MS):
                 if fd == self._stop_read:
                     return
                 self._poll.unregister(fd)
                 self._on_exit(self._ranks[fd])
+            self._look()
 
     def close(self) -> None:
         """End the thread and close the descriptors. Idempotent."""

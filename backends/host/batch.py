@@ -10,19 +10,21 @@ import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.atomics import READY, STOPPED
-from xvcomm.backends.host.mover import DONE, MISMATCH, NEW, WIDTH, Kind, Word, drive
+from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Kind, Word, drive
 from xvcomm.deadline import Deadline
 from xvcomm.ring import Message, RingEnd
 
 _HEAD = struct.Struct(f"<{int(Word.STARTS)}q")
 _ROW_BYTES = 8 * WIDTH
 
+NO_GATES = (0,) * MAX_STREAMS
+
 BUDGET = 20_000_000
 """Nanoseconds that compiled code may sleep before Python looks at signals and deadlines."""
 
 
 class Batch:
-    """Transfers that move together, in order on each ring end.
+    """Transfers that move together; those of one ring end keep their order, also towards other batches.
 
     Attributes:
         generation: grows whenever the batch is emptied, so that old marks are known to be reached.
@@ -32,7 +34,6 @@ class Batch:
         self._spins = spins
         self._allot(np.zeros((8, WIDTH), np.int64))
         self._ends: list[RingEnd] = []
-        self._last: dict[int, int] = {}
         self.generation = 0
 
     def __len__(self) -> int:
@@ -41,22 +42,21 @@ class Batch:
     def add(
         self, kind: Kind, end: RingEnd, data: int, message: Message,
         itemsize: int = 1, combine: int = 0, remote_first: bool = False,
-        lane: int = 0, gate: tuple[int, int] = (0, 0),
+        lane: int = 0, gates: tuple[int, ...] = NO_GATES,
     ) -> None:  # fmt: skip
         """Append a transfer; it takes the ring end's next sequence number.
 
         Args:
             lane: number of the stream it is on.
-            gate: (n, lane): of the first n transfers those on that lane must be done before.
+            gates: for each stream n: of the first n transfers those on that stream must be done before.
         """
         index = self._take_row(end)
         _HEAD.pack_into(
             self._memory, index * _ROW_BYTES,
             kind, end.address, data, message.nbytes, end.sequence, message.op, message.dtype, message.nbytes,
-            message.tag, message.detail, NEW, self._last.get(id(end), 0), *end.geometry,
-            itemsize, combine, remote_first, end.peer, lane, *gate,
+            message.tag, message.detail, NEW, end.turn, *end.geometry,
+            itemsize, combine, remote_first, end.peer, lane, *gates,
         )  # fmt: skip
-        self._last[id(end)] = index + 1
         end.sequence += 1
 
     def drive(self, wake: int = 0, seen: int = 0, budget: int = BUDGET) -> int:
@@ -72,7 +72,7 @@ class Batch:
         return int(code)
 
     def finish(self, deadline: Deadline) -> None:
-        """Move everything; the batch is empty afterwards, also on errors.
+        """Move everything; the batch is empty afterwards, also on errors, which give up what is left.
 
         Raises:
             RingStopped: see `drive`.
@@ -82,8 +82,16 @@ class Batch:
             while self._ends and self.drive() != READY:
                 if deadline.expired():
                     raise RingStalled([self._ends[i] for i in self.open_rows()])
-        finally:
-            self.clear()
+        except BaseException:
+            self.discard()
+            raise
+        self._clear()
+
+    def discard(self) -> None:
+        """Give up all transfers; whoever does so must stop their rings."""
+        for i in self.open_rows():
+            self._ends[i].give_up()
+        self._clear()
 
     def open_rows(self) -> list[int]:
         """Indices of transfers that are not done."""
@@ -103,26 +111,20 @@ class Batch:
         for row, end in zip(other._rows, other._ends, strict=False):
             index = self._take_row(end)
             self._rows[index] = row
-            self._rows[index, Word.GATE] = 0  # only executors use gates, and they wait for their batch themselves
-            self._rows[index, Word.AFTER] = self._last.get(id(end), 0)
-            self._last[id(end)] = index + 1
-        other.clear()
+            self._rows[index, Word.GATES : Word.STARTS] = 0  # only executors use gates, and they wait for their batch themselves
+        other._clear()
         return range(first, len(self._ends))
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all transfers but these; they move up in order."""
-        place = {old: new for new, old in enumerate(indices)}
+        """Drop all transfers but these, which move up in order; those dropped that are not done are given up."""
+        for i in set(self.open_rows()).difference(indices):
+            self._ends[i].give_up()
         self._rows[: len(indices)] = self._rows[list(indices)]
-        for row in self._rows[: len(indices)]:
-            row[Word.AFTER] = place.get(int(row[Word.AFTER]) - 1, -1) + 1
         self._ends = [self._ends[i] for i in indices]
-        self._last = {id(end): i + 1 for i, end in enumerate(self._ends)}
 
-    def clear(self) -> None:
-        """Forget all transfers."""
+    def _clear(self) -> None:
         self.generation += 1
         self._ends.clear()
-        self._last.clear()
 
     def _take_row(self, end: RingEnd) -> int:
         index = len(self._ends)

@@ -30,8 +30,8 @@ def float_to_bits(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def load_half(typingctx: Any, bits: Any) -> Any:
-    """float16 bits as float32; the processor's own conversion."""
+def _half_to_float(typingctx: Any, bits: Any) -> Any:
+    """The processor's own conversion."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
@@ -40,13 +40,27 @@ def load_half(typingctx: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def save_half(typingctx: Any, value: Any) -> Any:
-    """float32 rounded to float16 bits."""
+def _float_to_half(typingctx: Any, value: Any) -> Any:
+    """The processor's own conversion."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), generate
+
+
+# Plain functions around the intrinsics: an intrinsic's name differs in each process, so code that closes over one is
+# never found in the cache on disk.
+@register_jitable
+def load_half(bits: int) -> float:
+    """float16 bits as float32."""
+    return _half_to_float(bits)
+
+
+@register_jitable
+def save_half(value: float) -> int:
+    """float32 rounded to float16 bits."""
+    return _float_to_half(value)
 
 
 @register_jitable

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from xvcomm.abc.store import Store
 from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host import kernels
 from xvcomm.backends.host.batch import BUDGET
-from xvcomm.backends.host.kernels import Mode
+from xvcomm.backends.host.kernels import Mode, Word
 from xvcomm.backends.host.reducers import BLOCK, kit, scaler
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
@@ -26,8 +26,24 @@ ONE_SHOT = 8 << 10
 """Bytes up to which an all-reduce takes one barrier and reduces everything everywhere."""
 
 _ATTACHED = 2 * LINE
-_Functions = tuple[tuple[int, ...], tuple[int, float, int]]
-_PIECES = 3
+_PLANS_KEPT = 1000
+Kernel = Callable[[int, int, int], int]
+
+
+class Plan(NamedTuple):
+    """A collective of one shape, ready to be run on any addresses.
+
+    Attributes:
+        kernel: the compiled loop.
+        address: of the words that it takes (see `kernels.Word`).
+        memory: holds them.
+        scales_input: whether the input must be scaled first.
+    """
+
+    kernel: Kernel
+    address: int
+    memory: np.ndarray
+    scales_input: bool
 
 
 def fair_blocks(count: int, ranks: int, itemsize: int) -> np.ndarray:
@@ -54,46 +70,60 @@ class HostCollective(Collective):
         size = kernels.stages(ranks) + 2 * ranks * self._stage
         if me == 0:
             self._segment = Segment.create(config.shm_dir, job, size)
-            store.set(name, self._segment.name.encode())
+            with self._segment.named():
+                store.set(name, self._segment.name.encode())
         else:
             self._segment = Segment.attach(config.shm_dir, store.get(name, deadline).decode())
         self._arena = self._segment.address
         if kernels.join(self._arena + _ATTACHED) == ranks - 1:
             self._segment.unlink()
         self._spins = int(config.spin_us * 500)
-        self._state = np.zeros(4, np.int64)
+        self._pieces = np.zeros(1, np.int64)
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
-        self._work = np.zeros(ranks + 1, np.int64)
-        self._work[ranks] = self._accumulator.ctypes.data
-        self._kits: dict[int, _Functions] = {}
-        self._fair: dict[tuple[int, int], np.ndarray] = {}
+        self._plans: dict[object, Plan] = {}
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """See `Collective.all_reduce`."""
-        nbytes = count * dtype.itemsize
-        if nbytes <= min(ONE_SHOT, self._stage):
-            numbers, scale = self._functions(dtype, op)
-            src, _keep = self._scaled_input(src, count, dtype, op)
-            self._run(kernels.one_shot, stream, src, dst, nbytes, numbers, scale, dtype.itemsize, self._work)
+        plan = self._plans.get((count, dtype.code, op.op))
+        if plan is None:
+            if count * dtype.itemsize <= min(ONE_SHOT, self._stage):
+                plan = self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op)
+            else:
+                shares = fair_blocks(count, self._ranks, dtype.itemsize)
+                plan = self._reduction(kernels.reduce, shares, Mode.ALL, 0, count, dtype, op)
+            self._keep((count, dtype.code, op.op), plan)
+        if plan.scales_input:
+            self._run_scaled(plan, src, dst, count, dtype, op, stream)
         else:
-            self._reduce(src, dst, self._shares(count, dtype.itemsize), Mode.ALL, 0, dtype, op, stream)
+            self._run(plan, src, dst, stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
         """See `Collective.reduce`."""
-        self._reduce(src, dst, self._shares(count, dtype.itemsize), Mode.ROOT, root, dtype, op, stream)
+        shares = fair_blocks(count, self._ranks, dtype.itemsize)
+        plan = self._reduction(kernels.reduce, shares, Mode.ROOT, root, count, dtype, op)
+        self._run_scaled(plan, src, dst, count, dtype, op, stream)
 
     def reduce_scatter(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
         """See `Collective.reduce_scatter`."""
-        self._reduce(src, dst, blocks(counts, dtype.itemsize), Mode.SCATTER, 0, dtype, op, stream)
+        key = ("reduce_scatter", tuple(counts), dtype.code, op.op)
+        plan, total = self._plans.get(key), sum(counts)
+        if plan is None:
+            table = blocks(counts, dtype.itemsize)
+            plan = self._keep(key, self._reduction(kernels.reduce, table, Mode.SCATTER, 0, total, dtype, op))
+        self._run_scaled(plan, src, dst, total, dtype, op, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
         """See `Collective.all_gather`."""
-        parts = np.zeros((4, self._ranks), np.int64)
-        parts[1, 0] = counts[self._me] * dtype.itemsize
-        parts[2:] = blocks(counts, dtype.itemsize)
-        self._exchange(src, dst, parts, 1, stream)
+        key = ("all_gather", tuple(counts), dtype.itemsize)
+        plan = self._plans.get(key)
+        if plan is None:
+            parts = np.zeros((4, self._ranks), np.int64)
+            parts[1, 0] = counts[self._me] * dtype.itemsize
+            parts[2:] = blocks(counts, dtype.itemsize)
+            plan = self._keep(key, self._exchange(parts, 1))
+        self._run(plan, src, dst, stream)
 
     def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
         """See `Collective.broadcast`."""
@@ -102,7 +132,7 @@ class HostCollective(Collective):
             parts[1, 0] = count * dtype.itemsize
         if self._me != root or src != dst:
             parts[3, root] = count * dtype.itemsize
-        self._exchange(src, dst, parts, 1, stream)
+        self._run(self._exchange(parts, 1), src, dst, stream)
 
     def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
         """See `Collective.gather`."""
@@ -111,7 +141,7 @@ class HostCollective(Collective):
             parts[2:] = blocks(counts, dtype.itemsize)
         else:
             parts[1, 0] = counts[self._me] * dtype.itemsize
-        self._exchange(src, dst, parts, 1, stream)
+        self._run(self._exchange(parts, 1), src, dst, stream)
 
     def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
         """See `Collective.scatter`."""
@@ -119,14 +149,14 @@ class HostCollective(Collective):
         if self._me == root:
             parts[:2] = blocks(counts, dtype.itemsize)
         parts[3, root] = counts[self._me] * dtype.itemsize
-        self._exchange(src, dst, parts, self._ranks, stream)
+        self._run(self._exchange(parts, self._ranks), src, dst, stream)
 
     def all_to_all(
         self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
     ) -> None:
         """See `Collective.all_to_all`."""
         parts = np.concatenate([blocks(counts, dtype.itemsize), blocks(recv_counts, dtype.itemsize)])
-        self._exchange(src, dst, np.ascontiguousarray(parts), self._ranks, stream)
+        self._run(self._exchange(parts, self._ranks), src, dst, stream)
 
     def abort(self, word: int) -> None:
         """See `Collective.abort`."""
@@ -146,50 +176,58 @@ class HostCollective(Collective):
             self._segment.unlink()
             self._segment.close()
 
-    def _shares(self, count: int, itemsize: int) -> np.ndarray:
-        found = self._fair.get((count, itemsize))
-        if found is None:
-            if len(self._fair) > 1000:
-                self._fair.clear()
-            found = self._fair[count, itemsize] = fair_blocks(count, self._ranks, itemsize)
-        return found
+    def _plan(self, kernel: Kernel, tables: np.ndarray | None, scales_input: bool, **words: int) -> Plan:
+        """A plan with everything that does not differ between calls."""
+        memory = np.zeros(kernels.plan_words(self._ranks), np.int64)
+        common = {
+            "arena": self._arena, "ranks": self._ranks, "me": self._me, "stage": self._stage, "spins": self._spins,
+            "budget": BUDGET, "pieces": self._pieces.ctypes.data, "scratch": self._accumulator.ctypes.data,
+        }  # fmt: skip
+        for name, value in (common | words).items():
+            memory[Word[name.upper()]] = value
+        if tables is not None:
+            memory[Word.TABLES : Word.TABLES + tables.size] = tables.ravel()
+        return Plan(kernel, int(memory.ctypes.data), memory, scales_input)
 
-    def _functions(self, dtype: DType, op: Reduction) -> _Functions:
-        """The kernels' arguments for a reduction: the kit's addresses; scaler or 0, factor, divisor."""
-        key = dtype.code << 8 | op.op
-        found = self._kits.get(key)
-        if found is None:
-            average = op.op is ReduceOp.AVG and not dtype.small_range
-            scale = (scaler(dtype) if average else 0, 0.0, self._ranks)
-            found = self._kits[key] = astuple(kit(dtype, op.base)), scale
-        return found
+    def _keep(self, key: object, plan: Plan) -> Plan:
+        """Keep a plan for the next call of its shape."""
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
 
-    def _scaled_input(self, src: int, count: int, dtype: DType, op: Reduction) -> tuple[int, np.ndarray | None]:
-        """The input's address, or that of a scaled copy (which must be kept): premul_sum, averages that may overflow."""
-        divisor = self._ranks if op.op is ReduceOp.AVG and dtype.small_range else 0
-        if op.op is not ReduceOp.PREMUL_SUM and not divisor:
-            return src, None
-        scaled = np.empty(count * dtype.itemsize, np.uint8)
-        kernels.scale(scaler(dtype), scaled.ctypes.data, src, count, op.factor, divisor)
-        return int(scaled.ctypes.data), scaled
+    def _exchange(self, parts: np.ndarray, columns: int) -> Plan:
+        return self._plan(kernels.exchange, parts, False, columns=columns)
 
-    def _reduce(
-        self, src: int, dst: int, table: np.ndarray, mode: Mode, root: int, dtype: DType, op: Reduction, stream: Stream
+    def _reduction(
+        self, kernel: Kernel, table: np.ndarray | None, mode: Mode, root: int, count: int, dtype: DType, op: Reduction
+    ) -> Plan:
+        functions = kit(dtype, op.base)
+        average = op.op is ReduceOp.AVG
+        # An average that may overflow divides its input instead.
+        divides_result = average and not dtype.small_range
+        return self._plan(
+            kernel, table, op.op is ReduceOp.PREMUL_SUM or (average and dtype.small_range),
+            mode=mode, root=root, pair=functions.pair, first=functions.first, more=functions.more, last=functions.last,
+            scaler=scaler(dtype) if divides_result else 0, divisor=self._ranks,
+            itemsize=dtype.itemsize, nbytes=count * dtype.itemsize,
+        )  # fmt: skip
+
+    def _run_scaled(
+        self, plan: Plan, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        numbers, scale = self._functions(dtype, op)
-        total = int(table[1].sum()) // dtype.itemsize
-        src, _keep = self._scaled_input(src, total, dtype, op)
-        self._run(kernels.reduce, stream, int(mode), root, src, dst, table, numbers, scale, dtype.itemsize, self._work)
+        """Run on a scaled copy of the input where the plan asks for it."""
+        if plan.scales_input:
+            copy = np.empty(count * dtype.itemsize, np.uint8)
+            divisor = self._ranks if op.op is ReduceOp.AVG else 0
+            kernels.scale(scaler(dtype), copy.ctypes.data, src, count, op.factor, divisor)
+            src = int(copy.ctypes.data)
+        self._run(plan, src, dst, stream)
 
-    def _exchange(self, src: int, dst: int, parts: np.ndarray, columns: int, stream: Stream) -> None:
-        self._run(kernels.exchange, stream, columns, src, dst, parts)
-
-    def _run(self, kernel, stream: Stream, *arguments) -> None:  # type: ignore[no-untyped-def]
+    def _run(self, plan: Plan, src: int, dst: int, stream: Stream) -> None:
         stream.synchronize()
-        state = self._state
-        state[:_PIECES] = 0
         while True:
-            code = kernel(self._arena, self._ranks, self._me, self._stage, *arguments, state, self._spins, BUDGET)
+            code = plan.kernel(plan.address, src, dst)
             if code == READY:
                 return
             if code == STOPPED:

@@ -11,10 +11,10 @@ from typing import cast
 import numpy as np
 
 from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
-from xvcomm.backends.host.batch import Batch
+from xvcomm.backends.host.batch import NO_GATES, Batch
 from xvcomm.backends.host.engine import Engine
 from xvcomm.backends.host.kernels import scale
-from xvcomm.backends.host.mover import Kind
+from xvcomm.backends.host.mover import MAX_STREAMS, Kind
 from xvcomm.backends.host.reducers import BLOCK, kit, reduce_many, scaler
 from xvcomm.config import Config
 from xvcomm.deadline import NEVER
@@ -28,7 +28,7 @@ def _reduce_local(kit, dst, sources, ways, nbytes, itemsize, scratch):  # type: 
 
 
 with compiling():
-    reduce_local = kernel("void(UniTuple(int64, 5), int64, int64[::1], int64, int64, int64, int64)")(_reduce_local)
+    reduce_local = kernel("void(UniTuple(int64, 4), int64, int64[::1], int64, int64, int64, int64)")(_reduce_local)
 
 
 class HostStream(Stream):
@@ -37,9 +37,15 @@ class HostStream(Stream):
     def __init__(self, batch: Batch, lane: int, engine: Engine) -> None:
         self.batch = batch
         self.lane = lane
-        self.gate = (0, 0)
         self.deadline = NEVER
         self._engine = engine
+        self._gates = NO_GATES
+        self._gated = 0
+
+    @property
+    def gates(self) -> tuple[int, ...]:
+        """What the next transfer must wait for, as in `Batch.add`; nothing if the batch was emptied since."""
+        return self._gates if self._gated == self.batch.generation else NO_GATES
 
     def mark(self) -> tuple[int, int, int]:
         """See `Stream.mark`: the batch's generation, its length, the lane."""
@@ -49,13 +55,14 @@ class HostStream(Stream):
         """See `Stream.wait`."""
         generation, length, lane = cast(tuple[int, int, int], mark)
         if generation == self.batch.generation and length:
-            self.gate = (length, lane)
+            gates = list(self.gates)
+            gates[lane] = max(gates[lane], length)
+            self._gates, self._gated = tuple(gates), generation
 
     def synchronize(self) -> None:
         """See `Stream.synchronize`; whatever is on the other lanes is done too."""
         if len(self.batch):
             self.batch.finish(self.deadline)
-        self.gate = (0, 0)
 
     def flush(self) -> Future[None]:
         """See `Stream.flush`."""
@@ -63,7 +70,7 @@ class HostStream(Stream):
 
     def discard(self) -> None:
         """See `Stream.discard`."""
-        self.batch.clear()
+        self.batch.discard()
 
 
 class HostDevice(Device):
@@ -86,6 +93,7 @@ class HostDevice(Device):
 
     def streams(self, count: int) -> tuple[HostStream, ...]:
         """See `Device.streams`."""
+        assert count <= MAX_STREAMS
         batch = Batch(self._spins)
         return tuple(HostStream(batch, lane, self._engine) for lane in range(count))
 
@@ -97,7 +105,7 @@ class HostDevice(Device):
     def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
         """See `Device.put`."""
         assert isinstance(stream, HostStream)
-        stream.batch.add(Kind.PUT, end, src, message, lane=stream.lane, gate=stream.gate)
+        stream.batch.add(Kind.PUT, end, src, message, lane=stream.lane, gates=stream.gates)
 
     def get(
         self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
@@ -110,14 +118,14 @@ class HostDevice(Device):
             dtype = BY_CODE[message.dtype]
             kind, itemsize, combine = Kind.GET_REDUCE, dtype.itemsize, kit(dtype, op).pair
         stream.batch.add(
-            kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gate=stream.gate
+            kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates
         )
 
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
         """See `Device.reduce`."""
         stream.synchronize()
         k = kit(dtype, op)
-        numbers = (k.pair, k.first, k.more, k.last, k.wide)
+        numbers = (k.pair, k.first, k.more, k.last)
         table = np.array(srcs, np.int64)
         reduce_local(numbers, dst, table, len(srcs), count * dtype.itemsize, dtype.itemsize, self._scratch.ctypes.data)
 

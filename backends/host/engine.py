@@ -38,10 +38,8 @@ class Engine:
         """Take over all transfers of a batch; it is empty afterwards. The future raises what `Batch.finish` would."""
         future: Future[None] = Future()
         taken = Batch(self._spins)
-        rows = taken.take(batch)
+        taken.take(batch)
         with self._arrived:
-            for i in rows:
-                taken.end(i).background += 1
             self._incoming.append((taken, future, deadline))
             self._wake[0] += 1
             if self._thread is None:
@@ -81,9 +79,6 @@ class Engine:
         if not ended:
             return
         gone = {id(job) for job, _ in ended}
-        with self._arrived:
-            for i in (i for job, _ in ended for i in job.rows):
-                self._batch.end(i).background -= 1
         self._jobs = [job for job in self._jobs if id(job) not in gone]
         kept = [i for job in self._jobs for i in job.rows]
         place = {old: new for new, old in enumerate(sorted(kept))}

@@ -5,22 +5,26 @@ what it needs out of the others' stages; two stages alternate, so that one barri
 enough to stay in the caches: measured on two cores, staging this way beats mapping the peer's memory
 (process_vm_readv) at every size, because the kernel's page pinning costs more than the second copy.
 
-Every function resumes: it returns PENDING after a while without progress and is called again with the same state.
+What a collective of given shape needs lies in a plan, a block of 64-bit words made once, so that a call passes three
+numbers. Every kernel resumes: it returns PENDING after a while without progress and is called again with the same plan.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
+import numpy as np
+from numba import carray
 from numba.extending import register_jitable
 
-from xvcomm.atomics import READY, await_word, copy_bytes, fetch_add, load, load_acquire, store
+from xvcomm.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, load_acquire, store
 from xvcomm.backends.host.reducers import call_scale, reduce_many
 from xvcomm.jit import compiling, kernel
 from xvcomm.ring import ABORT, LINE
 from xvcomm.shm import PAGE
 
-__all__ = ["Mode", "exchange", "join", "one_shot", "reduce", "scale", "stages"]
+__all__ = ["Mode", "Word", "exchange", "join", "one_shot", "plan_words", "reduce", "scale", "stages"]
 
 
 class Mode(enum.IntEnum):
@@ -31,8 +35,44 @@ class Mode(enum.IntEnum):
     ROOT = 2
 
 
-# State words of a call: round, phase, rounds in all. PIECES counts over the arena's life and picks the stage.
-_ROUND, _PHASE, _ROUNDS, _PIECES = 0, 1, 2, 3
+class Word(enum.IntEnum):
+    """Where things lie in a plan."""
+
+    ARENA = 0
+    RANKS = 1
+    ME = 2
+    STAGE = 3  # bytes a rank stages at a time
+    SPINS = 4
+    BUDGET = 5  # nanoseconds to sleep before coming back
+    PIECES = 6  # address of the count of pieces over the arena's life: picks the stage
+    ROUND = 7  # these two and ROUNDS keep a call's place; ROUND and PHASE are 0 between calls
+    PHASE = 8
+    ROUNDS = 9
+    COLUMNS = 10  # 1 where all readers want the same of a rank, else one a reader
+    MODE = 11
+    ROOT = 12
+    PAIR = 13  # these four: the addresses in a reducers.Kit
+    FIRST = 14
+    MORE = 15
+    LAST = 16
+    SCALER = 17  # address, or 0
+    DIVISOR = 18
+    ITEMSIZE = 19
+    NBYTES = 20
+    SCRATCH = 21  # address of the reducers' accumulator
+    TABLES = 24  # five rows of RANKS words: offsets and bytes to stage, offsets and bytes to take; sources
+
+
+def plan_words(ranks: int) -> int:
+    """Words of a plan for so many ranks."""
+    return int(Word.TABLES) + 5 * ranks
+
+
+# Plain integers: numba reads an enum's members as constants only by way of globals.
+_ARENA, _RANKS, _ME, _STAGE, _SPINS, _BUDGET = (int(w) for w in tuple(Word)[:6])
+_PIECES, _ROUND, _PHASE, _ROUNDS, _COLUMNS, _MODE, _ROOT = (int(w) for w in tuple(Word)[6:13])
+_PAIR, _FIRST, _MORE, _LAST, _SCALER, _DIVISOR = (int(w) for w in tuple(Word)[13:19])
+_ITEMSIZE, _NBYTES, _SCRATCH, _TABLES = (int(w) for w in tuple(Word)[19:])
 _COPY_IN, _MEET, _MEET_AGAIN = 0, 1, 2
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
 
@@ -43,161 +83,172 @@ def stages(ranks: int) -> int:
 
 
 @register_jitable
-def _line(arena: int, rank: int) -> int:
+def _open(plan: int) -> Any:
+    """A plan's words as an array."""
+    return carray(as_pointer(plan), _TABLES + 5 * load(plan + 8 * _RANKS), np.int64)
+
+
+@register_jitable
+def _line(p: Any, rank: int) -> int:
     """A rank's line: word 0 counts its arrivals, words 1 and 2 tell its rounds for even and odd pieces."""
-    return arena + PAGE + rank * LINE
+    return p[_ARENA] + PAGE + rank * LINE
 
 
 @register_jitable
-def _stage(arena: int, ranks: int, rank: int, stage: int, pieces: int) -> int:
-    first = arena + PAGE + (ranks * LINE + PAGE - 1) // PAGE * PAGE
-    return first + (2 * rank + pieces % 2) * stage
+def _stage(p: Any, rank: int, pieces: int) -> int:
+    first = p[_ARENA] + PAGE + (p[_RANKS] * LINE + PAGE - 1) // PAGE * PAGE
+    return first + (2 * rank + pieces % 2) * p[_STAGE]
 
 
 @register_jitable
-def _arrive(arena: int, me: int) -> None:
-    fetch_add(_line(arena, me), 1)
+def _arrive(p: Any, phase: int) -> None:
+    fetch_add(_line(p, p[_ME]), 1)
+    p[_PHASE] = phase
 
 
 @register_jitable
-def _meet(arena: int, ranks: int, me: int, spins: int, budget: int) -> int:
+def _meet(p: Any) -> int:
     """Wait until everybody arrived as often as I did."""
-    target = load(_line(arena, me))
-    for other in range(ranks):
-        result = await_word(_line(arena, other), target, arena + ABORT, spins, budget)
+    target = load(_line(p, p[_ME]))
+    for other in range(p[_RANKS]):
+        result = await_word(_line(p, other), target, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
         if result != READY:
             return result
     return READY
 
 
 @register_jitable
-def _window(total: int, round: int, piece: int) -> int:
-    """Bytes of a range of `total` that fall into this round."""
-    return max(0, min(piece, total - round * piece))
+def _next_round(p: Any) -> bool:
+    """Go on to the next piece; whether that was the last."""
+    store(p[_PIECES], load(p[_PIECES]) + 1)
+    p[_ROUND] += 1
+    p[_PHASE] = _COPY_IN
+    if p[_ROUND] < p[_ROUNDS]:
+        return False
+    p[_ROUND] = 0
+    return True
 
 
-def _exchange(arena, ranks, me, stage, columns, src, dst, parts, state, spins, budget):  # type: ignore[no-untyped-def]
+@register_jitable
+def _window(total: int, at: int, piece: int) -> int:
+    """Bytes of a range of `total` that lie in the piece from `at` on."""
+    return max(0, min(piece, total - at))
+
+
+def _exchange(plan: int, src: int, dst: int) -> int:
     """Move parts of inputs to parts of outputs: gathers, scatters, broadcasts, all-to-all.
 
-    Args:
-        arena, ranks, me, stage: the arena's address, its ranks, this rank's number, bytes of a stage.
-        columns: 1 where all readers want the same of a rank, `ranks` where each wants its own.
-        src, dst: addresses of input and output.
-        parts: 4 x ranks table: offset and bytes of what I stage for each column, of what I take from each rank.
-            What I take from myself is read straight from the input at my own column's offset.
-        state: words that keep this call's place.
+    The plan's tables say what I stage for each column and what I take from each rank. What I take from myself is read
+    straight from the input, at my own column's offset.
     """
-    piece = stage // columns // 64 * 64
+    p = _open(plan)
+    ranks, me, columns = p[_RANKS], p[_ME], p[_COLUMNS]
+    piece = p[_STAGE] // columns // 64 * 64
     own = me if columns > 1 else 0
+    put_at, put_n, get_at, get_n = _TABLES, _TABLES + ranks, _TABLES + 2 * ranks, _TABLES + 3 * ranks
     while True:
-        k, pieces = state[_ROUND], state[_PIECES]
-        if state[_PHASE] == _COPY_IN:
-            base = _stage(arena, ranks, me, stage, pieces)
+        pieces = load(p[_PIECES])
+        at = p[_ROUND] * piece
+        if p[_PHASE] == _COPY_IN:
             most = 0
             for c in range(columns):
-                most = max(most, parts[1, c] if (columns == 1 or c != me) else 0)
                 if columns == 1 or c != me:
-                    copy_bytes(base + c * piece, src + parts[0, c] + k * piece, _window(parts[1, c], k, piece))
-            for r in range(ranks):
-                most = max(most, parts[3, r] if r != me else 0)
-            if k == 0:
-                store(_line(arena, me) + 8 * (1 + pieces % 2), (most + piece - 1) // piece)
-                if parts[3, me] > 0:
-                    copy_bytes(dst + parts[2, me], src + parts[0, own], parts[3, me])
-            _arrive(arena, me)
-            state[_PHASE] = _MEET
-        result = _meet(arena, ranks, me, spins, budget)
+                    most = max(most, p[put_n + c])
+                    stage = _stage(p, me, pieces) + c * piece
+                    copy_bytes(stage, src + p[put_at + c] + at, _window(p[put_n + c], at, piece))
+            if p[_ROUND] == 0:
+                for r in range(ranks):
+                    most = max(most, p[get_n + r] if r != me else 0)
+                store(_line(p, me) + 8 * (1 + pieces % 2), (most + piece - 1) // piece)
+                copy_bytes(dst + p[get_at + me], src + p[put_at + own], p[get_n + me])
+            _arrive(p, _MEET)
+        result = _meet(p)
         if result != READY:
             return result
-        if k == 0:
-            rounds = 1
+        if p[_ROUND] == 0:
+            p[_ROUNDS] = 1
             for r in range(ranks):
-                rounds = max(rounds, load_acquire(_line(arena, r) + 8 * (1 + pieces % 2)))
-            state[_ROUNDS] = rounds
+                p[_ROUNDS] = max(p[_ROUNDS], load_acquire(_line(p, r) + 8 * (1 + pieces % 2)))
         for r in range(ranks):
             if r != me:
-                base = _stage(arena, ranks, r, stage, pieces) + own * piece
-                copy_bytes(dst + parts[2, r] + k * piece, base, _window(parts[3, r], k, piece))
-        state[_PIECES] = pieces + 1
-        state[_ROUND] = k + 1
-        state[_PHASE] = _COPY_IN
-        if state[_ROUND] >= state[_ROUNDS]:
+                stage = _stage(p, r, pieces) + own * piece
+                copy_bytes(dst + p[get_at + r] + at, stage, _window(p[get_n + r], at, piece))
+        if _next_round(p):
             return READY
 
 
-def _reduce(arena, ranks, me, stage, mode, root, src, dst, blocks, kit, scale, itemsize, work, state, spins, budget):  # type: ignore[no-untyped-def]
-    """Reduce block r of all inputs at rank r; then leave it there, or hand it to all or to the root.
+@register_jitable
+def _combine(p: Any, dst: int, nbytes: int) -> None:
+    """Reduce the plan's sources into `dst`, in rank order, and scale."""
+    kit = (p[_PAIR], p[_FIRST], p[_MORE], p[_LAST])
+    ranks, itemsize = p[_RANKS], p[_ITEMSIZE]
+    reduce_many(kit, dst, p[_TABLES + 4 * ranks :], ranks, nbytes, itemsize, p[_SCRATCH])
+    if p[_SCALER] != 0:
+        call_scale(p[_SCALER], dst, dst, nbytes // itemsize, 0.0, p[_DIVISOR])
 
-    Args:
-        mode, root: see Mode; `root` counts only for ROOT.
-        blocks: 2 x ranks table: offset and bytes of each block.
-        kit: the five numbers of a `reducers.Kit`.
-        scale: (address of a scaler or 0, factor, divisor), applied to the finished block.
-        work: addresses of the sources' table (int64) and of the accumulator.
-        Others: as in `exchange`.
+
+def _reduce(plan: int, src: int, dst: int) -> int:
+    """Reduce block r of all inputs at rank r; then leave it there, or hand it to all or to the root (see Mode).
+
+    The plan's first two tables are the blocks' offsets and bytes.
     """
-    piece = stage // ranks // 64 * 64
+    p = _open(plan)
+    ranks, me, mode = p[_RANKS], p[_ME], p[_MODE]
+    everywhere = mode == _ALL or me == p[_ROOT]
+    piece = p[_STAGE] // ranks // 64 * 64
+    block_at, block_n, sources = _TABLES, _TABLES + ranks, _TABLES + 4 * ranks
     while True:
-        k, pieces = state[_ROUND], state[_PIECES]
-        base = _stage(arena, ranks, me, stage, pieces)
-        at = k * piece
-        if state[_PHASE] == _COPY_IN:
+        pieces = load(p[_PIECES])
+        mine, at = _stage(p, me, pieces), p[_ROUND] * piece
+        if p[_PHASE] == _COPY_IN:
             most = 0
             for r in range(ranks):
-                most = max(most, blocks[1, r])
+                most = max(most, p[block_n + r])
                 if r != me:
-                    copy_bytes(base + r * piece, src + blocks[0, r] + at, _window(blocks[1, r], k, piece))
-            state[_ROUNDS] = (most + piece - 1) // piece
-            _arrive(arena, me)
-            state[_PHASE] = _MEET
-        result = _meet(arena, ranks, me, spins, budget)
+                    copy_bytes(mine + r * piece, src + p[block_at + r] + at, _window(p[block_n + r], at, piece))
+            p[_ROUNDS] = (most + piece - 1) // piece
+            _arrive(p, _MEET)
+        result = _meet(p)
         if result != READY:
             return result
-        if state[_PHASE] == _MEET:
-            nbytes = _window(blocks[1, me], k, piece)
-            direct = mode == _ALL or me == root
-            target = dst + at if mode == _SCATTER else dst + blocks[0, me] + at if direct else base + me * piece
+        if p[_PHASE] == _MEET:
+            nbytes = _window(p[block_n + me], at, piece)
+            where = dst + p[block_at + me] + at if everywhere else mine + me * piece
+            target = dst + at if mode == _SCATTER else where
             if nbytes > 0:
                 for r in range(ranks):
-                    work[r] = _stage(arena, ranks, r, stage, pieces) + me * piece
-                work[me] = src + blocks[0, me] + at
-                reduce_many(kit, target, work, ranks, nbytes, itemsize, work[ranks])
-                if scale[0] != 0:
-                    call_scale(int(scale[0]), target, target, nbytes // itemsize, scale[1], int(scale[2]))
+                    p[sources + r] = _stage(p, r, pieces) + me * piece
+                p[sources + me] = src + p[block_at + me] + at
+                _combine(p, target, nbytes)
                 if mode == _ALL:
-                    copy_bytes(base + me * piece, target, nbytes)
+                    copy_bytes(mine + me * piece, target, nbytes)
             if mode != _SCATTER:
-                _arrive(arena, me)
-                state[_PHASE] = _MEET_AGAIN
+                _arrive(p, _MEET_AGAIN)
                 continue
-        elif mode == _ALL or me == root:
+        elif everywhere:
             for r in range(ranks):
                 if r != me:
-                    theirs = _stage(arena, ranks, r, stage, pieces) + r * piece
-                    copy_bytes(dst + blocks[0, r] + at, theirs, _window(blocks[1, r], k, piece))
-        state[_PIECES] = pieces + 1
-        state[_ROUND] = k + 1
-        state[_PHASE] = _COPY_IN
-        if state[_ROUND] >= state[_ROUNDS]:
+                    stage = _stage(p, r, pieces) + r * piece
+                    copy_bytes(dst + p[block_at + r] + at, stage, _window(p[block_n + r], at, piece))
+        if _next_round(p):
             return READY
 
 
-def _one_shot(arena, ranks, me, stage, src, dst, nbytes, kit, scale, itemsize, work, state, spins, budget):  # type: ignore[no-untyped-def]
+def _one_shot(plan: int, src: int, dst: int) -> int:
     """All-reduce what fits a stage with one barrier: everybody stages all of it and reduces all of it."""
-    pieces = state[_PIECES]
-    if state[_PHASE] == _COPY_IN:
-        copy_bytes(_stage(arena, ranks, me, stage, pieces), src, nbytes)
-        _arrive(arena, me)
-        state[_PHASE] = _MEET
-    result = _meet(arena, ranks, me, spins, budget)
+    p = _open(plan)
+    pieces, ranks = load(p[_PIECES]), p[_RANKS]
+    if p[_PHASE] == _COPY_IN:
+        copy_bytes(_stage(p, p[_ME], pieces), src, p[_NBYTES])
+        _arrive(p, _MEET)
+    result = _meet(p)
     if result != READY:
         return result
     for r in range(ranks):
-        work[r] = _stage(arena, ranks, r, stage, pieces)
-    reduce_many(kit, dst, work, ranks, nbytes, itemsize, work[ranks])
-    if scale[0] != 0:
-        call_scale(int(scale[0]), dst, dst, nbytes // itemsize, scale[1], int(scale[2]))
-    state[_PIECES] = pieces + 1
+        p[_TABLES + 4 * ranks + r] = _stage(p, r, pieces)
+    _combine(p, dst, p[_NBYTES])
+    p[_ROUNDS] = 1
+    _next_round(p)
     return READY
 
 
@@ -206,20 +257,14 @@ def _join(counter: int) -> int:
     return fetch_add(counter, 1)
 
 
-def _scale(function, dst, src, count, factor, divisor):  # type: ignore[no-untyped-def]
+def _scale(function: int, dst: int, src: int, count: int, factor: float, divisor: int) -> None:
     """Call a scaler."""
     call_scale(function, dst, src, count, factor, divisor)
 
 
-_KIT = "UniTuple(int64, 5)"
-_TAIL = f"{_KIT}, Tuple((int64, float64, int64)), int64, int64[::1], int64[::1], int64, int64"
 with compiling():
     join = kernel("int64(int64)")(_join)
     scale = kernel("void(int64, int64, int64, int64, float64, int64)")(_scale)
-    exchange = kernel(
-        "int64(int64, int64, int64, int64, int64, int64, int64, int64[:, ::1], int64[::1], int64, int64)"
-    )(_exchange)
-    reduce = kernel(
-        f"int64(int64, int64, int64, int64, int64, int64, int64, int64, int64[:, ::1], {_TAIL})"
-    )(_reduce)
-    one_shot = kernel(f"int64(int64, int64, int64, int64, int64, int64, int64, {_TAIL})")(_one_shot)
+    exchange = kernel("int64(int64, int64, int64)")(_exchange)
+    reduce = kernel("int64(int64, int64, int64)")(_reduce)
+    one_shot = kernel("int64(int64, int64, int64)")(_one_shot)

@@ -63,7 +63,7 @@ class Word(enum.IntEnum):
     TAG = 8
     DETAIL = 9
     PHASE = 10
-    AFTER = 11
+    TURN = 11  # address of the ring end's count of finished messages
     LANES = 12
     SLOTS = 13
     SLOT_BYTES = 14
@@ -74,20 +74,20 @@ class Word(enum.IntEnum):
     REMOTE_FIRST = 19
     BLAME = 20
     LANE = 21  # number of the stream in its batch
-    GATE = 22  # rows before this one that lie on GATE_LANE must be done first
-    GATE_LANE = 23
-    STARTS = 24
+    GATES = 22  # a word a stream of the batch: of so many first rows those on this stream must be done before
+    STARTS = 26
 
 
 WIDTH = Word.STARTS + MAX_LANES
+MAX_STREAMS = Word.STARTS - Word.GATES
 NEW, POSTED, MOVING, DONE = 0, 1, 2, 3
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _KIND, _RING, _DATA, _NBYTES, _SEQUENCE = int(Word.KIND), int(Word.RING), int(Word.DATA), int(Word.NBYTES), int(Word.SEQUENCE)
-_OP, _PHASE, _AFTER, _LANES, _SLOTS = int(Word.OP), int(Word.PHASE), int(Word.AFTER), int(Word.LANES), int(Word.SLOTS)
+_OP, _PHASE, _TURN, _LANES, _SLOTS = int(Word.OP), int(Word.PHASE), int(Word.TURN), int(Word.LANES), int(Word.SLOTS)
 _SLOT_BYTES, _LEDGER, _SLOT_DATA, _BLAME = int(Word.SLOT_BYTES), int(Word.LEDGER), int(Word.SLOT_DATA), int(Word.BLAME)
 _ITEMSIZE, _COMBINE, _REMOTE_FIRST, _STARTS = int(Word.ITEMSIZE), int(Word.COMBINE), int(Word.REMOTE_FIRST), int(Word.STARTS)
-_LANE, _GATE, _GATE_LANE = int(Word.LANE), int(Word.GATE), int(Word.GATE_LANE)
+_LANE, _GATES = int(Word.LANE), int(Word.GATES)
 _PUT, _GET = int(Kind.PUT), int(Kind.GET)
 _FIELDS = 5
 _NOTHING, _PROGRESS, _COMPLETE, _STOPPED, _MISMATCH = 0, 1, 2, 3, 4
@@ -207,9 +207,11 @@ def _advance(row: int) -> int:
         complete += result == _COMPLETE
         moved = moved or result == _PROGRESS
     if complete == used:
+        sequence = load(row + 8 * _SEQUENCE)
         if not producer:
-            store_release(base + CONSUMED, load(row + 8 * _SEQUENCE) + 1)
+            store_release(base + CONSUMED, sequence + 1)
         store(row + 8 * _PHASE, DONE)
+        compare_and_swap(load(row + 8 * _TURN), sequence, sequence + 1)
         return _COMPLETE
     if moved:
         return _PROGRESS
@@ -217,17 +219,20 @@ def _advance(row: int) -> int:
 
 
 @register_jitable
-def _blocked(rows: int, row: int) -> bool:
-    """Whether the row must wait for earlier ones: of the same ring end, or of a stream that its own waits for."""
-    after = load(row + 8 * _AFTER)
-    if after != 0 and load(rows + 8 * (WIDTH * (after - 1) + _PHASE)) != DONE:
-        return True
-    lane = load(row + 8 * _GATE_LANE)
-    for i in range(load(row + 8 * _GATE)):
-        earlier = rows + 8 * WIDTH * i
-        if load(earlier + 8 * _LANE) == lane and load(earlier + 8 * _PHASE) != DONE:
-            return True
-    return False
+def _ready(rows: int, row: int) -> int:
+    """Whether earlier transfers let the row begin: those of its ring end, those of a stream that its own waits for."""
+    turn = load_acquire(load(row + 8 * _TURN))
+    if turn < 0:
+        # An earlier one was given up. Whoever did so stops the ring next, and until then cannot be asked why.
+        return _STOPPED if load_acquire(load(row + 8 * _RING) + ABORT) != 0 else _NOTHING
+    if turn != load(row + 8 * _SEQUENCE):
+        return _NOTHING
+    for lane in range(MAX_STREAMS):
+        for i in range(load(row + 8 * (_GATES + lane))):
+            earlier = rows + 8 * WIDTH * i
+            if load(earlier + 8 * _LANE) == lane and load(earlier + 8 * _PHASE) != DONE:
+                return _NOTHING
+    return _PROGRESS
 
 
 def _drive(rows: Any, count: int, wake: int, seen: int, spins: int, budget: int) -> int:
@@ -249,10 +254,9 @@ def _drive(rows: Any, count: int, wake: int, seen: int, spins: int, budget: int)
             row = rows + 8 * WIDTH * i
             if load(row + 8 * _PHASE) == DONE:
                 continue
-            if load(row + 8 * _PHASE) == NEW and _blocked(rows, row):
-                open_rows += 1
-                continue
-            result = _advance(row)
+            result = _ready(rows, row) if load(row + 8 * _PHASE) == NEW else _PROGRESS
+            if result == _PROGRESS:
+                result = _advance(row)
             if result == _STOPPED or result == _MISMATCH:
                 return (STOPPED if result == _STOPPED else MISMATCH) | (i << 8)
             finished = finished or result == _COMPLETE

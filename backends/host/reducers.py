@@ -141,14 +141,12 @@ class Kit:
         pair: `dst = a op b`.
         first, more, last: a chain over three or more operands; the accumulator between them holds float32 for
             low precision, so there is one rounding, at the end.
-        wide: bytes an element of the accumulator.
     """
 
     pair: int
     first: int
     more: int
     last: int
-    wide: int
 
 
 @cache
@@ -163,12 +161,11 @@ def kit(dtype: DType, op: ReduceOp) -> Kit:
                 first=_combiner(load, raw, load, raw, combine, same, f32),
                 more=_combiner(same, f32, load, raw, combine, same, f32),
                 last=_combiner(same, f32, load, raw, combine, save, raw),
-                wide=4,
             )
         storage = np.uint8 if dtype.kind == "b" else dtype.numpy.type
         combine = (_BOOL_OPS if dtype.kind == "b" else _OPS)[op]
         pair = _combiner(codecs.same, storage, codecs.same, storage, combine, codecs.same, storage)
-        return Kit(pair, pair, pair, pair, dtype.itemsize)
+        return Kit(pair, pair, pair, pair)
 
 
 @cache
@@ -215,11 +212,11 @@ def reduce_many(kit: Any, dst: int, sources: Any, ways: int, nbytes: int, itemsi
     """`dst` becomes the reduction of `ways` sources in order.
 
     Args:
-        kit: (pair, first, more, last, wide), as in `Kit`.
+        kit: (pair, first, more, last), as in `Kit`.
         sources: addresses; `dst` may be one of them.
         scratch: address of BLOCK accumulator elements.
     """
-    pair, first, more, last, _ = kit
+    pair, first, more, last = kit
     if ways == 1:
         copy_bytes(dst, sources[0], nbytes)
         return

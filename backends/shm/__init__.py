@@ -33,13 +33,9 @@ class ShmTransport(Transport):
             segment.unlink()
             return RingEnd.open(segment, peer=peer, producer=producer)
         segment = Segment.create(self._folder, self._job, layout.size)
-        try:
+        with segment.named():
             end = RingEnd.create(segment, layout, peer=peer, producer=producer)
             store.set(name, segment.name.encode())
-        except BaseException:
-            segment.unlink()
-            segment.close()
-            raise
         return end
 
     def close(self) -> None:

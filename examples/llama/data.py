@@ -23,7 +23,9 @@ def corpus(limit: int = 8 << 20) -> np.ndarray:
         if len(text) >= limit:
             break
     if not text:
-        raise ArgumentError(f"no Python sources in {folder}: run the trainer with a Python that has its library as files")
+        raise ArgumentError(
+            f"no Python sources in {folder}: run the trainer with a Python that has its library as files"
+        )
     return np.frombuffer(bytes(text[:limit]), np.uint8)
 
 

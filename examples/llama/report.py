@@ -130,8 +130,9 @@ def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference:
         axes.plot(steps, reference, linewidth=1.5, color="tab:orange", linestyle=(0, (4, 3)), label="one process")
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.set_title(
-        f"LLaMA-style decoder, {header['parameters']:,} parameters, {_plain(header['islands'])}{_rehearsal(header)}\n"
-        f"{header['schedule']}, {header['pp']} stages x {header['dp']} replicas, {_plain(header['framework'])}",
+        f"LLaMA-style decoder, {header['parameters']:,} parameters, {_plain(header['framework'])}\n"
+        f"{_plain(header['islands'])}: {header['pp']} stages x {header['dp']} replicas, {header['schedule']}"
+        f"{_rehearsal(header)}",
         fontsize=11,
     )
     axes.grid(alpha=0.3)
@@ -142,7 +143,7 @@ def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference:
 
 
 def _rehearsal(header: dict[str, Any]) -> str:
-    return " (rehearsal: island labels given by hand)" if header["rehearsal"] else ""
+    return " (rehearsal: labels given by hand)" if header["rehearsal"] else ""
 
 
 def _plain(value: Any) -> str:

@@ -88,7 +88,16 @@ def test_xvcomm_run(tmp_path: Path, alone: list[float]) -> None:
 def test_torchrun(tmp_path: Path, alone: list[float]) -> None:
     pytest.importorskip("torch")
     header, losses = train(
-        tmp_path, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", TRAIN, *SMALL, "--islands", BORDER
+        tmp_path,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        TRAIN,
+        *SMALL,
+        "--islands",
+        BORDER,
     )
     assert_like(losses, alone)
     assert header["rehearsal"] is True

@@ -62,7 +62,7 @@ def run_many(kit: reducers.Kit, dst: np.ndarray, sources: list[np.ndarray]) -> N
 
     scratch = np.zeros(reducers.BLOCK * 16, np.uint8)
     table = np.array([s.ctypes.data for s in sources], np.int64)
-    numbers = (kit.pair, kit.first, kit.more, kit.last, kit.wide)
+    numbers = (kit.pair, kit.first, kit.more, kit.last)
     call(numbers, dst.ctypes.data, table, len(sources), dst.nbytes, dst.itemsize, scratch.ctypes.data)
 
 

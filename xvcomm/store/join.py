@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -9,21 +10,25 @@ import msgspec
 
 from xvcomm.abc.store import Store
 from xvcomm.deadline import Deadline
-from xvcomm.errors import ArgumentError, ConfigError, DeadlineExceeded
+from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, XvcommError
 
 _VERDICT = "verdict"
 _SETTLE_SECONDS = 5.0
+_SIZE_SHIFT = 32
+"""The counter of those that joined holds the sum of their sizes above it: one request tells both."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
     who: str
     info: bytes
+    size: int
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     infos: list[bytes] = []
     late: str = ""
-    twice: str = ""
+    wrong: str = ""
+    failed: str = ""
 
 
 def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Deadline) -> list[bytes]:
@@ -45,27 +50,60 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
 
     Raises:
         DeadlineExceeded: names the ranks that have not joined; on all that have.
-        ConfigError: two processes have the same number; names both. On all ranks that have joined.
+        ConfigError: two processes have the same number or different sizes; names both. On all ranks that have joined.
+        Aborted: a rank that cannot take part said so by `refuse`.
         StoreError: the store cannot be reached.
     """
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
     if store.add(f"rank/{rank}", 1) > 1:
         raise _twice(store, rank, deadline)
-    entry = _Entry(f"process {os.getpid()} on {socket.gethostname()}", info)
-    store.set(f"info/{rank}", msgspec.msgpack.encode(entry))
-    if store.add("joined", 1) == size:
+    store.set(f"info/{rank}", msgspec.msgpack.encode(_Entry(_who(), info, size)))
+    joined = store.add("joined", (size << _SIZE_SHIFT) + 1)
+    count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
+    if sizes != count * size:
+        verdict = _decide(store, _Verdict(wrong=_sizes(store, rank, size)))
+    elif count == size:
         verdict = _decide(store, _Verdict([_entry(store, r, deadline).info for r in range(size)]))
     else:
         try:
             verdict = _read(store, deadline)
         except DeadlineExceeded:
             verdict = _give_up(store, size)
-    if verdict.twice:
-        raise ConfigError(verdict.twice, rank=rank)
+    if verdict.wrong:
+        raise ConfigError(verdict.wrong, rank=rank)
+    if verdict.failed:
+        raise Aborted(verdict.failed, rank=rank)
     if verdict.late:
         raise DeadlineExceeded(verdict.late, rank=rank)
     return verdict.infos
+
+
+def refuse(store: Store, rank: int, error: Exception) -> None:
+    """Let the ranks that wait in `join_barrier` know that this one cannot take part, and why."""
+    text = f"rank {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
+    with contextlib.suppress(XvcommError):
+        _decide(store, _Verdict(failed=text))
+
+
+def _who() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _sizes(store: Store, rank: int, size: int) -> str:
+    """Whose size differs from this rank's, in words."""
+    for other in range(max(size, rank)):
+        with contextlib.suppress(DeadlineExceeded):
+            entry = _entry(store, other, Deadline.after(0))
+            if entry.size != size:
+                there = f"rank {other} ({entry.who}) was told {entry.size}"
+                break
+    else:
+        there = "another rank was told another number"
+    return (
+        f"rank {rank} ({_who()}) was told that the job has {size} ranks, {there}; give all of them the same XVCOMM_SIZE "
+        "(or the launcher's variable)"
+    )
 
 
 def _twice(store: Store, rank: int, deadline: Deadline) -> ConfigError:
@@ -74,10 +112,10 @@ def _twice(store: Store, rank: int, deadline: Deadline) -> ConfigError:
     except DeadlineExceeded:
         first = "another process"
     text = (
-        f"two processes are rank {rank}: {first}, and process {os.getpid()} on {socket.gethostname()}; give each process "
-        "its own XVCOMM_RANK (or the launcher's variable), and each job a store that no other job has used"
+        f"two processes are rank {rank}: {first}, and {_who()}; give each process its own XVCOMM_RANK (or the "
+        "launcher's variable), and each job a store that no other job has used"
     )
-    _decide(store, _Verdict(twice=text))
+    _decide(store, _Verdict(wrong=text))
     return ConfigError(text, rank=rank)
 
 

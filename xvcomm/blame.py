@@ -1,0 +1,129 @@
+"""Why a communicator stopped: who is at fault, and the error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from xvcomm.board import Board
+from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.links import Links
+from xvcomm.opcode import OpCode
+from xvcomm.operation import Operation, describe
+from xvcomm.ring import Message, Reason, RingEnd
+from xvcomm.session import Session
+from xvcomm.trace import State
+
+_NAMED = 4
+"""How many late ranks are named with what they did last."""
+
+
+class Blame:
+    """Turns abort words into errors; reads the board, the rings' ledgers, and the flight recorders of this host.
+
+    Args:
+        ranks: the communicator's ranks as numbers of the whole job.
+        rank: this process's number in the communicator.
+        ident: the communicator's number in flight recorders.
+
+    Attributes:
+        board: the communicator's, once it is mapped.
+    """
+
+    def __init__(self, session: Session, ranks: tuple[int, ...], rank: int, ident: int, links: Links) -> None:
+        self._session, self._ranks, self._rank, self._ident, self._links = session, ranks, rank, ident, links
+        self.board: Board | None = None
+
+    def error(self, word: int, operation: Operation) -> XvcommError:
+        """What an operation raises on a communicator that was stopped for the reason `word`."""
+        reason, about = Reason.parse(word)
+        sequence = operation.sequence if operation.sequence >= 0 else None
+        known: dict[str, Any] = {"rank": self._rank, "op": str(operation.name), "seq": sequence}
+        what = f"{operation} on {self.name(self._rank)}"
+        if reason is Reason.MISMATCH:
+            text, peer = self._mismatch(about)
+            return MismatchError(f"{text}; all ranks must make the same calls in order", peer=peer, **known)
+        if reason is Reason.DEADLINE:
+            text, peer = self._lateness(about, operation)
+            return DeadlineExceeded(
+                f"{what}: {text}; the communicator is finished: close it and make a new one", peer=peer, **known
+            )
+        if reason is Reason.ABORTED:
+            why = self.board.explanation(about) if self.board is not None else ""
+            text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")
+            return Aborted(text, peer=about, **known)
+        left = reason is Reason.LEFT or self._session.left(self._ranks[about])
+        text = f"{what}: {self.name(about)} {'left' if left else 'was lost'}; {self._last_words(about)}"
+        return PeerLost(text, peer=about, **known)
+
+    def name(self, rank: int) -> str:
+        """`rank 1 on node7`, with the number in the whole job where that differs."""
+        world = self._ranks[rank]
+        other = f" (rank {world} of the job)" if world != rank else ""
+        return f"rank {rank}{other} on {self._session.infos[world].hostname}"
+
+    def dispute(self) -> tuple[str, int] | None:
+        """A message that the two ends of one of this rank's rings described differently, in words; the other rank."""
+        for end in self._links.ends():
+            found = end.dispute()
+            if found is not None:
+                return self._tell(end, *found), end.peer
+        return None
+
+    def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
+        """Who really keeps an operation waiting.
+
+        Of a collective those that have not come to it, as far as the board tells; else of each of the suspects the
+        rank that it waits for itself, if it does.
+        """
+        absent = self._absent(operation.sequence) if operation.peer < 0 else []
+        return tuple(absent) or tuple(dict.fromkeys(r for s in suspects for r in self._follow(s)))
+
+    def _mismatch(self, about: int) -> tuple[str, int | None]:
+        quarrel = self.board.quarrel() if self.board is not None else None
+        if quarrel is not None:
+            (a, one), (b, other) = quarrel
+            text = f"{self.name(a)} called {describe(one)}; {self.name(b)} called {describe(other)}"
+            return text, {a: b, b: a}.get(self._rank)
+        own = self.dispute()
+        if own is not None:
+            return own
+        told = self.board.explanation(about) if self.board is not None else ""
+        return told or "two other ranks described the same message differently", None
+
+    def _tell(self, end: RingEnd, mine: Message, theirs: Message) -> str:
+        me, peer = self.name(self._rank), self.name(end.peer)
+        if mine.op != OpCode.SEND or theirs.op != OpCode.SEND:
+            return f"{me} called {describe(mine)}; {peer} called {describe(theirs)}"
+        if end.producer:
+            return f"{me} sent {mine.describe()}; {peer} expected {theirs.describe()}"
+        return f"{peer} sent {theirs.describe()}; {me} expected {mine.describe()}"
+
+    def _lateness(self, about: int, operation: Operation) -> tuple[str, int]:
+        missing = operation.missing
+        if not missing and about == self._rank:
+            return "the others waited for this rank until their deadline and gave up", self._rank
+        missing = missing or self.late(operation) or (about,)
+        names = ", ".join(map(self.name, missing))
+        details = "; ".join(f"rank {r}: {self._last_words(r)}" for r in missing[:_NAMED])
+        return f"did not finish in time; waiting for {names}; {details}", missing[0]
+
+    def _last_words(self, rank: int) -> str:
+        return self._session.last_words(self._ranks[rank])
+
+    def _absent(self, sequence: int) -> list[int]:
+        found = self.board.absent(sequence) if self.board is not None else []
+        return [r for r in found if r != self._rank]
+
+    def _follow(self, suspect: int) -> list[int]:
+        """The end of a chain of ranks of which each waits for the next; the suspect itself where they go in a circle."""
+        seen, rank = {self._rank}, suspect
+        while rank not in seen:
+            seen.add(rank)
+            record = self._session.last_record(self._ranks[rank])
+            if record is None or record.state != State.POSTED or record.communicator != self._ident:
+                return [rank]
+            if record.peer < 0:
+                return self._absent(record.sequence) or [suspect]
+            rank = record.peer
+        return [suspect]

@@ -1,0 +1,55 @@
+"""One operation under way, and the words for it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from xvcomm.dtype import BY_CODE, ReduceOp
+from xvcomm.opcode import OpCode
+from xvcomm.ring import Message
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """An operation that a rank is in.
+
+    Attributes:
+        name: which one.
+        sequence: number of this collective in its communicator; of the next one, for point-to-point; -1 before any.
+        message: what the ranks must agree on.
+        peer: the rank at the other end of a point-to-point operation, else -1.
+        record: its number in the flight recorder.
+        missing: the ranks found to be late.
+    """
+
+    name: OpCode
+    sequence: int
+    message: Message
+    peer: int = -1
+    record: int = 0
+    missing: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.peer >= 0:
+            return f"{self.name} with rank {self.peer}"
+        return f"{self.name} #{self.sequence}" if self.sequence >= 0 else str(self.name)
+
+
+def pack_detail(root: int, op: int, counts: tuple[int, ...] = ()) -> int:
+    """Root, reduction and uneven counts in one word, for ledgers; equal words mean equal calls."""
+    digest = zlib.crc32(repr(counts).encode()) if counts else 0
+    return (root + 1) | (int(op) << 20) | (digest << 28)
+
+
+def describe(message: Message) -> str:
+    """A collective as a ledger describes it: `all_reduce(sum) of 4096 x float32`."""
+    if message.op == OpCode.BARRIER:
+        return "barrier"
+    op, root = (message.detail >> 20) & 0xFF, (message.detail & 0xFFFFF) - 1
+    dtype = BY_CODE.get(message.dtype)
+    text = str(OpCode(message.op))
+    text += f"({ReduceOp(op)})" if op else ""
+    text += f" of {message.nbytes // dtype.itemsize} x {dtype}" if dtype else ""
+    text += f" with root {root}" if root >= 0 else ""
+    return text + (" and uneven counts" if message.detail >> 28 else "")

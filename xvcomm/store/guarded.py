@@ -1,0 +1,57 @@
+"""A part of the store in which waiting ends early: when the communicator does, or when a rank says that it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.deadline import Deadline
+from xvcomm.errors import Aborted, DeadlineExceeded
+
+_LOOK_SECONDS = 0.1
+_FAILURE = "failure"
+
+T = TypeVar("T")
+
+
+class GuardedStore(PrefixStore):
+    """A view of another store in which every key begins with `prefix/`.
+
+    Args:
+        check: raises when waiting has become vain; called now and then while a key is waited for.
+    """
+
+    def __init__(self, prefix: str, store: Store, check: Callable[[], None]) -> None:
+        super().__init__(prefix, store)
+        self._check = check
+
+    def fail(self, text: str) -> None:
+        """Make everybody who waits in this part of the store, now or later, raise Aborted with this text."""
+        self.set(_FAILURE, text.encode())
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`; also raises what `check` does, and Aborted after `fail`."""
+        return self._patiently(partial(super().get, key), deadline)
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`; also raises what `check` does, and Aborted after `fail`."""
+        self._patiently(partial(super().wait, list(keys)), deadline)
+
+    def _patiently(self, call: Callable[[Deadline], T], deadline: Deadline) -> T:
+        while True:
+            try:
+                return call(Deadline.after(deadline.sooner(_LOOK_SECONDS)))
+            except DeadlineExceeded:
+                self._check()
+                self._look_for_failure()
+                if deadline.expired():
+                    raise
+
+    def _look_for_failure(self) -> None:
+        try:
+            text = super().get(_FAILURE, Deadline.after(0))
+        except DeadlineExceeded:
+            return
+        raise Aborted(text.decode())

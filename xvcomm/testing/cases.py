@@ -1,0 +1,189 @@
+"""What the suites go through: topologies, sizes, element types, and inputs whose results are exact in every order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xvcomm import registry
+from xvcomm.communicator import Communicator
+from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction, reduction_on
+from xvcomm.errors import DTypeError
+
+Array = NDArray[Any]
+
+ISLANDS = (
+    "a:1", "a:2", "a:3", "a:4", "a:1,b:1", "a:2,b:2", "a:1,b:3", "a,b,a,b", "a,b,c", "a:2,b:1,c:1",
+)  # fmt: skip
+"""One island of each size, two of equal and unequal sizes, in turns, and three."""
+
+EVERY_WAY = ("a:2", "a:3", "a:1,b:1", "a,b,c")
+"""Topologies of which each reduces in a way of its own: native pairs and chains, over one border and over several."""
+
+COUNTS = (0, 1, 3, 7, 1000, 65_537, 1_000_003)
+"""Elements of an array; the last go round every ring and stage several times."""
+
+_GUARD = 64
+_CANARY = 0xA5
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """How the suites put a numpy array into a device's memory, and read an array that lies there."""
+
+    put: Callable[[Array], Any]
+    get: Callable[[Any], Array]
+
+
+ARRAYS: dict[str, Arrays] = {"host": Arrays(lambda x: x, np.asarray)}
+"""By kind of device. Authors of other backends add theirs before they run the suites."""
+
+
+def arrays(comm: Communicator) -> Arrays:
+    """The Arrays for this rank's device.
+
+    Raises:
+        KeyError: `ARRAYS` has none for it.
+    """
+    return ARRAYS[comm._context.session.backend.kind]
+
+
+def kinds() -> list[str]:
+    """Device kinds of all registered backends that work here."""
+    return [found.name for found in registry.backends() if found.usable]
+
+
+def reductions(dtype: DType) -> list[ReduceOp]:
+    """The reductions that are defined on a dtype."""
+    found = []
+    for op in ReduceOp:
+        with contextlib.suppress(DTypeError):
+            found.append(reduction_on(Reduction(op), dtype).op)
+    return found
+
+
+def sample(dtype: DType, shape: int | tuple[int, ...], seed: int, most: int = 2, unit: int = 1) -> Array:
+    """Whole numbers from -most to most, times `unit`: small enough that sums and products of a few ranks are exact."""
+    rng = np.random.default_rng(seed)
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    least = 0 if dtype.kind == "u" else -most
+    values: Array = rng.integers(least, most + 1, shape, dtype=np.int8) * np.int8(unit)
+    if dtype.kind == "c":
+        return np.asarray(values + 1j * rng.integers(-1, 2, shape, dtype=np.int8)).astype(dtype.numpy)
+    return values.astype(dtype.numpy)
+
+
+def distinct(dtype: DType, shape: int | tuple[int, ...], seed: int) -> Array:
+    """Arbitrary bytes, so that no element looks like another's; for operations that only move."""
+    size = int(np.prod(shape))
+    raw = np.random.default_rng(seed).integers(0, 256, size * dtype.itemsize, dtype=np.uint8)
+    values: Array = (raw & np.uint8(1) if dtype.kind == "b" else raw).view(dtype.numpy)
+    return values.reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """One reduction: how this rank asks for it, every rank's input, and the result."""
+
+    how: Reduction
+    inputs: list[Array]
+    result: Array
+
+    @classmethod
+    def of(cls, comm: Communicator, dtype: str, op: str, shape: int | tuple[int, ...]) -> Reducing:
+        """The same inputs and result on all ranks."""
+        kind = BY_NAME[dtype]
+        code = ReduceOp[op.upper()]
+        factors = [1.0] * comm.size
+        most, unit = 2, 1
+        if code is ReduceOp.PREMUL_SUM:
+            factors, most = [2.0 - rank % 2 for rank in range(comm.size)], 1
+        elif code is ReduceOp.AVG and kind.kind not in "iu":
+            unit = comm.size
+        inputs = [sample(kind, shape, seed=rank, most=most, unit=unit) for rank in range(comm.size)]
+        how = Reduction(code, factors[comm.rank])
+        return cls(how, inputs, expected(code, kind, inputs, factors))
+
+
+def expected(op: ReduceOp, dtype: DType, inputs: Sequence[Array], factors: Sequence[float]) -> Array:
+    """What a reduction gives, in one rounding; averages of integers are cut towards zero."""
+    wide = np.float32 if dtype.low_precision else dtype.numpy
+    terms = [x.astype(wide) for x in inputs]
+    if op is ReduceOp.PREMUL_SUM:
+        terms = [x * np.asarray(factor).astype(wide) for x, factor in zip(terms, factors, strict=True)]
+    total = terms[0]
+    for term in terms[1:]:
+        total = _combine(op, total, term)
+    if op is ReduceOp.AVG:
+        total = np.trunc(total / len(inputs)) if dtype.kind in "iu" else total / len(inputs)
+    return np.asarray(total).astype(dtype.numpy)
+
+
+def _combine(op: ReduceOp, a: Array, b: Array) -> Array:
+    match op:
+        case ReduceOp.PROD:
+            return np.multiply(a, b)
+        case ReduceOp.MIN:
+            return np.minimum(a, b)
+        case ReduceOp.MAX:
+            return np.maximum(a, b)
+        case ReduceOp.BAND:
+            return np.bitwise_and(a, b)
+        case ReduceOp.BOR:
+            return np.bitwise_or(a, b)
+        case ReduceOp.BXOR:
+            return np.bitwise_xor(a, b)
+    return np.add(a, b)
+
+
+def uneven(count: int, size: int) -> tuple[int, ...]:
+    """Rows a rank, unequal, of which with two and more ranks one has none."""
+    if size == 1:
+        return (count,)
+    return tuple(count * ((rank + count) % size) // (size - 1) for rank in range(size))
+
+
+class Room:
+    """A numpy array to receive into, between bytes that nobody may touch; its address has no alignment but its own."""
+
+    def __init__(self, dtype: DType, shape: int | tuple[int, ...]) -> None:
+        size = int(np.prod(shape)) * dtype.itemsize
+        self._bytes = np.full(size + 2 * _GUARD + dtype.itemsize, _CANARY, np.uint8)
+        self._first = _GUARD + dtype.itemsize
+        self._last = self._first + size
+        self.array: Array = self._bytes[self._first : self._last].view(dtype.numpy).reshape(shape)
+
+    def check(self) -> None:
+        """Raise AssertionError if anything around the array was written."""
+        around = np.concatenate([self._bytes[: self._first], self._bytes[self._last :]])
+        assert (around == _CANARY).all(), "bytes around the output were written"
+
+
+def assert_equal(got: Any, want: Array, what: str) -> None:
+    """Same dtype, shape and values; says where the first difference is."""
+    found = np.asarray(got)
+    assert found.dtype == want.dtype, f"{what}: dtype {found.dtype}, wanted {want.dtype}"
+    assert found.shape == want.shape, f"{what}: shape {found.shape}, wanted {want.shape}"
+    if found.tobytes() == want.tobytes():
+        return
+    wide = np.float32 if BY_NAME[want.dtype.name].low_precision else want.dtype
+    differs = np.flatnonzero(found.ravel().astype(wide) != want.ravel().astype(wide))
+    if differs.size:
+        at = int(differs[0])
+        raise AssertionError(
+            f"{what}: {differs.size} of {want.size} elements differ, first [{at}]: "
+            f"{found.ravel()[at]}, wanted {want.ravel()[at]}"
+        )
+
+
+def assert_same_bits(got: Any, want: Array, what: str) -> None:
+    """Same dtype, shape and bytes, NaN and signed zeros included; for operations that only move."""
+    found = np.asarray(got)
+    assert (found.dtype, found.shape) == (want.dtype, want.shape), f"{what}: {found.dtype} {found.shape}"
+    assert found.tobytes() == want.tobytes(), f"{what}: other bytes came out"
