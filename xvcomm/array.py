@@ -134,6 +134,11 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
                 function(x, tensor)
             except Exception as error:
                 raise _refused(kind, error) from error
+            if _lazy(x):
+                raise ArrayError(
+                    "the tensor is the conjugate or negation of another, not yet computed; pass "
+                    "x.resolve_conj().resolve_neg()"
+                )
             found = _from_tensor(tensor, x, None, False)
         else:
             found = _from_protocols(x)
@@ -143,14 +148,15 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
 
 
 def _from_numpy(x: np.ndarray[Any, Any], array: Any) -> ArrayView:
-    if not x.flags.c_contiguous:
+    flags = x.flags
+    if not flags.c_contiguous:
         raise ArrayError(
             f"array of shape {x.shape} and strides {x.strides} is not contiguous; pass numpy.ascontiguousarray(x)"
         )
+    dtype, count = dtypes.from_numpy(x.dtype), x.size
     return ArrayView(
-        _address_of(x), x.shape, dtypes.from_numpy(x.dtype), x.size, x.nbytes, array,
-        immutable=not x.flags.writeable, keep=x,
-    )  # fmt: skip
+        _address_of(x), x.shape, dtype, count, count * dtype.itemsize, array, "host", 0, not flags.writeable, x
+    )
 
 
 def _address_of(x: np.ndarray[Any, Any]) -> int:
@@ -206,6 +212,11 @@ def _from_protocols(x: Any) -> ArrayView:
         found.immutable = found.immutable or isinstance(x, np.generic)  # of a numpy scalar that is a copy
         return found
     raise ArrayError(f"{type(x).__name__} is no array: it has neither __dlpack__ nor __array_interface__")
+
+
+def _lazy(x: Any) -> bool:
+    """Whether torch has only noted that the elements are to be conjugated or negated, which DLPack does not show."""
+    return hasattr(x, "is_neg") and (x.is_neg() or x.is_conj())
 
 
 def _refused(kind: type, error: Exception) -> ArrayError:

@@ -75,6 +75,7 @@ class Board:
         self.ranks = ranks
         self._me = ranks.index(rank)
         self._address = segment.address
+        self._word = ctypes.c_int64.from_address(segment.address + ABORT)
         if _attach_kernel(self._address + _ATTACHED) == len(ranks) - 1:
             segment.unlink()
 
@@ -93,7 +94,7 @@ class Board:
 
     def abort_word(self) -> int:
         """0, or the reason."""
-        return ctypes.c_int64.from_address(self._address + ABORT).value
+        return self._word.value
 
     def explain(self, text: str) -> None:
         """Say in words why this rank is about to abort."""
@@ -140,7 +141,6 @@ class Board:
 
     def close(self) -> None:
         """Unmap. Idempotent."""
-        self._segment.unlink()
         self._segment.close()
 
     def _row(self, index: int) -> int:

@@ -253,5 +253,5 @@ def _namespace(store: Store, rank: int, env: Mapping[str, str]) -> Store:
     a second one of the same number still begins at the first part, where it is found out.
     """
     place = f"xvcomm/{_attempt(env)}"
-    turn = store.add(f"{place}/turns/{rank}/{_PROCESS}", 1)
+    turn = store.add(f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}", 1)  # a fork has the parent's text
     return PrefixStore(f"{place}/{turn}", store)

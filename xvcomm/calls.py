@@ -15,7 +15,6 @@ from xvcomm.array import ArrayView
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp, Reduction
-from xvcomm.errors import ArrayError
 from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation, pack_detail
@@ -60,7 +59,7 @@ class Call:
         code = self.reduction.op if self.reduction is not None else 0
         compared = self.counts if self.uneven and self.op is not OpCode.ALL_TO_ALL else ()
         detail = pack_detail(self.root, code, compared)
-        return Message(int(self.op), self.dtype.code, elements * self.dtype.itemsize, 0, detail)
+        return Message(+self.op, self.dtype.code, elements * self.dtype.itemsize, 0, detail)
 
     def request(self) -> Request:
         """The same for the planner."""
@@ -92,7 +91,7 @@ class Caller:
 
     def run(self, call: Call, deadline: Deadline) -> Any:
         """Run a collective and give the result array."""
-        self._check_device(call)
+        self._admit(call)
         if not self._worker.idle:
             return Work(self._submit(call, deadline), str(call.op)).wait()
         with self._order:
@@ -100,8 +99,13 @@ class Caller:
 
     def start(self, call: Call, deadline: Deadline) -> Work:
         """Run a collective behind those that were started before."""
-        self._check_device(call)
+        self._admit(call)
         return Work(self._submit(call, deadline), str(call.op))
+
+    def _admit(self, call: Call) -> None:
+        for x in (call.src, call.dst):
+            if x is not None and x.device != self._context.kind:
+                raise self._context.foreign(x)
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
         def locked() -> Any:
@@ -110,15 +114,6 @@ class Caller:
 
         self._context.ensure_open(call.op)
         return self._worker.submit(locked)
-
-    def _check_device(self, call: Call) -> None:
-        kind = self._context.session.backend.kind
-        for x in (call.src, call.dst):
-            if x is not None and x.device != kind:
-                raise ArrayError(
-                    f"the array lies in {x.device} memory but this rank's device is {kind}; move the array, or set "
-                    f"XVCOMM_DEVICE={x.device}"
-                )
 
     def _run(self, call: Call, deadline: Deadline) -> Any:
         context = self._context

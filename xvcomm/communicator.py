@@ -280,7 +280,7 @@ class Communicator(PointToPoint, Objects):
         return Deadline.after(self.timeout if timeout is None else timeout)
 
     def _call(self, call: Call, async_op: bool, timeout: float | None) -> Any:
-        deadline = self._deadline(timeout)
+        deadline = Deadline.after(self.timeout if timeout is None else timeout)
         return self._caller.start(call, deadline) if async_op else self._caller.run(call, deadline)
 
     def _check_rank(self, what: str, rank: int) -> None:

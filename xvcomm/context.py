@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.array import ArrayView
 from xvcomm.blame import Blame
 from xvcomm.board import Board
 from xvcomm.deadline import Deadline
-from xvcomm.errors import ArgumentError, ClosedError, DeadlineExceeded, XvcommError
+from xvcomm.errors import ArgumentError, ArrayError, ClosedError, DeadlineExceeded, XvcommError
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
@@ -61,6 +62,7 @@ class Context:
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         self.planner = Planner(self.topology, self.rank, session.config)
         self.device = session.device
+        self.kind = session.backend.kind
         offers = [session.offers[r] for r in ranks]
         self.links = Links(session.config, self.store, self.rank, session.transports, offers)
         self._blame = Blame(session, ranks, self.rank, self.ident, self.links)
@@ -91,7 +93,7 @@ class Context:
             with segment.named():
                 self.store.set(key, segment.name.encode())
         else:
-            segment = Segment.attach(config.shm_dir, self.store.get(key, deadline).decode())
+            segment = self.session.attach(self.store, key, deadline)
         board = Board(segment, here, self.rank)
         with self._gate:
             self._board = self._blame.board = board
@@ -113,6 +115,13 @@ class Context:
                 if word:
                     native.abort(word)
         return self._native
+
+    def foreign(self, view: ArrayView) -> ArrayError:
+        """The error for an array that is not in this rank's memory."""
+        return ArrayError(
+            f"the array lies in {view.device} memory but this rank's device is {self.kind}; move the array, or set "
+            f"XVCOMM_DEVICE={view.device}"
+        )
 
     def ensure_open(self, name: OpCode) -> None:
         """Raise ClosedError after `close`."""
@@ -137,7 +146,7 @@ class Context:
             self.ensure_open(name)
         assert board is not None
         operation.record = self.session.recorder.begin(
-            self.ident, operation.sequence, name, message.dtype, message.nbytes, peer, message.tag
+            self.ident, operation.sequence, +name, message.dtype, message.nbytes, peer, message.tag
         )
         if peer >= 0:
             word = self._word or board.abort_word()
@@ -296,7 +305,7 @@ class Context:
         if not self._settled():
             return  # a thread is still inside; what it may touch stays mapped as long as the process lives
         with self._gate:
-            self.links.close(keep_unread=not self._word)
+            self.links.close()
             if self._native is not None:
                 self._native.close()
             if self._board is not None:

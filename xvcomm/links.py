@@ -13,11 +13,11 @@ from xvcomm.deadline import Deadline
 from xvcomm.ring import RingEnd, RingLayout
 
 
-class Use(enum.Enum):
+class Use(enum.IntEnum):
     """Messages of users and of collectives go through rings of their own, so neither orders the other."""
 
-    POINT_TO_POINT = "p2p"
-    COLLECTIVE = "coll"
+    POINT_TO_POINT = 0
+    COLLECTIVE = 1
 
 
 class Links:
@@ -61,7 +61,7 @@ class Links:
             if key not in self._ends:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 end = self._transport(peer).open_ring(
-                    f"ring/{use.value}/{source}-{target}", peer, self._layout, self._store, deadline, producer=producer
+                    f"ring/{use.name.lower()}/{source}-{target}", peer, self._layout, self._store, deadline, producer=producer
                 )
                 # First listed, then looked: who stops all rings at this moment does one of the two in time.
                 self._ends[key] = end
@@ -87,13 +87,9 @@ class Links:
         for end in self.ends():
             end.abort(word)
 
-    def close(self, *, keep_unread: bool) -> None:
-        """Unmap all. Nobody may use an end any more. Idempotent.
-
-        Args:
-            keep_unread: leave the names of rings that carry messages and that the other end has not opened yet.
-        """
+    def close(self) -> None:
+        """Unmap all. Nobody may use an end any more. Idempotent."""
         with self._opening:
             for end in self._ends.values():
-                end.close(keep_name=keep_unread and end.producer and end.sequence > 0)
+                end.close()
             self._ends.clear()

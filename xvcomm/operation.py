@@ -39,7 +39,7 @@ class Operation:
 def pack_detail(root: int, op: int, counts: tuple[int, ...] = ()) -> int:
     """Root, reduction and uneven counts in one word, for ledgers; equal words mean equal calls."""
     digest = zlib.crc32(repr(counts).encode()) if counts else 0
-    return (root + 1) | (int(op) << 20) | (digest << 28)
+    return (root + 1) | (op << 20) | (digest << 28)
 
 
 def describe(message: Message) -> str:

@@ -142,11 +142,16 @@ class PointToPoint:
 
     def _sending(self, x: Any, dst: int, tag: int, timeout: float | None) -> _Transfer:
         self._check_peer("dst", dst, tag)
-        return _Transfer(OpCode.SEND, array.view(x), dst, tag, self._deadline(timeout))
+        view = array.view(x)
+        if view.device != self._context.kind:
+            raise self._context.foreign(view)
+        return _Transfer(OpCode.SEND, view, dst, tag, self._deadline(timeout))
 
     def _receiving(self, buf: Any, src: int, tag: int, timeout: float | None) -> _Transfer:
         self._check_peer("src", src, tag)
         view = array.view(buf, output=True)
+        if view.device != self._context.kind:
+            raise self._context.foreign(view)
         if view.immutable:
             view = array.empty_like(view, view.shape)
         return _Transfer(OpCode.RECV, view, src, tag, self._deadline(timeout))
@@ -176,7 +181,9 @@ class PointToPoint:
 
     def _enqueue(self, transfers: list[_Transfer], stream: Stream) -> None:
         context = self._context
-        stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
+        stream.deadline = transfers[0].deadline
+        if len(transfers) > 1:
+            stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
         with context.enqueueing:
             for t in transfers:
                 message = Message(_SEND, t.view.dtype.code, t.view.nbytes, t.tag)

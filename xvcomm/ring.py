@@ -31,6 +31,7 @@ COUNTERS = PAGE
 LEDGER = 64
 ENTRY = 64
 ALIGN = 16
+LEAST_CHUNK = 16 << 10
 
 
 class Reason(enum.IntEnum):
@@ -45,6 +46,11 @@ class Reason(enum.IntEnum):
     def word(self, rank: int) -> int:
         """The abort word that blames `rank`."""
         return self | (rank << 8)
+
+    @staticmethod
+    def bad(word: int) -> bool:
+        """Whether a word says that all is over; it is not when a rank merely left."""
+        return word & 0xFF not in (0, Reason.LEFT)
 
     @classmethod
     def parse(cls, word: int) -> tuple[Reason, int]:
@@ -92,14 +98,27 @@ class RingLayout:
         return "".join(f"#define XV_{name} {value}ull\n" for name, value in names.items())
 
 
-def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
-    """How a message of `nbytes` is cut: (first byte, one past the last) for each lane that carries a part.
+def chunk_bytes(nbytes: int, slot_bytes: int) -> int:
+    """Bytes of a message that one slot carries: a quarter of it, so that both ends copy at the same time, but no less
+    than is worth a hand-over. Movers compile this very function."""
+    quarter = (nbytes + 4 * PAGE - 1) // (4 * PAGE) * PAGE
+    return min(slot_bytes, max(LEAST_CHUNK, quarter))
 
-    Parts are contiguous and begin at 16-byte multiples; a message that fits a slot takes one lane. Movers compute
-    the same in their own language.
-    """
-    used = min(lanes, max(1, -(-nbytes // slot_bytes)))
-    part = round_up(-(-nbytes // used), ALIGN)
+
+def lanes_used(nbytes: int, lanes: int, chunk: int) -> int:
+    """Lanes that carry a part of a message; one that fits a chunk takes one. Movers compile this very function."""
+    return min(lanes, max(1, (nbytes + chunk - 1) // chunk))
+
+
+def part_bytes(nbytes: int, used: int) -> int:
+    """Bytes of each lane's part but the last, a multiple of 16. Movers compile this very function."""
+    return ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
+
+
+def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
+    """How a message is cut: (first byte, one past the last) for each lane that carries a part, in order."""
+    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, slot_bytes))
+    part = part_bytes(nbytes, used)
     return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
 
 
@@ -205,9 +224,9 @@ class RingEnd:
                 return mine, theirs
         return None
 
-    def close(self, *, keep_name: bool = False) -> None:
-        """Unmap this end; with `keep_name` the other one can still open the ring. Idempotent."""
-        self.address = 0
-        if not keep_name:
+    def close(self) -> None:
+        """Unmap this end. After a good end the other one can still open the ring and read what was sent. Idempotent."""
+        if Reason.bad(self.abort_word()):
             self._segment.unlink()
+        self.address = 0
         self._segment.close()

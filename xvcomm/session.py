@@ -21,7 +21,7 @@ from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.errors import BackendUnavailable, PeerLost, XvcommError
+from xvcomm.errors import BackendUnavailable, PeerLost, ResourceError, XvcommError
 from xvcomm.shm import Segment, sweep
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.store.join import join_barrier, refuse
@@ -115,11 +115,11 @@ class Session:
             journal = self._open_journal(deadline)
         except BaseException:
             watch.close()
-            self._sweep(self.rank)
+            for rank in self.neighbours:
+                self._sweep(rank)
             self.close()
             raise
         self._cleanup.callback(journal.close)
-        self._cleanup.callback(journal.unlink)
         size = trace.region_bytes(self.config.trace_records)
         self._regions = {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
         self.recorder = trace.Recorder(self._regions[self.rank])
@@ -157,9 +157,9 @@ class Session:
         """The host's flight recorders, in one piece of shared memory made by its lowest rank."""
         first = self.neighbours[0]
         place = GuardedStore(f"journal/{first}", self.store, self._check_neighbours)
-        with self.telling(place):
+        with self.telling(place), self.telling(GuardedStore("comm/0", self.store, self._check_neighbours)):
             if self.rank != first:
-                segment = Segment.attach(self.config.shm_dir, place.get("name", deadline).decode())
+                segment = self.attach(place, "name", deadline)
             else:
                 size = len(self.neighbours) * trace.region_bytes(self.config.trace_records)
                 segment = Segment.create(self.config.shm_dir, self.job, size)
@@ -168,6 +168,20 @@ class Session:
             if place.add("mapped", 1) == len(self.neighbours):
                 segment.unlink()
             return segment
+
+    def attach(self, place: GuardedStore, key: str, deadline: Deadline) -> Segment:
+        """Map a segment whose name another rank puts into the store.
+
+        Raises:
+            PeerLost, Aborted: that rank is gone, and the segment's name with it.
+            ResourceError: it cannot be mapped for another reason.
+        """
+        name = place.get(key, deadline).decode()
+        try:
+            return Segment.attach(self.config.shm_dir, name)
+        except ResourceError:
+            place.check()
+            raise
 
     @contextlib.contextmanager
     def telling(self, place: GuardedStore) -> Iterator[None]:
@@ -213,7 +227,7 @@ class Session:
     def _on_exit(self, rank: int) -> None:
         """A process of this host ended; every communicator that it belonged to stops."""
         if not self.left(rank):
-            # Who left in good order may have left messages behind that others still read.
+            # Of who left in good order, messages may still be read and abort words found.
             self._sweep(rank)
         words = self.last_words(rank)
         with self._lock:
@@ -229,7 +243,7 @@ class Session:
         sweep(self.config.shm_dir, self._joined[rank].job)
 
     def _sweep_if_last(self) -> None:
-        """Take away what others of this host left for readers that never came, once none of them is there."""
+        """Take away the names of segments that not all have mapped, once nobody is there who could."""
         others = [r for r in self.neighbours if r != self.rank]
         if all(r in self._lost or self.left(r) for r in others):
             for rank in self.neighbours:

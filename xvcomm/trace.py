@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from xvcomm.dtype import BY_CODE
@@ -24,6 +23,7 @@ _FORMAT = struct.Struct("<10q48s")
 _STATE, _END = 7, 9
 _HERE = str(Path(__file__).parent)
 _sites: dict[tuple[str, int], bytes] = {}
+_internal: dict[str, bool] = {}
 
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
@@ -35,6 +35,9 @@ class State(enum.IntEnum):
     POSTED = 1
     DONE = 2
     FAILED = 3
+
+
+_POSTED = int(State.POSTED)  # packing an enum's member takes twice as long
 
 
 class Life(enum.IntEnum):
@@ -93,7 +96,7 @@ class Recorder:
         number = next(self._numbers)  # one step, so that threads need no lock
         _FORMAT.pack_into(
             self._memory, HEADER + number % self._capacity * RECORD,
-            sequence, communicator, op, dtype, nbytes, peer, tag, State.POSTED, time.time_ns(), 0, call_site(),
+            sequence, communicator, op, dtype, nbytes, peer, tag, _POSTED, time.time_ns(), 0, call_site(),
         )  # fmt: skip
         self._words[1] = number + 1
         return number
@@ -119,10 +122,14 @@ class Recorder:
 def call_site() -> bytes:
     """`file.py:line` of the nearest caller outside xvcomm, at most 48 bytes."""
     frame = sys._getframe(2)
-    file = frame.f_code.co_filename
-    while _internal(file) and frame.f_back is not None:
-        frame = frame.f_back
+    while True:
         file = frame.f_code.co_filename
+        internal = _internal.get(file)
+        if internal is None:
+            internal = _internal[file] = file.startswith(_HERE)
+        if not internal or frame.f_back is None:
+            break
+        frame = frame.f_back
     # Keyed by file name: hashing a code object walks through all of it.
     key = (file, frame.f_lineno)
     found = _sites.get(key)
@@ -131,11 +138,6 @@ def call_site() -> bytes:
             _sites.clear()
         found = _sites[key] = f"{Path(file).name}:{frame.f_lineno}".encode()[-48:]
     return found
-
-
-@cache
-def _internal(file: str) -> bool:
-    return file.startswith(_HERE)
 
 
 def read(memory: memoryview, number: int) -> Record:

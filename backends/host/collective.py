@@ -19,7 +19,7 @@ from xvcomm.backends.host.reducers import BLOCK, kit, scaler
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp, Reduction
-from xvcomm.ring import ABORT, LINE
+from xvcomm.ring import ABORT, LINE, Reason
 from xvcomm.shm import PAGE, Segment, round_up
 
 ONE_SHOT = 8 << 10
@@ -172,8 +172,9 @@ class HostCollective(Collective):
     def close(self) -> None:
         """See `Collective.close`."""
         if self._arena:
+            if Reason.bad(self.error()):
+                self._segment.unlink()
             self._arena = 0
-            self._segment.unlink()
             self._segment.close()
 
     def _plan(self, kernel: Kernel, tables: np.ndarray | None, scales_input: bool, **words: int) -> Plan:

@@ -34,7 +34,7 @@ MISMATCH, SOME = 3, 4
 """Further results of `drive`, beside READY, PENDING and STOPPED: descriptions differ; at least one row is done."""
 
 ABORT, CONSUMED, COUNTERS = ring.ABORT, ring.CONSUMED, ring.COUNTERS
-LINE, LEDGER, ENTRY, ALIGN = ring.LINE, ring.LEDGER, ring.ENTRY, ring.ALIGN
+LINE, LEDGER, ENTRY = ring.LINE, ring.LEDGER, ring.ENTRY
 MISMATCH_REASON = int(ring.Reason.MISMATCH)
 MAX_LANES = 64
 STREAM_BYTES = 64 << 20
@@ -89,6 +89,8 @@ _SLOT_BYTES, _LEDGER, _SLOT_DATA, _BLAME = int(Word.SLOT_BYTES), int(Word.LEDGER
 _ITEMSIZE, _COMBINE, _REMOTE_FIRST, _STARTS = int(Word.ITEMSIZE), int(Word.COMBINE), int(Word.REMOTE_FIRST), int(Word.STARTS)
 _LANE, _GATES = int(Word.LANE), int(Word.GATES)
 _PUT, _GET = int(Kind.PUT), int(Kind.GET)
+_chunk_bytes, _lanes_used = register_jitable(ring.chunk_bytes), register_jitable(ring.lanes_used)
+_part_bytes = register_jitable(ring.part_bytes)
 _FIELDS = 5
 _NOTHING, _PROGRESS, _COMPLETE, _STOPPED, _MISMATCH = 0, 1, 2, 3, 4
 
@@ -147,7 +149,7 @@ def _begin(row: int, producer: bool) -> int:
 
 
 @register_jitable
-def _move_lane(row: int, lane: int, low: int, high: int) -> int:
+def _move_lane(row: int, lane: int, low: int, high: int, chunk: int) -> int:
     """Move the next slot of a lane's part if it can be; _COMPLETE when the part is through."""
     base, producer = load(row + 8 * _RING), load(row + 8 * _KIND) == _PUT
     slots, slot_bytes = load(row + 8 * _SLOTS), load(row + 8 * _SLOT_BYTES)
@@ -155,7 +157,7 @@ def _move_lane(row: int, lane: int, low: int, high: int) -> int:
     tail = head + LINE
     mine = head if producer else tail
     count = load(mine)
-    offset = low + (count - load(row + 8 * (_STARTS + lane))) * slot_bytes
+    offset = low + (count - load(row + 8 * (_STARTS + lane))) * chunk
     if offset >= high:
         return _COMPLETE
     if producer:
@@ -163,7 +165,7 @@ def _move_lane(row: int, lane: int, low: int, high: int) -> int:
             return _NOTHING
     elif load_acquire(head) <= count:
         return _NOTHING
-    nbytes = min(slot_bytes, high - offset)
+    nbytes = min(chunk, high - offset)
     data = load(row + 8 * _DATA) + offset
     slot = base + load(row + 8 * _SLOT_DATA) + (lane * slots + count % slots) * slot_bytes
     if producer:
@@ -196,14 +198,15 @@ def _advance(row: int) -> int:
             return begun if begun != _NOTHING else _STOPPED
         if begun != _PROGRESS:
             return begun
-    nbytes, lanes, slot_bytes = load(row + 8 * _NBYTES), load(row + 8 * _LANES), load(row + 8 * _SLOT_BYTES)
-    used = min(lanes, max(1, (nbytes + slot_bytes - 1) // slot_bytes))
-    part = ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
+    nbytes = load(row + 8 * _NBYTES)
+    chunk = _chunk_bytes(nbytes, load(row + 8 * _SLOT_BYTES))
+    used = _lanes_used(nbytes, load(row + 8 * _LANES), chunk)
+    part = _part_bytes(nbytes, used)
     aborted = load_acquire(base + ABORT) != 0
     complete, moved = 0, False
     for lane in range(used):
         low = lane * part
-        result = _COMPLETE if low >= nbytes else _move_lane(row, lane, low, min(nbytes, low + part))
+        result = _COMPLETE if low >= nbytes else _move_lane(row, lane, low, min(nbytes, low + part), chunk)
         complete += result == _COMPLETE
         moved = moved or result == _PROGRESS
     if complete == used:

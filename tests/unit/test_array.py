@@ -176,7 +176,7 @@ def test_torch_refused() -> None:
         with pytest.raises(ArrayError, match="does not show its memory"):
             view(x)
     with pytest.raises(DTypeError):
-        view(torch.zeros(2, dtype=torch.int4) if hasattr(torch, "int4") else torch.zeros(2, dtype=torch.complex32))
+        view(torch.zeros(2, dtype=torch.float8_e8m0fnu))
     assert view(torch.nn.Parameter(torch.ones(3)), output=True).count == 3
     assert view(torch.ones(0, 3)[:, ::2]).count == 0
 
@@ -195,6 +195,15 @@ def test_jax(name: str) -> None:
     y = finish(fresh)
     assert type(y) is type(x) and y.dtype == x.dtype and y.shape == (12,)
     assert np.asarray(y).tobytes() == data.tobytes()
+
+
+def test_torch_views_that_are_not_computed() -> None:
+    torch = pytest.importorskip("torch")
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    for x in (z.conj(), z.conj().imag):
+        with pytest.raises(ArrayError, match="resolve_conj"):
+            view(x)
+        assert view(x.resolve_conj().resolve_neg()).count == 2
 
 
 def test_jax_results_that_are_still_computed() -> None:

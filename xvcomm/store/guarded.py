@@ -31,6 +31,15 @@ class GuardedStore(PrefixStore):
         """Make everybody who waits in this part of the store, now or later, raise Aborted with this text."""
         self.set(_FAILURE, text.encode())
 
+    def check(self) -> None:
+        """Raise what `check` does, and Aborted after `fail`."""
+        self._check()
+        try:
+            text = super().get(_FAILURE, Deadline.after(0))
+        except DeadlineExceeded:
+            return
+        raise Aborted(text.decode())
+
     def get(self, key: str, deadline: Deadline) -> bytes:
         """See `Store.get`; also raises what `check` does, and Aborted after `fail`."""
         return self._patiently(partial(super().get, key), deadline)
@@ -44,14 +53,6 @@ class GuardedStore(PrefixStore):
             try:
                 return call(Deadline.after(deadline.sooner(_LOOK_SECONDS)))
             except DeadlineExceeded:
-                self._check()
-                self._look_for_failure()
+                self.check()
                 if deadline.expired():
                     raise
-
-    def _look_for_failure(self) -> None:
-        try:
-            text = super().get(_FAILURE, Deadline.after(0))
-        except DeadlineExceeded:
-            return
-        raise Aborted(text.decode())

@@ -62,8 +62,10 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
     joined = store.add("joined", (size << _SIZE_SHIFT) + 1)
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
-        verdict = _decide(store, _Verdict(wrong=_sizes(store, rank, size)))
-    elif count == size:
+        # Ranks that were told a smaller size may have begun without this one; it cannot join them.
+        wrong = _sizes(store, rank, size)
+        raise ConfigError(_decide(store, _Verdict(wrong=wrong)).wrong or wrong, rank=rank)
+    if count == size:
         verdict = _decide(store, _Verdict([_entry(store, r, deadline).info for r in range(size)]))
     else:
         try:

@@ -230,10 +230,12 @@ def check_reproducible(comm: Communicator, dtype: str, op: str, count: int) -> N
 def check_async(comm: Communicator, many: int) -> None:
     """Many operations under way, waited for last to first, with blocking ones behind them."""
     inputs = [Reducing.of(comm, "int64", "sum", 7 * i) for i in range(many)]
-    works = [comm.all_reduce(case.inputs[comm.rank].copy(), async_op=True) for case in inputs]
+    mine = [case.inputs[comm.rank].copy() for case in inputs]
+    works = [comm.all_reduce(x, async_op=True) for x in mine]
     gathers = [comm.all_gather(np.full(i, comm.rank), async_op=True) for i in range(many)]
     blocking = comm.all_reduce(np.ones(4))
-    assert all(work.done() for work in (*works, *gathers)), "a blocking operation overtook asynchronous ones"
+    for x, case in zip(mine, inputs, strict=True):
+        assert_equal(x, case.result, "asynchronous all_reduce before a blocking one")
     assert_equal(blocking, np.full(4, float(comm.size)), "all_reduce behind asynchronous ones")
     for i in reversed(range(many)):
         assert_equal(works[i].result(), inputs[i].result, f"asynchronous all_reduce {i}")
@@ -241,7 +243,8 @@ def check_async(comm: Communicator, many: int) -> None:
     work = comm.barrier(async_op=True)
     assert work is not None
     work.wait()
-    assert work.done() and work.exception() is None
+    assert work.done()
+    assert work.exception() is None
 
 
 def check_barrier(comm: Communicator) -> None:

@@ -54,6 +54,7 @@ class Bench:
         made = Segment.create(self.config.shm_dir, "conformance", layout.size)
         producer = RingEnd.create(made, layout, peer=1, producer=True)
         consumer = RingEnd.open(Segment.attach(self.config.shm_dir, made.name), peer=0, producer=False)
+        made.unlink()
         try:
             yield producer, consumer
         finally:

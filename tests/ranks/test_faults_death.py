@@ -1,0 +1,269 @@
+"""A rank is killed, or leaves: who needs it raises PeerLost, soon, and says who it was and what it did last."""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from xvcomm.errors import PeerLost
+from xvcomm.testing.world import World
+
+SOON = 4.0
+"""Seconds; what is promised is two, on a machine that does nothing else."""
+BIG = 1 << 22
+TOPOLOGIES = ["a:2", "a:4", "a:2,b:2", "a,b,c"]
+
+
+def collective(comm, name):
+    """Call a collective again and again: a root, or a sender of little, may be through with the first one."""
+    x = np.ones(8 * comm.size, np.float32)
+    part = x[:8].copy()
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "large_all_reduce": lambda: comm.all_reduce(np.ones(1 << 20)),
+        "broadcast": lambda: comm.broadcast(x),
+        "reduce": lambda: comm.reduce(x),
+        "reduce_scatter": lambda: comm.reduce_scatter(x),
+        "all_gather": lambda: comm.all_gather(part),
+        "gather": lambda: comm.gather(part),
+        "scatter": lambda: comm.scatter(x, out=part),
+        "all_to_all": lambda: comm.all_to_all(x),
+        "barrier": lambda: comm.barrier(),
+        "asynchronous": lambda: comm.all_reduce(x, async_op=True).wait(),
+        "split": lambda: comm.split(0).close(),
+        "all_gather_object": lambda: comm.all_gather_object({"rank": comm.rank}),
+        "broadcast_object": lambda: comm.broadcast_object("text"),
+    }
+    while True:
+        calls[name]()
+
+
+def exchange(comm, name):
+    """Be in a point-to-point operation with the last rank."""
+    peer, little, much = comm.size - 1, np.zeros(4), np.zeros(BIG, np.uint8)
+    if name == "recv":
+        comm.recv(little, peer)
+    elif name == "large_recv":
+        comm.recv(much, peer)
+    elif name == "send":
+        comm.send(much, peer)
+    elif name == "small_sends":
+        while True:
+            comm.send(little, peer)
+    elif name == "sendrecv":
+        comm.sendrecv(much, peer, np.empty_like(much), peer)
+    elif name == "irecv":
+        comm.irecv(little, peer).wait()
+    elif name == "isend":
+        works = [comm.isend(much, peer) for _ in range(3)]
+        for work in works:
+            work.wait()
+    elif name == "group":
+        with comm.group():
+            comm.send(much, peer)
+            comm.recv(np.empty_like(much), peer)
+    elif name == "recv_object":
+        comm.recv_object(peer)
+    else:
+        comm.send_object(much, peer)
+
+
+def sleep(comm):
+    """Be the victim: do something to be remembered by, then nothing."""
+    comm.barrier()
+    time.sleep(60)
+
+
+def barrier(comm):
+    comm.barrier()
+
+
+def nothing(comm):
+    pass
+
+
+def barrier_then(comm, function, *args):
+    comm.barrier()
+    globals()[function](comm, *args)
+
+
+def lost(world, victim, outcomes):
+    """All but the victim raised PeerLost that names it."""
+    assert isinstance(outcomes[victim], EOFError)
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert isinstance(outcome, PeerLost), outcome
+            assert outcome.peer == victim and outcome.rank == rank
+            assert f"rank {victim} on " in str(outcome) and "was lost" in str(outcome)
+    return [str(o) for rank, o in enumerate(outcomes) if rank != victim]
+
+
+def kill_while(world, victim, function, *args):
+    """The others are in `function` when the victim, which only took part in a barrier, is killed; what they raised."""
+    for rank in range(world.size):
+        if rank == victim:
+            world.submit(rank, sleep)
+        else:
+            world.submit(rank, barrier_then, function.__name__, *args)
+    time.sleep(0.2)
+    killed = time.monotonic()
+    world.kill(victim)
+    messages = lost(world, victim, world.collect())
+    assert time.monotonic() - killed < SOON
+    return messages
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce", "large_all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "gather", "scatter",
+        "all_to_all", "barrier", "asynchronous", "split", "all_gather_object", "broadcast_object",
+    ],
+)  # fmt: skip
+def test_killed_while_others_are_in_a_collective(topology, name):
+    with World(islands=topology) as world:
+        for message in kill_while(world, world.size - 1, collective, name):
+            assert "its last operation: barrier #0 of" in message and "test_faults_death.py" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["recv", "large_recv", "send", "small_sends", "sendrecv", "irecv", "isend", "group", "recv_object", "send_object"],
+)
+def test_killed_while_others_are_in_point_to_point(name):
+    with World(2) as world:
+        for message in kill_while(world, 1, exchange, name):
+            assert "its last operation: barrier #0 of" in message
+
+
+def all_reduce_for_ever(comm):
+    x = np.ones(100_000, np.float32)
+    while True:
+        comm.all_reduce(x)
+
+
+def ping_pong_for_ever(comm):
+    x = np.zeros(100_000)
+    peer = comm.rank ^ 1
+    while True:
+        comm.sendrecv(x, peer, np.empty_like(x), peer)
+
+
+@pytest.mark.parametrize("topology", ["a:2", "a:2,b:2", "a,b,c"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_in_the_middle_of_traffic(topology, victim):
+    with World(islands=topology) as world:
+        for rank in range(world.size):
+            world.submit(rank, all_reduce_for_ever)
+        time.sleep(0.3)
+        killed = time.monotonic()
+        world.kill(victim)
+        messages = lost(world, victim, world.collect())
+        assert time.monotonic() - killed < SOON
+        assert all("its last operation: all_reduce #" in m for m in messages)
+
+
+def test_killed_in_the_middle_of_point_to_point_traffic():
+    with World(2) as world:
+        for rank in range(2):
+            world.submit(rank, ping_pong_for_ever)
+        time.sleep(0.2)
+        world.kill(0)
+        assert "with rank 1" in lost(world, 0, world.collect())[0]
+
+
+def recv_from(comm, peer):
+    return float(comm.recv(np.zeros(1), peer)[0])
+
+
+def test_who_waits_for_another_rank_is_told_too():
+    """Ranks 0, 1 and 2 wait for each other or do nothing at all; the communicator is finished for each of them."""
+    with World(4) as world:
+        world.submit(0, recv_from, 1)
+        world.submit(1, recv_from, 0)
+        world.submit(2, nothing)
+        world.submit(3, sleep_only)
+        time.sleep(0.2)
+        world.kill(3)
+        outcomes = world.collect()
+        assert outcomes[2] is None
+        for rank, outcome in enumerate(world.outcomes(barrier)):
+            if rank == 2:
+                assert isinstance(outcome, PeerLost) and outcome.peer == 3
+        for rank in (0, 1):
+            assert isinstance(outcomes[rank], PeerLost) and outcomes[rank].peer == 3
+            assert "had not called any operation" in str(outcomes[rank])
+
+
+def sleep_only(comm):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("function", [barrier, recv_from])
+def test_killed_while_nobody_calls_anything(function):
+    """The next call raises, whatever it is."""
+    with World(3) as world:
+        world.run(barrier)
+        world.kill(2)
+        time.sleep(0.4)
+        args = [(1,), (0,), (0,)] if function is recv_from else [()] * 3
+        started = time.monotonic()
+        for rank in range(3):
+            world.submit(rank, function, *args[rank])
+        messages = lost(world, 2, world.collect())
+        assert time.monotonic() - started < 1.0
+        assert all("its last operation: barrier #0" in m for m in messages)
+
+
+def split_in_pairs(comm):
+    comm.pair = comm.split(comm.rank // 2)
+
+
+def in_pair(comm):
+    for _ in range(1000):
+        comm.pair.all_reduce(np.ones(1000))
+    return comm.pair.rank
+
+
+def in_world(comm):
+    comm.barrier()
+
+
+def test_communicators_without_the_dead_rank_go_on():
+    with World(4) as world:
+        world.run(split_in_pairs)
+        world.kill(3)
+        time.sleep(0.3)
+        for rank in range(4):
+            world.submit(rank, in_pair)
+        outcomes = world.collect()
+        assert outcomes[:2] == [0, 1]
+        assert isinstance(outcomes[2], PeerLost) and outcomes[2].peer == 1
+        assert "rank 1 (rank 3 of the job) on " in str(outcomes[2])
+        for rank, outcome in enumerate(world.outcomes(in_world)):
+            assert isinstance(outcome, EOFError if rank == 3 else PeerLost)
+
+
+def test_two_ranks_killed_at_once():
+    with World(4) as world:
+        for rank in range(4):
+            world.submit(rank, all_reduce_for_ever)
+        time.sleep(0.2)
+        world.kill(1)
+        world.kill(2)
+        for rank, outcome in enumerate(world.collect()):
+            if rank in (0, 3):
+                assert isinstance(outcome, PeerLost) and outcome.peer in (1, 2)
+
+
+def test_a_stopped_rank_is_not_lost():
+    """SIGSTOP is no end: the others wait, and go on when it does."""
+    with World(2) as world:
+        world.kill(1, signal.SIGSTOP)
+        for rank in range(2):
+            world.submit(rank, barrier)
+        time.sleep(0.5)
+        world.kill(1, signal.SIGCONT)
+        assert world.collect() == [None, None]

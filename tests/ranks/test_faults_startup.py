@@ -1,0 +1,268 @@
+"""What can be wrong when ranks join: every one of them gets a clear error, most of them at once, and nothing stays."""
+
+import os
+import socket
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+import xvcomm
+from xvcomm.errors import (
+    Aborted,
+    ArrayError,
+    AuthenticationError,
+    ConfigError,
+    DeadlineExceeded,
+    DTypeError,
+    PeerLost,
+    ResourceError,
+    StoreError,
+    XvcommError,
+)
+from xvcomm.testing.world import World
+
+SOON = 4.0
+RING = 8 * 131072
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Three processes that live through the tests of this file; each joins jobs as the environment it is given says."""
+    with World(3) as world:
+        yield world
+
+
+def join(comm, env, use="barrier"):
+    """Join another job than the one of the process itself, and use it."""
+    with xvcomm.init(env=env) as other:
+        return globals()[use](other)
+
+
+def barrier(comm):
+    comm.barrier()
+    return comm.size
+
+
+def all_reduce(comm):
+    return float(comm.all_reduce(np.ones(1))[0])
+
+
+def send_ring(comm):
+    x = np.zeros(1)
+    if comm.rank == 0:
+        comm.send(x, 1)
+        comm.recv(x, 1)
+    elif comm.rank == 1:
+        time.sleep(0.2)
+        comm.recv(x, 0)
+
+
+def split(comm):
+    comm.barrier()
+    comm.split(0)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environments(port, count, **more):
+    return [
+        {
+            "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(count), "XVCOMM_STORE": f"tcp://127.0.0.1:{port}",
+            "XVCOMM_SECRET": "of this test", "XVCOMM_TIMEOUT": "20", **more,
+        }
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+def run(processes, envs, use="barrier"):
+    """What each process gets or raises, and how long the slowest took."""
+    started = time.monotonic()
+    for rank in range(processes.size):
+        if rank < len(envs):
+            processes.submit(rank, join, envs[rank], use)
+        else:
+            processes.submit(rank, idle)
+    outcomes = processes.collect()
+    return outcomes[: len(envs)], time.monotonic() - started
+
+
+def idle(comm):
+    pass
+
+
+def test_the_same_without_a_fault(processes):
+    outcomes, _ = run(processes, environments(free_port(), 3))
+    assert outcomes == [3, 3, 3]
+
+
+def test_a_rank_that_never_comes(processes):
+    envs = environments(free_port(), 3, XVCOMM_TIMEOUT="1.5")[:2]
+    outcomes, seconds = run(processes, envs)
+    for outcome in outcomes:
+        assert isinstance(outcome, DeadlineExceeded) and "rank 2 of 3 did not join" in str(outcome)
+    assert seconds < 1.5 + SOON
+
+
+def test_rank_0_never_comes(processes):
+    envs = environments(free_port(), 3, XVCOMM_TIMEOUT="1.5")[1:]
+    outcomes, _ = run(processes, envs)
+    assert all(isinstance(o, DeadlineExceeded) and "rank 0" in str(o) for o in outcomes), outcomes
+
+
+def test_two_ranks_with_one_number(processes):
+    envs = environments(free_port(), 3)
+    envs[2]["XVCOMM_RANK"] = "1"
+    outcomes, seconds = run(processes, envs)
+    pids = processes.pids()
+    for outcome in outcomes:
+        assert isinstance(outcome, ConfigError) and "two processes are rank 1" in str(outcome)
+        assert str(pids[1]) in str(outcome) and str(pids[2]) in str(outcome) and "XVCOMM_RANK" in str(outcome)
+    assert seconds < SOON + 3  # rank 0 serves the store a little longer, for those that come late
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 3), (2, 2, 3)])
+def test_ranks_that_were_told_different_sizes(processes, sizes):
+    envs = environments(free_port(), 3)
+    for env, size in zip(envs, sizes, strict=True):
+        env["XVCOMM_SIZE"] = str(size)
+    outcomes, seconds = run(processes, envs)
+    for outcome in outcomes:
+        if outcome == 2 and sizes == (2, 2, 3):
+            continue  # complete before the third one came
+        assert isinstance(outcome, ConfigError) and "XVCOMM_SIZE" in str(outcome), outcomes
+        assert "was told that the job has" in str(outcome)
+    assert seconds < SOON + 3
+
+
+def test_a_wrong_secret(processes):
+    envs = environments(free_port(), 2, XVCOMM_TIMEOUT="2")
+    envs[1]["XVCOMM_SECRET"] = "another"
+    outcomes, _ = run(processes, envs)
+    assert isinstance(outcomes[1], AuthenticationError) and "XVCOMM_SECRET" in str(outcomes[1])
+    assert isinstance(outcomes[0], XvcommError) and "rank 1" in str(outcomes[0])
+
+
+def test_the_port_is_taken(processes):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        outcomes, _ = run(processes, environments(port, 2, XVCOMM_TIMEOUT="3"))
+    assert isinstance(outcomes[0], StoreError) and f"port {port} of 127.0.0.1 is taken" in str(outcomes[0])
+    assert isinstance(outcomes[1], (StoreError, DeadlineExceeded)), outcomes
+
+
+def test_a_device_that_is_not_there(processes):
+    """The rank says so before it joins, so that the others need not wait for it."""
+    envs = environments(free_port(), 3)
+    envs[1]["XVCOMM_DEVICE"] = "cuda"
+    outcomes, seconds = run(processes, envs)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], Aborted) and "rank 1 (process" in str(outcomes[rank])
+        assert "cannot join: BackendUnavailable" in str(outcomes[rank])
+    assert type(outcomes[1]).__name__ == "BackendUnavailable"
+    assert seconds < SOON
+
+
+@pytest.fixture
+def small_folder(tmp_path):
+    """Mounts a tmpfs of a given size in kilobytes for shared memory; what is in it at the end was left behind."""
+    made = []
+
+    def mount(kilobytes):
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(tmp_path)], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount a small tmpfs here: {done.stderr.strip()}")
+        made.append(tmp_path)
+        return {"XVCOMM_SHM_DIR": str(tmp_path), "XVCOMM_TRACE_RECORDS": "16"}
+
+    yield mount
+    try:
+        assert [name for path in made for name in os.listdir(path)] == []
+    finally:
+        for path in made:
+            subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def full(outcomes, folder):
+    """One rank raised ResourceError with the remedy, the others Aborted with what that one said."""
+    broken = [o for o in outcomes if isinstance(o, ResourceError)]
+    assert broken, outcomes
+    for outcome in outcomes:
+        if outcome not in broken:
+            assert isinstance(outcome, Aborted), outcome
+        assert f"{folder['XVCOMM_SHM_DIR']} is full" in str(outcome) and "XVCOMM_RING_SLOTS" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "use"), [(4, "barrier"), (20, "barrier"), (100, "all_reduce"), (100, "send_ring"), (64, "split")]
+)
+def test_no_room_for_shared_memory(processes, small_folder, kilobytes, use):
+    """For the journal, the board, the library's arena, a ring, and another communicator's board."""
+    folder = small_folder(kilobytes)
+    folder["XVCOMM_STAGE_BYTES"] = "4096" if use == "split" else "262144"
+    outcomes, seconds = run(processes, environments(free_port(), 2, **folder), use)
+    full(outcomes, folder)
+    assert seconds < SOON
+
+
+def test_no_such_folder_for_shared_memory(processes):
+    envs = environments(free_port(), 2)
+    envs[1]["XVCOMM_SHM_DIR"] = "/no/such/folder"
+    outcomes, seconds = run(processes, envs)
+    assert isinstance(outcomes[1], OSError) and "/no/such/folder" in str(outcomes[1])
+    assert isinstance(outcomes[0], Aborted) and "/no/such/folder" in str(outcomes[0])
+    assert seconds < SOON
+
+
+def refused(comm):
+    """Arrays that cannot be used: nothing of them is sent, and the communicator goes on."""
+    frozen = np.zeros(4)
+    frozen.flags.writeable = False
+    calls = [
+        (ArrayError, lambda: comm.all_reduce(np.zeros((4, 4)).T[1:])),
+        (ArrayError, lambda: comm.send(np.zeros((4, 4))[:, 1], 1 - comm.rank)),
+        (ArrayError, lambda: comm.recv(frozen, 1 - comm.rank)),
+        (ArrayError, lambda: comm.all_reduce(frozen)),
+        (DTypeError, lambda: comm.all_reduce(np.zeros(4, "U3"))),
+        (DTypeError, lambda: comm.send(np.zeros(4, "datetime64[s]"), 1 - comm.rank)),
+    ]
+    messages = []
+    for kind, call in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        messages.append(str(caught.value))
+    assert comm.all_reduce(np.ones(1))[0] == 2
+    return messages
+
+
+def test_arrays_that_cannot_be_used(processes):
+    outcomes, _ = run(processes, environments(free_port(), 2), "refused")
+    strided, strided_too, read_only, read_only_too, unknown, unknown_too = outcomes[0]
+    assert "contiguous" in strided and "contiguous" in strided_too
+    assert "read-only" in read_only and "read-only" in read_only_too
+    assert "dtype" in unknown and "dtype" in unknown_too
+
+
+def test_killed_after_it_joined():
+    """Its number is known by then, and so is its process: the others do not wait for their deadline."""
+    with World(3) as world:
+        envs = environments(free_port(), 3)
+        # Rank 0 serves the store, so it is another one that is killed while it waits for the rest.
+        world.submit(0, join, envs[0])
+        world.submit(1, join, envs[1])
+        time.sleep(0.5)
+        world.kill(1)
+        time.sleep(0.2)
+        started = time.monotonic()
+        world.submit(2, join, envs[2])
+        outcomes = world.collect()
+        assert time.monotonic() - started < SOON
+        for rank in (0, 2):
+            assert isinstance(outcomes[rank], PeerLost) and outcomes[rank].peer == 1, outcomes

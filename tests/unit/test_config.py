@@ -1,0 +1,79 @@
+"""Settings: every variable is read, checked, and told."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from xvcomm.config import Config, table
+from xvcomm.errors import ConfigError
+
+
+@pytest.mark.parametrize("f", fields(Config), ids=lambda f: f.name)
+def test_every_field_has_its_variable(f) -> None:
+    kind = str(f.type).partition(" ")[0]
+    text, value = {"int": ("8192" if "bytes" in f.name else "17", None), "float": ("2.5", 2.5), "str": ("some text",) * 2}[kind]
+    value = int(text) if value is None else value
+    variable = f"XVCOMM_{f.name.upper()}"
+    config = Config.from_env({variable: text, "HOME": "/root"})
+    assert getattr(config, f.name) == value
+    assert type(getattr(config, f.name)) is type(value)
+    assert Config.from_env({variable: ""}) == Config.from_env({}) == Config()
+    assert variable in [name for name, _, _ in table()]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("XVCOMM_RANK", "one", "expected int"),
+        ("XVCOMM_RANK", "1.0", "expected int"),
+        ("XVCOMM_RANK", "-1", "at least 0"),
+        ("XVCOMM_SIZE", "0", "at least 1"),
+        ("XVCOMM_TIMEOUT", "soon", "expected float"),
+        ("XVCOMM_TIMEOUT", "-0.5", "at least 0"),
+        ("XVCOMM_TIMEOUT", "nan", "at least 0"),
+        ("XVCOMM_RING_SLOTS", "1", "at least 2"),
+        ("XVCOMM_RING_LANES", "65", "at most 64"),
+        ("XVCOMM_RING_SLOT_BYTES", "4097", "multiple of 4096"),
+        ("XVCOMM_STAGE_BYTES", "5000", "multiple of 4096"),
+        ("XVCOMM_TRACE_RECORDS", "8", "at least 16"),
+    ],
+)
+def test_what_is_wrong_is_named(variable: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        Config.from_env({variable: text})
+    assert variable in str(refused.value)
+    assert text in str(refused.value)
+
+
+def test_variables_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown variable XVCOMM_TIMEOT; known are .*XVCOMM_TIMEOUT"):
+        Config.from_env({"XVCOMM_TIMEOT": "3"})
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XVCOMM_ISLAND", "cuda")
+    assert Config.from_env().island == "cuda"
+
+
+def test_no_timeout() -> None:
+    assert Config.from_env({"XVCOMM_TIMEOUT": "inf"}).timeout == float("inf")
+
+
+def test_secrets_are_not_shown() -> None:
+    config = Config.from_env({"XVCOMM_SECRET": "hush", "XVCOMM_JOB": "name"})
+    assert "hush" not in repr(config)
+    assert "name" in repr(config)
+
+
+def test_settings_cannot_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Config().rank = 1  # type: ignore[misc]
+
+
+def test_the_table_tells_defaults() -> None:
+    rows = {name: (default, meaning) for name, default, meaning in table()}
+    assert rows["XVCOMM_RANK"][0] == ""
+    assert rows["XVCOMM_RING_SLOTS"][0] == "8"
+    assert all(meaning.endswith(".") for _, meaning in rows.values())

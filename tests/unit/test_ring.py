@@ -1,0 +1,163 @@
+"""The ring's layout, how messages are cut, and what the ledger tells."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xvcomm import ring
+from xvcomm.dtype import BY_NAME
+from xvcomm.errors import ResourceError
+from xvcomm.opcode import OpCode
+from xvcomm.ring import (
+    ABORT,
+    ALIGN,
+    CONSUMED,
+    COUNTERS,
+    ENTRY,
+    LEDGER,
+    LINE,
+    Message,
+    Reason,
+    RingEnd,
+    RingLayout,
+    chunk_bytes,
+    lane_parts,
+)
+from xvcomm.shm import PAGE, Segment
+
+layouts = st.builds(
+    RingLayout, st.integers(1, 64), st.integers(2, 16), st.integers(1, 64).map(lambda pages: pages * 4096)
+)
+
+
+@given(layouts)
+def test_nothing_overlaps(layout: RingLayout) -> None:
+    counters = [place for lane in range(layout.lanes) for place in (layout.head(lane), layout.tail(lane))]
+    lines = [0, ABORT, CONSUMED, *counters]
+    assert len({place // LINE for place in lines}) == len(lines), "two words share a line"
+    assert all(place % LINE == 0 for place in lines)
+    assert COUNTERS == PAGE == min(counters)
+    assert max(counters) + LINE <= layout.ledger
+    assert layout.ledger + 2 * LEDGER * ENTRY <= layout.data
+    assert layout.data % PAGE == layout.ledger % PAGE == 0
+    assert layout.size == layout.data + layout.lanes * layout.slots * layout.slot_bytes
+
+
+@given(st.integers(0, 1 << 26), st.integers(1, 64), st.integers(1, 256).map(lambda pages: pages * 4096))
+def test_parts_cover_a_message(nbytes: int, lanes: int, slot_bytes: int) -> None:
+    parts = lane_parts(nbytes, lanes, slot_bytes)
+    assert [low for low, _ in parts] == [0, *(high for _, high in parts[:-1])] if parts else nbytes == 0
+    assert sum(high - low for low, high in parts) == nbytes
+    assert all(high > low and low % ALIGN == 0 for low, high in parts)
+    assert len(parts) <= lanes
+    chunk = chunk_bytes(nbytes, slot_bytes)
+    assert 0 < chunk <= slot_bytes
+    if nbytes <= chunk:
+        assert len(parts) <= 1
+    elif parts:
+        # No lane carries more than its fair share and what alignment adds, nor are lanes used for crumbs.
+        assert max(high - low for low, high in parts) <= -(-nbytes // len(parts)) + ALIGN * len(parts)
+        assert len(parts) <= -(-nbytes // chunk)
+
+
+def test_cuts_written_out() -> None:
+    assert lane_parts(0, 4, 4096) == ()
+    assert lane_parts(4096, 4, 4096) == ((0, 4096),)
+    assert lane_parts(4097, 4, 4096) == ((0, 2064), (2064, 4097))
+    assert lane_parts(16384, 4, 1 << 20) == ((0, 16384),)
+    assert lane_parts(100_000, 3, 4096) == ((0, 33_344), (33_344, 66_688), (66_688, 100_000))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[RingEnd, RingEnd]]:
+    """Both ends of a ring in this process."""
+    layout = RingLayout(2, 4, 4096)
+    made = Segment.create("/dev/shm", "test_ring", layout.size)
+    producer = RingEnd.create(made, layout, peer=5, producer=True)
+    consumer = RingEnd.open(Segment.attach("/dev/shm", made.name), peer=3, producer=False)
+    yield producer, consumer
+    made.unlink()
+    producer.close()
+    consumer.close()
+
+
+def post(end: RingEnd, sequence: int, message: Message) -> None:
+    """Write what a mover writes."""
+    offset = end.layout.ledger + ((0 if end.producer else LEDGER) + sequence % LEDGER) * ENTRY
+    (ctypes.c_int64 * 6).from_address(end.address + offset)[:] = [sequence + 1, *message]
+
+
+MESSAGE = Message(OpCode.SEND, BY_NAME["float32"].code, 4096, 7)
+
+
+def test_the_opener_takes_the_makers_layout(ends: tuple[RingEnd, RingEnd]) -> None:
+    producer, consumer = ends
+    assert consumer.layout == producer.layout == RingLayout(2, 4, 4096)
+    assert producer.address != consumer.address
+    assert (consumer.peer, consumer.producer, consumer.sequence) == (3, False, 0)
+
+
+@pytest.mark.parametrize(("word", "value"), [(0, 1), (1, 99)])
+def test_other_rings_are_refused(ends: tuple[RingEnd, RingEnd], word: int, value: int) -> None:
+    producer, _ = ends
+    (ctypes.c_int64 * 2).from_address(producer.address)[word] = value
+    segment = Segment.attach("/dev/shm", producer._segment.name)
+    with pytest.raises(ResourceError, match="rank 9 offers ring protocol"):
+        RingEnd.open(segment, peer=9, producer=False)
+    segment.close()
+
+
+def test_the_first_abort_stays(ends: tuple[RingEnd, RingEnd]) -> None:
+    producer, consumer = ends
+    assert producer.abort_word() == consumer.abort_word() == 0
+    consumer.abort(Reason.PEER_LOST.word(70_000))
+    producer.abort(Reason.ABORTED.word(1))
+    assert Reason.parse(producer.abort_word()) == (Reason.PEER_LOST, 70_000)
+    producer.close()
+    producer.abort(1)
+    assert producer.abort_word() == 0
+    assert consumer.abort_word() != 0
+
+
+def test_the_ledger_goes_round(ends: tuple[RingEnd, RingEnd]) -> None:
+    producer, consumer = ends
+    assert consumer.ledger_entry(0, producer=True) is None
+    post(producer, 0, MESSAGE)
+    assert consumer.ledger_entry(0, producer=True) == MESSAGE
+    assert consumer.ledger_entry(0, producer=False) is None
+    later = MESSAGE._replace(tag=8)
+    post(producer, LEDGER, later)
+    assert consumer.ledger_entry(0, producer=True) is None
+    assert consumer.ledger_entry(LEDGER, producer=True) == later
+
+
+def test_disputes(ends: tuple[RingEnd, RingEnd]) -> None:
+    producer, consumer = ends
+    other = MESSAGE._replace(nbytes=8192, dtype=BY_NAME["bfloat16"].code)
+    for sequence in range(70):
+        post(producer, sequence, MESSAGE)
+        post(consumer, sequence, MESSAGE if sequence != 69 else other)
+    producer.sequence = consumer.sequence = 70
+    assert producer.dispute() == (MESSAGE, other)
+    assert consumer.dispute() == (other, MESSAGE)
+    post(consumer, 69, MESSAGE)
+    assert producer.dispute() is None
+    producer.close()
+    assert producer.dispute() is None
+
+
+def test_messages_are_told_in_words() -> None:
+    assert MESSAGE.describe() == "1024 x float32, tag 7"
+    assert Message(OpCode.SEND, 99, 10, 0).describe() == "10 bytes of dtype 99, tag 0"
+
+
+def test_the_header_for_kernels_has_the_same_numbers() -> None:
+    lines = RingLayout(1, 2, 4096).header().splitlines()
+    found = {name.removeprefix("XV_"): int(value.removesuffix("ull")) for _, name, value in map(str.split, lines)}
+    assert found == {name: getattr(ring, name) for name in found}
+    assert {"ABORT", "CONSUMED", "COUNTERS", "LINE", "LEDGER", "ENTRY", "ALIGN"} <= set(found)

@@ -1,0 +1,115 @@
+"""The flight recorder: what it keeps, what it forgets, and what others can read of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from xvcomm import trace
+from xvcomm.dtype import BY_NAME
+from xvcomm.opcode import OpCode
+from xvcomm.trace import Life, Record, Recorder, State
+
+FLOAT32 = BY_NAME["float32"].code
+
+
+@pytest.fixture
+def memory() -> memoryview:
+    """Room for 16 records."""
+    return memoryview(bytearray(trace.region_bytes(16)))
+
+
+@pytest.fixture
+def hooked() -> Iterator[list[Record]]:
+    """Records that the hooks got."""
+    seen: list[Record] = []
+    trace.hooks.append(seen.append)
+    yield seen
+    trace.hooks.remove(seen.append)
+
+
+def test_an_operation_from_start_to_end(memory: memoryview) -> None:
+    recorder, before = Recorder(memory), time.time_ns()
+    assert trace.last(memory) is None
+    number = recorder.begin(3, 12, OpCode.ALL_REDUCE, FLOAT32, 16384)
+    found = trace.last(memory)
+    assert found is not None
+    assert (found.communicator, found.sequence, found.op, found.nbytes) == (3, 12, OpCode.ALL_REDUCE, 16384)
+    assert (found.peer, found.tag, found.state, found.ended) == (-1, -1, State.POSTED, 0)
+    assert before <= found.posted <= time.time_ns()
+    assert found.site.startswith("test_trace.py:")
+    assert found.describe() == f"all_reduce #12 of 4096 x float32 at {found.site} (in progress)"
+    recorder.end(number)
+    ended = trace.last(memory)
+    assert ended is not None and ended.state == State.DONE and ended.ended >= ended.posted
+    assert ended.describe().endswith("(done)")
+
+
+def test_words_for_a_message_that_failed(memory: memoryview) -> None:
+    recorder = Recorder(memory)
+    recorder.end(recorder.begin(0, 5, OpCode.SEND, 99, 10, peer=2, tag=1 << 61), State.FAILED)
+    found = trace.last(memory)
+    assert found is not None and found.tag == 1 << 61
+    assert found.describe() == f"send #5 with rank 2 of 10 bytes at {found.site} (failed)"
+
+
+def test_only_the_newest_are_kept(memory: memoryview) -> None:
+    recorder = Recorder(memory)
+    numbers = [recorder.begin(0, i, OpCode.BARRIER, FLOAT32, i) for i in range(40)]
+    assert [r.sequence for r in trace.history(memory)] == list(range(24, 40))
+    recorder.end(numbers[3])
+    assert all(r.state == State.POSTED for r in trace.history(memory)), "an end was written into another's record"
+    recorder.end(numbers[24])
+    assert [r.sequence for r in trace.history(memory) if r.state == State.DONE] == [24]
+
+
+def test_life(memory: memoryview) -> None:
+    assert trace.life(memory) is Life.JOINING
+    Recorder(memory).live(Life.CLOSED)
+    assert trace.life(memory) is Life.CLOSED
+
+
+def test_hooks_get_what_ended(memory: memoryview, hooked: list[Record]) -> None:
+    recorder = Recorder(memory)
+    first, second = (recorder.begin(0, i, OpCode.SEND, FLOAT32, 4) for i in (1, 2))
+    assert hooked == []
+    recorder.end(second)
+    recorder.end(first, State.FAILED)
+    assert [(r.sequence, r.state) for r in hooked] == [(2, State.DONE), (1, State.FAILED)]
+
+
+def test_threads_write_records_of_their_own() -> None:
+    memory = memoryview(bytearray(trace.region_bytes(4096)))
+    recorder = Recorder(memory)
+
+    def work(thread: int) -> None:
+        for i in range(500):
+            recorder.end(recorder.begin(thread, i, OpCode.SEND, FLOAT32, thread))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    records = trace.history(memory)
+    assert sorted((r.communicator, r.sequence) for r in records) == [(t, i) for t in range(8) for i in range(500)]
+    assert all(r.state == State.DONE and r.nbytes == r.communicator for r in records)
+
+
+def test_sites_of_a_loop_and_of_two_lines(memory: memoryview) -> None:
+    recorder = Recorder(memory)
+    for i in range(3):
+        recorder.begin(0, i, OpCode.SEND, FLOAT32, 0)
+    recorder.begin(0, 3, OpCode.SEND, FLOAT32, 0)
+    sites = [r.site for r in trace.history(memory)]
+    assert sites[0] == sites[1] == sites[2] != sites[3]
+
+
+def test_closing_lets_go(memory: memoryview) -> None:
+    recorder = Recorder(memory)
+    recorder.close()
+    recorder.close()
+    with pytest.raises(ValueError, match="released"):
+        recorder.end(0)
+    with pytest.raises(ValueError, match="released"):
+        len(memory)
