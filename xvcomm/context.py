@@ -185,18 +185,20 @@ class Context:
                 rank=self.rank, op=str(operation.name), seq=operation.sequence,
             )  # fmt: skip
         known = self.word()
-        if isinstance(error, (RingStopped, CollectiveStopped)):
-            if not known:
-                self._pass_on(error.word)
+        from_below = isinstance(error, (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled))
+        if known:
+            self.abort(known)
+        elif isinstance(error, (RingStopped, CollectiveStopped)):
+            self._pass_on(error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
-            if not known:
-                operation.missing = self._blame.late(operation, self._suspects(error))
-                self.abort(Reason.DEADLINE.word(min(operation.missing, default=self.rank)))
-        elif not known or not isinstance(error, XvcommError):
+            operation.missing = self._blame.late(operation, self._suspects(error))
+            self.abort(Reason.DEADLINE.word(min(operation.missing, default=self.rank)))
+        else:
             # It went wrong here, so that this rank has the story and the others need to be told.
             self.abort(Reason.ABORTED.word(self.rank), f"{type(error).__name__}: {error}")
             return error
-        return self._blame.error(self.word(), operation)
+        mine = not from_below and not isinstance(error, XvcommError)
+        return error if mine else self._blame.error(self.word(), operation)
 
     def _pass_on(self, word: int) -> None:
         """Tell all that a ring, or the native library, was stopped; they were the first to know why."""

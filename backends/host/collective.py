@@ -22,8 +22,9 @@ from xvcomm.dtype import DType, ReduceOp, Reduction
 from xvcomm.ring import ABORT, LINE, Reason
 from xvcomm.shm import PAGE, Segment, round_up
 
-ONE_SHOT = 8 << 10
-"""Bytes up to which an all-reduce takes one barrier and reduces everything everywhere."""
+ONE_SHOT = 128 << 10
+"""Bytes up to which two ranks all-reduce with one barrier, each reducing everything; of more ranks everyone reads
+everyone's, so the limit falls with the square of the others."""
 
 _ATTACHED = 2 * LINE
 _PLANS_KEPT = 1000
@@ -86,7 +87,7 @@ class HostCollective(Collective):
         """See `Collective.all_reduce`."""
         plan = self._plans.get((count, dtype.code, op.op))
         if plan is None:
-            if count * dtype.itemsize <= min(ONE_SHOT, self._stage):
+            if count * dtype.itemsize <= min(ONE_SHOT // max(1, self._ranks - 1) ** 2, self._stage):
                 plan = self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op)
             else:
                 shares = fair_blocks(count, self._ranks, dtype.itemsize)

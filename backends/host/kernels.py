@@ -245,7 +245,7 @@ def _one_shot(plan: int, src: int, dst: int) -> int:
     if result != READY:
         return result
     for r in range(ranks):
-        p[_TABLES + 4 * ranks + r] = _stage(p, r, pieces)
+        p[_TABLES + 4 * ranks + r] = _stage(p, r, pieces) if r != p[_ME] else src
     _combine(p, dst, p[_NBYTES])
     p[_ROUNDS] = 1
     _next_round(p)
