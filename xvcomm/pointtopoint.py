@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from xvcomm.context import Context
 
 
-_SEND = int(OpCode.SEND)
+# Looked up once: members of enumerations take longer to find than the rest of some lines below.
+_SEND, _RECV, _P2P, _CODE = OpCode.SEND, OpCode.RECV, Use.POINT_TO_POINT, int(OpCode.SEND)
+
+
+_TAGS = 1 << 62
 
 
 @dataclass(slots=True)
@@ -73,7 +77,7 @@ class PointToPoint:
         transfer = self._sending(x, dst, tag, timeout)
         group = self._open_group()
         if group is None:
-            self._run_now([transfer])
+            self._run_alone(transfer)
         else:
             group.waits = True
             group.transfers.append(transfer)
@@ -90,7 +94,7 @@ class PointToPoint:
         transfer = self._receiving(buf, src, tag, timeout)
         group = self._open_group()
         if group is None:
-            self._run_now([transfer])
+            self._run_alone(transfer)
             return array.finish(transfer.view)
         if transfer.view.immutable:
             raise ArrayError("recv of an immutable array inside group() cannot return it yet; use irecv and its result()")
@@ -141,28 +145,29 @@ class PointToPoint:
         return self._groups.get(threading.get_ident()) if self._groups else None
 
     def _sending(self, x: Any, dst: int, tag: int, timeout: float | None) -> _Transfer:
-        self._check_peer("dst", dst, tag)
+        if not 0 <= dst < self.size or dst == self.rank or not 0 <= tag < _TAGS:
+            raise self._misdirected("dst", dst, tag)
         view = array.view(x)
         if view.device != self._context.kind:
             raise self._context.foreign(view)
-        return _Transfer(OpCode.SEND, view, dst, tag, self._deadline(timeout))
+        return _Transfer(_SEND, view, dst, tag, Deadline.after(self.timeout if timeout is None else timeout))
 
     def _receiving(self, buf: Any, src: int, tag: int, timeout: float | None) -> _Transfer:
-        self._check_peer("src", src, tag)
+        if not 0 <= src < self.size or src == self.rank or not 0 <= tag < _TAGS:
+            raise self._misdirected("src", src, tag)
         view = array.view(buf, output=True)
         if view.device != self._context.kind:
             raise self._context.foreign(view)
         if view.immutable:
             view = array.empty_like(view, view.shape)
-        return _Transfer(OpCode.RECV, view, src, tag, self._deadline(timeout))
+        return _Transfer(_RECV, view, src, tag, Deadline.after(self.timeout if timeout is None else timeout))
 
-    def _check_peer(self, what: str, peer: int, tag: int) -> None:
+    def _misdirected(self, what: str, peer: int, tag: int) -> ArgumentError:
         if not 0 <= peer < self.size:
-            raise ArgumentError(f"{what} {peer}: ranks of this communicator go from 0 to {self.size - 1}")
+            return ArgumentError(f"{what} {peer}: ranks of this communicator go from 0 to {self.size - 1}")
         if peer == self.rank:
-            raise ArgumentError(f"{what} {peer} is this rank itself; copy the array instead")
-        if not 0 <= tag < 1 << 62:
-            raise ArgumentError(f"tag {tag}: must be a whole number from 0 on")
+            return ArgumentError(f"{what} {peer} is this rank itself; copy the array instead")
+        return ArgumentError(f"tag {tag}: must be a whole number from 0 on")
 
     def _background(self, transfer: _Transfer) -> Work:
         future = transfer.future = Future()
@@ -179,26 +184,43 @@ class PointToPoint:
         except IndexError:
             return self._context.device.streams(1)[0]
 
-    def _enqueue(self, transfers: list[_Transfer], stream: Stream) -> None:
+    def _enqueue(self, t: _Transfer, stream: Stream) -> None:
+        """Put one transfer on a stream; the caller holds `Context.enqueueing`."""
         context = self._context
-        stream.deadline = transfers[0].deadline
-        if len(transfers) > 1:
-            stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
-        with context.enqueueing:
+        view, sending = t.view, t.name is _SEND
+        message = Message(_CODE, view.dtype.code, view.nbytes, t.tag)
+        t.operation = context.begin(t.name, message, t.peer)
+        t.end = context.links.end(t.peer, _P2P, t.deadline, producer=sending)
+        move = context.device.put if sending else context.device.get
+        move(t.end, view.address, message, stream)
+
+    def _enqueue_all(self, transfers: list[_Transfer], stream: Stream) -> None:
+        stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
+        with self._context.enqueueing:
             for t in transfers:
-                message = Message(_SEND, t.view.dtype.code, t.view.nbytes, t.tag)
-                t.operation = context.begin(t.name, message, t.peer)
-                sending = t.name is OpCode.SEND
-                t.end = context.links.end(t.peer, Use.POINT_TO_POINT, t.deadline, producer=sending)
-                move = context.device.put if sending else context.device.get
-                move(t.end, t.view.address, message, stream)
+                self._enqueue(t, stream)
+
+    def _run_alone(self, t: _Transfer) -> None:
+        """`_run_now` for one transfer, the usual case: without lists, because they are a tenth of a small message."""
+        context, stream = self._context, self._take_stream()
+        stream.deadline = t.deadline
+        try:
+            with context.enqueueing:
+                self._enqueue(t, stream)
+            stream.synchronize()
+        except BaseException as error:
+            stream.discard()
+            self._fail([t], error)
+        self._streams.append(stream)
+        assert t.operation is not None
+        context.end(t.operation)
 
     def _run_now(self, transfers: list[_Transfer]) -> None:
         if not transfers:
             return
         stream = self._take_stream()
         try:
-            self._enqueue(transfers, stream)
+            self._enqueue_all(transfers, stream)
             stream.synchronize()
         except BaseException as error:
             stream.discard()
@@ -209,7 +231,7 @@ class PointToPoint:
     def _start(self, transfers: list[_Transfer]) -> None:
         stream = self._take_stream()
         try:
-            self._enqueue(transfers, stream)
+            self._enqueue_all(transfers, stream)
             pending = stream.flush()
         except BaseException as error:
             stream.discard()

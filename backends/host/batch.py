@@ -10,7 +10,7 @@ import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.atomics import READY, STOPPED
-from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Kind, Word, drive
+from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Word, drive
 from xvcomm.deadline import Deadline
 from xvcomm.ring import Message, RingEnd
 
@@ -40,7 +40,7 @@ class Batch:
         return len(self._ends)
 
     def add(
-        self, kind: Kind, end: RingEnd, data: int, message: Message,
+        self, kind: int, end: RingEnd, data: int, message: Message,
         itemsize: int = 1, combine: int = 0, remote_first: bool = False,
         lane: int = 0, gates: tuple[int, ...] = NO_GATES,
     ) -> None:  # fmt: skip
@@ -50,11 +50,14 @@ class Batch:
             lane: number of the stream it is on.
             gates: for each stream n: of the first n transfers those on that stream must be done before.
         """
-        index = self._take_row(end)
+        index = len(self._ends)
+        if index == len(self._rows):
+            self._grow()
+        self._ends.append(end)
+        op, dtype, nbytes, tag, detail = message
         _HEAD.pack_into(
             self._memory, index * _ROW_BYTES,
-            kind, end.address, data, message.nbytes, end.sequence, message.op, message.dtype, message.nbytes,
-            message.tag, message.detail, NEW, end.turn, *end.geometry,
+            kind, end.address, data, nbytes, end.sequence, op, dtype, nbytes, tag, detail, NEW, end.turn, *end.geometry,
             itemsize, combine, remote_first, end.peer, lane, *gates,
         )  # fmt: skip
         end.sequence += 1
@@ -109,7 +112,10 @@ class Batch:
         """Move all transfers of `other`, none of which has begun, behind those here; gives their indices."""
         first = len(self._ends)
         for row, end in zip(other._rows, other._ends, strict=False):
-            index = self._take_row(end)
+            index = len(self._ends)
+            if index == len(self._rows):
+                self._grow()
+            self._ends.append(end)
             self._rows[index] = row
             self._rows[index, Word.GATES : Word.STARTS] = 0  # only executors use gates, and they wait for their batch themselves
         other._clear()
@@ -126,12 +132,8 @@ class Batch:
         self.generation += 1
         self._ends.clear()
 
-    def _take_row(self, end: RingEnd) -> int:
-        index = len(self._ends)
-        if index == len(self._rows):
-            self._allot(np.concatenate([self._rows, np.zeros_like(self._rows)]))
-        self._ends.append(end)
-        return index
+    def _grow(self) -> None:
+        self._allot(np.concatenate([self._rows, np.zeros_like(self._rows)]))
 
     def _allot(self, rows: np.ndarray[Any, Any]) -> None:
         self._rows = rows

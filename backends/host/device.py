@@ -27,6 +27,8 @@ def _reduce_local(kit, dst, sources, ways, nbytes, itemsize, scratch):  # type: 
     reduce_many(kit, dst, sources, ways, nbytes, itemsize, scratch)
 
 
+_PUT, _GET, _GET_REDUCE = (int(kind) for kind in Kind)
+
 with compiling():
     reduce_local = kernel("void(UniTuple(int64, 4), int64, int64[::1], int64, int64, int64, int64)")(_reduce_local)
 
@@ -105,7 +107,7 @@ class HostDevice(Device):
     def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
         """See `Device.put`."""
         assert isinstance(stream, HostStream)
-        stream.batch.add(Kind.PUT, end, src, message, lane=stream.lane, gates=stream.gates)
+        stream.batch.add(_PUT, end, src, message, lane=stream.lane, gates=stream.gates)
 
     def get(
         self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
@@ -113,10 +115,10 @@ class HostDevice(Device):
     ) -> None:  # fmt: skip
         """See `Device.get`."""
         assert isinstance(stream, HostStream)
-        kind, itemsize, combine = Kind.GET, 1, 0
+        kind, itemsize, combine = _GET, 1, 0
         if op is not None:
             dtype = BY_CODE[message.dtype]
-            kind, itemsize, combine = Kind.GET_REDUCE, dtype.itemsize, kit(dtype, op).pair
+            kind, itemsize, combine = _GET_REDUCE, dtype.itemsize, kit(dtype, op).pair
         stream.batch.add(
             kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates
         )

@@ -15,9 +15,8 @@ __all__ = ["ShmTransport"]
 class ShmTransport(Transport):
     """Rings in POSIX shared memory; the end that comes second takes the name away."""
 
-    def __init__(self, config: Config, job: str, host: str) -> None:
+    def __init__(self, config: Config, host: str) -> None:
         self._folder = config.shm_dir
-        self._job = job
         self._host = host
 
     def capabilities(self) -> Capabilities:
@@ -25,14 +24,14 @@ class ShmTransport(Transport):
         return Capabilities("shm", self._host, rank_order=0)
 
     def open_ring(
-        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool
+        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool, job: str
     ) -> RingEnd:
         """See `Transport.open_ring`."""
         if store.add(name + "/ends", 1) > 1:
             segment = Segment.attach(self._folder, store.get(name, deadline).decode())
             segment.unlink()
             return RingEnd.open(segment, peer=peer, producer=producer)
-        segment = Segment.create(self._folder, self._job, layout.size)
+        segment = Segment.create(self._folder, job, layout.size)
         with segment.named():
             end = RingEnd.create(segment, layout, peer=peer, producer=producer)
             store.set(name, segment.name.encode())
