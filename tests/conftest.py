@@ -99,7 +99,7 @@ def _left(new: Callable[[], Belongings]) -> Belongings:
 def _fail_on(left: Belongings, who: str) -> None:
     if not left:
         return
-    text = str(left); import subprocess; text += subprocess.run("ls -la /dev/shm; od -A d -t d8 -N 512 " + " ".join("/dev/shm/"+n for n in left.shm), shell=True, capture_output=True, text=True).stdout
+    text = str(left)
     for pid in left.processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from xvcomm.board import Board
@@ -44,12 +44,12 @@ class Blame:
             text, peer = self._mismatch(about)
             return MismatchError(f"{text}; all ranks must make the same calls in order", peer=peer, **known)
         if reason is Reason.DEADLINE:
-            text, peer = self._lateness(about, operation)
+            text = self._lateness(about, Reason.witness(word))
             return DeadlineExceeded(
-                f"{what}: {text}; the communicator is finished: close it and make a new one", peer=peer, **known
+                f"{what}: {text}; the communicator is finished: close it and make a new one", peer=about, **known
             )
         if reason is Reason.ABORTED:
-            why = self.board.explanation(about) if self.board is not None else ""
+            why = self._told(about)
             text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")
             return Aborted(text, peer=about, **known)
         left = reason is Reason.LEFT or self._session.left(self._ranks[about])
@@ -70,6 +70,11 @@ class Blame:
                 return self._tell(end, *found), end.peer
         return None
 
+    def waited(self, operation: Operation, late: Sequence[int]) -> str:
+        """For whom an operation waited in vain, and what they did last."""
+        details = "; ".join(f"rank {r}: {self._last_words(r)}" for r in late[:_NAMED])
+        return f"{operation} was waiting for {', '.join(map(self.name, late))}; {details}"
+
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
         """Who really keeps an operation waiting.
 
@@ -88,8 +93,11 @@ class Blame:
         own = self.dispute()
         if own is not None:
             return own
-        told = self.board.explanation(about) if self.board is not None else ""
-        return told or "two other ranks described the same message differently", None
+        return self._told(about) or "two other ranks described the same message differently", None
+
+    def _told(self, rank: int) -> str:
+        """What a rank said in words when it stopped everybody."""
+        return self.board.explanation(rank) if self.board is not None else ""
 
     def _tell(self, end: RingEnd, mine: Message, theirs: Message) -> str:
         me, peer = self.name(self._rank), self.name(end.peer)
@@ -99,14 +107,12 @@ class Blame:
             return f"{me} sent {mine.describe()}; {peer} expected {theirs.describe()}"
         return f"{peer} sent {theirs.describe()}; {me} expected {mine.describe()}"
 
-    def _lateness(self, about: int, operation: Operation) -> tuple[str, int]:
-        missing = operation.missing
-        if not missing and about == self._rank:
-            return "the others waited for this rank until their deadline and gave up", self._rank
-        missing = missing or self.late(operation) or (about,)
-        names = ", ".join(map(self.name, missing))
-        details = "; ".join(f"rank {r}: {self._last_words(r)}" for r in missing[:_NAMED])
-        return f"did not finish in time; waiting for {names}; {details}", missing[0]
+    def _lateness(self, about: int, witness: int) -> str:
+        told = self._told(witness)
+        if witness == self._rank:
+            return f"did not finish in time: {told}"
+        whom = "this rank" if about == self._rank else "another"
+        return f"{self.name(witness)} waited for {whom} until its deadline: {told}"
 
     def _last_words(self, rank: int) -> str:
         return self._session.last_words(self._ranks[rank])

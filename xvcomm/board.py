@@ -73,6 +73,7 @@ class Board:
         """Take part; the last rank to come takes the segment's name away."""
         self._segment = segment
         self.ranks = ranks
+        self._count = len(ranks)
         self._me = ranks.index(rank)
         self._address = segment.address
         self._word = ctypes.c_int64.from_address(segment.address + ABORT)
@@ -86,7 +87,8 @@ class Board:
 
     def post(self, sequence: int, message: Message) -> bool:
         """Describe collective number `sequence`; False if the board is aborted or somebody described it differently."""
-        return bool(_post_kernel(self._address, len(self.ranks), self._me, sequence, *message) == -1)
+        found: int = _post_kernel(self._address, self._count, self._me, sequence, *message)
+        return found == -1
 
     def abort(self, word: int) -> None:
         """Stop the communicator on this host; the first reason stays."""

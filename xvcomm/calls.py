@@ -55,11 +55,14 @@ class Call:
 
     def message(self) -> Message:
         """What all ranks must agree on."""
-        elements = self.count or (0 if self.op is OpCode.ALL_TO_ALL and self.uneven else sum(self.counts))
         code = self.reduction.op if self.reduction is not None else 0
-        compared = self.counts if self.uneven and self.op is not OpCode.ALL_TO_ALL else ()
-        detail = pack_detail(self.root, code, compared)
-        return Message(+self.op, self.dtype.code, elements * self.dtype.itemsize, 0, detail)
+        if not self.uneven:
+            elements = self.count or sum(self.counts)
+            return Message(+self.op, self.dtype.code, elements * self.dtype.itemsize, 0, pack_detail(self.root, code))
+        if self.op is OpCode.ALL_TO_ALL:  # each rank has its own counts
+            return Message(+self.op, self.dtype.code, 0, 0, pack_detail(self.root, code))
+        nbytes = sum(self.counts) * self.dtype.itemsize
+        return Message(+self.op, self.dtype.code, nbytes, 0, pack_detail(self.root, code, self.counts))
 
     def request(self) -> Request:
         """The same for the planner."""
@@ -103,9 +106,11 @@ class Caller:
         return Work(self._submit(call, deadline), str(call.op))
 
     def _admit(self, call: Call) -> None:
-        for x in (call.src, call.dst):
-            if x is not None and x.device != self._context.kind:
-                raise self._context.foreign(x)
+        kind, src, dst = self._context.kind, call.src, call.dst
+        if src is not None and src.device != kind:
+            raise self._context.foreign(src)
+        if dst is not None and dst.device != kind:
+            raise self._context.foreign(dst)
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
         def locked() -> Any:

@@ -64,7 +64,10 @@ class Context:
         self.device = session.device
         self.kind = session.backend.kind
         offers = [session.offers[r] for r in ranks]
-        self.links = Links(session.config, self.store, self.rank, session.transports, offers)
+        self._part = f"-{self.ident:x}"
+        self.links = Links(
+            session.config, session.job + self._part, self.store, self.rank, session.transports, offers
+        )
         self._blame = Blame(session, ranks, self.rank, self.ident, self.links)
         session.add(self)
         try:
@@ -89,7 +92,7 @@ class Context:
         here = tuple(i for i, r in enumerate(self.ranks) if infos[r].host == infos[self.session.rank].host)
         config, key = self.session.config, f"board/{here[0]}"
         if self.rank == here[0]:
-            segment = Segment.create(config.shm_dir, self.session.job, Board.size(len(here)))
+            segment = Segment.create(config.shm_dir, self.session.job + self._part, Board.size(len(here)))
             with segment.named():
                 self.store.set(key, segment.name.encode())
         else:
@@ -103,11 +106,13 @@ class Context:
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""
         if self._native is None:
+            self._check_island()
             island = self.topology.island_of(self.rank)
             me = self.topology.local(self.rank)
             native = self.session.backend.collective(
-                self.session.config, self.session.job, me, island.size, f"native/{island.index}", self.store, deadline
-            )
+                self.session.config, self.session.job + self._part, me, island.size, f"native/{island.index}",
+                GuardedStore(f"comm/{self.path}", self.session.store, self._check_island), deadline,
+            )  # fmt: skip
             with self._gate:
                 self._native = native
                 gone = self._departed.intersection(island.ranks)
@@ -115,6 +120,13 @@ class Context:
                 if word:
                     native.abort(word)
         return self._native
+
+    def _check_island(self) -> None:
+        """Raise if the communicator is finished, or if a rank left that the native library would wait for."""
+        self.check()
+        gone = self._departed.intersection(self.topology.island_of(self.rank).ranks)
+        if gone:
+            raise CollectiveStopped(Reason.LEFT.word(min(gone)))
 
     def foreign(self, view: ArrayView) -> ArrayError:
         """The error for an array that is not in this rank's memory."""
@@ -191,8 +203,9 @@ class Context:
         elif isinstance(error, (RingStopped, CollectiveStopped)):
             self._pass_on(error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
-            operation.missing = self._blame.late(operation, self._suspects(error))
-            self.abort(Reason.DEADLINE.word(min(operation.missing, default=self.rank)))
+            late = self._blame.late(operation, self._suspects(error))
+            why = self._blame.waited(operation, late) if late else str(error)
+            self.abort(Reason.DEADLINE.word(late[0] if late else self.rank, self.rank), why)
         else:
             # It went wrong here, so that this rank has the story and the others need to be told.
             self.abort(Reason.ABORTED.word(self.rank), f"{type(error).__name__}: {error}")
@@ -311,8 +324,16 @@ class Context:
             if self._native is not None:
                 self._native.close()
             if self._board is not None:
+                self._sweep_if_last(self._board)
                 self._board.close()
             self._board = self._blame.board = self._native = None
+
+    def _sweep_if_last(self, board: Board) -> None:
+        """Take away the names of segments that only one rank has mapped, once nobody is there who could."""
+        left = board.departed()
+        if all(r in left or self.session.gone(self.ranks[r]) for r in board.ranks):
+            for rank in board.ranks:
+                self.session.sweep(self.ranks[rank], self._part)
 
     def _settled(self) -> bool:
         """Wait until no operation is under way; whether that came about."""

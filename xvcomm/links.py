@@ -24,15 +24,17 @@ class Links:
     """Opens, keeps and closes ring ends.
 
     Args:
+        job: what the names of shared memory made for it begin with.
         transports: this rank's, by scheme.
         store: the communicator's; waiting in it ends when the communicator does.
         offers: what every rank's transports can do, in rank order.
     """
 
     def __init__(
-        self, config: Config, store: Store, rank: int, transports: Sequence[Transport],
+        self, config: Config, job: str, store: Store, rank: int, transports: Sequence[Transport],
         offers: Sequence[Sequence[Capabilities]],
     ) -> None:  # fmt: skip
+        self._job = job
         self._store = store
         self._rank = rank
         self._transports = {t.capabilities().scheme: t for t in transports}
@@ -61,8 +63,9 @@ class Links:
             if key not in self._ends:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 end = self._transport(peer).open_ring(
-                    f"ring/{use.name.lower()}/{source}-{target}", peer, self._layout, self._store, deadline, producer=producer
-                )
+                    f"ring/{use.name.lower()}/{source}-{target}", peer, self._layout, self._store, deadline,
+                    producer=producer, job=self._job,
+                )  # fmt: skip
                 # First listed, then looked: who stops all rings at this moment does one of the two in time.
                 self._ends[key] = end
                 word = self._word or self._left.get(peer, 0)

@@ -20,7 +20,6 @@ class Operation:
         message: what the ranks must agree on.
         peer: the rank at the other end of a point-to-point operation, else -1.
         record: its number in the flight recorder.
-        missing: the ranks found to be late.
     """
 
     name: OpCode
@@ -28,7 +27,6 @@ class Operation:
     message: Message
     peer: int = -1
     record: int = 0
-    missing: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.peer >= 0:
@@ -38,8 +36,8 @@ class Operation:
 
 def pack_detail(root: int, op: int, counts: tuple[int, ...] = ()) -> int:
     """Root, reduction and uneven counts in one word, for ledgers; equal words mean equal calls."""
-    digest = zlib.crc32(repr(counts).encode()) if counts else 0
-    return (root + 1) | (op << 20) | (digest << 28)
+    word = (root + 1) | (op << 20)
+    return word | (zlib.crc32(repr(counts).encode()) << 28) if counts else word
 
 
 def describe(message: Message) -> str:

@@ -35,7 +35,7 @@ LEAST_CHUNK = 16 << 10
 
 
 class Reason(enum.IntEnum):
-    """Low byte of an abort word; the rank concerned lies above it."""
+    """Low byte of an abort word; above it lie the rank concerned, in 24 bits, and who found out, where that matters."""
 
     PEER_LOST = 1
     MISMATCH = 2
@@ -43,9 +43,9 @@ class Reason(enum.IntEnum):
     ABORTED = 4
     LEFT = 5
 
-    def word(self, rank: int) -> int:
-        """The abort word that blames `rank`."""
-        return self | (rank << 8)
+    def word(self, rank: int, witness: int = 0) -> int:
+        """The abort word that blames `rank`, as `witness` found out."""
+        return self | (rank << 8) | (witness << 32)
 
     @staticmethod
     def bad(word: int) -> bool:
@@ -55,7 +55,12 @@ class Reason(enum.IntEnum):
     @classmethod
     def parse(cls, word: int) -> tuple[Reason, int]:
         """Reason and rank of an abort word."""
-        return cls(word & 0xFF), word >> 8
+        return cls(word & 0xFF), (word >> 8) & 0xFFFFFF
+
+    @staticmethod
+    def witness(word: int) -> int:
+        """The rank that found out."""
+        return word >> 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class Session:
         except BaseException:
             watch.close()
             for rank in self.neighbours:
-                self._sweep(rank)
+                self.sweep(rank)
             self.close()
             raise
         self._cleanup.callback(journal.close)
@@ -140,7 +140,7 @@ class Session:
         return registry.backend(usable[0].name if usable else "host")
 
     def _open_transports(self, host: str) -> list[Transport]:
-        found = [f.load()(self.config, self.job, host) for f in registry.transports() if f.usable]
+        found = [f.load()(self.config, host) for f in registry.transports() if f.usable]
         if not found:
             raise BackendUnavailable("no transport works here; `xvcomm doctor` says why")
         return found
@@ -228,7 +228,7 @@ class Session:
         """A process of this host ended; every communicator that it belonged to stops."""
         if not self.left(rank):
             # Of who left in good order, messages may still be read and abort words found.
-            self._sweep(rank)
+            self.sweep(rank)
         words = self.last_words(rank)
         with self._lock:
             self._lost[rank] = words
@@ -239,15 +239,19 @@ class Session:
         for context in self._open_contexts():
             context.look()
 
-    def _sweep(self, rank: int) -> None:
-        sweep(self.config.shm_dir, self._joined[rank].job)
+    def sweep(self, rank: int, part: str = "") -> None:
+        """Take away the names of the segments that a rank of this host made; `part` tells a communicator."""
+        sweep(self.config.shm_dir, self._joined[rank].job + part)
 
     def _sweep_if_last(self) -> None:
         """Take away the names of segments that not all have mapped, once nobody is there who could."""
-        others = [r for r in self.neighbours if r != self.rank]
-        if all(r in self._lost or self.left(r) for r in others):
+        if all(r == self.rank or self.gone(r) for r in self.neighbours):
             for rank in self.neighbours:
-                self._sweep(rank)
+                self.sweep(rank)
+
+    def gone(self, rank: int) -> bool:
+        """Whether a rank of this host died or closed its communicators."""
+        return rank in self._lost or self.left(rank)
 
     def last_record(self, rank: int) -> trace.Record | None:
         """What a rank of this host did last, if it did anything and can be seen from here."""

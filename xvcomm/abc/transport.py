@@ -44,9 +44,9 @@ def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capa
 
 
 class Transport(ABC):
-    """One way between ranks, for one rank. Constructed with (config, job, host)."""
+    """One way between ranks, for one rank. Constructed with (config, host)."""
 
-    def __init__(self, config: Config, job: str, host: str) -> None:  # noqa: B027
+    def __init__(self, config: Config, host: str) -> None:  # noqa: B027
         """Cheap; opens nothing."""
 
     @classmethod
@@ -60,7 +60,7 @@ class Transport(ABC):
 
     @abstractmethod
     def open_ring(
-        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool
+        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool, job: str
     ) -> RingEnd:
         """This rank's end of the ring called `name`. The end that comes first makes it; neither waits for the other.
 
@@ -71,6 +71,7 @@ class Transport(ABC):
             store: where the two ends find each other.
             deadline: for what was begun on the other side to be finished.
             producer: which end.
+            job: what the names of shared memory made for it begin with.
 
         Raises:
             ResourceError: its memory cannot be had.

@@ -22,6 +22,7 @@ from xvcomm.store.tcp import TcpStore
 _LOCK_SECONDS = 30.0
 _LONGEST = timedelta(days=1)
 _NOTE_BYTES = 512
+_INCREMENT_LIMIT = 1 << 31  # JAX's own counters have 32 bits; a key of larger amounts takes only such
 _unfinished: list[tuple[Any, bytearray]] = []
 
 
@@ -88,7 +89,7 @@ class JaxStore(PollingStore):
     def add(self, key: str, amount: int) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
         with _reported(self):
-            if hasattr(self._client, "key_value_increment"):
+            if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
                 return int(self._client.key_value_increment(key, amount))
             return self._add_locked(key, amount)
 

@@ -116,15 +116,15 @@ def _check_moving(comm: Communicator, f: Framework, dtype: str) -> None:
     own = slice(2 * comm.rank, 2 * comm.rank + 2)
     last = comm.size - 1
 
-    for x in (f.make(everything if comm.rank == last else np.zeros_like(everything)),):
-        y = comm.broadcast(x, last)
-        assert_same_bits(f.read(y), everything, f"broadcast of {dtype}")
-        assert type(y) is type(x)
+    shown = everything if comm.rank == last else np.zeros_like(everything)
+    x = f.make(shown)
+    y = comm.broadcast(x, last)
+    assert_same_bits(f.read(y), everything, f"broadcast of {dtype}")
+    assert type(y) is type(x)
     assert_same_bits(f.read(comm.all_gather(f.make(everything[own]))), everything, f"all_gather of {dtype}")
     y = comm.gather(f.make(everything[own]))
     if comm.rank == 0:
         assert_same_bits(f.read(y), everything, f"gather of {dtype}")
-    shown = everything if comm.rank == last else np.zeros_like(everything)
     assert_same_bits(f.read(comm.scatter(f.make(shown), last)), everything[own], f"scatter of {dtype}")
     out = f.make(np.zeros_like(everything[own]))
     y = comm.scatter(f.make(shown) if comm.rank == last else None, last, out=out)

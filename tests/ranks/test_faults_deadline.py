@@ -1,0 +1,219 @@
+"""A rank that does not come: DeadlineExceeded at the deadline, on all ranks, with who is missing.
+
+Each case runs on a communicator of its own, split off the one of the processes, which stays usable.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+from xvcomm.errors import DeadlineExceeded
+from xvcomm.testing.world import World
+
+TIMEOUT = 0.4
+SOON = 3.0
+
+
+@pytest.fixture(scope="module", params=["a:3", "a:2,b:2", "a,b,c"])
+def world(request):
+    with World(islands=request.param, timeout=30) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def four():
+    with World(4, timeout=30) as world:
+        yield world
+
+
+def fresh(comm):
+    """A communicator of all, on which every rank has done something to be remembered by."""
+    sub = comm.split(0)
+    sub.timeout = TIMEOUT
+    sub.barrier(timeout=20)
+    return sub
+
+
+def timed(comm, call, late=False):
+    """What a call raises and how long it took; late, it comes after the others gave up."""
+    time.sleep(TIMEOUT + 0.4 if late else 0.0)
+    started = time.monotonic()
+    try:
+        call()
+    except DeadlineExceeded as error:
+        return error, time.monotonic() - started
+    finally:
+        comm.close()
+    return None, time.monotonic() - started
+
+
+def collective(comm, name, absent):
+    sub = fresh(comm)
+    x = np.ones(4 * sub.size, np.float32)
+    calls = {
+        "all_reduce": lambda: sub.all_reduce(x),
+        "large_all_reduce": lambda: sub.all_reduce(np.ones(1 << 19)),
+        "broadcast": lambda: sub.broadcast(x, root=absent[0]),
+        "all_gather": lambda: sub.all_gather(x),
+        "reduce_scatter": lambda: sub.reduce_scatter(x),
+        "all_to_all": lambda: sub.all_to_all(x),
+        "barrier": sub.barrier,
+        "asynchronous": lambda: sub.all_reduce(x, async_op=True).wait(),
+        "split": lambda: sub.split(0),
+        "all_gather_object": lambda: sub.all_gather_object("x"),
+    }
+    return timed(sub, calls[name], late=comm.rank in absent)
+
+
+def check(outcomes, absent):
+    for rank, (error, seconds) in enumerate(outcomes):
+        assert isinstance(error, DeadlineExceeded), (rank, error)
+        assert error.rank == rank
+        if rank in absent:
+            assert seconds < 0.5
+            assert "waited for this rank until its deadline" in str(error) or rank != error.peer
+        else:
+            assert 0.9 * TIMEOUT < seconds < TIMEOUT + SOON
+            waited = str(error).split("waiting for ")[1].split(";")[0]
+            named = {int(part.split()[1]) for part in waited.split(", ")}
+            assert named == set(absent), error
+            assert error.peer in absent
+            assert f"rank {error.peer}: its last operation: barrier #0" in str(error)
+            assert "test_faults_deadline.py" in str(error)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce", "large_all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier",
+        "asynchronous", "split", "all_gather_object",
+    ],
+)  # fmt: skip
+def test_a_rank_that_never_calls_a_collective(world, name):
+    absent = [world.size - 1]
+    check(world.run(collective, name, absent), absent)
+
+
+@pytest.mark.parametrize("absent", [[0], [1, 2]])
+def test_other_ranks_and_several(world, absent):
+    check(world.run(collective, "all_reduce", absent), absent)
+
+
+def receive(comm, kind):
+    """Rank 0 waits for rank 1, which sleeps."""
+    sub = fresh(comm)
+    buffer = np.zeros(1 << 21)
+    calls = {
+        "recv": lambda: sub.recv(buffer, 1),
+        "send": lambda: sub.send(buffer, 1),
+        "irecv": lambda: sub.irecv(buffer, 1).wait(),
+        "isend": lambda: sub.isend(buffer, 1).wait(),
+        "sendrecv": lambda: sub.sendrecv(buffer, 1, buffer.copy(), 1),
+        "recv_object": lambda: sub.recv_object(1),
+    }
+    if comm.rank == 0:
+        return timed(sub, calls[kind])
+    if comm.rank == 1:
+        return timed(sub, lambda: sub.recv(buffer, 0), late=True)
+    return timed(sub, sub.barrier, late=True)
+
+
+@pytest.mark.parametrize("kind", ["recv", "send", "irecv", "isend", "sendrecv", "recv_object"])
+def test_point_to_point(four, kind):
+    outcomes = four.run(receive, kind)
+    error, seconds = outcomes[0]
+    assert error.peer == 1 and 0.9 * TIMEOUT < seconds < TIMEOUT + SOON
+    assert "waiting for rank 1 on" in str(error) and "rank 1: its last operation: barrier #0" in str(error)
+    assert "rank 0 on" in str(outcomes[1][0]) and "waited for this rank until its deadline" in str(outcomes[1][0])
+    for error, _ in outcomes[1:]:
+        assert error.peer == 1 and "was waiting for rank 1 on" in str(error)
+
+
+def chain(comm):
+    """Rank 0 waits for 1, which waits for 2, which waits for 3, which sleeps."""
+    sub = fresh(comm)
+    if comm.rank == 3:
+        time.sleep(TIMEOUT + 0.4)
+        sub.close()
+        return None
+    return timed(sub, lambda: sub.recv(np.zeros(1), comm.rank + 1))
+
+
+def test_the_end_of_a_chain_is_named(four):
+    for error, _ in four.run(chain)[:3]:
+        assert error.peer == 3
+        assert "waiting for rank 3 on" in str(error) and "rank 3: its last operation: barrier #0" in str(error)
+
+
+def circle(comm):
+    sub = fresh(comm)
+    return timed(sub, lambda: sub.recv(np.zeros(1), (comm.rank + 1) % comm.size))
+
+
+def test_ranks_that_wait_for_each_other(four):
+    for rank, (error, _) in enumerate(four.run(circle)):
+        assert isinstance(error, DeadlineExceeded)
+        assert error.rank == rank and "its last operation: recv #" in str(error)
+
+
+def message_against_collective(comm):
+    """Rank 0 sends much to rank 1, which waits for it in a collective: neither can go on."""
+    sub = fresh(comm)
+    if comm.rank == 0:
+        return timed(sub, lambda: sub.send(np.zeros(1 << 21), 1))
+    return timed(sub, sub.barrier)
+
+
+def test_a_message_against_a_collective(four):
+    for rank, (error, _) in enumerate(four.run(message_against_collective)):
+        assert isinstance(error, DeadlineExceeded)
+        if rank:
+            assert "rank 0" in str(error)
+
+
+def soft(comm):
+    """Waiting for a Work with a timeout of its own gives up waiting, not the operation."""
+    sub = comm.split(0)
+    result = None
+    if comm.rank == 0:
+        work = sub.irecv(np.zeros(1), 1)
+        with pytest.raises(DeadlineExceeded, match="was not done after"):
+            work.wait(0.1)
+        assert not work.done()
+        sub.barrier()
+        result = float(work.wait()[0])
+    else:
+        time.sleep(0.3)
+        sub.barrier()
+        if comm.rank == 1:
+            sub.send(np.full(1, 5.0), 0)
+    sub.barrier()
+    sub.close()
+    return result
+
+
+def test_giving_up_to_wait_for_a_work(four):
+    assert four.run(soft)[0] == 5.0
+
+
+def nothing_reaches_the_parent(comm):
+    return float(comm.all_reduce(np.ones(1))[0])
+
+
+def test_the_communicator_of_the_processes_is_unharmed(world):
+    assert world.run(nothing_reaches_the_parent) == [world.size] * world.size
+
+
+def never_joined(comm, timeout):
+    """A communicator split off while one of its ranks never calls split."""
+    comm.timeout = timeout
+    time.sleep(0 if comm.rank else timeout + 0.4)
+    return comm.split(0)
+
+
+def test_split_on_a_communicator_with_an_absent_rank():
+    with World(3) as world:
+        outcomes = world.outcomes(never_joined, TIMEOUT)
+        assert all(isinstance(o, DeadlineExceeded) for o in outcomes)
+        assert "waiting for rank 0 on" in str(outcomes[1]) and "waiting for rank 0 on" in str(outcomes[2])

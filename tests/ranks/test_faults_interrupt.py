@@ -1,0 +1,172 @@
+"""Ctrl-C: delivered at once wherever a rank waits, told to the others, and the end of a whole job within seconds."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xvcomm.errors import Aborted
+from xvcomm.testing.world import World
+
+SOON = 4.0
+AT_ONCE = 1.0
+"""Seconds; 20 ms is usual on a machine that does nothing else."""
+
+
+def interrupted(comm, kind):
+    """Wait for ever; the time of the interrupt, on the clock that all processes share."""
+    x = np.zeros(1 << 21, np.uint8)
+    peer = (comm.rank + 1) % comm.size
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "recv": lambda: comm.recv(x, peer),
+        "send": lambda: comm.send(x, peer),
+        "group": lambda: group(comm, x, peer),
+        "work": lambda: comm.irecv(x, peer).wait(),
+        "asynchronous": lambda: comm.all_reduce(x, async_op=True).wait(),
+        "split": lambda: comm.split(0),
+    }
+    try:
+        calls[kind]()
+    except KeyboardInterrupt:
+        return time.monotonic()
+    return None
+
+
+def group(comm, x, peer):
+    with comm.group():
+        comm.send(x, peer)
+        comm.recv(x.copy(), peer)
+
+
+def sleep(comm):
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return time.monotonic()
+
+
+def barrier(comm):
+    comm.barrier()
+
+
+KINDS = ["all_reduce", "recv", "send", "group", "work", "asynchronous", "split"]
+
+
+@pytest.mark.parametrize("topology", ["a:2", "a,b"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_is_delivered_at_once(topology, kind):
+    """Rank 1 sleeps all the while, so that nothing but the interrupt ends the waiting."""
+    with World(islands=topology) as world:
+        world.submit(0, interrupted, kind)
+        world.submit(1, sleep)
+        time.sleep(0.2)
+        sent = time.monotonic()
+        world.kill(0, signal.SIGINT)
+        world.kill(1, signal.SIGINT)
+        outcomes = world.collect()
+        assert outcomes[0] is not None and outcomes[0] - sent < AT_ONCE
+        if kind not in ("work", "asynchronous"):
+            # What waited is gone with the interrupt, and the communicator with it: the others are told why.
+            again = world.outcomes(barrier)
+            assert all(isinstance(o, Aborted) and o.peer == 0 for o in again), again
+            assert "KeyboardInterrupt" in str(again[1])
+
+
+def test_the_others_are_told():
+    with World(3) as world:
+        for rank in range(3):
+            world.submit(rank, interrupted, "recv")
+        time.sleep(0.2)
+        world.kill(1, signal.SIGINT)
+        outcomes = world.collect()
+        assert isinstance(outcomes[1], float)
+        for rank in (0, 2):
+            assert isinstance(outcomes[rank], Aborted) and outcomes[rank].peer == 1
+            assert "rank 1 on" in str(outcomes[rank]) and "KeyboardInterrupt" in str(outcomes[rank])
+
+
+def test_all_are_interrupted():
+    """As a terminal does it."""
+    with World(4) as world:
+        for rank in range(4):
+            world.submit(rank, interrupted, "all_reduce" if rank < 3 else "recv")
+        time.sleep(0.2)
+        sent = time.monotonic()
+        for rank in range(4):
+            world.kill(rank, signal.SIGINT)
+        for outcome in world.collect():
+            assert isinstance(outcome, (float, Aborted))
+        assert time.monotonic() - sent < SOON
+
+
+SCRIPT = """
+import os, sys
+import numpy as np
+import xvcomm
+with xvcomm.init() as comm:
+    x = np.ones(100_000)
+    comm.all_reduce(x)
+    open(f"{sys.argv[1]}/ready.{comm.rank}", "w").write(str(os.getpid()))
+    if sys.argv[2] == "busy":
+        while True:
+            comm.all_reduce(x)
+    elif sys.argv[2] == "waiting":
+        comm.recv(x, (comm.rank + 1) % comm.size)
+    else:
+        works = [comm.irecv(x, (comm.rank + 1) % comm.size), comm.all_reduce(x, async_op=True)]
+        works[0].wait()
+"""
+
+
+def running(tmp_path, how):
+    """A job under the launcher, in a group of its own, and the process numbers of its ranks once they are at work."""
+    script = tmp_path / "rank.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "xvcomm", "run", "--islands", "a:2,b:1", "--", str(script), str(tmp_path), how]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
+    job = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while len(ready := list(tmp_path.glob("ready.*"))) < 3 or not all(p.read_text() for p in ready):
+        assert time.monotonic() < until and job.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.2)
+    return job, [int(path.read_text()) for path in ready]
+
+
+@pytest.mark.parametrize("how", ["busy", "waiting", "asynchronous"])
+def test_ctrl_c_ends_the_job(tmp_path, how):
+    """A terminal signals the launcher's whole group; the ranks are in groups of their own, so the launcher passes it on."""
+    job, pids = running(tmp_path, how)
+    sent = time.monotonic()
+    os.killpg(job.pid, signal.SIGINT)
+    code = job.wait(timeout=20)
+    assert time.monotonic() - sent < SOON
+    assert code == 128 + signal.SIGINT
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ctrl_c_for_one_rank_ends_the_job(tmp_path):
+    job, pids = running(tmp_path, "busy")
+    sent = time.monotonic()
+    os.kill(pids[0], signal.SIGINT)
+    assert job.wait(timeout=20) != 0
+    assert time.monotonic() - sent < SOON
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    job, pids = running(tmp_path, "busy")
+    sent = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    assert job.wait(timeout=20) == 128 + signal.SIGKILL
+    assert time.monotonic() - sent < SOON
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,110 @@
+"""Every store keeps the contract, between threads and between processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.errors import DeadlineExceeded
+from xvcomm.store import FileStore, TcpServer, TcpStore
+
+pytestmark = pytest.mark.usefixtures("no_store_thread_left")
+SOON = 10.0
+Opener = Callable[[], Store]
+
+
+def test_values_cross_and_are_replaced(opener: Opener) -> None:
+    here, there = opener(), opener()
+    for value in (b"", b"\0\xff" * 3, b"x" * 100_000):
+        here.set("a/b c", value)
+        assert there.get("a/b c", Deadline.after(SOON)) == value
+
+
+def test_get_and_wait_block_until_the_key_comes(opener: Opener) -> None:
+    here, there = opener(), opener()
+    with ThreadPoolExecutor(2) as pool:
+        got = pool.submit(here.get, "late", Deadline.after(SOON))
+        waited = pool.submit(here.wait, ["late", "later"], NEVER)
+        time.sleep(0.05)
+        assert not got.done() and not waited.done()
+        there.set("late", b"1")
+        assert got.result(SOON) == b"1"
+        there.add("later", 1)
+        assert waited.result(SOON) is None
+
+
+def test_one_client_gets_and_sets_at_once(opener: Opener) -> None:
+    store = opener()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(store.get, "own", Deadline.after(SOON))
+        time.sleep(0.05)
+        store.set("own", b"1")
+        assert got.result(SOON) == b"1"
+
+
+def test_deadlines_name_the_missing_keys(opener: Opener) -> None:
+    store = opener()
+    store.set("there", b"")
+    with pytest.raises(DeadlineExceeded, match="'nowhere'"):
+        store.get("nowhere", Deadline.after(0.05))
+    with pytest.raises(DeadlineExceeded) as caught:
+        store.wait(["there", "k1", "k2"], Deadline.after(0.05))
+    assert "'k1'" in str(caught.value) and "'k2'" in str(caught.value) and "there'" not in str(caught.value)
+    store.wait(["there"], Deadline.after(0))
+    store.wait([], Deadline.after(0))
+    assert store.get("there", Deadline.after(0)) == b""
+
+
+def test_add_is_atomic_between_threads(opener: Opener) -> None:
+    stores = [opener() for _ in range(4)]
+
+    def count(store: Store) -> list[int]:
+        return [store.add("n", 1) for _ in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        sums = [total for part in pool.map(count, stores) for total in part]
+    assert sorted(sums) == list(range(1, 201))
+    assert stores[0].add("n", -300) == -100
+    assert stores[0].add("n", 0) == -100
+    assert stores[0].get("n", Deadline.after(SOON)) == b"-100"
+
+
+def test_prefixes_keep_apart(opener: Opener) -> None:
+    store = opener()
+    one, other = PrefixStore("one", store), PrefixStore("other", store)
+    one.set("k", b"1")
+    assert other.add("n", 5) == 5
+    assert one.add("n", 1) == 1
+    assert store.get("one/k", Deadline.after(SOON)) == b"1"
+    with pytest.raises(DeadlineExceeded, match="other/k"):
+        other.wait(["k"], Deadline.after(0))
+
+
+def _child_adds(folder: str, port: int, count: int) -> None:
+    tcp = TcpStore("127.0.0.1", port, "secret", Deadline.after(SOON))
+    file = FileStore(folder)
+    for _ in range(count):
+        file.add("n", 1)
+        tcp.add("n", 1)
+    tcp.close()
+
+
+def test_add_is_atomic_between_processes(server: TcpServer, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=_child_adds, args=(str(tmp_path), server.port, 50)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+        child.close()
+    store = TcpStore("127.0.0.1", server.port, "secret", Deadline.after(SOON))
+    assert store.add("n", 0) == FileStore(tmp_path).add("n", 0) == 150
+    store.close()

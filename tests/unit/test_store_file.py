@@ -1,0 +1,49 @@
+"""The store in a folder: its file names, its end, and folders that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xvcomm.deadline import Deadline
+from xvcomm.errors import StoreError
+from xvcomm.store import FileStore
+
+
+def test_the_last_rank_removes_the_folder(tmp_path: Path) -> None:
+    stores = [FileStore(tmp_path / "job", ranks=2) for _ in range(2)]
+    stores[0].close()
+    stores[0].close()
+    stores[1].set("k", b"1")
+    stores[1].close()
+    assert not (tmp_path / "job").exists()
+
+
+def test_keys_become_plain_file_names(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "job")
+    for key in ("..", "/etc/passwd", "a/b", "x" * 1000, "x" * 1001, "é\n"):
+        store.set(key, key.encode())
+    for key in ("..", "/etc/passwd", "a/b", "x" * 1000, "x" * 1001, "é\n"):
+        assert store.get(key, Deadline.after(0)) == key.encode()
+    assert len(list((tmp_path / "job").iterdir())) == 6
+    assert (tmp_path / "job").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(StoreError, match="every rank"):
+        FileStore(tmp_path / "plain")
+    store = FileStore(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StoreError, match="set 'k'"):
+        store.set("k", b"1")
+    with pytest.raises(StoreError, match="add to 'n'"):
+        store.add("n", 1)
+
+
+def test_adding_to_a_text_is_an_error(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.set("k", b"text")
+    with pytest.raises(StoreError, match="no integer"):
+        store.add("k", 1)

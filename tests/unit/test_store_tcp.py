@@ -1,0 +1,305 @@
+"""The TCP store trusts nobody without its secret, and its server outlives rude clients."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.errors import AuthenticationError, ConfigError, StoreError
+from xvcomm.store import TcpServer, TcpStore, open_store, wire
+
+pytestmark = pytest.mark.usefixtures("no_store_thread_left")
+SOON = 10.0
+
+
+def client(server: TcpServer, secret: str = "secret", **more: int) -> TcpStore:
+    return TcpStore("127.0.0.1", server.port, secret, Deadline.after(SOON), **more)
+
+
+def test_wrong_secret_is_refused_and_the_server_survives(server: TcpServer, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AuthenticationError, match="XVCOMM_SECRET") as caught:
+        client(server, "wrong")
+    assert "secret'" not in str(caught.value) and "wrong" not in str(caught.value)
+    store = client(server)
+    store.set("k", b"1")
+    store.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_server_without_the_secret_is_not_believed() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def impostor() -> None:
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(wire.frame(wire.Challenge(b"n" * wire.NONCE)))
+            peer.recv(4096)
+            peer.sendall(wire.frame(wire.Welcome(b"p" * 32)))
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(AuthenticationError):
+        TcpStore("127.0.0.1", listener.getsockname()[1], "secret", Deadline.after(SOON))
+    thread.join()
+    listener.close()
+
+
+def test_a_proof_cannot_be_sent_back() -> None:
+    proof = wire.prove("secret", "server", b"a", b"b")
+    assert wire.proven("secret", "server", b"a", b"b", proof)
+    assert not wire.proven("secret", "client", b"a", b"b", proof)
+    assert not wire.proven("secret", "server", b"b", b"a", proof)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\0\0\0\x05hello",
+        b"\xff" * 100,
+        b"\0\0\0\x04" + b"\x93\xa3Set",
+        wire.frame(wire.Set("k", b"not allowed yet")),
+        wire.frame(wire.Answer(b"short", b"", 0)),
+        b"\0\0",
+    ],
+)
+def test_rubbish_hurts_nobody(server: TcpServer, rubbish: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SOON) as rude:
+        rude.sendall(rubbish)
+        if len(rubbish) > wire.HEADER:
+            while rude.recv(4096):
+                pass
+    store = client(server)
+    assert store.add("n", 1) == 1
+    store.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_trusted_client_that_turns_rude_is_cut(server: TcpServer) -> None:
+    store = client(server)
+    store.set("k", b"1")
+    link = store._take()
+    link._sock.settimeout(SOON)
+    link._sock.sendall((wire.FRAME_LIMIT + 1).to_bytes(4, "big"))
+    with pytest.raises(ConnectionResetError):
+        link.receive(wire.FRAME_LIMIT)
+    store._discard(link)
+    assert store.get("k", Deadline.after(SOON)) == b"1"
+    store.close()
+
+
+def test_too_large_a_value_is_refused_before_it_is_sent(server: TcpServer) -> None:
+    store = client(server)
+    with pytest.raises(StoreError, match="too many"):
+        store.set("k", b"x" * wire.FRAME_LIMIT)
+    store.set("k", b"x" * (8 << 20))
+    assert len(store.get("k", Deadline.after(SOON))) == 8 << 20
+    store.close()
+
+
+def test_adding_to_a_text_is_an_error(server: TcpServer) -> None:
+    store = client(server)
+    store.set("k", b"text")
+    with pytest.raises(StoreError, match="no integer"):
+        store.add("k", 1)
+    store.add("n", 2**62)
+    with pytest.raises(StoreError, match="64 bits"):
+        store.add("n", 2**62)
+    store.close()
+
+
+def test_port_taken(server: TcpServer) -> None:
+    with pytest.raises(StoreError, match=f"port {server.port} .*taken.*another port"):
+        TcpServer("127.0.0.1", server.port, "secret")
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("127.1.2.3.4", 0)])
+def test_addresses_that_cannot_be_served(host: str, port: int) -> None:
+    with pytest.raises(StoreError, match=f"cannot serve.*{port}"):
+        TcpServer(host, port, "secret")
+
+
+def test_no_server_names_the_address(port: int) -> None:
+    with pytest.raises(StoreError, match=f"127.0.0.1:{port}.*XVCOMM_STORE"):
+        TcpStore("127.0.0.1", port, "secret", Deadline.after(0.1))
+
+
+def test_something_else_listens() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def ssh() -> None:
+        with listener.accept()[0] as peer:
+            peer.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+    thread = threading.Thread(target=ssh)
+    thread.start()
+    with pytest.raises(StoreError, match=f"127.0.0.1:{port} is no xvcomm store"):
+        TcpStore("127.0.0.1", port, "secret", Deadline.after(SOON))
+    thread.join()
+    listener.close()
+
+
+def test_a_silent_listener_ends_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(StoreError, match=f"127.0.0.1:{port}"):
+            TcpStore("127.0.0.1", port, "secret", Deadline.after(0.2))
+
+
+def test_the_server_may_come_later(port: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(TcpStore, "127.0.0.1", port, "secret", Deadline.after(SOON))
+        time.sleep(0.05)
+        server = TcpServer("127.0.0.1", port, "secret")
+        coming.result(SOON).close()
+    server.close()
+
+
+def test_a_lost_server_wakes_who_waits(server: TcpServer) -> None:
+    store = client(server)
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(store.get, "never", NEVER)
+        time.sleep(0.05)
+        server.close()
+        with pytest.raises(StoreError, match="was lost during get 'never'"):
+            got.result(SOON)
+    with pytest.raises(StoreError):
+        store.set("k", b"1")
+    store.close()
+
+
+def test_closing_wakes_who_waits_and_refuses_more(server: TcpServer) -> None:
+    store = client(server)
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(store.get, "never", NEVER)
+        time.sleep(0.05)
+        store.close()
+        with pytest.raises(StoreError):
+            got.result(SOON)
+    store.close()
+    with pytest.raises(StoreError, match="closed by this process"):
+        store.add("n", 1)
+
+
+def test_a_closing_server_stays_for_those_who_use_it(server: TcpServer) -> None:
+    store = client(server)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(server.close, SOON)
+        time.sleep(0.05)
+        store.set("k", b"1")
+        assert not closing.done()
+        store.close()
+        closing.result(SOON)
+
+
+def test_grace_ends(server: TcpServer) -> None:
+    store = client(server)
+    server.close(0.05)
+    with pytest.raises(StoreError):
+        store.set("k", b"1")
+    store.close()
+
+
+def test_epochs_keep_lives_apart() -> None:
+    server = TcpServer("127.0.0.1", 0, "secret", epoch=0)
+    client(server, epoch=0).close()
+    with pytest.raises(StoreError, match="earlier communicator"):
+        TcpStore("127.0.0.1", server.port, "secret", Deadline.after(0.1), epoch=1)
+    server.close()
+
+
+def test_who_knocks_while_the_server_closes_is_not_left_standing(port: int) -> None:
+    done, longest = threading.Event(), [0.0]
+
+    def knock() -> None:
+        while not done.is_set():
+            began = time.monotonic()
+            with pytest.raises(StoreError):
+                TcpStore("127.0.0.1", port, "secret", Deadline.after(0.02), epoch=1)
+            longest.append(time.monotonic() - began)
+
+    with ThreadPoolExecutor(2) as pool:
+        knocking = [pool.submit(knock) for _ in range(2)]
+        for _ in range(100):
+            server = TcpServer("127.0.0.1", port, "secret", epoch=0)
+            time.sleep(0.002)
+            server.close()
+        done.set()
+        for knocker in knocking:
+            knocker.result(SOON)
+    assert max(longest) < wire.HANDSHAKE_SECONDS / 2
+
+
+def test_two_jobs_do_not_mix() -> None:
+    one, other = TcpServer("127.0.0.1", 0, "one"), TcpServer("127.0.0.1", 0, "other")
+    first, second = client(one, "one"), client(other, "other")
+    first.set("k", b"1")
+    second.set("k", b"2")
+    assert first.get("k", Deadline.after(SOON)) == b"1"
+    with pytest.raises(AuthenticationError):
+        client(other, "one")
+    for thing in (first, second, one, other):
+        thing.close()
+
+
+def test_the_port_is_free_again_at_once(port: int) -> None:
+    for _ in range(3):
+        server = TcpServer("127.0.0.1", port, "secret")
+        store = client(server)
+        server.close()
+        store.close()
+
+
+def test_any_interface_and_ipv6() -> None:
+    server = TcpServer("localhost.localdomain.invalid", 0, "secret")
+    client(server).close()
+    server.close()
+    try:
+        server = TcpServer("::1", 0, "secret")
+    except StoreError:
+        pytest.skip("no IPv6 here")
+    assert server.address == f"tcp://[::1]:{server.port}"
+    open_store(server.address, "secret", Deadline.after(SOON)).close()
+    server.close()
+
+
+def test_empty_secret() -> None:
+    with pytest.raises(ConfigError, match="XVCOMM_SECRET"):
+        TcpServer("127.0.0.1", 0, "")
+
+
+def test_messages_keep_their_shape() -> None:
+    """Ranks of two versions must not misread each other: this is version 1."""
+    assert msgspec.msgpack.decode(wire.frame(wire.Set("k", b"v"))[4:]) == ["Set", "k", b"v"]
+    assert msgspec.msgpack.decode(wire.frame(wire.Get("k", None))[4:]) == ["Get", "k", None]
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode_request(wire.frame(wire.Done())[4:])
+
+
+def test_a_forked_child_does_not_keep_the_store() -> None:
+    """Data loaders fork: a child must not hold connections open that its parent has closed."""
+    server = TcpServer("127.0.0.1", 0, "s")
+    store = TcpStore("127.0.0.1", server.port, "s", Deadline.after(SOON))
+    gate = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(gate[1])
+        os.read(gate[0], 1)
+        os._exit(0)
+    began = time.monotonic()
+    store.close()
+    server.close(SOON)
+    assert time.monotonic() - began < 5
+    with socket.create_server(("127.0.0.1", server.port)):
+        pass
+    os.close(gate[0])
+    os.close(gate[1])
+    assert os.waitpid(pid, 0)[1] == 0

