@@ -309,7 +309,9 @@ def test_a_rank_that_raises():
 
 
 SCRIPTS = {
-    "pending": "works = [comm.irecv(np.zeros(4), 1 - comm.rank), comm.isend(np.zeros(1 << 22), 1 - comm.rank)]",
+    "pending": (
+        "works = [comm.irecv(np.zeros(4), 1 - comm.rank), comm.isend(np.zeros(1 << 22), 1 - comm.rank)]\ncomm.barrier()"
+    ),
     "asynchronous": "comm.barrier()\nif comm.rank == 0: work = comm.all_reduce(np.ones(9), async_op=True)",
     "raising": "comm.barrier()\nif comm.rank == 1: raise KeyError('user')\ncomm.barrier()",
     "exiting": "comm.barrier()\nsub = comm.split(0)\nif comm.rank == 1: sys.exit(3)\nsub.recv(np.zeros(1), 1)",
