@@ -30,6 +30,8 @@ import pytest
 SHM = Path("/dev/shm")
 GRACE_SECONDS = 2.0
 MARK = "LEAK_CHECK_OF"
+# Python ignores interrupts when a shell starts it in the background, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 

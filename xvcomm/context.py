@@ -62,6 +62,7 @@ class Context:
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         self.planner = Planner(self.topology, self.rank, session.config)
         self.device = session.device
+        self._recorder = session.recorder
         self.kind = session.backend.kind
         offers = [session.offers[r] for r in ranks]
         self._part = f"-{self.ident:x}"
@@ -106,27 +107,33 @@ class Context:
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""
         if self._native is None:
-            self._check_island()
+            self._check_members()
             island = self.topology.island_of(self.rank)
             me = self.topology.local(self.rank)
             native = self.session.backend.collective(
                 self.session.config, self.session.job + self._part, me, island.size, f"native/{island.index}",
-                GuardedStore(f"comm/{self.path}", self.session.store, self._check_island), deadline,
+                GuardedStore(f"comm/{self.path}", self.session.store, self._check_members), deadline,
             )  # fmt: skip
             with self._gate:
                 self._native = native
-                gone = self._departed.intersection(island.ranks)
-                word = self._word or (Reason.LEFT.word(min(gone)) if gone else 0)
+                word = self._word or self._gone_member()
                 if word:
                     native.abort(word)
         return self._native
 
-    def _check_island(self) -> None:
+    def _check_members(self) -> None:
         """Raise if the communicator is finished, or if a rank left that the native library would wait for."""
         self.check()
+        word = self._gone_member()
+        if word:
+            raise CollectiveStopped(word)
+
+    def _gone_member(self) -> int:
+        """0, or the abort word for the first rank of this island that closed the communicator."""
         gone = self._departed.intersection(self.topology.island_of(self.rank).ranks)
-        if gone:
-            raise CollectiveStopped(Reason.LEFT.word(min(gone)))
+        if self._closed:
+            gone.add(self.rank)
+        return Reason.LEFT.word(min(gone)) if gone else 0
 
     def foreign(self, view: ArrayView) -> ArrayError:
         """The error for an array that is not in this rank's memory."""
@@ -157,9 +164,8 @@ class Context:
             self._active.discard(operation)
             self.ensure_open(name)
         assert board is not None
-        operation.record = self.session.recorder.begin(
-            self.ident, operation.sequence, +name, message.dtype, message.nbytes, peer, message.tag
-        )
+        _, dtype, nbytes, tag, _ = message
+        operation.record = self._recorder.begin(self.ident, operation.sequence, +name, dtype, nbytes, peer, tag)
         if peer >= 0:
             word = self._word or board.abort_word()
         else:
@@ -175,7 +181,7 @@ class Context:
     def end(self, operation: Operation, state: State = State.DONE) -> None:
         """An operation is over. If it failed, `fail` was called for it or for another one of the same group."""
         try:
-            self.session.recorder.end(operation.record, state)
+            self._recorder.end(operation.record, state)
         except ValueError:  # the recorder's memory is gone
             pass
         finally:
@@ -239,10 +245,12 @@ class Context:
 
         Raises:
             PeerLost, Aborted, DeadlineExceeded, MismatchError: why.
+            ClosedError: this rank has closed it.
         """
         word = self.word()
+        name = OpCode.INIT if self.path == "0" else OpCode.SPLIT
+        self.ensure_open(name)
         if word:
-            name = OpCode.INIT if self.path == "0" else OpCode.SPLIT
             raise self._blame.error(word, Operation(name, -1, _NOTHING))
 
     def look(self) -> None:

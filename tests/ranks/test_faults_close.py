@@ -222,11 +222,12 @@ def leave_early(comm):
         sub.send(np.full(64, 3.0), 2)
         sub.send(np.full(64, 4.0), 2, tag=1)
         sub.close()
+        comm.barrier()
         return "left"
-    time.sleep(0.4)
+    time.sleep(0.3)
     if comm.rank == 2:
         got = [float(sub.recv(x, 3)[0]), float(sub.recv(x, 3, tag=1)[0])]
-        time.sleep(0.3)
+        comm.barrier()
         error = raised(lambda: sub.recv(x, 3))
         sub.close()
         return got, error
@@ -237,6 +238,7 @@ def leave_early(comm):
         else:
             sub.recv(x, 0)
             sub.send(x, 0)
+    comm.barrier()
     sub.close()
     return "undisturbed"
 
@@ -310,7 +312,7 @@ def test_a_rank_that_raises():
 
 SCRIPTS = {
     "pending": (
-        "works = [comm.irecv(np.zeros(4), 1 - comm.rank), comm.isend(np.zeros(1 << 22), 1 - comm.rank)]\ncomm.barrier()"
+        "if comm.rank == 0: works = [comm.irecv(np.zeros(4), 1), comm.isend(np.zeros(1 << 22), 1)]\ncomm.barrier()"
     ),
     "asynchronous": "comm.barrier()\nif comm.rank == 0: work = comm.all_reduce(np.ones(9), async_op=True)",
     "raising": "comm.barrier()\nif comm.rank == 1: raise KeyError('user')\ncomm.barrier()",

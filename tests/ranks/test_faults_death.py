@@ -70,8 +70,6 @@ def exchange(comm, name):
 
 
 def sleep(comm):
-    """Be the victim: do something to be remembered by, then nothing."""
-    comm.barrier()
     time.sleep(60)
 
 
@@ -81,11 +79,6 @@ def barrier(comm):
 
 def nothing(comm):
     pass
-
-
-def barrier_then(comm, function, *args):
-    comm.barrier()
-    globals()[function](comm, *args)
 
 
 def lost(world, victim, outcomes):
@@ -101,11 +94,12 @@ def lost(world, victim, outcomes):
 
 def kill_while(world, victim, function, *args):
     """The others are in `function` when the victim, which only took part in a barrier, is killed; what they raised."""
+    world.run(barrier)
     for rank in range(world.size):
         if rank == victim:
             world.submit(rank, sleep)
         else:
-            world.submit(rank, barrier_then, function.__name__, *args)
+            world.submit(rank, function, *args)
     time.sleep(0.2)
     killed = time.monotonic()
     world.kill(victim)
@@ -155,6 +149,7 @@ def ping_pong_for_ever(comm):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_in_the_middle_of_traffic(topology, victim):
     with World(islands=topology) as world:
+        world.run(barrier)
         for rank in range(world.size):
             world.submit(rank, all_reduce_for_ever)
         time.sleep(0.3)
@@ -167,6 +162,7 @@ def test_killed_in_the_middle_of_traffic(topology, victim):
 
 def test_killed_in_the_middle_of_point_to_point_traffic():
     with World(2) as world:
+        world.run(barrier)
         for rank in range(2):
             world.submit(rank, ping_pong_for_ever)
         time.sleep(0.2)
@@ -181,10 +177,11 @@ def recv_from(comm, peer):
 def test_who_waits_for_another_rank_is_told_too():
     """Ranks 0, 1 and 2 wait for each other or do nothing at all; the communicator is finished for each of them."""
     with World(4) as world:
+        world.run(nothing)
         world.submit(0, recv_from, 1)
         world.submit(1, recv_from, 0)
         world.submit(2, nothing)
-        world.submit(3, sleep_only)
+        world.submit(3, sleep)
         time.sleep(0.2)
         world.kill(3)
         outcomes = world.collect()
@@ -195,10 +192,6 @@ def test_who_waits_for_another_rank_is_told_too():
         for rank in (0, 1):
             assert isinstance(outcomes[rank], PeerLost) and outcomes[rank].peer == 3
             assert "had not called any operation" in str(outcomes[rank])
-
-
-def sleep_only(comm):
-    time.sleep(60)
 
 
 @pytest.mark.parametrize("function", [barrier, recv_from])
@@ -248,6 +241,7 @@ def test_communicators_without_the_dead_rank_go_on():
 
 def test_two_ranks_killed_at_once():
     with World(4) as world:
+        world.run(barrier)
         for rank in range(4):
             world.submit(rank, all_reduce_for_ever)
         time.sleep(0.2)

@@ -1,5 +1,6 @@
 """Ctrl-C: delivered at once wherever a rank waits, told to the others, and the end of a whole job within seconds."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -63,6 +64,7 @@ KINDS = ["all_reduce", "recv", "send", "group", "work", "asynchronous", "split"]
 def test_an_interrupt_is_delivered_at_once(topology, kind):
     """Rank 1 sleeps all the while, so that nothing but the interrupt ends the waiting."""
     with World(islands=topology) as world:
+        world.run(barrier)
         world.submit(0, interrupted, kind)
         world.submit(1, sleep)
         time.sleep(0.2)
@@ -80,6 +82,7 @@ def test_an_interrupt_is_delivered_at_once(topology, kind):
 
 def test_the_others_are_told():
     with World(3) as world:
+        world.run(barrier)
         for rank in range(3):
             world.submit(rank, interrupted, "recv")
         time.sleep(0.2)
@@ -94,6 +97,7 @@ def test_the_others_are_told():
 def test_all_are_interrupted():
     """As a terminal does it."""
     with World(4) as world:
+        world.run(barrier)
         for rank in range(4):
             world.submit(rank, interrupted, "all_reduce" if rank < 3 else "recv")
         time.sleep(0.2)
@@ -124,6 +128,7 @@ with xvcomm.init() as comm:
 """
 
 
+@contextlib.contextmanager
 def running(tmp_path, how):
     """A job under the launcher, in a group of its own, and the process numbers of its ranks once they are at work."""
     script = tmp_path / "rank.py"
@@ -133,40 +138,46 @@ def running(tmp_path, how):
     job = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # Tests that run in the background of a shell ignore interrupts, and what they start would, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    until = time.monotonic() + 60
-    while len(ready := list(tmp_path.glob("ready.*"))) < 3 or not all(p.read_text() for p in ready):
-        assert time.monotonic() < until and job.poll() is None
-        time.sleep(0.02)
-    time.sleep(0.2)
-    return job, [int(path.read_text()) for path in ready]
+    try:
+        until = time.monotonic() + 60
+        while len(ready := list(tmp_path.glob("ready.*"))) < 3 or not all(p.read_text() for p in ready):
+            assert time.monotonic() < until and job.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.2)
+        yield job, [int(path.read_text()) for path in ready]
+    finally:
+        job.terminate()
+        job.wait()
 
 
 @pytest.mark.parametrize("how", ["busy", "waiting", "asynchronous"])
 def test_ctrl_c_ends_the_job(tmp_path, how):
     """A terminal signals the launcher's whole group; the ranks are in groups of their own, so the launcher passes it on."""
-    job, pids = running(tmp_path, how)
-    sent = time.monotonic()
-    os.killpg(job.pid, signal.SIGINT)
-    code = job.wait(timeout=20)
-    assert time.monotonic() - sent < SOON
+    with running(tmp_path, how) as (job, pids):
+        sent = time.monotonic()
+        os.killpg(job.pid, signal.SIGINT)
+        code = job.wait(timeout=20)
+        assert time.monotonic() - sent < SOON
     assert code == 128 + signal.SIGINT
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_ctrl_c_for_one_rank_ends_the_job(tmp_path):
-    job, pids = running(tmp_path, "busy")
-    sent = time.monotonic()
-    os.kill(pids[0], signal.SIGINT)
-    assert job.wait(timeout=20) != 0
-    assert time.monotonic() - sent < SOON
+    with running(tmp_path, "busy") as (job, pids):
+        sent = time.monotonic()
+        os.kill(pids[0], signal.SIGINT)
+        assert job.wait(timeout=20) != 0
+        assert time.monotonic() - sent < SOON
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_killed_rank_ends_the_job(tmp_path):
-    job, pids = running(tmp_path, "busy")
-    sent = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
-    assert job.wait(timeout=20) == 128 + signal.SIGKILL
-    assert time.monotonic() - sent < SOON
+    with running(tmp_path, "busy") as (job, pids):
+        sent = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        assert job.wait(timeout=20) == 128 + signal.SIGKILL
+        assert time.monotonic() - sent < SOON
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -253,6 +253,7 @@ def test_arrays_that_cannot_be_used(processes):
 def test_killed_after_it_joined():
     """Its number is known by then, and so is its process: the others do not wait for their deadline."""
     with World(3) as world:
+        world.run(idle)
         envs = environments(free_port(), 3)
         # Rank 0 serves the store, so it is another one that is killed while it waits for the rest.
         world.submit(0, join, envs[0])

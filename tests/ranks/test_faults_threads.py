@@ -213,7 +213,6 @@ def all_told(comm):
         except PeerLost as error:
             errors.append(error)
 
-    comm.barrier()
     x = np.zeros(1 << 20)
     in_threads(
         lambda: until_lost(lambda: comm.recv(x, 1)),
@@ -225,13 +224,17 @@ def all_told(comm):
 
 
 def sleep(comm):
-    comm.barrier()
     time.sleep(60)
+
+
+def barrier(comm):
+    comm.barrier()
 
 
 @pytest.mark.parametrize("topology", ["a:3", "a,b,c"])
 def test_every_thread_is_told_of_a_lost_rank(topology):
     with World(islands=topology) as world:
+        world.run(barrier)
         for rank in range(3):
             world.submit(rank, sleep if rank == 1 else all_told)
         time.sleep(0.3)
