@@ -40,7 +40,7 @@ check: $(READY)   ## ruff, mypy strict, import-linter
 	$(VENV)/bin/lint-imports
 
 bench: $(READY)   ## host memory figures beside Gloo, OpenMPI and memcpy
-	$(PY) benchmarks/host.py
+	$(PY) benchmarks/host.py --out docs/figures
 
 docs: $(READY)   ## write the generated tables of docs/
 	$(PY) docs/generate.py
