@@ -1,5 +1,6 @@
 """abort() and close(): early, twice, with operations pending, from other threads, and at the end of the interpreter."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -123,13 +124,14 @@ def close_with_pending(comm, kind):
     peer = (comm.rank + 1) % comm.size
     works = []
     if comm.rank == 0:
-        for _ in range(4):
-            if kind == "irecv":
-                works.append(sub.irecv(x, peer))
-            elif kind == "isend":
-                works.append(sub.isend(x, peer))
-            else:
-                works.append(sub.all_reduce(x.copy(), async_op=True))
+        start = {
+            "irecv": lambda: sub.irecv(x, peer),
+            "isend": lambda: sub.isend(x, peer),
+            "collective": lambda: sub.all_reduce(x.copy(), async_op=True),
+        }[kind]
+        with contextlib.suppress(PeerLost):  # the others may be quicker to leave than this rank is to start
+            for _ in range(4):
+                works.append(start())
         time.sleep(0.05)
     started = time.monotonic()
     sub.close()
@@ -148,7 +150,7 @@ def test_close_with_pending_works(world, kind):
 
 def test_close_with_pending_works_does_not_crash(world):
     """Again and again: nothing may touch memory that is not mapped any more."""
-    for _ in range(10):
+    for _ in range(5):
         world.run(close_with_pending, "irecv")
         world.run(close_with_pending, "isend")
 
