@@ -3,7 +3,7 @@
 Whoever posts second compares; nobody waits. So two ranks that call different things both find out, even when the
 calls would not meet in any message. Each rank also says here that it left, and why it stopped everybody.
 
-    page 0   line 1: abort word; line 2: ranks that have mapped the board
+    page 0   line 1: abort word; line 2: ranks that have mapped the board; line 3: ranks that have left
     then     for each rank: LEDGER entries of its collectives; a page of notes: left or not, length of a text, the text
 """
 
@@ -16,7 +16,7 @@ from xvcomm.jit import compiling, kernel
 from xvcomm.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
 from xvcomm.shm import PAGE, Segment
 
-_ATTACHED = 2 * LINE
+_ATTACHED, _DEPARTURES = 2 * LINE, 3 * LINE
 _NOTES = LEDGER * ENTRY
 _ROW = _NOTES + PAGE
 _LEFT, _LENGTH, _TEXT = _NOTES, _NOTES + 8, _NOTES + 16
@@ -48,7 +48,7 @@ def _post(board, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: 
     return -1
 
 
-def _attach(counter: int) -> int:
+def _count(counter: int) -> int:
     return fetch_add(counter, 1)
 
 
@@ -58,7 +58,7 @@ def _abort(cell: int, word: int) -> None:
 
 with compiling():
     _post_kernel = kernel("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(_post)
-    _attach_kernel = kernel("int64(int64)")(_attach)
+    _count_kernel = kernel("int64(int64)")(_count)
     _abort_kernel = kernel("void(int64, int64)")(_abort)
 
 
@@ -77,7 +77,8 @@ class Board:
         self._me = ranks.index(rank)
         self._address = segment.address
         self._word = ctypes.c_int64.from_address(segment.address + ABORT)
-        if _attach_kernel(self._address + _ATTACHED) == len(ranks) - 1:
+        self._departures = ctypes.c_int64.from_address(segment.address + _DEPARTURES)
+        if _count_kernel(self._address + _ATTACHED) == len(ranks) - 1:
             segment.unlink()
 
     @staticmethod
@@ -116,6 +117,11 @@ class Board:
     def leave(self) -> None:
         """Say that this rank closes the communicator."""
         ctypes.c_int64.from_address(self._row(self._me) + _LEFT).value = 1
+        _count_kernel(self._address + _DEPARTURES)
+
+    def departures(self) -> int:
+        """How many ranks closed the communicator; cheaper to ask than which."""
+        return self._departures.value
 
     def departed(self) -> list[int]:
         """The ranks that closed the communicator."""

@@ -255,7 +255,7 @@ class Communicator(PointToPoint, Objects):
         """
         deadline = self._deadline(timeout)
         self._splits += 1
-        members = subgroups(self, color, key)
+        members = subgroups(self, color, key, deadline)
         if members is None:
             return None
         path = f"{self._context.path}.{self._splits}.{members[0]}"

@@ -261,8 +261,8 @@ class Context:
             word = self._board.abort_word()
             if word and not self._word:
                 self.abort(word)
-            for rank in self._board.departed():
-                if rank != self.rank:
+            if self._board.departures() != len(self._departed):
+                for rank in self._board.departed():
                     self._depart(rank)
 
     def lose(self, world_rank: int) -> None:

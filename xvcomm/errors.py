@@ -74,7 +74,7 @@ class DeadlineExceeded(XvcommError, TimeoutError):
 
 
 class Aborted(XvcommError, RuntimeError):
-    """The communicator was aborted by `abort()`, here or on another rank."""
+    """The communicator was aborted, by `abort()` here or on another rank, or by what went wrong there; gives the reason."""
 
 
 class ClosedError(XvcommError, RuntimeError):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, MismatchError
 from xvcomm.objects import Objects
 
 _Choice = tuple[int | str | None, int]
 
 
-def subgroups(comm: Objects, color: int | str | None, key: int) -> list[int] | None:
+def subgroups(comm: Objects, color: int | str | None, key: int, deadline: Deadline) -> list[int] | None:
     """This rank's group, as ranks of `comm` in the group's order; None where `color` is None.
 
     Raises:
@@ -21,8 +22,8 @@ def subgroups(comm: Objects, color: int | str | None, key: int) -> list[int] | N
     if not isinstance(color, (int, str)) and color is not None:
         raise ArgumentError(f"split: color {color!r} is {type(color).__name__}; use an int, a str, or None")
     mine = np.frombuffer(msgspec.msgpack.encode((color, key)), np.uint8)
-    counts = comm.all_gather(np.array([mine.size], np.int64)).tolist()
-    packed = comm.all_gather(mine, counts=counts).tobytes()
+    counts = comm.all_gather(np.array([mine.size], np.int64), timeout=deadline.left()).tolist()
+    packed = comm.all_gather(mine, counts=counts, timeout=deadline.left()).tobytes()
     choices, start = [], 0
     for count in counts:
         choices.append(msgspec.msgpack.decode(packed[start : start + count], type=_Choice))

@@ -60,7 +60,7 @@ def collective(comm, name, absent):
         "all_to_all": lambda: sub.all_to_all(x),
         "barrier": sub.barrier,
         "asynchronous": lambda: sub.all_reduce(x, async_op=True).wait(),
-        "split": lambda: sub.split(0),
+        "split": lambda: sub.split(0, timeout=TIMEOUT),
         "all_gather_object": lambda: sub.all_gather_object("x"),
     }
     return timed(sub, calls[name], late=comm.rank in absent)
@@ -74,7 +74,7 @@ def check(outcomes, absent):
             assert seconds < 1.0
             assert "waited for this rank until its deadline" in str(error) or rank != error.peer
         else:
-            assert 0.9 * TIMEOUT < seconds < TIMEOUT + SOON
+            assert TIMEOUT / 2 < seconds < TIMEOUT + SOON
             waited = str(error).split("waiting for ")[1].split(";")[0]
             named = {int(part.split()[1]) for part in waited.split(", ")}
             assert named == set(absent), error
@@ -83,16 +83,15 @@ def check(outcomes, absent):
             assert "test_faults_deadline.py" in str(error)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "all_reduce", "large_all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier",
-        "asynchronous", "split", "all_gather_object",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["all_reduce", "large_all_reduce", "broadcast", "barrier", "asynchronous", "split"])
 def test_a_rank_that_never_calls_a_collective(world, name):
     absent = [world.size - 1]
     check(world.run(collective, name, absent), absent)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "all_gather_object"])
+def test_a_rank_that_never_calls_another_collective(four, name):
+    check(four.run(collective, name, [3]), [3])
 
 
 @pytest.mark.parametrize("absent", [[0], [1, 2]])
@@ -123,7 +122,7 @@ def receive(comm, kind):
 def test_point_to_point(four, kind):
     outcomes = four.run(receive, kind)
     error, seconds = outcomes[0]
-    assert error.peer == 1 and 0.9 * TIMEOUT < seconds < TIMEOUT + SOON
+    assert error.peer == 1 and TIMEOUT / 2 < seconds < TIMEOUT + SOON
     assert "waiting for rank 1 on" in str(error) and "rank 1: its last operation: barrier #0" in str(error)
     assert "rank 0 on" in str(outcomes[1][0]) and "waited for this rank until its deadline" in str(outcomes[1][0])
     for error, _ in outcomes[1:]:

@@ -13,7 +13,7 @@ from xvcomm.errors import MismatchError
 from xvcomm.testing.world import World
 
 SOON = 4.0
-TOPOLOGIES = ["a:2", "a:4", "a:2,b:2", "a,b,c"]
+TOPOLOGIES = ["a:2", "a:2,b:2", "a,b,c"]
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)

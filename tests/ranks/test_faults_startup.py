@@ -141,7 +141,7 @@ def test_ranks_that_were_told_different_sizes(processes, sizes):
 
 
 def test_a_wrong_secret(processes):
-    envs = environments(free_port(), 2, XVCOMM_TIMEOUT="2")
+    envs = environments(free_port(), 2, XVCOMM_TIMEOUT="1.5")
     envs[1]["XVCOMM_SECRET"] = "another"
     outcomes, _ = run(processes, envs)
     assert isinstance(outcomes[1], AuthenticationError) and "XVCOMM_SECRET" in str(outcomes[1])
@@ -151,7 +151,7 @@ def test_a_wrong_secret(processes):
 def test_the_port_is_taken(processes):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        outcomes, _ = run(processes, environments(port, 2, XVCOMM_TIMEOUT="3"))
+        outcomes, _ = run(processes, environments(port, 2, XVCOMM_TIMEOUT="1.5"))
     assert isinstance(outcomes[0], StoreError) and f"port {port} of 127.0.0.1 is taken" in str(outcomes[0])
     assert isinstance(outcomes[1], (StoreError, DeadlineExceeded)), outcomes
 

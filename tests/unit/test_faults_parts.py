@@ -1,0 +1,186 @@
+"""What stopping is made of: abort words, the board's notes, stores in which waiting ends, rings that keep their order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.backends.host.batch import Batch
+from xvcomm.backends.host.mover import Kind
+from xvcomm.board import Board
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import UINT8
+from xvcomm.errors import Aborted, ClosedError, ConfigError, DeadlineExceeded, ResourceError
+from xvcomm.opcode import OpCode
+from xvcomm.ring import Message, Reason, RingEnd, RingLayout
+from xvcomm.shm import Segment
+from xvcomm.store import MemoryStore, join_barrier
+from xvcomm.store.guarded import GuardedStore
+from xvcomm.store.join import refuse
+
+Boards = list[Board]
+Ends = tuple[RingEnd, RingEnd]
+
+
+def test_abort_words_tell_reason_rank_and_witness() -> None:
+    word = Reason.DEADLINE.word(70_000, 9)
+    assert Reason.parse(word) == (Reason.DEADLINE, 70_000)
+    assert Reason.witness(word) == 9
+    assert Reason.bad(word) and not Reason.bad(Reason.LEFT.word(3)) and not Reason.bad(0)
+
+
+@pytest.fixture
+def boards() -> Iterator[Boards]:
+    """The same board seen from ranks 1, 4 and 6."""
+    ranks = (1, 4, 6)
+    made = Segment.create("/dev/shm", "test_board", Board.size(len(ranks)))
+    found = [Board(made, ranks, 1)] + [Board(Segment.attach("/dev/shm", made.name), ranks, r) for r in ranks[1:]]
+    yield found
+    for board in found:
+        board.close()
+
+
+def call(nbytes: int) -> Message:
+    return Message(int(OpCode.ALL_REDUCE), UINT8.code, nbytes, 0, 0)
+
+
+def test_a_board_compares_whoever_comes_second(boards: Boards) -> None:
+    assert boards[0].post(0, call(8)) and boards[1].post(0, call(8))
+    assert boards[0].absent(0) == [6] and boards[2].absent(0) == [6]
+    assert not boards[2].post(0, call(9))
+    for board in boards:
+        assert Reason.parse(board.abort_word())[0] is Reason.MISMATCH
+        assert board.quarrel() in (((6, call(9)), (1, call(8))), ((6, call(9)), (4, call(8))))
+        assert not board.post(1, call(8))
+
+
+def test_a_board_keeps_the_first_reason_and_its_words(boards: Boards) -> None:
+    boards[1].explain("é" * 5000)
+    boards[1].abort(Reason.ABORTED.word(4))
+    boards[0].abort(Reason.PEER_LOST.word(6))
+    assert {board.abort_word() for board in boards} == {Reason.ABORTED.word(4)}
+    assert boards[2].explanation(4) == "é" * 1024
+    assert boards[2].explanation(1) == "" and boards[2].explanation(5) == ""
+
+
+def test_a_board_knows_who_left(boards: Boards) -> None:
+    assert boards[0].departures() == 0 and boards[0].departed() == []
+    boards[2].leave()
+    assert boards[0].departures() == 1 and boards[0].departed() == [6]
+
+
+def test_waiting_in_a_guarded_store_ends_by_its_check() -> None:
+    closed = threading.Event()
+
+    def check() -> None:
+        if closed.is_set():
+            raise ClosedError("enough")
+
+    store = GuardedStore("part", MemoryStore(), check)
+    threading.Timer(0.05, closed.set).start()
+    with pytest.raises(ClosedError):
+        store.get("never", Deadline.after(20))
+
+
+def test_waiting_in_a_guarded_store_ends_by_a_failure_elsewhere() -> None:
+    base = MemoryStore()
+    store = GuardedStore("part", base, lambda: None)
+    threading.Timer(0.05, lambda: GuardedStore("part", base, lambda: None).fail("no room")).start()
+    with pytest.raises(Aborted, match="no room"):
+        store.wait(["never"], Deadline.after(20))
+    with pytest.raises(Aborted, match="no room"):
+        store.check()
+    with pytest.raises(DeadlineExceeded):
+        GuardedStore("another part", base, lambda: None).get("never", Deadline.after(0.15))
+    store.set("there", b"1")
+    assert store.get("there", Deadline.after(0)) == b"1"
+
+
+def test_a_rank_that_refuses_ends_the_waiting_of_the_others() -> None:
+    store = MemoryStore()
+    threading.Timer(0.05, refuse, (store, 1, ResourceError("no device"))).start()
+    with pytest.raises(Aborted, match=r"rank 1 .* cannot join: ResourceError: no device"):
+        join_barrier(store, 0, 2, b"", Deadline.after(20))
+    with pytest.raises(Aborted):
+        join_barrier(store, 1, 2, b"", Deadline.after(20))
+
+
+def test_ranks_that_were_told_different_sizes_find_out_at_once() -> None:
+    store = MemoryStore()
+    errors: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            join_barrier(store, 0, 3, b"", Deadline.after(20))
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    time.sleep(0.05)
+    with pytest.raises(ConfigError, match=r"rank 1 .* was told that the job has 2 ranks, rank 0 .* was told 3"):
+        join_barrier(store, 1, 2, b"", Deadline.after(20))
+    thread.join(10)
+    assert "XVCOMM_SIZE" in str(errors[0])
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Both ends of a ring in this process: producer, consumer."""
+    layout = RingLayout(1, 4, 4096)
+    made = Segment.create("/dev/shm", "test_parts", layout.size)
+    producer = RingEnd.create(made, layout, peer=1, producer=True)
+    consumer = RingEnd.open(Segment.attach("/dev/shm", made.name), peer=0, producer=False)
+    made.unlink()
+    yield producer, consumer
+    producer.close()
+    consumer.close()
+
+
+def add(batch: Batch, kind: Kind, end: RingEnd, data: np.ndarray) -> None:
+    batch.add(kind, end, data.ctypes.data, Message(int(OpCode.SEND), UINT8.code, data.nbytes, 0))
+
+
+def test_transfers_of_one_end_keep_their_order_across_batches(ends: Ends) -> None:
+    """The second batch is driven first, by another thread, and waits for its turn."""
+    producer, consumer = ends
+    sent = [np.full(30_000, i, np.uint8) for i in range(2)]
+    got = [np.zeros(30_000, np.uint8) for _ in range(2)]
+    out, first, second = Batch(100), Batch(100), Batch(100)
+    for data in sent:
+        add(out, Kind.PUT, producer, data)
+    add(first, Kind.GET, consumer, got[0])
+    add(second, Kind.GET, consumer, got[1])
+    threads = [threading.Thread(target=batch.finish, args=(Deadline.after(20),)) for batch in (second, out)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert all(thread.is_alive() for thread in threads)
+    first.finish(Deadline.after(20))
+    for thread in threads:
+        thread.join(20)
+    assert [int(g[0]) for g in got] == [0, 1] and all((g == g[0]).all() for g in got)
+
+
+def test_what_waits_behind_a_transfer_that_was_given_up_stops_with_the_ring(ends: Ends) -> None:
+    producer, consumer = ends
+    first, second = Batch(100), Batch(100)
+    buffers = [np.full(16, 7, np.uint8) for _ in range(2)]
+    add(first, Kind.GET, consumer, buffers[0])
+    add(second, Kind.GET, consumer, buffers[1])
+    with pytest.raises(RingStalled):
+        first.finish(Deadline.after(0))
+    # The message that is still to come belongs to the one given up, not to the next.
+    late = Batch(100)
+    add(late, Kind.PUT, producer, np.full(16, 1, np.uint8))
+    late.finish(Deadline.after(5))
+    threading.Timer(0.05, consumer.abort, (Reason.DEADLINE.word(0),)).start()
+    with pytest.raises(RingStopped) as stopped:
+        second.finish(Deadline.after(20))
+    assert stopped.value.word == Reason.DEADLINE.word(0)
+    assert all((b == 7).all() for b in buffers)
