@@ -3,18 +3,20 @@
     page 0   line 0: magic, protocol version, lanes, slots, slot bytes
              line 1: abort word (0, or why everybody must stop)
              line 2: messages consumed
+             lines 3, 4: turn of the producer, of the consumer: messages it has finished; -1 once it gave one up
     then     head[lane], tail[lane]: slots produced and consumed since the start, each alone on its line
     then     ledger: LEDGER entries of the producer, LEDGER of the consumer, one cache line each
     then     slots, page-aligned, lane by lane
 
 Counters only grow. A line is 128 bytes: neighbouring counters never share what a core or a GPU fetches at once.
-`header()` gives the same numbers to kernels written in C.
+`header()` gives the same numbers to kernels written in C++.
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,10 +25,11 @@ from xvcomm.errors import ResourceError
 from xvcomm.shm import PAGE, Segment, round_up
 
 MAGIC = 0x78_76_63_6F_6D_6D
-VERSION = 1
+VERSION = 2
 LINE = 128
 ABORT = LINE
 CONSUMED = 2 * LINE
+TURNS = 3 * LINE
 COUNTERS = PAGE
 LEDGER = 64
 ENTRY = 64
@@ -94,19 +97,21 @@ class RingLayout:
         """Offset of a lane's count of consumed slots."""
         return COUNTERS + (2 * lane + 1) * LINE
 
-    def header(self) -> str:
-        """C constants for kernels, so that no number is written down twice."""
-        names = {
-            "ABORT": ABORT, "CONSUMED": CONSUMED, "COUNTERS": COUNTERS, "LINE": LINE, "LEDGER": LEDGER,
-            "ENTRY": ENTRY, "ALIGN": ALIGN,
-        }  # fmt: skip
-        return "".join(f"#define XV_{name} {value}ull\n" for name, value in names.items())
+
+def header() -> str:
+    """C++ constants for kernels, so that no number is written down twice."""
+    names = {
+        "ABORT": ABORT, "CONSUMED": CONSUMED, "TURNS": TURNS, "COUNTERS": COUNTERS, "LINE": LINE, "LEDGER": LEDGER,
+        "ENTRY": ENTRY, "ALIGN": ALIGN, "MISMATCH": Reason.MISMATCH,
+    }  # fmt: skip
+    return "".join(f"constexpr long long XV_{name} = {+value};\n" for name, value in names.items())
 
 
-def chunk_bytes(nbytes: int, slot_bytes: int) -> int:
-    """Bytes of a message that one slot carries: a quarter of it, so that both ends copy at the same time, but no less
-    than is worth a hand-over. Movers compile this very function."""
-    quarter = (nbytes + 4 * PAGE - 1) // (4 * PAGE) * PAGE
+def chunk_bytes(nbytes: int, lanes: int, slot_bytes: int) -> int:
+    """Bytes of a message that one slot carries: a quarter of a lane's part, so that both ends copy at the same time,
+    but no less than is worth a hand-over. Movers compile this very function."""
+    pieces = 4 * lanes
+    quarter = (nbytes + pieces * PAGE - 1) // (pieces * PAGE) * PAGE
     return min(slot_bytes, max(LEAST_CHUNK, quarter))
 
 
@@ -122,7 +127,7 @@ def part_bytes(nbytes: int, used: int) -> int:
 
 def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
     """How a message is cut: (first byte, one past the last) for each lane that carries a part, in order."""
-    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, slot_bytes))
+    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, lanes, slot_bytes))
     part = part_bytes(nbytes, used)
     return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
 
@@ -160,8 +165,8 @@ class RingEnd:
         producer: whether this end fills the ring.
         sequence: number of the next message.
         geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
-        turn: address of a word of this process: messages that this end has finished, so that transfers keep their
-            order whichever thread moves them; -1 once one was given up.
+        turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
+        closing: called before the memory is unmapped, by whoever pinned it.
     """
 
     def __init__(self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> None:
@@ -171,9 +176,9 @@ class RingEnd:
         self.producer = producer
         self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
         self.sequence = 0
-        self._turn = ctypes.c_int64(0)
-        self.turn = ctypes.addressof(self._turn)
         self.address = segment.address
+        self.turn = segment.address + TURNS + (0 if producer else LINE)
+        self.closing: list[Callable[[], None]] = []
 
     @classmethod
     def create(cls, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> RingEnd:
@@ -210,27 +215,33 @@ class RingEnd:
 
     def give_up(self) -> None:
         """Say that a message of this end will never be finished; those behind it stop as soon as the ring does."""
-        self._turn.value = -1
+        if self.address:
+            ctypes.c_int64.from_address(self.turn).value = -1
 
-    def ledger_entry(self, sequence: int, *, producer: bool) -> Message | None:
-        """What an end wrote of message `sequence`, if it did and the entry was not reused."""
-        offset = self.layout.ledger + ((0 if producer else LEDGER) + sequence % LEDGER) * ENTRY
-        posted, *fields = (ctypes.c_int64 * 6).from_address(self.address + offset)
-        return Message(*fields) if posted == sequence + 1 else None
+    def finished(self) -> int:
+        """How many messages this end has finished; -1 once it gave one up."""
+        return ctypes.c_int64.from_address(self.turn).value if self.address else -1
 
     def dispute(self) -> tuple[Message, Message] | None:
         """The newest message that both ends described, and differently: (this end's words, the other's)."""
         if not self.address:
             return None
-        for number in range(self.sequence, max(-1, self.sequence - LEDGER), -1):
-            mine = self.ledger_entry(number, producer=self.producer)
-            theirs = self.ledger_entry(number, producer=not self.producer)
-            if mine is not None and theirs is not None and mine != theirs:
-                return mine, theirs
-        return None
+        pairs = [(self._entry(i, self.producer), self._entry(i, not self.producer)) for i in range(LEDGER)]
+        differing = [(mine, theirs) for mine, theirs in pairs if mine[0] == theirs[0] and mine != theirs]
+        if not differing:
+            return None
+        mine, theirs = max(differing)
+        return Message(*mine[1:]), Message(*theirs[1:])
+
+    def _entry(self, index: int, producer: bool) -> tuple[int, ...]:
+        """Number and fields of an entry; the number grows with every message, and is 0 where there was none."""
+        offset = self.layout.ledger + ((0 if producer else LEDGER) + index) * ENTRY
+        return tuple((ctypes.c_int64 * 6).from_address(self.address + offset))
 
     def close(self) -> None:
         """Unmap this end. After a good end the other one can still open the ring and read what was sent. Idempotent."""
+        while self.closing:
+            self.closing.pop()()
         if Reason.bad(self.abort_word()):
             self._segment.unlink()
         self.address = 0

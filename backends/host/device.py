@@ -19,6 +19,7 @@ from xvcomm.backends.host.reducers import BLOCK, kit, reduce_many, scaler
 from xvcomm.config import Config
 from xvcomm.deadline import NEVER
 from xvcomm.dtype import BY_CODE, DType, ReduceOp
+from xvcomm.errors import ArgumentError
 from xvcomm.jit import compiling, kernel
 from xvcomm.ring import Message, RingEnd
 
@@ -61,6 +62,14 @@ class HostStream(Stream):
             gates[lane] = max(gates[lane], length)
             self._gates, self._gated = tuple(gates), generation
 
+    def reached(self, mark: object) -> bool:
+        """See `Stream.reached`; a batch is emptied at once, so its marks are reached together."""
+        generation, length, _ = cast(tuple[int, int, int], mark)
+        return generation != self.batch.generation or not length
+
+    def together(self) -> None:
+        """See `Stream.together`; here transfers always do."""
+
     def synchronize(self) -> None:
         """See `Stream.synchronize`; whatever is on the other lanes is done too."""
         if len(self.batch):
@@ -98,6 +107,12 @@ class HostDevice(Device):
         assert count <= MAX_STREAMS
         batch = Batch(self._spins)
         return tuple(HostStream(batch, lane, self._engine) for lane in range(count))
+
+    def adopt(self, handle: int | None, *addresses: int) -> HostStream:
+        """See `Device.adopt`; host memory has only the default stream."""
+        if handle is not None:
+            raise ArgumentError(f"stream {handle:#x}: arrays in host memory have no streams; leave out stream=")
+        return self.streams(1)[0]
 
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
         """See `Device.copy`."""

@@ -199,8 +199,9 @@ def _advance(row: int) -> int:
         if begun != _PROGRESS:
             return begun
     nbytes = load(row + 8 * _NBYTES)
-    chunk = _chunk_bytes(nbytes, load(row + 8 * _SLOT_BYTES))
-    used = _lanes_used(nbytes, load(row + 8 * _LANES), chunk)
+    lanes = load(row + 8 * _LANES)
+    chunk = _chunk_bytes(nbytes, lanes, load(row + 8 * _SLOT_BYTES))
+    used = _lanes_used(nbytes, lanes, chunk)
     part = _part_bytes(nbytes, used)
     aborted = load_acquire(base + ABORT) != 0
     complete, moved = 0, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,7 @@ from xvcomm.ring import (
     RingEnd,
     RingLayout,
     chunk_bytes,
+    header,
     lane_parts,
 )
 from xvcomm.shm import PAGE, Segment
@@ -55,7 +57,7 @@ def test_parts_cover_a_message(nbytes: int, lanes: int, slot_bytes: int) -> None
     assert sum(high - low for low, high in parts) == nbytes
     assert all(high > low and low % ALIGN == 0 for low, high in parts)
     assert len(parts) <= lanes
-    chunk = chunk_bytes(nbytes, slot_bytes)
+    chunk = chunk_bytes(nbytes, lanes, slot_bytes)
     assert 0 < chunk <= slot_bytes
     if nbytes <= chunk:
         assert len(parts) <= 1
@@ -124,18 +126,6 @@ def test_the_first_abort_stays(ends: tuple[RingEnd, RingEnd]) -> None:
     assert consumer.abort_word() != 0
 
 
-def test_the_ledger_goes_round(ends: tuple[RingEnd, RingEnd]) -> None:
-    producer, consumer = ends
-    assert consumer.ledger_entry(0, producer=True) is None
-    post(producer, 0, MESSAGE)
-    assert consumer.ledger_entry(0, producer=True) == MESSAGE
-    assert consumer.ledger_entry(0, producer=False) is None
-    later = MESSAGE._replace(tag=8)
-    post(producer, LEDGER, later)
-    assert consumer.ledger_entry(0, producer=True) is None
-    assert consumer.ledger_entry(LEDGER, producer=True) == later
-
-
 def test_disputes(ends: tuple[RingEnd, RingEnd]) -> None:
     producer, consumer = ends
     other = MESSAGE._replace(nbytes=8192, dtype=BY_NAME["bfloat16"].code)
@@ -157,7 +147,7 @@ def test_messages_are_told_in_words() -> None:
 
 
 def test_the_header_for_kernels_has_the_same_numbers() -> None:
-    lines = RingLayout(1, 2, 4096).header().splitlines()
-    found = {name.removeprefix("XV_"): int(value.removesuffix("ull")) for _, name, value in map(str.split, lines)}
-    assert found == {name: getattr(ring, name) for name in found}
-    assert {"ABORT", "CONSUMED", "COUNTERS", "LINE", "LEDGER", "ENTRY", "ALIGN"} <= set(found)
+    found = dict(re.findall(r"^constexpr long long XV_(\w+) = (\d+);$", header(), re.MULTILINE))
+    assert int(found.pop("MISMATCH")) == Reason.MISMATCH
+    assert {name: int(value) for name, value in found.items()} == {name: getattr(ring, name) for name in found}
+    assert {"ABORT", "CONSUMED", "TURNS", "COUNTERS", "LINE", "LEDGER", "ENTRY", "ALIGN"} <= set(found)

@@ -1,8 +1,8 @@
 """Contract of a device: memory, streams and the movers of one vendor.
 
-A rank has one device. Everything is enqueued on a stream and nothing blocks the host, except where it says so; on
-host memory, which has no hardware queue, a stream collects border transfers and moves them all together when it is
-waited for.
+A rank has one device. Everything is enqueued on a stream and nothing blocks the host, except where it says so. On
+GPUs each call is one launch, and the stream goes on by itself. On host memory, which has no hardware queue, a stream
+collects border transfers and moves them all together when it is waited for.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ class DeviceCapabilities:
         kind: `host`, `cuda`, `rocm`.
         architecture: for instance `x86_64`, `sm_90`, `gfx90a`.
         island: label of what its native library can join, unless the user gives another.
+        index: number of the device in this process, as DLPack has it.
+        asynchronous: whether streams go on behind the host, so that operations return when they are enqueued.
         dmabuf: whether its memory can be registered with a NIC.
     """
 
     kind: str
     architecture: str
     island: str
+    index: int = 0
+    asynchronous: bool = False
     dmabuf: bool = False
 
 
@@ -45,7 +49,7 @@ class Allocation:
 
 
 class Stream(ABC):
-    """A queue of work of one device; made by `Device.streams`."""
+    """A queue of work of one device; made by `Device.streams` and `Device.adopt`."""
 
     deadline: Deadline
     """Until when the host may wait for what is on it; set by whoever enqueues."""
@@ -57,6 +61,14 @@ class Stream(ABC):
     @abstractmethod
     def wait(self, mark: object) -> None:
         """Let what comes next on this stream start only when the marked point of another one is reached."""
+
+    @abstractmethod
+    def reached(self, mark: object) -> bool:
+        """Whether a mark of any stream of the device is behind what has been done. Never blocks."""
+
+    @abstractmethod
+    def together(self) -> None:
+        """Let the transfers enqueued from now until the next mark start together, so that none waits for another."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -99,8 +111,21 @@ class Device(ABC):
         """Streams of which waiting on one lets the others go on."""
 
     @abstractmethod
+    def adopt(self, handle: int | None, *addresses: int) -> Stream:
+        """A stream of somebody else's, by the vendor's handle; None is the default stream, where there is one.
+
+        Args:
+            addresses: arrays that are to be used on it, to be looked at where the vendor can tell what memory is.
+
+        Raises:
+            ArgumentError: the handle is of no stream of this device, or a graph is captured from it in a way that
+                cannot work.
+            ArrayError: an array is not in this device's memory: freed, or another's.
+        """
+
+    @abstractmethod
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
-        """Copy within the device."""
+        """Copy within the device, or between it and the host's memory, which may block until the bytes are read."""
 
     @abstractmethod
     def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
