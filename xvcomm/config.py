@@ -35,13 +35,17 @@ class Config:
     ring_lanes: int = _var(1, "Lanes of a ring between two host ranks, at most 64.", least=1, most=64)
     ring_slots: int = _var(8, "Slots a lane.", least=2)
     ring_slot_bytes: int = _var(128 << 10, "Bytes a slot; a multiple of 4096.", least=4096)
+    gpu_ring_lanes: int = _var(16, "Lanes of a ring with a GPU at one end or both, at most 64.", least=1, most=64)
+    gpu_ring_slots: int = _var(8, "Slots a lane there.", least=2)
+    gpu_ring_slot_bytes: int = _var(512 << 10, "Bytes a slot there; a multiple of 4096.", least=4096)
+    kernel_cache: str | None = _var(None, "Folder of compiled GPU kernels; `~/.cache/xvcomm` if unset.")
     stage_bytes: int = _var(256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096)
-    segment_bytes: int = _var(4 << 20, "Bytes of one segment of a hierarchical collective on GPUs.", least=4096)
+    segment_bytes: int = _var(4 << 20, "Bytes that each border link carries of one segment of a hierarchical collective.", least=4096)
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the core.", least=0)
     trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
 
     def __post_init__(self) -> None:
-        for name in ("ring_slot_bytes", "stage_bytes"):
+        for name in ("ring_slot_bytes", "gpu_ring_slot_bytes", "stage_bytes"):
             if getattr(self, name) % 4096:
                 raise ConfigError(f"XVCOMM_{name.upper()}={getattr(self, name)}: must be a multiple of 4096")
 
