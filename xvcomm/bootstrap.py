@@ -53,13 +53,13 @@ def init(
         store: where ranks meet: a `Store`, a `torch.distributed` store, an mpi4py communicator, the client of
             `jax.distributed`, or an address as `XVCOMM_STORE` has it. Objects stay the caller's.
         island: label of the native island of this rank, instead of the one found.
-        device: kind of device of this rank.
+        device: kind of device of this rank, `"cuda"`, or with its number, `"cuda:1"`.
         timeout: seconds to join, and for each operation after that.
         env: instead of `os.environ`.
 
     Raises:
         ConfigError: a variable is missing or wrong, or two processes have one number; on all ranks.
-        ArgumentError: `store` is none of the above.
+        ArgumentError: `store` is none of the above, or `device` not a kind and a number.
         DeadlineExceeded: names the ranks that did not join; on all that did.
         StoreError: the store cannot be reached, or its port is taken.
         AuthenticationError: the store has another secret.
@@ -70,6 +70,7 @@ def init(
     env = os.environ if env is None else env
     config = _configure(env, rank=rank, size=size, store=store, island=island, device=device, timeout=timeout)
     launch = _launched(env, config)
+    config = replace(config, local_rank=launch.local_rank, local_size=launch.local_size)
     deadline = Deadline.after(config.timeout)
     if store is None or isinstance(store, str):
         base, place = rendezvous(launch, config, env, deadline), _place(launch, config)
@@ -138,6 +139,11 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
 def _configure(env: Mapping[str, str], *, store: Any, **given: Any) -> Config:
     """The settings of the environment, replaced by what the caller gave."""
     given = {name: value for name, value in given.items() if value is not None}
+    kind, colon, index = str(given.get("device", "")).partition(":")
+    if colon:
+        if not index.isdigit():
+            raise ArgumentError(f"device={given['device']!r}: expected a kind and a number, like 'cuda:1'")
+        given |= {"device": kind, "device_index": int(index)}
     if isinstance(store, str):
         given["store"] = store
     elif _is_mpi(store):

@@ -30,6 +30,7 @@ class Config:
     job: str | None = _var(None, "Name of the job in the names of its shared memory; made up if unset.")
     island: str | None = _var(None, "Island label of this rank, instead of the one found: a rehearsal.")
     device: str | None = _var(None, "Kind of device of this rank: `host`, `cuda`, `rocm`; found if unset.")
+    device_index: int | None = _var(None, "Which of this host's devices of that kind; else by the launcher's local rank.", least=0)
     timeout: float = _var(300.0, "Seconds an operation may take before DeadlineExceeded.", least=0)
     shm_dir: str = _var("/dev/shm", "Folder of shared memory files; must be a tmpfs for speed.")
     ring_lanes: int = _var(1, "Lanes of a ring between two host ranks, at most 64.", least=1, most=64)

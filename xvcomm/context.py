@@ -17,6 +17,7 @@ from xvcomm.errors import ArgumentError, ArrayError, ClosedError, DeadlineExceed
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
+from xvcomm.pending import Pending
 from xvcomm.planner import Planner
 from xvcomm.ring import Message, Reason
 from xvcomm.session import Session
@@ -25,6 +26,7 @@ from xvcomm.store.guarded import GuardedStore
 from xvcomm.topology import Topology
 from xvcomm.trace import State
 
+_DRAIN_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.0005
 _NOTHING = Message(0, 0, 0, 0)
@@ -38,6 +40,9 @@ class Context:
         ranks: this communicator's ranks as numbers of the whole job.
         rank: this process's number in it.
         enqueueing: held while transfers are put in order on rings, not while they move.
+        index: number of this rank's device, as DLPack has it.
+        asynchronous: whether operations go on behind the host.
+        pending: those that do.
         closing: called by `close` when operations have been stopped and before memory is unmapped.
     """
 
@@ -62,13 +67,17 @@ class Context:
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         self.planner = Planner(self.topology, self.rank, session.config)
         self.device = session.device
+        able = session.device.capabilities()
+        self.index, self.asynchronous = able.index, able.asynchronous
+        self.pending = Pending(self)
         self._recorder = session.recorder
         self.kind = session.backend.kind
         offers = [session.offers[r] for r in ranks]
         self._part = f"-{self.ident:x}"
         self.links = Links(
-            session.config, session.job + self._part, self.store, self.rank, session.transports, offers
-        )
+            session.config, session.job + self._part, self.store, self.rank, session.transports, offers,
+            [session.infos[r].device for r in ranks],
+        )  # fmt: skip
         self._blame = Blame(session, ranks, self.rank, self.ident, self.links)
         session.add(self)
         try:
@@ -190,11 +199,12 @@ class Context:
     def fail(self, error: BaseException, operation: Operation) -> BaseException:
         """An operation ended by an error from below: finishes the communicator and gives the error for the user."""
         try:
-            return self._translate(error, operation)
+            return self.explain(error, operation)
         finally:
             self.end(operation, State.FAILED)
 
-    def _translate(self, error: BaseException, operation: Operation) -> BaseException:
+    def explain(self, error: BaseException, operation: Operation) -> BaseException:
+        """`fail` for an operation that the device may still be in."""
         stopped = isinstance(error, (RingStopped, CollectiveStopped))
         if stopped and self._closed and not self._word:
             return ClosedError(
@@ -264,6 +274,20 @@ class Context:
             if self._board.departures() != len(self._departed):
                 for rank in self._board.departed():
                     self._depart(rank)
+            if self.asynchronous:
+                self._look_at_device()
+
+    def _look_at_device(self) -> None:
+        """Find out what no host thread waits for: streams that are through or late, rings and libraries that stopped."""
+        self.pending.poll()
+        for end in self.links.ends():
+            word = end.abort_word()
+            if Reason.bad(word) and not self._word:
+                self._pass_on(word)
+        native = self._native
+        word = native.error() if native is not None else 0
+        if Reason.bad(word) and not self._word:
+            self.abort(word)
 
     def lose(self, world_rank: int) -> None:
         """A process of the job ended; if it died, stop everything it belonged to. Safe from any thread."""
@@ -277,6 +301,13 @@ class Context:
                 self._depart(rank)
             else:
                 self.abort(Reason.PEER_LOST.word(rank))
+
+    def miss(self, operation: Operation) -> None:
+        """Stop a collective that goes on behind the host, if a rank left before it came to it."""
+        if self._departed and self._board is not None:
+            missing = self._departed.intersection(self._board.absent(operation.sequence))
+            if missing:
+                self.abort(Reason.LEFT.word(min(missing)))
 
     def _depart(self, rank: int) -> None:
         """A rank left in good order: only who still waits for it fails."""
@@ -314,7 +345,13 @@ class Context:
             self._native.abort(word)
 
     def close(self) -> None:
-        """Leave: who still waits for this rank raises PeerLost. Idempotent."""
+        """Leave: who still waits for this rank raises PeerLost. Idempotent.
+
+        What blocking operations have put on the device's streams is waited for, but not for long: this also runs when
+        the process ends by an error.
+        """
+        if not self._closed and not self._word:
+            self.pending.drain(Deadline.after(_DRAIN_SECONDS))
         with self._gate:
             if self._closed:
                 return
@@ -326,7 +363,7 @@ class Context:
         for callback in self.closing:
             callback()
         if not self._settled():
-            return  # a thread is still inside; what it may touch stays mapped as long as the process lives
+            return  # a thread, or the device, is still inside; what it may touch stays mapped as long as the process lives
         with self._gate:
             self.links.close()
             if self._native is not None:
@@ -349,5 +386,6 @@ class Context:
         while self._active:
             if deadline.expired():
                 return False
+            self.pending.poll()
             time.sleep(_PAUSE_SECONDS)
         return True

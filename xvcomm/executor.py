@@ -10,7 +10,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, Reduction
 from xvcomm.links import Use
 from xvcomm.operation import Operation
-from xvcomm.ring import Message
+from xvcomm.ring import Message, RingEnd
 from xvcomm.schedule.steps import (
     Buf,
     Copy,
@@ -39,6 +39,15 @@ class Buffers:
     dst: int
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A schedule that goes on behind the host: it is through when `stream` reaches `mark`; `ends` as in `Flight`."""
+
+    stream: Stream
+    mark: object
+    ends: list[tuple[RingEnd, int, Operation]]
+
+
 class Executor:
     """Runs the schedules of one communicator, one at a time; keeps streams and scratch memory between runs."""
 
@@ -47,15 +56,50 @@ class Executor:
         self._device = context.device
         self._streams = dict(zip(_LANES, self._device.streams(len(_LANES)), strict=True))
         self._scratch: Allocation | None = None
+        self._last: object = None
 
     def run(
         self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
     ) -> None:
-        """Run all steps; on host memory they are done when it returns.
+        """Run all steps and wait for them.
 
         Raises:
-            RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.translate`.
+            RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.fail`.
         """
+        self._enqueue(schedule, buffers, dtype, op, operation, deadline)
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def launch(
+        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        after: Stream,
+    ) -> Launched:  # fmt: skip
+        """Enqueue all steps behind what `after` holds, and behind the schedule before, whose scratch memory they use.
+
+        Raises:
+            CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
+        """
+        used = {step.lane for step in schedule.steps}
+        lanes = [stream for lane, stream in self._streams.items() if lane in used] or [self._streams[Lane.NATIVE]]
+        captured = after.capturing()
+        begin = after.mark()
+        for stream in lanes:
+            stream.wait(begin)
+            if self._last is not None and not captured:
+                stream.wait(self._last)
+        ends = self._enqueue(schedule, buffers, dtype, op, operation, deadline)
+        stream, *others = lanes
+        for other in others:
+            stream.wait(other.mark())
+        mark = stream.mark()
+        # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
+        self._last = None if captured else mark
+        return Launched(stream, mark, [(end, sequence, operation) for end, sequence in ends.items()])
+
+    def _enqueue(
+        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
+    ) -> dict[RingEnd, int]:
+        """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
         bases = {Buf.IN: buffers.src, Buf.OUT: buffers.dst, Buf.TMP: self._scratch_address(schedule, dtype)}
         run = _Run(self._context, self._streams, bases, dtype, op, operation, deadline)
         for stream in self._streams.values():
@@ -69,8 +113,7 @@ class Executor:
             run.step(step)
             if index in awaited:
                 marks[index] = stream.mark()
-        for stream in self._streams.values():
-            stream.synchronize()
+        return run.ends
 
     def _scratch_address(self, schedule: Schedule, dtype: DType) -> int:
         needed = schedule.scratch * dtype.itemsize
@@ -90,19 +133,18 @@ class _Run:
         self._streams, self._bases = streams, bases
         self._dtype, self._op = dtype, op
         self._operation, self._deadline = operation, deadline
+        self.ends: dict[RingEnd, int] = {}
 
     def step(self, step: Step) -> None:
         """Enqueue one step on its lane."""
         stream = self._streams[step.lane]
         match step:
             case Put(peer=peer, src=src):
-                end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=True)
-                self._device.put(end, self._at(src), self._message(src), stream)
+                self._device.put(self._end(peer, producer=True), self._at(src), self._message(src), stream)
             case Get(peer=peer, dst=dst):
-                end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=False)
-                self._device.get(end, self._at(dst), self._message(dst), stream)
+                self._device.get(self._end(peer, producer=False), self._at(dst), self._message(dst), stream)
             case GetReduce(peer=peer, dst=dst, remote_first=first):
-                end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=False)
+                end = self._end(peer, producer=False)
                 self._device.get(end, self._at(dst), self._message(dst), stream, self._op.base, remote_first=first)
             case Copy(src=src, dst=dst):
                 if self._at(src) != self._at(dst):
@@ -117,6 +159,12 @@ class _Run:
                 )
             case Native():
                 self._native(step, stream)
+
+    def _end(self, peer: int, *, producer: bool) -> RingEnd:
+        """The ring end for the next message to or from a peer."""
+        end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=producer)
+        self.ends[end] = end.sequence + 1
+        return end
 
     def _at(self, span: Span) -> int:
         return self._bases[span.buf] + span.start * self._dtype.itemsize

@@ -28,11 +28,12 @@ class Links:
         transports: this rank's, by scheme.
         store: the communicator's; waiting in it ends when the communicator does.
         offers: what every rank's transports can do, in rank order.
+        kinds: every rank's kind of device.
     """
 
     def __init__(
         self, config: Config, job: str, store: Store, rank: int, transports: Sequence[Transport],
-        offers: Sequence[Sequence[Capabilities]],
+        offers: Sequence[Sequence[Capabilities]], kinds: Sequence[str],
     ) -> None:  # fmt: skip
         self._job = job
         self._store = store
@@ -41,7 +42,9 @@ class Links:
         self._offers = offers
         self._word = 0
         self._left: dict[int, int] = {}
-        self._layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
+        self._kinds = kinds
+        self._host_layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
+        self._gpu_layout = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
         self._ends: dict[tuple[Use, int, bool], RingEnd] = {}
         self._opening = threading.Lock()
 
@@ -57,13 +60,17 @@ class Links:
     def _transport(self, peer: int) -> Transport:
         return self._transports[choose(self._offers[self._rank], self._offers[peer]).scheme]
 
+    def _layout(self, peer: int) -> RingLayout:
+        """A pure function of both ends' kinds, so that it does not matter who makes the ring."""
+        return self._host_layout if {self._kinds[self._rank], self._kinds[peer]} == {"host"} else self._gpu_layout
+
     def _open(self, peer: int, use: Use, deadline: Deadline, producer: bool) -> RingEnd:
         with self._opening:
             key = (use, peer, producer)
             if key not in self._ends:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 end = self._transport(peer).open_ring(
-                    f"ring/{use.name.lower()}/{source}-{target}", peer, self._layout, self._store, deadline,
+                    f"ring/{use.name.lower()}/{source}-{target}", peer, self._layout(peer), self._store, deadline,
                     producer=producer, job=self._job,
                 )  # fmt: skip
                 # First listed, then looked: who stops all rings at this moment does one of the two in time.

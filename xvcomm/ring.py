@@ -3,7 +3,8 @@
     page 0   line 0: magic, protocol version, lanes, slots, slot bytes
              line 1: abort word (0, or why everybody must stop)
              line 2: messages consumed
-             lines 3, 4: turn of the producer, of the consumer: messages it has finished; -1 once it gave one up
+             lines 3, 4: turn of the producer, of the consumer: the messages n it has finished; -1 - n once it gave up
+                         the next one
     then     head[lane], tail[lane]: slots produced and consumed since the start, each alone on its line
     then     ledger: LEDGER entries of the producer, LEDGER of the consumer, one cache line each
     then     slots, page-aligned, lane by lane
@@ -215,12 +216,15 @@ class RingEnd:
 
     def give_up(self) -> None:
         """Say that a message of this end will never be finished; those behind it stop as soon as the ring does."""
-        if self.address:
-            ctypes.c_int64.from_address(self.turn).value = -1
+        if self.address and self.finished()[1]:
+            ctypes.c_int64.from_address(self.turn).value ^= -1
 
-    def finished(self) -> int:
-        """How many messages this end has finished; -1 once it gave one up."""
-        return ctypes.c_int64.from_address(self.turn).value if self.address else -1
+    def finished(self) -> tuple[int, bool]:
+        """How many messages this end has finished, and whether it goes on: not if it gave one up, or was closed."""
+        if not self.address:
+            return 0, False
+        turn = ctypes.c_int64.from_address(self.turn).value
+        return (turn, True) if turn >= 0 else (-1 - turn, False)
 
     def dispute(self) -> tuple[Message, Message] | None:
         """The newest message that both ends described, and differently: (this end's words, the other's)."""

@@ -67,6 +67,10 @@ class HostStream(Stream):
         generation, length, _ = cast(tuple[int, int, int], mark)
         return generation != self.batch.generation or not length
 
+    def capturing(self) -> bool:
+        """See `Stream.capturing`; host memory has no graphs."""
+        return False
+
     def together(self) -> None:
         """See `Stream.together`; here transfers always do."""
 

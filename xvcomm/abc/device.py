@@ -67,6 +67,10 @@ class Stream(ABC):
         """Whether a mark of any stream of the device is behind what has been done. Never blocks."""
 
     @abstractmethod
+    def capturing(self) -> bool:
+        """Whether what is enqueued now goes into a graph, to be run later and perhaps often."""
+
+    @abstractmethod
     def together(self) -> None:
         """Let the transfers enqueued from now until the next mark start together, so that none waits for another."""
 

@@ -1,0 +1,214 @@
+"""Operations that go on behind the host: what a communicator has on its device's streams, and what became of it.
+
+The host does not wait for them. Whoever has time looks after them with `Pending.poll`: the next operations, the thread
+that watches over the session, and who waits for one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
+from xvcomm.abc.device import RingStalled, RingStopped, Stream
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.errors import ArgumentError, DeadlineExceeded
+from xvcomm.operation import Operation
+from xvcomm.ring import Reason, RingEnd
+from xvcomm.trace import State
+from xvcomm.work import Work
+
+if TYPE_CHECKING:
+    from xvcomm.context import Context
+
+_AT_ONCE = 32
+"""Flights that may be behind the host before an operation looks after them itself."""
+
+_SPINS = 200
+_PAUSE_SECONDS = 0.00005
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Operations that were enqueued together and end together.
+
+    Attributes:
+        operations: what the context has begun.
+        stream, mark: they are over when the stream has reached the mark.
+        deadline: until when that must be.
+        ends: ring ends that they use, and which operation uses each; with the end's sequence number behind it.
+        native: the native library, if they use it.
+        blocking: whether the user's call says that it blocks, so that a Work does not tell its end.
+        keep: arrays that must live as long.
+        landed: called when they are over, however they ended.
+        error: what they raise.
+        over: whether they are over.
+        captured: whether they went into a graph, so that this is never known.
+    """
+
+    operations: Sequence[Operation]
+    stream: Stream
+    mark: object
+    deadline: Deadline
+    ends: Sequence[tuple[RingEnd, int, Operation]] = ()
+    native: Collective | None = None
+    blocking: bool = True
+    keep: Any = None
+    landed: Callable[[], None] | None = None
+    error: BaseException | None = None
+    over: bool = False
+    captured: bool = False
+
+    def outcome(self) -> tuple[Exception, Operation] | None:
+        """What went wrong, and in which operation, of a flight whose mark is reached."""
+        for end, sequence, operation in self.ends:
+            finished, _ = end.finished()
+            if finished < sequence:
+                return RingStopped(end, end.abort_word(), finished), operation
+        if self.native is not None:
+            word = self.native.error()
+            if Reason.bad(word):
+                return CollectiveStopped(word), self.operations[0]
+        return None
+
+    def lateness(self) -> tuple[Exception, Operation]:
+        """What to say when the deadline has passed."""
+        open_ends = [(end, operation) for end, sequence, operation in self.ends if end.finished()[0] < sequence]
+        if open_ends:
+            return RingStalled([end for end, _ in open_ends]), open_ends[0][1]
+        return CollectiveStalled(()), self.operations[0]
+
+
+class Pending:
+    """The flights of one communicator: in order on each stream. Any thread."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._streams: dict[Stream, deque[Flight]] = {}
+        self._count = 0
+        self._polling = threading.Lock()
+
+    def add(self, flight: Flight) -> Flight:
+        """Look after a flight from now on; not if it went into a graph, which is the user's to look after."""
+        if flight.stream.capturing():
+            flight.captured = True
+            for operation in flight.operations:
+                self._context.end(operation)
+            return flight
+        self._streams.setdefault(flight.stream, deque()).append(flight)
+        self._count += 1
+        if self._count > _AT_ONCE:
+            self.poll()
+        return flight
+
+    def poll(self) -> None:
+        """End what is over or late. Never blocks; does nothing while another thread is at it."""
+        if not self._count or not self._polling.acquire(blocking=False):
+            return
+        try:
+            for flights in list(self._streams.values()):
+                while flights and self._look(flights[0]):
+                    flights.popleft()
+                    self._count -= 1
+        finally:
+            self._polling.release()
+
+    def _look(self, flight: Flight) -> bool:
+        """Whether a flight is over."""
+        if flight.stream.reached(flight.mark):
+            self._end(flight, flight.outcome())
+        elif flight.deadline.expired():
+            flight.deadline = NEVER  # said once; the streams go on as soon as everything has stopped
+            error, operation = flight.lateness()
+            flight.error = self._context.explain(error, operation)
+        elif flight.native is not None:
+            self._context.miss(flight.operations[0])
+        return flight.over
+
+    def _end(self, flight: Flight, failure: tuple[Exception, Operation] | None) -> None:
+        if failure is not None and flight.error is None:
+            flight.error = self._context.explain(*failure)
+        state = State.DONE if flight.error is None else State.FAILED
+        for operation in flight.operations:
+            self._context.end(operation, state)
+        flight.keep = None
+        flight.over = True
+        if flight.landed is not None:
+            flight.landed()
+
+    def drain(self, deadline: Deadline) -> None:
+        """Block the host until no blocking operation is behind it, or one has failed, or the deadline has passed."""
+        while not deadline.expired():
+            self.poll()
+            flights = [f for flights in list(self._streams.values()) for f in list(flights)]
+            if not any(f.blocking for f in flights) or any(f.error is not None for f in flights):
+                return
+            time.sleep(_PAUSE_SECONDS)
+
+    def wait_for(self, flight: Flight) -> None:
+        """Block the host until a flight is over, and raise what it raises."""
+        if not flight.captured:
+            self.finish(flight, NEVER)
+        if flight.error is not None:
+            raise flight.error
+
+    def finish(self, flight: Flight, deadline: Deadline) -> bool:
+        """Block the host until a flight is over or has failed; whether that came about by the deadline."""
+        spins = 0
+        while not flight.over and flight.error is None:
+            self.poll()
+            if deadline.expired():
+                return False
+            spins += 1
+            time.sleep(0 if spins < _SPINS else _PAUSE_SECONDS)
+        return True
+
+
+class StreamWork(Work):
+    """A Work whose operation is on a stream.
+
+    Args:
+        follow: makes the current stream wait for a mark.
+        result: gives the result array.
+    """
+
+    def __init__(
+        self, pending: Pending, flight: Flight, follow: Callable[[object], None], result: Callable[[], Any], what: str
+    ) -> None:
+        self._pending, self._flight = pending, flight
+        self._follow, self._result = follow, result
+        self._what = what
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """See `Work.wait`."""
+        self._pending.poll()
+        if self._flight.error is not None:
+            raise self._flight.error
+        if not self._flight.over:
+            self._follow(self._flight.mark)
+        return self._result()
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        """See `Work.synchronize`."""
+        if self._flight.captured:
+            raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
+        if not self._pending.finish(self._flight, Deadline.after(timeout)):
+            raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()")
+        if self._flight.error is not None:
+            raise self._flight.error
+        return self._result()
+
+    result = synchronize
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        self._pending.poll()
+        return self._flight.over
+
+    def exception(self) -> BaseException | None:
+        """See `Work.exception`."""
+        return self._flight.error if self.done() else None
