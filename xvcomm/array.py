@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from xvcomm import dtype as dtypes
 from xvcomm.dtype import DType
-from xvcomm.errors import ArrayError
+from xvcomm.errors import ArgumentError, ArrayError
 
 CPU, CUDA, CUDA_HOST, ROCM, ROCM_HOST = 1, 2, 3, 10, 11
 _KINDS = {CPU: "host", CUDA_HOST: "host", ROCM_HOST: "host", CUDA: "cuda", ROCM: "rocm"}
@@ -33,6 +33,8 @@ class ArrayView:
         immutable: results must go to a new array of the same kind (JAX).
         staged: the memory stands in for an array like `array`, which `finish` makes.
         array: what the user passed; keeps the memory alive.
+        stream: on a device: handle of the stream that the framework works on now; None where it does not say.
+        trusted: whether the framework itself owns the memory, so that nobody need ask the device what it is.
     """
 
     address: int
@@ -46,6 +48,8 @@ class ArrayView:
     immutable: bool = False
     keep: Any = None
     staged: bool = False
+    stream: int | None = None
+    trusted: bool = False
 
 
 class _DLTensor(ctypes.Structure):
@@ -89,6 +93,7 @@ class _ExchangeAPI(ctypes.Structure):
 
 _READ_ONLY = 1
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_DLTensor))
+_CurrentStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
@@ -96,16 +101,19 @@ _name_of = ctypes.pythonapi.PyCapsule_GetName
 _name_of.restype = ctypes.c_char_p
 _name_of.argtypes = [ctypes.py_object]
 _exchange: dict[type, Any] = {}
+_current: dict[type, Any] = {}
 
 
 def _exchange_function(kind: type) -> Any:
-    """The type's `dltensor_from_py_object_no_sync`, or None."""
+    """The type's `dltensor_from_py_object_no_sync`, or None; notes its `current_work_stream` too."""
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     function = None
     if capsule is not None and _name_of(capsule) == b"dlpack_exchange_api":
         api = _ExchangeAPI.from_address(_pointer_of(capsule, b"dlpack_exchange_api"))
         if api.tensor_from_object:
             function = _FromObject(api.tensor_from_object)
+        if api.current_stream:
+            _current[kind] = _CurrentStream(api.current_stream)
     _exchange[kind] = function
     return function
 
@@ -140,11 +148,23 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
                     "x.resolve_conj().resolve_neg()"
                 )
             found = _from_tensor(tensor, x, None, False)
+            if found.device != "host":
+                found.trusted = True
+                found.stream = _current_stream(kind, tensor)
         else:
             found = _from_protocols(x)
     if output and found.immutable and not _functional(x):
         raise ArrayError("the output array is read-only; pass a writable array (x.copy())")
     return found
+
+
+def _current_stream(kind: type, tensor: _DLTensor) -> int | None:
+    function = _current.get(kind)
+    if function is None:
+        return None
+    handle = ctypes.c_void_p()
+    function(tensor.device_type, tensor.device_id, handle)
+    return handle.value or 0
 
 
 def _from_numpy(x: np.ndarray[Any, Any], array: Any) -> ArrayView:
@@ -194,24 +214,34 @@ def _contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:
 
 def _from_protocols(x: Any) -> ArrayView:
     """By capsule, else by the array interface; the capsule is kept, unconsumed, so that its memory stays."""
+    if isinstance(x, ArrayView):
+        return replace(x, array=x)
     if hasattr(x, "__dlpack__"):
-        try:
-            capsule = x.__dlpack__(max_version=(1, 0))
-        except TypeError:
-            capsule = x.__dlpack__()
-        except Exception as error:
-            raise _refused(type(x), error) from error
+        # An array that says its stream is ordered on it by us; any other orders itself on the default stream.
+        stream = (getattr(x, "__cuda_array_interface__", None) or {}).get("stream")
+        capsule = _capsule(x, {} if stream is None else {"stream": -1})
         if _name_of(capsule) == b"dltensor_versioned":
             managed = _Versioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
-            immutable = bool(managed.flags & _READ_ONLY) or _functional(x)
-            return _from_tensor(managed.tensor, x, capsule, immutable)
-        tensor = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))
-        return _from_tensor(tensor, x, capsule, _functional(x))
+            found = _from_tensor(managed.tensor, x, capsule, bool(managed.flags & _READ_ONLY) or _functional(x))
+        else:
+            tensor = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))
+            found = _from_tensor(tensor, x, capsule, _functional(x))
+        found.stream = stream
+        return found
     if hasattr(x, "__array_interface__"):
         found = _from_numpy(np.asarray(x), x)
         found.immutable = found.immutable or isinstance(x, np.generic)  # of a numpy scalar that is a copy
         return found
     raise ArrayError(f"{type(x).__name__} is no array: it has neither __dlpack__ nor __array_interface__")
+
+
+def _capsule(x: Any, keywords: dict[str, Any]) -> Any:
+    try:
+        return x.__dlpack__(max_version=(1, 0), **keywords)
+    except TypeError:
+        return x.__dlpack__(**keywords)
+    except Exception as error:
+        raise _refused(type(x), error) from error
 
 
 def _lazy(x: Any) -> bool:
@@ -230,13 +260,18 @@ def _functional(x: Any) -> bool:
 
 
 def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
-    """A new host array of the same framework and dtype, staged where the framework gives no way to fill one.
+    """A new array of the same framework, dtype and device, staged where the framework gives no way to fill one.
 
     Of frameworks that cannot make arrays (those with the array interface alone) it is a numpy array.
+
+    Raises:
+        ArrayError: nobody knows how to make one on the array's device.
     """
     array = x.array
     if hasattr(array, "new_empty"):
         return view(array.new_empty(shape))
+    if x.device != "host":
+        return view(_empty_on_device(x, shape))
     fresh = view(np.empty(shape, x.dtype.numpy))
     if hasattr(array, "__array_namespace__") and not isinstance(array, np.ndarray | np.generic):
         fresh.immutable = fresh.staged = True
@@ -244,6 +279,31 @@ def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
     return fresh
 
 
+def _empty_on_device(x: ArrayView, shape: tuple[int, ...]) -> Any:
+    if x.immutable or not hasattr(x.array, "__array_namespace__"):
+        raise ArrayError(
+            f"cannot make a new {type(x.array).__name__} on {x.device}:{x.index}; pass out=, an array that can be written"
+        )
+    return x.array.__array_namespace__().empty(shape, dtype=x.array.dtype, device=x.array.device)
+
+
 def finish(x: ArrayView) -> Any:
     """The user's array: the one behind the view, or a new one of its kind with the contents of a staged view."""
     return x.array.__array_namespace__().asarray(x.keep) if x.staged else x.array
+
+
+def stream_handle(stream: Any) -> int:
+    """The vendor's handle of a stream: an integer, or a stream object of torch, CuPy, or with `__cuda_stream__`.
+
+    Raises:
+        ArgumentError: it is none of these.
+    """
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for name in ("cuda_stream", "ptr", "handle"):
+        handle = getattr(stream, name, None)
+        if isinstance(handle, int):
+            return handle
+    raise ArgumentError(f"stream={stream!r}: pass a stream of torch or CuPy, or its handle as an integer")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from xvcomm import array
+from xvcomm.abc.device import Stream
 from xvcomm.array import ArrayView
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
@@ -53,6 +54,10 @@ class Call:
     root: int = -1
     uneven: bool = False
 
+    def how(self) -> Reduction:
+        """The reduction, for operations that do not care which."""
+        return self.reduction or _NO_REDUCTION
+
     def message(self) -> Message:
         """What all ranks must agree on."""
         code = self.reduction.op if self.reduction is not None else 0
@@ -92,25 +97,29 @@ class Caller:
         """One byte for operations that carry no data."""
         return self._token
 
-    def run(self, call: Call, deadline: Deadline) -> Any:
-        """Run a collective and give the result array."""
+    def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
+        """Run a collective and give the result array.
+
+        Args:
+            stream: handle of the stream that it is ordered on, where the user gave one.
+        """
         self._admit(call)
         if not self._worker.idle:
             return Work(self._submit(call, deadline), str(call.op)).wait()
         with self._order:
             return self._run(call, deadline)
 
-    def start(self, call: Call, deadline: Deadline) -> Work:
+    def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Run a collective behind those that were started before."""
         self._admit(call)
         return Work(self._submit(call, deadline), str(call.op))
 
     def _admit(self, call: Call) -> None:
         kind, src, dst = self._context.kind, call.src, call.dst
-        if src is not None and src.device != kind:
-            raise self._context.foreign(src)
-        if dst is not None and dst.device != kind:
-            raise self._context.foreign(dst)
+        if src is not None and (src.device != kind or kind != "host"):
+            self._context.admit(src)
+        if dst is not None and (dst.device != kind or kind != "host"):
+            self._context.admit(dst)
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
         def locked() -> Any:
@@ -125,7 +134,7 @@ class Caller:
         operation = context.begin(call.op, call.message())
         try:
             if self._native_only:
-                self._native(call, deadline)
+                self._native(call, deadline, self._stream)
             else:
                 self._scheduled(call, operation, deadline)
         except BaseException as error:
@@ -134,13 +143,17 @@ class Caller:
                 raise
             raise raised from None
         context.end(operation)
+        return self._result(call)
+
+    @staticmethod
+    def _result(call: Call) -> Any:
         if call.dst is not None:
             return array.finish(call.dst)
         return call.src.array if call.op is OpCode.REDUCE and call.src is not None else None
 
-    def _native(self, call: Call, deadline: Deadline) -> None:
+    def _native(self, call: Call, deadline: Deadline, stream: Stream) -> None:
         native = self._context.native(deadline)
-        stream, dtype, op = self._stream, call.dtype, call.reduction or _NO_REDUCTION
+        dtype, op = call.dtype, call.how()
         stream.deadline = deadline
         src = call.src.address if call.src is not None else 0
         dst = call.dst.address if call.dst is not None else 0
@@ -167,7 +180,7 @@ class Caller:
         src = call.src.address if call.src is not None else 0
         dst = call.dst.address if call.dst is not None else 0
         self._executor.run(
-            plan.schedule, Buffers(src, dst), call.dtype, call.reduction or _NO_REDUCTION, operation, deadline
+            plan.schedule, Buffers(src, dst), call.dtype, call.how(), operation, deadline
         )
 
     def _close(self) -> None:

@@ -2,8 +2,12 @@
 
 Common to all operations. Arrays: numpy, torch, JAX, CuPy, anything with DLPack or the array interface; contiguous;
 any dtype of `xvcomm.dtype`. Mutable arrays are filled in place and also returned; for immutable ones (JAX) a new
-array of the same kind is returned. On host memory a call blocks until its result is there, unless `async_op=True`,
-which gives a `Work`. `timeout` is in seconds; left out, the communicator's own counts.
+array of the same kind is returned. `timeout` is in seconds; left out, the communicator's own counts.
+
+On host memory a call blocks until its result is there, unless `async_op=True`, which gives a `Work`. On GPUs a call is
+ordered on a stream and the host does not wait: on `stream`, left out on the stream that the arrays' framework works on
+now; where that is not known, behind the default stream, and then the host waits. With `async_op=True` it goes on beside
+that stream until `Work.wait()`. Both may be captured in a graph, after one call outside of it.
 
 Every operation may raise: ArrayError or DTypeError before anything moves; MismatchError if ranks describe it
 differently; PeerLost if a rank dies; DeadlineExceeded; Aborted; ClosedError. After the last five but ClosedError the
@@ -31,6 +35,8 @@ from xvcomm.pointtopoint import PointToPoint
 from xvcomm.ring import Reason
 from xvcomm.session import Session
 from xvcomm.splitting import subgroups
+from xvcomm.staging import Staging
+from xvcomm.streamcalls import StreamCaller
 from xvcomm.topology import Topology
 from xvcomm.work import Work
 
@@ -49,7 +55,8 @@ class Communicator(PointToPoint, Objects):
 
     def __init__(self, context: Context, timeout: float) -> None:
         self._context = context
-        self._caller = Caller(context)
+        self._caller = StreamCaller(context) if context.asynchronous else Caller(context)
+        self._staging = Staging(context.device)
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
         self.topology: Topology = context.topology
@@ -95,7 +102,9 @@ class Communicator(PointToPoint, Objects):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+    def broadcast(
+        self, x: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None, stream: Any = None
+    ) -> Any:
         """Give every rank the root's array.
 
         Args:
@@ -105,11 +114,13 @@ class Communicator(PointToPoint, Objects):
         mine = self.rank == root
         src = array.view(x, output=not mine)
         dst = src if mine or not src.immutable else array.empty_like(src, src.shape)
-        return self._call(Call(OpCode.BROADCAST, src, dst, src.dtype, count=src.count, root=root), async_op, timeout)
+        call = Call(OpCode.BROADCAST, src, dst, src.dtype, count=src.count, root=root)
+        return self._call(call, async_op, timeout, stream)
 
     def all_reduce(
-        self, x: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
+        self, x: Any, op: Op = "sum", *, out: Any = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Reduce elementwise over all ranks; every rank gets the same bits.
 
         Args:
@@ -120,11 +131,12 @@ class Communicator(PointToPoint, Objects):
         src = array.view(x, output=out is None)
         how = reduction_on(op, src.dtype)
         dst = self._same_shape(src, out)
-        return self._call(Call(OpCode.ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout)
+        return self._call(Call(OpCode.ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout, stream)
 
     def reduce(
-        self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
+        self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Reduce elementwise over all ranks; only the root gets the result. Elsewhere `x` is unchanged and returned."""
         self._check_rank("root", root)
         mine = self.rank == root
@@ -132,11 +144,11 @@ class Communicator(PointToPoint, Objects):
         how = reduction_on(op, src.dtype)
         dst = self._same_shape(src, out) if mine else None
         call = Call(OpCode.REDUCE, src, dst, src.dtype, how, count=src.count, root=root)
-        return self._call(call, async_op, timeout)
+        return self._call(call, async_op, timeout, stream)
 
     def reduce_scatter(
         self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None,
-        async_op: bool = False, timeout: float | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Reduce over all ranks and give rank i the i-th block of rows.
 
@@ -150,11 +162,11 @@ class Communicator(PointToPoint, Objects):
         rows, row = self._blocks(src, counts)
         dst = self._output(src, out, (rows[self.rank], *src.shape[1:]))
         call = Call(OpCode.REDUCE_SCATTER, src, dst, src.dtype, how, counts=_times(rows, row), uneven=counts is not None)
-        return self._call(call, async_op, timeout)
+        return self._call(call, async_op, timeout, stream)
 
     def all_gather(
         self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None,
-        async_op: bool = False, timeout: float | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Give every rank all blocks, one after the other along axis 0.
 
@@ -167,11 +179,11 @@ class Communicator(PointToPoint, Objects):
         rows, row = self._own_block(src, counts)
         dst = self._output(src, out, (sum(rows), *src.shape[1:]))
         call = Call(OpCode.ALL_GATHER, src, dst, src.dtype, counts=_times(rows, row), uneven=counts is not None)
-        return self._call(call, async_op, timeout)
+        return self._call(call, async_op, timeout, stream)
 
     def gather(
         self, x: Any, root: int = 0, *, out: Any = None, counts: Sequence[int] | None = None,
-        async_op: bool = False, timeout: float | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Give the root all blocks, one after the other along axis 0; None elsewhere. Arguments as in `all_gather`."""
         self._check_rank("root", root)
@@ -179,11 +191,11 @@ class Communicator(PointToPoint, Objects):
         rows, row = self._own_block(src, counts)
         dst = self._output(src, out, (sum(rows), *src.shape[1:])) if self.rank == root else None
         call = Call(OpCode.GATHER, src, dst, src.dtype, counts=_times(rows, row), root=root, uneven=counts is not None)
-        return self._call(call, async_op, timeout)
+        return self._call(call, async_op, timeout, stream)
 
     def scatter(
         self, x: Any, root: int = 0, *, out: Any = None, counts: Sequence[int] | None = None,
-        async_op: bool = False, timeout: float | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Give rank i the i-th block of the root's rows.
 
@@ -208,11 +220,12 @@ class Communicator(PointToPoint, Objects):
             OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=_times(rows, row), root=root,
             uneven=counts is not None,
         )  # fmt: skip
-        return self._call(call, async_op, timeout)
+        return self._call(call, async_op, timeout, stream)
 
     def all_to_all(
         self, x: Any, *, out: Any = None, send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None, async_op: bool = False, timeout: float | None = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """Send the i-th block of rows to rank i and get one block from each, in rank order.
 
@@ -235,13 +248,13 @@ class Communicator(PointToPoint, Objects):
             OpCode.ALL_TO_ALL, src, dst, src.dtype, counts=_times(rows, row), recv_counts=_times(back, row),
             uneven=send_counts is not None,
         )  # fmt: skip
-        return self._call(call, async_op, timeout)
+        return self._call(call, async_op, timeout, stream)
 
-    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None, stream: Any = None) -> Work | None:
         """Wait until every rank is here."""
         token = self._caller.token()
         call = Call(OpCode.BARRIER, token, token, UINT8, Reduction(ReduceOp.MAX), count=1)
-        result = self._call(call, async_op, timeout)
+        result = self._call(call, async_op, timeout, stream)
         return result if async_op else None
 
     def split(self, color: int | str | None, key: int = 0, *, timeout: float | None = None) -> Communicator | None:
@@ -279,9 +292,10 @@ class Communicator(PointToPoint, Objects):
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.timeout if timeout is None else timeout)
 
-    def _call(self, call: Call, async_op: bool, timeout: float | None) -> Any:
+    def _call(self, call: Call, async_op: bool, timeout: float | None, stream: Any) -> Any:
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        return self._caller.start(call, deadline) if async_op else self._caller.run(call, deadline)
+        handle = None if stream is None else array.stream_handle(stream)
+        return (self._caller.start if async_op else self._caller.run)(call, deadline, handle)
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:

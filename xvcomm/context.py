@@ -130,6 +130,10 @@ class Context:
                     native.abort(word)
         return self._native
 
+    def joined_native(self) -> Collective | None:
+        """The native library, if it was joined."""
+        return self._native
+
     def _check_members(self) -> None:
         """Raise if the communicator is finished, or if a rank left that the native library would wait for."""
         self.check()
@@ -144,12 +148,18 @@ class Context:
             gone.add(self.rank)
         return Reason.LEFT.word(min(gone)) if gone else 0
 
-    def foreign(self, view: ArrayView) -> ArrayError:
-        """The error for an array that is not in this rank's memory."""
-        return ArrayError(
-            f"the array lies in {view.device} memory but this rank's device is {self.kind}; move the array, or set "
-            f"XVCOMM_DEVICE={view.device}"
-        )
+    def admit(self, view: ArrayView) -> None:
+        """Raise ArrayError for an array that is not in this rank's memory."""
+        if view.device != self.kind:
+            raise ArrayError(
+                f"the array lies in {view.device} memory but this rank's device is {self.kind}; move the array, or set "
+                f"XVCOMM_DEVICE={view.device}"
+            )
+        if view.index != self.index and self.asynchronous:
+            raise ArrayError(
+                f"the array lies on {self.kind}:{view.index} but this rank's device is {self.kind}:{self.index}; move the "
+                f"array, or join with xvcomm.init(device='{self.kind}:{view.index}')"
+            )
 
     def ensure_open(self, name: OpCode) -> None:
         """Raise ClosedError after `close`."""

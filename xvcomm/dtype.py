@@ -78,7 +78,7 @@ DTYPES: tuple[DType, ...] = (
 BY_NAME = {d.name: d for d in DTYPES}
 BY_CODE = {d.code: d for d in DTYPES}
 BY_DLPACK = {d.dlpack: d for d in DTYPES if d.dlpack is not None}
-UINT8 = BY_NAME["uint8"]
+UINT8, INT64 = BY_NAME["uint8"], BY_NAME["int64"]
 
 
 def _by_name(name: str) -> DType:

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from xvcomm.dtype import INT64, UINT8
 from xvcomm.errors import ArgumentError
+from xvcomm.staging import Staging
+
+Array = NDArray[Any]
 
 
 class Objects:
@@ -22,38 +27,37 @@ class Objects:
     all_gather: Any
     gather: Any
     scatter: Any
+    _staging: Staging
 
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Send a picklable object to rank `dst`."""
         data = _pickled(obj)
-        self.send(np.array([data.size], np.int64), dst, tag, timeout=timeout)
-        self.send(data, dst, tag, timeout=timeout)
+        self.send(self._staging.up(np.array([data.size], np.int64)), dst, tag, timeout=timeout)
+        self.send(self._staging.up(data), dst, tag, timeout=timeout)
 
     def recv_object(self, src: int, tag: int = 0, *, timeout: float | None = None) -> Any:
         """Receive an object from rank `src`; blocks until it is there."""
-        length = self.recv(np.empty(1, np.int64), src, tag, timeout=timeout)
-        return _unpickled(self.recv(np.empty(int(length[0]), np.uint8), src, tag, timeout=timeout))
+        empty, down = self._staging.empty, self._staging.down
+        length = down(self.recv(empty((1,), INT64), src, tag, timeout=timeout))
+        return _unpickled(down(self.recv(empty((int(length[0]),), UINT8), src, tag, timeout=timeout)))
 
     def broadcast_object(self, obj: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """Give every rank the root's object; what the others pass does not matter."""
+        up, down = self._staging.up, self._staging.down
         data = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
-        length = self.broadcast(np.array([data.size], np.int64), root, timeout=timeout)
-        if self.rank != root:
-            data = np.empty(int(length[0]), np.uint8)
-        return _unpickled(self.broadcast(data, root, timeout=timeout))
+        length = down(self.broadcast(up(np.array([data.size], np.int64)), root, timeout=timeout))
+        room = up(data) if self.rank == root else self._staging.empty((int(length[0]),), UINT8)
+        return _unpickled(down(self.broadcast(room, root, timeout=timeout)))
 
     def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> list[Any]:
         """Give every rank the list of all ranks' objects, in rank order."""
-        data = _pickled(obj)
-        counts = self.all_gather(np.array([data.size], np.int64), timeout=timeout).tolist()
-        return _cut(self.all_gather(data, counts=counts, timeout=timeout), counts)
+        data, counts = gather_bytes(self, _pickled(obj), None, timeout)
+        return _cut(data, counts)
 
     def gather_object(self, obj: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
         """Give the root the list of all ranks' objects, in rank order; None elsewhere."""
-        data = _pickled(obj)
-        counts = self.all_gather(np.array([data.size], np.int64), timeout=timeout).tolist()
-        gathered = self.gather(data, root, counts=counts, timeout=timeout)
-        return _cut(gathered, counts) if self.rank == root else None
+        data, counts = gather_bytes(self, _pickled(obj), root, timeout)
+        return _cut(data, counts) if self.rank == root else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """Give rank i the i-th of the root's objects; what the others pass does not matter."""
@@ -62,20 +66,35 @@ class Objects:
             if objs is None or len(objs) != self.size:
                 raise ArgumentError(f"scatter_object: the root must pass {self.size} objects, one a rank")
             parts = [_pickled(o) for o in objs]
-        counts = self.broadcast(np.array([p.size for p in parts], np.int64), root, timeout=timeout).tolist()
-        everything = np.concatenate(parts) if self.rank == root else None
-        mine = np.empty(counts[self.rank], np.uint8)
-        return _unpickled(self.scatter(everything, root, out=mine, counts=counts, timeout=timeout))
+        up, down = self._staging.up, self._staging.down
+        sizes = up(np.array([p.size for p in parts], np.int64))
+        counts = down(self.broadcast(sizes, root, timeout=timeout)).tolist()
+        everything = up(np.concatenate(parts)) if self.rank == root else None
+        mine = self._staging.empty((counts[self.rank],), UINT8)
+        return _unpickled(down(self.scatter(everything, root, out=mine, counts=counts, timeout=timeout)))
 
 
-def _pickled(obj: Any) -> np.ndarray[Any, Any]:
+def gather_bytes(comm: Objects, data: Array, root: int | None, timeout: float | None) -> tuple[Array, list[int]]:
+    """Every rank's bytes one after the other, at the root or everywhere (None), and how many each has."""
+    staging = comm._staging
+    up, down, empty = staging.up, staging.down, staging.empty
+    sizes = comm.all_gather(up(np.array([data.size], np.int64)), out=empty((comm.size,), INT64), timeout=timeout)
+    counts = down(sizes).tolist()
+    if root is None:
+        return down(comm.all_gather(up(data), out=empty((sum(counts),), UINT8), counts=counts, timeout=timeout)), counts
+    room = empty((sum(counts),), UINT8) if comm.rank == root else None
+    comm.gather(up(data), root, out=room, counts=counts, timeout=timeout)
+    return (data if room is None else down(room)), counts
+
+
+def _pickled(obj: Any) -> Array:
     return np.frombuffer(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
 
 
-def _unpickled(data: np.ndarray[Any, Any]) -> Any:
+def _unpickled(data: Array) -> Any:
     return pickle.loads(data.tobytes())
 
 
-def _cut(data: np.ndarray[Any, Any], counts: list[int]) -> list[Any]:
+def _cut(data: Array, counts: list[int]) -> list[Any]:
     ends = np.cumsum(counts)
     return [_unpickled(data[end - count : end]) for end, count in zip(ends, counts, strict=True)]

@@ -173,42 +173,62 @@ class StreamWork(Work):
 
     Args:
         follow: makes the current stream wait for a mark.
-        result: gives the result array.
+        finish: gives the result array.
+
+    Attributes:
+        flight: the operation, once it was enqueued.
     """
 
     def __init__(
-        self, pending: Pending, flight: Flight, follow: Callable[[object], None], result: Callable[[], Any], what: str
-    ) -> None:
-        self._pending, self._flight = pending, flight
-        self._follow, self._result = follow, result
+        self, pending: Pending, follow: Callable[[object], None], finish: Callable[[], Any], what: str,
+        flight: Flight | None = None,
+    ) -> None:  # fmt: skip
+        self._pending, self._follow, self._finish = pending, follow, finish
         self._what = what
+        self._error: BaseException | None = None
+        self.flight = flight
+
+    def give_up(self, error: BaseException) -> None:
+        """The operation will never be enqueued."""
+        if self.flight is None:
+            self._error = error
 
     def wait(self, timeout: float | None = None) -> Any:
         """See `Work.wait`."""
         self._pending.poll()
-        if self._flight.error is not None:
-            raise self._flight.error
-        if not self._flight.over:
-            self._follow(self._flight.mark)
-        return self._result()
+        flight = self._under_way()
+        if not flight.over:
+            self._follow(flight.mark)
+        return self._finish()
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
-        if self._flight.captured:
+        flight = self._under_way()
+        if flight.captured:
             raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
-        if not self._pending.finish(self._flight, Deadline.after(timeout)):
+        if not self._pending.finish(flight, Deadline.after(timeout)):
             raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()")
-        if self._flight.error is not None:
-            raise self._flight.error
-        return self._result()
+        self._under_way()
+        return self._finish()
 
     result = synchronize
 
     def done(self) -> bool:
         """See `Work.done`."""
         self._pending.poll()
-        return self._flight.over
+        return self._error is not None or (self.flight is not None and self.flight.over)
 
     def exception(self) -> BaseException | None:
         """See `Work.exception`."""
-        return self._flight.error if self.done() else None
+        if not self.done():
+            return None
+        return self._error or (self.flight.error if self.flight is not None else None)
+
+    def _under_way(self) -> Flight:
+        """The operation, if nothing is wrong with it."""
+        error = self._error or (self.flight.error if self.flight is not None else None)
+        if error is not None:
+            raise error
+        if self.flight is None:
+            raise ArgumentError(f"{self._what} starts at the end of its group(): wait for it behind that")
+        return self.flight

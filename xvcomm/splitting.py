@@ -7,7 +7,7 @@ import numpy as np
 
 from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, MismatchError
-from xvcomm.objects import Objects
+from xvcomm.objects import Objects, gather_bytes
 
 _Choice = tuple[int | str | None, int]
 
@@ -22,8 +22,8 @@ def subgroups(comm: Objects, color: int | str | None, key: int, deadline: Deadli
     if not isinstance(color, (int, str)) and color is not None:
         raise ArgumentError(f"split: color {color!r} is {type(color).__name__}; use an int, a str, or None")
     mine = np.frombuffer(msgspec.msgpack.encode((color, key)), np.uint8)
-    counts = comm.all_gather(np.array([mine.size], np.int64), timeout=deadline.left()).tolist()
-    packed = comm.all_gather(mine, counts=counts, timeout=deadline.left()).tobytes()
+    gathered, counts = gather_bytes(comm, mine, None, deadline.left())
+    packed = gathered.tobytes()
     choices, start = [], 0
     for count in counts:
         choices.append(msgspec.msgpack.decode(packed[start : start + count], type=_Choice))

@@ -54,7 +54,7 @@ class StreamCaller(Caller):
         def follow(mark: object) -> None:
             self._user(call, None).wait(mark)
 
-        return StreamWork(context.pending, flight, follow, partial(self._result, call), str(call.op))
+        return StreamWork(context.pending, follow, partial(self._result, call), str(call.op), flight)
 
     def _user(self, call: Call, given: int | None) -> Stream:
         views = [view for view in (call.src, call.dst) if view is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,49 +20,62 @@ if TYPE_CHECKING:
 
 
 class StreamTransfers(Transfers):
-    """Blocking transfers go on the arrays' stream; asynchronous ones on a stream that no others are on."""
+    """Blocking messages go on their arrays' stream; asynchronous ones on a stream that no others are on."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._free: list[Stream] = []
 
+    def run_alone(self, t: Transfer) -> None:
+        """See `Transfers.run_alone`."""
+        self.run([t])
+
     def run(self, transfers: Sequence[Transfer]) -> None:
-        """See `Transfers.run`; the host waits only where nobody knows the arrays' stream."""
-        user = self._user(transfers)
+        """See `Transfers.run`; the host waits only where nobody knows an array's stream."""
+        user, *others = self._streams(transfers)
+        for other in others:
+            user.wait(other.mark())
         flight = self._launch(transfers, user)
-        self._context.pending.add(flight)
+        for other in others:
+            other.wait(flight.mark)
         if any(t.stream is None for t in transfers):
             self._context.pending.wait_for(flight)
 
-    def start(self, transfers: Sequence[Transfer]) -> list[Work]:
-        """See `Transfers.start`."""
-        context = self._context
-        own = self._free.pop() if self._free else context.device.streams(1)[0]
-        own.wait(self._user(transfers).mark())
-        flight = self._launch(transfers, own)
-        flight.blocking, flight.keep = False, [t.view for t in transfers]
-        flight.landed = partial(self._free.append, own)
-        context.pending.add(flight)
-        return [self._work(t, flight) for t in transfers]
+    def work(self, t: Transfer) -> Work:
+        """See `Transfers.work`."""
 
-    def _work(self, t: Transfer, flight: Flight) -> Work:
         def follow(mark: object) -> None:
-            self._context.device.adopt(t.view.stream).wait(mark)
+            self._context.device.adopt(t.stream).wait(mark)
 
-        return StreamWork(
-            self._context.pending, flight, follow, partial(array.finish, t.view), f"{t.name} with rank {t.peer}"
-        )
+        finish = partial(array.finish, t.view)
+        work = t.promise = StreamWork(self._context.pending, follow, finish, f"{t.name} with rank {t.peer}")
+        return work
 
-    def _user(self, transfers: Sequence[Transfer]) -> Stream:
-        """The stream that all are ordered on: that of the first; what the others' arrays are on is waited for."""
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """See `Transfers.start`."""
+        own = self._free.pop() if self._free else self._context.device.streams(1)[0]
+        for stream in self._streams(transfers):
+            own.wait(stream.mark())
+        self._launch(transfers, own, [t.view for t in transfers], partial(self._free.append, own))
+
+    def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+        """See `Transfers.give_up`."""
+        for t in transfers:
+            if t.promise is not None:
+                t.promise.give_up(error)
+
+    def _streams(self, transfers: Sequence[Transfer]) -> list[Stream]:
+        """The streams that the arrays are on, each once."""
         adopt = self._context.device.adopt
-        streams = {adopt(t.stream, *(() if t.view.trusted or not t.view.count else (t.view.address,))): t for t in transfers}
-        user, *others = streams
-        for other in others:
-            user.wait(other.mark())
-        return user
+        found = {}
+        for t in transfers:
+            look = () if t.view.trusted or not t.view.count else (t.view.address,)
+            found[adopt(t.stream, *look)] = t
+        return list(found)
 
-    def _launch(self, transfers: Sequence[Transfer], stream: Stream) -> Flight:
+    def _launch(
+        self, transfers: Sequence[Transfer], stream: Stream, keep: object = None, landed: Callable[[], None] | None = None
+    ) -> Flight:
         ends: list[tuple[RingEnd, int, Operation]] = []
         try:
             with self._context.enqueueing:
@@ -77,7 +90,13 @@ class StreamTransfers(Transfers):
             stream.discard()
             self._fail(transfers, error)
         deadline = min((t.deadline for t in transfers), key=_point)
-        return Flight([operation for _, _, operation in ends], stream, mark, deadline, ends)
+        operations = [operation for _, _, operation in ends]
+        flight = Flight(operations, stream, mark, deadline, ends, None, landed is None, keep, landed)
+        self._context.pending.add(flight)
+        for t in transfers:
+            if t.promise is not None:
+                t.promise.flight = flight
+        return flight
 
 
 def _point(deadline: Deadline) -> float:
