@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import ctypes
 
+from numba.extending import register_jitable
+
 from xvcomm.atomics import compare_and_swap, fetch_add, full_fence, load, load_acquire, store, store_release
 from xvcomm.jit import compiling, kernel
 from xvcomm.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
 from xvcomm.shm import PAGE, Segment
+from xvcomm.trace import Recorder, brief, note
 
 _ATTACHED, _DEPARTURES = 2 * LINE, 3 * LINE
 _NOTES = LEDGER * ENTRY
@@ -27,11 +30,11 @@ _ROWS = 1 << 62
 _FIELDS = 5
 
 
-def _post(board, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: ignore[no-untyped-def]
-    """Publish a description and compare it with those that are there: -1 if all is well, -2 if the board is aborted,
-    else the index of the rank that differs."""
+@register_jitable
+def _compare(board, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: ignore[no-untyped-def]
+    """Publish a description and compare it with those that are there; False if the board is or becomes aborted."""
     if load_acquire(board + ABORT) != 0:
-        return -2
+        return False
     mine = board + PAGE + me * _ROW + sequence % LEDGER * ENTRY
     for i, value in enumerate((op, dtype, nbytes, tag, detail)):
         store(mine + 8 + 8 * i, value)
@@ -44,8 +47,16 @@ def _post(board, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: 
                 if load(entry + 8 + 8 * i) != load(mine + 8 + 8 * i):
                     rows = (me << 8) | (other << 24) | ((sequence % LEDGER) << 40)
                     compare_and_swap(board + ABORT, 0, _MISMATCH | rows | _ROWS)
-                    return other
-    return -1
+                    return False
+    return True
+
+
+def _post(place, sequence, op, dtype, nbytes, tag, detail, site):  # type: ignore[no-untyped-def]
+    """Note a collective in the flight recorder and post it; the record's number, inverted if the board is aborted."""
+    board, ranks, me = load(place), load(place + 8), load(place + 16)
+    recorder, communicator = load(place + 24), load(place + 32)
+    number = note(recorder, communicator, sequence, op, dtype, nbytes, -1, tag, site)
+    return number if _compare(board, ranks, me, sequence, op, dtype, nbytes, tag, detail) else ~number
 
 
 def _count(counter: int) -> int:
@@ -57,7 +68,7 @@ def _abort(cell: int, word: int) -> None:
 
 
 with compiling():
-    _post_kernel = kernel("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(_post)
+    _post_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post)
     _count_kernel = kernel("int64(int64)")(_count)
     _abort_kernel = kernel("void(int64, int64)")(_abort)
 
@@ -69,13 +80,21 @@ class Board:
         ranks: the communicator's ranks on this host; they index the board's rows.
     """
 
-    def __init__(self, segment: Segment, ranks: tuple[int, ...], rank: int) -> None:
-        """Take part; the last rank to come takes the segment's name away."""
-        self._segment = segment
+    def __init__(
+        self, segment: Segment, ranks: tuple[int, ...], rank: int, recorder: Recorder, communicator: int
+    ) -> None:
+        """Take part; the last rank to come takes the segment's name away.
+
+        Args:
+            recorder: where collectives are noted when they are posted.
+            communicator: its number there.
+        """
+        self._segment, self._recorder = segment, recorder  # compiled code knows them by address
         self.ranks = ranks
-        self._count = len(ranks)
         self._me = ranks.index(rank)
         self._address = segment.address
+        self._place = (ctypes.c_int64 * 5)(segment.address, len(ranks), self._me, recorder.handle, communicator)
+        self._place_address = ctypes.addressof(self._place)
         self._word = ctypes.c_int64.from_address(segment.address + ABORT)
         self._departures = ctypes.c_int64.from_address(segment.address + _DEPARTURES)
         if _count_kernel(self._address + _ATTACHED) == len(ranks) - 1:
@@ -86,10 +105,14 @@ class Board:
         """Bytes for a board of so many ranks."""
         return PAGE + ranks * _ROW
 
-    def post(self, sequence: int, message: Message) -> bool:
-        """Describe collective number `sequence`; False if the board is aborted or somebody described it differently."""
-        found: int = _post_kernel(self._address, self._count, self._me, sequence, *message)
-        return found == -1
+    def post(self, sequence: int, message: Message, site: int) -> int:
+        """Note collective number `sequence` in the flight recorder and describe it here.
+
+        Returns:
+            The record's number, inverted (and so negative) if the board is aborted, also by a different description.
+        """
+        number: int = _post_kernel(self._place_address, sequence, *message, site)
+        return number
 
     def abort(self, word: int) -> None:
         """Stop the communicator on this host; the first reason stays."""

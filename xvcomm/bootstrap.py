@@ -70,7 +70,9 @@ def init(
     env = os.environ if env is None else env
     config = _configure(env, rank=rank, size=size, store=store, island=island, device=device, timeout=timeout)
     launch = _launched(env, config)
-    config = replace(config, local_rank=launch.local_rank, local_size=launch.local_size)
+    config = replace(
+        config, rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size
+    )
     deadline = Deadline.after(config.timeout)
     if store is None or isinstance(store, str):
         base, place = rendezvous(launch, config, env, deadline), _place(launch, config)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from xvcomm import array
@@ -33,8 +34,7 @@ _REQUESTS = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """One collective as this rank calls it; counts are elements.
 
     Attributes:
@@ -60,14 +60,8 @@ class Call:
 
     def message(self) -> Message:
         """What all ranks must agree on."""
-        code = self.reduction.op if self.reduction is not None else 0
-        if not self.uneven:
-            elements = self.count or sum(self.counts)
-            return Message(+self.op, self.dtype.code, elements * self.dtype.itemsize, 0, pack_detail(self.root, code))
-        if self.op is OpCode.ALL_TO_ALL:  # each rank has its own counts
-            return Message(+self.op, self.dtype.code, 0, 0, pack_detail(self.root, code))
-        nbytes = sum(self.counts) * self.dtype.itemsize
-        return Message(+self.op, self.dtype.code, nbytes, 0, pack_detail(self.root, code, self.counts))
+        how = self.reduction.op if self.reduction is not None else 0
+        return _message(self.op, self.dtype, how, self.count, self.counts, self.root, self.uneven)
 
     def request(self) -> Request:
         """The same for the planner."""
@@ -78,6 +72,17 @@ class Call:
             average=average, premul=how is not None and how.op is ReduceOp.PREMUL_SUM,
             scale_first=average and self.dtype.small_range,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _message(
+    op: OpCode, dtype: DType, reduction: int, count: int, counts: tuple[int, ...], root: int, uneven: bool
+) -> Message:
+    if not uneven:
+        return Message(+op, dtype.code, (count or sum(counts)) * dtype.itemsize, 0, pack_detail(root, reduction))
+    if op is OpCode.ALL_TO_ALL:  # each rank has its own counts
+        return Message(+op, dtype.code, 0, 0, pack_detail(root, reduction))
+    return Message(+op, dtype.code, sum(counts) * dtype.itemsize, 0, pack_detail(root, reduction, counts))
 
 
 class Caller:

@@ -24,11 +24,13 @@ from xvcomm.session import Session
 from xvcomm.shm import Segment
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.topology import Topology
-from xvcomm.trace import State
+from xvcomm.trace import DONE, State, call_site
 
 _DRAIN_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.0005
+_INSIDE_SEND, _INSIDE_COLLECTIVE = 4, 5
+"""Functions of xvcomm that are under way at the least when `begin` asks for the call site, itself included."""
 _NOTHING = Message(0, 0, 0, 0)
 
 
@@ -107,7 +109,7 @@ class Context:
                 self.store.set(key, segment.name.encode())
         else:
             segment = self.session.attach(self.store, key, deadline)
-        board = Board(segment, here, self.rank)
+        board = Board(segment, here, self.rank, self._recorder, self.ident)
         with self._gate:
             self._board = self._blame.board = board
             if self._word:
@@ -176,6 +178,7 @@ class Context:
         Raises:
             MismatchError, PeerLost, Aborted, DeadlineExceeded, ClosedError: the communicator is finished.
         """
+        site = call_site(_INSIDE_SEND if peer >= 0 else _INSIDE_COLLECTIVE)
         operation = Operation(name, self._sequence, message, peer)
         self._active.add(operation)
         board = self._board
@@ -183,26 +186,28 @@ class Context:
             self._active.discard(operation)
             self.ensure_open(name)
         assert board is not None
-        _, dtype, nbytes, tag, _ = message
-        operation.record = self._recorder.begin(self.ident, operation.sequence, +name, dtype, nbytes, peer, tag)
         if peer >= 0:
-            word = self._word or board.abort_word()
+            _, dtype, nbytes, tag, _ = message
+            sequence, recorder = operation.sequence, self._recorder
+            operation.record = recorder.begin(self.ident, sequence, +name, dtype, nbytes, peer, tag, site)
+            stopped = board.abort_word() != 0
         else:
             self._sequence += 1
-            word = 0 if board.post(operation.sequence, message) else board.abort_word()
-        if word:
+            number = board.post(operation.sequence, message, site)
+            stopped = number < 0
+            operation.record = ~number if stopped else number
+        if stopped:
+            word = board.abort_word()
             self.abort(word)
             failure = self._blame.error(word, operation)
             self.end(operation, State.FAILED)
             raise failure
         return operation
 
-    def end(self, operation: Operation, state: State = State.DONE) -> None:
+    def end(self, operation: Operation, state: int = DONE) -> None:
         """An operation is over. If it failed, `fail` was called for it or for another one of the same group."""
         try:
             self._recorder.end(operation.record, state)
-        except ValueError:  # the recorder's memory is gone
-            pass
         finally:
             self._active.discard(operation)
 
@@ -244,6 +249,8 @@ class Context:
         if Reason.parse(word)[0] is Reason.MISMATCH:
             found = self._blame.dispute()
             self.abort(Reason.MISMATCH.word(self.rank), found[0] if found else "")
+        elif self._native is not None and self._native.failure:
+            self.abort(Reason.ABORTED.word(self.rank), self._native.failure)
         else:
             self.abort(word)
 
@@ -295,9 +302,8 @@ class Context:
             if Reason.bad(word) and not self._word:
                 self._pass_on(word)
         native = self._native
-        word = native.error() if native is not None else 0
-        if Reason.bad(word) and not self._word:
-            self.abort(word)
+        if native is not None and Reason.bad(native.error()) and not self._word:
+            self.abort(Reason.ABORTED.word(self.rank), native.failure)
 
     def lose(self, world_rank: int) -> None:
         """A process of the job ended; if it died, stop everything it belonged to. Safe from any thread."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+
+import msgspec
 
 from xvcomm.dtype import BY_CODE, ReduceOp
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Message
 
 
-@dataclass(slots=True, eq=False)
-class Operation:
+class Operation(msgspec.Struct, eq=False):
     """An operation that a rank is in.
 
     Attributes:

@@ -1,10 +1,11 @@
 """The flight recorder: what each rank did last, in memory that the host's other ranks can read even when it is dead.
 
-A record is one struct write; hooks cost nothing while there are none.
+A record is written by compiled code in one call; hooks cost nothing while there are none.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import itertools
 import struct
@@ -13,16 +14,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+from xvcomm.atomics import copy_bytes, load, store, store_release
 from xvcomm.dtype import BY_CODE
+from xvcomm.jit import compiling
 from xvcomm.opcode import OpCode
 
 RECORD = 128
 HEADER = 128
-_FORMAT = struct.Struct("<10q48s")
-_STATE, _END = 7, 9
+_SITE_BYTES = 48
+_FORMAT = struct.Struct(f"<10q{_SITE_BYTES}s")
+_STATE, _ENDED, _SITE = 7, 9, 10  # words of a record; see Record for the others
 _HERE = str(Path(__file__).parent)
-_sites: dict[tuple[str, int], bytes] = {}
+_SITES = 4096
 _internal: dict[str, bool] = {}
 
 hooks: list[Callable[[Record], None]] = []
@@ -37,7 +47,8 @@ class State(enum.IntEnum):
     FAILED = 3
 
 
-_POSTED = int(State.POSTED)  # packing an enum's member takes twice as long
+# As plain integers: of an enumeration's member, arithmetic and compiled code first look up the value.
+_POSTED, DONE = int(State.POSTED), int(State.DONE)
 
 
 class Life(enum.IntEnum):
@@ -78,50 +89,116 @@ def region_bytes(records: int) -> int:
     return HEADER + records * RECORD
 
 
+def brief(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function of a few instructions for calls from Python that keep the interpreter lock.
+
+    Giving the lock up and taking it again would take longer than the function, and of this process no other thread
+    of Python does anything meanwhile.
+    """
+    compiler: Callable[[Callable[..., Any]], Any] = njit(signature, cache=True, error_model="numpy")
+    return compiler
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _nanoseconds(typingctx: Any) -> Any:
+    """Nanoseconds since the epoch, as `time.time_ns()` has them."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        clock = ir.FunctionType(int32, [int32, int64.as_pointer()])
+        function = cgutils.get_or_insert_function(builder.module, clock, "clock_gettime")
+        pair = cgutils.alloca_once(builder, int64, size=2)
+        builder.call(function, [int32(time.CLOCK_REALTIME), pair])
+        seconds, rest = (builder.load(builder.gep(pair, [int32(i)])) for i in range(2))
+        return builder.add(builder.mul(seconds, int64(1_000_000_000)), rest)
+
+    return types.int64(), generate
+
+
+@register_jitable
+def note(handle, communicator, sequence, op, dtype, nbytes, peer, tag, site):  # type: ignore[no-untyped-def]
+    """Write the record of an operation that starts, with a `Recorder.handle`; gives its number."""
+    region, capacity, number = load(handle), load(handle + 8), load(handle + 16)
+    if region != 0:
+        record = region + HEADER + number % capacity * RECORD
+        words = (sequence, communicator, op, dtype, nbytes, peer, tag, _POSTED, _nanoseconds(), 0)
+        for i, value in enumerate(words):
+            store(record + 8 * i, value)
+        copy_bytes(record + 8 * _SITE, site, _SITE_BYTES)
+        store(handle + 16, number + 1)
+        store_release(region + 8, number + 1)
+    return number
+
+
+def _end(handle, number, state):  # type: ignore[no-untyped-def]
+    """Note the end of an operation, unless its record was overwritten since."""
+    region, capacity = load(handle), load(handle + 8)
+    if region != 0 and load(handle + 16) - number <= capacity:
+        record = region + HEADER + number % capacity * RECORD
+        store(record + 8 * _ENDED, _nanoseconds())
+        store_release(record + 8 * _STATE, state)
+
+
+with compiling():
+    _note_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(note)
+    _end_kernel = brief("void(int64, int64, int64)")(_end)
+
+
 class Recorder:
-    """Writes one rank's region."""
+    """Writes one rank's region.
+
+    Attributes:
+        handle: address of what compiled code needs to write: where the region lies (0 once closed), records that it
+            holds, number of the next one. No lock guards it but the interpreter's.
+    """
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._words = memory.cast("q")
-        self._capacity = (len(memory) - HEADER) // RECORD
-        self._numbers = itertools.count()
+        region = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._writer = (ctypes.c_int64 * 3)(region, (len(memory) - HEADER) // RECORD, 0)
+        self.handle = ctypes.addressof(self._writer)
 
     def live(self, state: Life) -> None:
         """Say how far this rank got."""
         self._words[0] = state
 
-    def begin(self, communicator: int, sequence: int, op: int, dtype: int, nbytes: int, peer: int = -1, tag: int = -1) -> int:
-        """Note an operation that starts; gives the number to `end` it with."""
-        number = next(self._numbers)  # one step, so that threads need no lock
-        _FORMAT.pack_into(
-            self._memory, HEADER + number % self._capacity * RECORD,
-            sequence, communicator, op, dtype, nbytes, peer, tag, _POSTED, time.time_ns(), 0, call_site(),
-        )  # fmt: skip
-        self._words[1] = number + 1
+    def begin(
+        self, communicator: int, sequence: int, op: int, dtype: int, nbytes: int, peer: int, tag: int, site: int
+    ) -> int:
+        """Note an operation that starts; gives the number to `end` it with. `site` is from `call_site`."""
+        number: int = _note_kernel(self.handle, communicator, sequence, op, dtype, nbytes, peer, tag, site)
         return number
 
-    def end(self, number: int, state: State = State.DONE) -> None:
+    def end(self, number: int, state: int = DONE) -> None:
         """Note that it ended."""
-        if self._words[1] - number > self._capacity:
-            return  # overwritten since
-        base = (HEADER + number % self._capacity * RECORD) // 8
-        self._words[base + _END] = time.time_ns()
-        self._words[base + _STATE] = state
-        if hooks:
+        _end_kernel(self.handle, number, +state)
+        if hooks and self._writer[0]:
             record = read(self._memory, number)
             for hook in list(hooks):
                 hook(record)
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Let go of the memory; what begins or ends later is not noted. Idempotent."""
+        self._writer[0] = 0
         self._words.release()
         self._memory.release()
 
 
-def call_site() -> bytes:
-    """`file.py:line` of the nearest caller outside xvcomm, at most 48 bytes."""
-    frame = sys._getframe(2)
+# Text of call sites, each at an address of its own that stays valid: compiled code copies from it.
+_texts = (ctypes.c_char * _SITE_BYTES * _SITES)()
+_places = itertools.count()  # one step, so that threads need no lock
+_sites: dict[tuple[str, int], int] = {}
+
+
+def call_site(inside: int) -> int:
+    """Address of `file.py:line`, at most 48 bytes, of the nearest caller outside xvcomm.
+
+    Args:
+        inside: callers of this function, counted from the nearest, that lie in xvcomm for certain; looking at each
+            would take time.
+    """
+    frame = sys._getframe(inside + 1)
     while True:
         file = frame.f_code.co_filename
         internal = _internal.get(file)
@@ -131,13 +208,18 @@ def call_site() -> bytes:
             break
         frame = frame.f_back
     # Keyed by file name: hashing a code object walks through all of it.
-    key = (file, frame.f_lineno)
+    key = file, frame.f_lineno
     found = _sites.get(key)
-    if found is None:
-        if len(_sites) > 4096:
-            _sites.clear()
-        found = _sites[key] = f"{Path(file).name}:{frame.f_lineno}".encode()[-48:]
-    return found
+    return found if found is not None else _add_site(key)
+
+
+def _add_site(key: tuple[str, int]) -> int:
+    if len(_sites) >= _SITES:
+        _sites.clear()
+    text = _texts[next(_places) % _SITES]
+    text.raw = f"{Path(key[0]).name}:{key[1]}".encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
+    address = _sites[key] = ctypes.addressof(text)
+    return address
 
 
 def read(memory: memoryview, number: int) -> Record:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from xvcomm import array
 from xvcomm.abc.device import RingStalled, RingStopped, Stream
 from xvcomm.array import ArrayView
 from xvcomm.deadline import Deadline
+from xvcomm.dtype import DType
 from xvcomm.links import Use
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
@@ -23,11 +26,10 @@ if TYPE_CHECKING:
     from xvcomm.context import Context
 
 # Looked up once: members of enumerations take longer to find than the rest of some lines below.
-_SEND, _P2P, _CODE = OpCode.SEND, Use.POINT_TO_POINT, int(OpCode.SEND)
+_SEND, _P2P = OpCode.SEND, Use.POINT_TO_POINT
 
 
-@dataclass(slots=True)
-class Transfer:
+class Transfer(msgspec.Struct, eq=False):
     """One message that this rank sends or receives.
 
     Attributes:
@@ -45,6 +47,11 @@ class Transfer:
     promise: Any = None
     operation: Operation | None = None
     end: RingEnd | None = None
+
+
+@lru_cache(maxsize=1024)
+def _message(dtype: DType, nbytes: int, tag: int) -> Message:
+    return Message(int(OpCode.SEND), dtype.code, nbytes, tag)
 
 
 class Transfers(ABC):
@@ -77,7 +84,7 @@ class Transfers(ABC):
         """Put one transfer on a stream; the caller holds `Context.enqueueing`."""
         context = self._context
         view, sending = t.view, t.name is _SEND
-        message = Message(_CODE, view.dtype.code, view.nbytes, t.tag)
+        message = _message(view.dtype, view.nbytes, t.tag)
         t.operation = context.begin(t.name, message, t.peer)
         end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=sending)
         move = context.device.put if sending else context.device.get

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from xvcomm.cli.measure import OPS
+from xvcomm.cli import measure
+from xvcomm.cli.bench import Options, start
+from xvcomm.cli.benchcase import OPS
 
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
 FIELDS = {"machine", "cores", "date", "versions", "islands", "rehearsal", "time", "algbw", "busbw", "wrong", "noisy"}
@@ -63,3 +65,29 @@ def test_a_peer_without_the_dtype_is_left_out():
     assert done.returncode == 0, done.stderr
     (row,) = rows(done.stdout)
     assert row[-2:] == ["-", "-"]
+
+
+def test_a_peer_with_an_environment_gets_processes_of_its_own(tmp_path, monkeypatch, capfd):
+    """What other processes measured comes into the same table and file; the time for it is limited too."""
+    pytest.importorskip("torch")
+    monkeypatch.setitem(measure.PEERS, "gloo", measure.Peer("any", {"GLOO_SOCKET_IFNAME": "lo"}))
+    options = Options(
+        ops=("all_reduce",), sizes=(8, 4096), dtypes=("float32",), peers=("gloo", "memcpy"), in_place=True, seconds=0.1,
+        iterations=2, warmup=1, patience=0, labels=("a", "b"), json=str(tmp_path / "out.json"), plot=None,
+        devices=("host", "host"),
+    )  # fmt: skip
+    assert start(options) == 0
+    found = [(r["size"], r["library"]) for r in json.loads((tmp_path / "out.json").read_text())]
+    assert found == [(size, name) for size in (8, 4096) for name in ("xvcomm", "memcpy", "gloo")]
+    printed = rows(capfd.readouterr().out)
+    assert len(printed) == 2 and all("-" not in row for row in printed)
+
+
+def test_cases_beyond_the_budget_are_left_out(tmp_path, capfd):
+    options = Options(
+        ops=("all_reduce",), sizes=(8, 16, 32), dtypes=("float32",), peers=(), in_place=True, seconds=0.1,
+        iterations=1, warmup=1, patience=0, labels=("",) * 2, json=str(tmp_path / "out.json"), plot=None, budget=0.0,
+    )  # fmt: skip
+    assert start(options) == 0
+    assert json.loads((tmp_path / "out.json").read_text()) == []
+    assert "3 of 3 cases were not measured" in capfd.readouterr().out

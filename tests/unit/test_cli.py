@@ -1,23 +1,17 @@
-"""The commands' own logic, in this process: lines, sizes, plans, reports, and the measuring of the benchmark."""
+"""The commands' own logic, in this process: lines, environments, plans, reports."""
 
 import json
 import os
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from xvcomm.cli import app
-from xvcomm.cli.bench import grid, parse_size
 from xvcomm.cli.doctor import examine
-from xvcomm.cli.measure import OPS, Case, allocate, fill, wrong
 from xvcomm.cli.output import LineAssembler, Outlet, RankStream, prefixes
 from xvcomm.cli.plan import scale
 from xvcomm.cli.run import rank_environments, rank_labels, resolve
-from xvcomm.dtype import DTYPES
 from xvcomm.errors import ArgumentError
-
-DTYPE = {d.name: d for d in DTYPES}
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
@@ -93,15 +87,6 @@ def test_ranks_keep_what_the_user_set():
     assert envs[0]["XVCOMM_ISLAND"] == "a" and "XVCOMM_ISLAND" not in envs[1]
 
 
-def test_sizes():
-    assert [parse_size(t) for t in ("8", "64K", "256m", "1G")] == [8, 65536, 256 << 20, 1 << 30]
-    for text in ("", "K", "-1", "1.5M", "8T"):
-        with pytest.raises(ArgumentError, match="expected a number of bytes"):
-            parse_size(text)
-    assert grid(8, 128, 4) == (8, 32, 128)
-    assert grid(8, 4, 2) == ()
-
-
 def test_scaling_islands_keeps_their_proportions():
     assert scale(("a", "b"), None) == ("a", "b")
     assert scale(("a", "a", "a", "b"), 8) == ("a",) * 6 + ("b",) * 2
@@ -147,68 +132,3 @@ def test_doctor_fails_where_jobs_cannot_run(tmp_path):
     assert any(p.fatal and "nowhere" in p.what for p in report.problems)
     report = examine({"XVCOMM_TIMEOUT": "soon"})
     assert any(p.fatal and "XVCOMM_TIMEOUT" in p.what for p in report.problems)
-
-
-def test_bench_refuses_nonsense_before_it_starts_anything():
-    for args, words in (
-        (["--op", "all_red"], "unknown operation 'all_red'"),
-        (["--dtype", "float31"], "unknown dtype 'float31'"),
-        (["--peer", "glue"], "unknown peer 'glue'"),
-        (["--min", "8K", "--max", "8"], "no sizes"),
-        (["--json", "/nowhere/x.json"], "its folder does not exist"),
-    ):
-        result = CliRunner().invoke(app, ["bench", *args])
-        assert isinstance(result.exception, ArgumentError) and words in str(result.exception)
-
-
-def _run_by_hand(case, buffers):
-    """What a correct library leaves in every rank's output."""
-    src = [b.src.copy() for b in buffers]
-    total = np.sum([s.astype(np.complex128) for s in src], axis=0)
-    total = (total if case.dtype.kind == "c" else total.real).astype(src[0].dtype)
-    for rank, mine in enumerate(buffers):
-        blocks = slice(rank * case.block, (rank + 1) * case.block)
-        match case.op:
-            case "all_reduce" | "reduce":
-                mine.dst[...] = total
-            case "broadcast":
-                mine.dst[...] = src[0]
-            case "all_gather":
-                mine.dst[...] = np.concatenate(src)
-            case "reduce_scatter":
-                mine.dst[...] = total[blocks]
-            case "all_to_all":
-                mine.dst[...] = np.concatenate([s[blocks] for s in src])
-            case "sendrecv":
-                mine.dst[...] = src[(rank - 1) % case.ranks]
-            case "p2p":
-                mine.dst[...] = src[1 - rank] if rank < 2 else mine.dst
-
-
-@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "uint8", "complex64"])
-def test_the_check_accepts_right_results_and_counts_wrong_elements(op, dtype):
-    case = Case(op, 1200, DTYPE[dtype], 3, in_place=True)
-    buffers = [allocate(case) for _ in range(3)]
-    for rank in range(3):
-        fill(case, rank, buffers[rank])
-    _run_by_hand(case, buffers)
-    assert [wrong(case, rank, buffers[rank]) for rank in range(3)] == [0, 0, 0]
-    before = buffers[0].dst[5]
-    buffers[0].dst[5] = 7 if before != 7 else 5
-    assert wrong(case, 0, buffers[0]) == 1
-
-
-@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
-def test_the_check_notices_an_operation_that_did_nothing(op):
-    case = Case(op, 96, DTYPE["int32"], 2, in_place=False)
-    buffers = allocate(case)
-    fill(case, 1, buffers)
-    expected_untouched = op == "reduce"  # rank 1 is not the root
-    assert (wrong(case, 1, buffers) == 0) == expected_untouched
-
-
-def test_sizes_count_as_in_nccl_tests():
-    gather = Case("all_gather", 1000, DTYPE["float32"], 3, in_place=True)
-    assert (gather.block, gather.count, gather.bytes) == (83, 249, 996)
-    assert OPS["all_reduce"](4) == 1.5 and OPS["all_gather"](4) == 0.75

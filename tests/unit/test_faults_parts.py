@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from xvcomm import trace
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
 from xvcomm.backends.host.mover import Kind
@@ -22,6 +23,7 @@ from xvcomm.shm import Segment
 from xvcomm.store import MemoryStore, join_barrier
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.store.join import refuse
+from xvcomm.trace import Recorder, State
 
 Boards = list[Board]
 Ends = tuple[RingEnd, RingEnd]
@@ -39,7 +41,9 @@ def boards() -> Iterator[Boards]:
     """The same board seen from ranks 1, 4 and 6."""
     ranks = (1, 4, 6)
     made = Segment.create("/dev/shm", "test_board", Board.size(len(ranks)))
-    found = [Board(made, ranks, 1)] + [Board(Segment.attach("/dev/shm", made.name), ranks, r) for r in ranks[1:]]
+    segments = [made, *(Segment.attach("/dev/shm", made.name) for _ in ranks[1:])]
+    recorders = [Recorder(memoryview(bytearray(trace.region_bytes(16)))) for _ in ranks]
+    found = [Board(s, ranks, r, recorder, 7) for s, r, recorder in zip(segments, ranks, recorders, strict=True)]
     yield found
     for board in found:
         board.close()
@@ -49,14 +53,33 @@ def call(nbytes: int) -> Message:
     return Message(int(OpCode.ALL_REDUCE), UINT8.code, nbytes, 0, 0)
 
 
+def post(board: Board, sequence: int, message: Message) -> bool:
+    """Post a collective; whether nothing speaks against it."""
+    return board.post(sequence, message, trace.call_site(1)) >= 0
+
+
 def test_a_board_compares_whoever_comes_second(boards: Boards) -> None:
-    assert boards[0].post(0, call(8)) and boards[1].post(0, call(8))
+    assert post(boards[0], 0, call(8)) and post(boards[1], 0, call(8))
     assert boards[0].absent(0) == [6] and boards[2].absent(0) == [6]
-    assert not boards[2].post(0, call(9))
+    assert not post(boards[2], 0, call(9))
     for board in boards:
         assert Reason.parse(board.abort_word())[0] is Reason.MISMATCH
         assert board.quarrel() in (((6, call(9)), (1, call(8))), ((6, call(9)), (4, call(8))))
-        assert not board.post(1, call(8))
+        assert not post(board, 1, call(8))
+
+
+def test_a_post_is_noted_even_if_the_board_is_aborted() -> None:
+    made = Segment.create("/dev/shm", "test_board", Board.size(1))
+    memory = memoryview(bytearray(trace.region_bytes(16)))
+    board = Board(made, (0,), 0, Recorder(memory), 7)
+    first = board.post(5, call(8), trace.call_site(0))
+    board.abort(Reason.ABORTED.word(0))
+    second = board.post(6, call(16), trace.call_site(0))
+    assert (first, ~second) == (0, 1)
+    noted = [(r.communicator, r.sequence, r.op, r.nbytes, r.peer, r.state) for r in trace.history(memory)]
+    assert noted == [(7, n, OpCode.ALL_REDUCE, size, -1, State.POSTED) for n, size in ((5, 8), (6, 16))]
+    assert trace.history(memory)[0].site.startswith("test_faults_parts.py:")
+    board.close()
 
 
 def test_a_board_keeps_the_first_reason_and_its_words(boards: Boards) -> None:

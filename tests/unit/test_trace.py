@@ -31,10 +31,16 @@ def hooked() -> Iterator[list[Record]]:
     trace.hooks.remove(seen.append)
 
 
+def begin(recorder: Recorder, communicator: int, sequence: int, op: int, dtype: int, nbytes: int, *end: int) -> int:
+    """Begin an operation, called from where this is called; `end` is peer and tag, if it has them."""
+    peer, tag = end or (-1, -1)
+    return recorder.begin(communicator, sequence, op, dtype, nbytes, peer, tag, trace.call_site(1))
+
+
 def test_an_operation_from_start_to_end(memory: memoryview) -> None:
     recorder, before = Recorder(memory), time.time_ns()
     assert trace.last(memory) is None
-    number = recorder.begin(3, 12, OpCode.ALL_REDUCE, FLOAT32, 16384)
+    number = begin(recorder, 3, 12, OpCode.ALL_REDUCE, FLOAT32, 16384)
     found = trace.last(memory)
     assert found is not None
     assert (found.communicator, found.sequence, found.op, found.nbytes) == (3, 12, OpCode.ALL_REDUCE, 16384)
@@ -50,7 +56,7 @@ def test_an_operation_from_start_to_end(memory: memoryview) -> None:
 
 def test_words_for_a_message_that_failed(memory: memoryview) -> None:
     recorder = Recorder(memory)
-    recorder.end(recorder.begin(0, 5, OpCode.SEND, 99, 10, peer=2, tag=1 << 61), State.FAILED)
+    recorder.end(begin(recorder, 0, 5, OpCode.SEND, 99, 10, 2, 1 << 61), State.FAILED)
     found = trace.last(memory)
     assert found is not None and found.tag == 1 << 61
     assert found.describe() == f"send #5 with rank 2 of 10 bytes at {found.site} (failed)"
@@ -58,7 +64,7 @@ def test_words_for_a_message_that_failed(memory: memoryview) -> None:
 
 def test_only_the_newest_are_kept(memory: memoryview) -> None:
     recorder = Recorder(memory)
-    numbers = [recorder.begin(0, i, OpCode.BARRIER, FLOAT32, i) for i in range(40)]
+    numbers = [begin(recorder, 0, i, OpCode.BARRIER, FLOAT32, i) for i in range(40)]
     assert [r.sequence for r in trace.history(memory)] == list(range(24, 40))
     recorder.end(numbers[3])
     assert all(r.state == State.POSTED for r in trace.history(memory)), "an end was written into another's record"
@@ -74,7 +80,7 @@ def test_life(memory: memoryview) -> None:
 
 def test_hooks_get_what_ended(memory: memoryview, hooked: list[Record]) -> None:
     recorder = Recorder(memory)
-    first, second = (recorder.begin(0, i, OpCode.SEND, FLOAT32, 4) for i in (1, 2))
+    first, second = (begin(recorder, 0, i, OpCode.SEND, FLOAT32, 4) for i in (1, 2))
     assert hooked == []
     recorder.end(second)
     recorder.end(first, State.FAILED)
@@ -87,7 +93,7 @@ def test_threads_write_records_of_their_own() -> None:
 
     def work(thread: int) -> None:
         for i in range(500):
-            recorder.end(recorder.begin(thread, i, OpCode.SEND, FLOAT32, thread))
+            recorder.end(begin(recorder, thread, i, OpCode.SEND, FLOAT32, thread))
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
@@ -99,17 +105,32 @@ def test_threads_write_records_of_their_own() -> None:
 def test_sites_of_a_loop_and_of_two_lines(memory: memoryview) -> None:
     recorder = Recorder(memory)
     for i in range(3):
-        recorder.begin(0, i, OpCode.SEND, FLOAT32, 0)
-    recorder.begin(0, 3, OpCode.SEND, FLOAT32, 0)
+        begin(recorder, 0, i, OpCode.SEND, FLOAT32, 0)
+    begin(recorder, 0, 3, OpCode.SEND, FLOAT32, 0)
     sites = [r.site for r in trace.history(memory)]
     assert sites[0] == sites[1] == sites[2] != sites[3]
 
 
+def test_more_sites_than_are_kept(memory: memoryview) -> None:
+    recorder, lines = Recorder(memory), 5000
+    code = compile("\n".join(["begin(recorder, 0, 1, 1, 1, 1)"] * lines), "many.py", "exec")
+    exec(code, {"begin": begin, "recorder": recorder})
+    assert [r.site for r in trace.history(memory)] == [f"many.py:{line}" for line in range(lines - 15, lines + 1)]
+
+
+def test_a_long_site_keeps_its_end(memory: memoryview) -> None:
+    recorder = Recorder(memory)
+    exec(compile("begin(recorder, 0, 1, 1, 1, 1)", "long" * 20 + ".py", "exec"), {"begin": begin, "recorder": recorder})
+    found = trace.last(memory)
+    assert found is not None and found.site == ("long" * 20 + ".py:1")[-48:]
+
+
 def test_closing_lets_go(memory: memoryview) -> None:
     recorder = Recorder(memory)
+    number = begin(recorder, 0, 1, OpCode.SEND, FLOAT32, 4)
     recorder.close()
     recorder.close()
-    with pytest.raises(ValueError, match="released"):
-        recorder.end(0)
     with pytest.raises(ValueError, match="released"):
         len(memory)
+    recorder.end(number)
+    assert begin(recorder, 0, 2, OpCode.SEND, FLOAT32, 4) == number + 1

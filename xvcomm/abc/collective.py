@@ -15,7 +15,13 @@ from xvcomm.dtype import DType, Reduction
 
 
 class Collective(ABC):
-    """The native library's communicator. Every operation raises `CollectiveStopped` or `CollectiveStalled`."""
+    """The native library's communicator. Every operation raises `CollectiveStopped` or `CollectiveStalled`.
+
+    Attributes:
+        failure: what the library itself says went wrong, or nothing; `error` is then its own word.
+    """
+
+    failure: str = ""
 
     @abstractmethod
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:

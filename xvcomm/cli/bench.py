@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import replace
 
+from xvcomm.cli.benchcase import OPS
 from xvcomm.cli.launcher import Job, RankSpec
-from xvcomm.cli.measure import OPS, PEERS
+from xvcomm.cli.measure import PEERS
 from xvcomm.cli.run import job_environment, launch, rank_labels, terminal_environment
 from xvcomm.config import Config
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import ArgumentError, BackendUnavailable
 from xvcomm.launch import discover
+from xvcomm.topology import parse_islands
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -38,6 +43,10 @@ class Options(msgspec.Struct, frozen=True):
         labels: an island label a rank, empty for none.
         json: file for the records, or None.
         plot: file for the picture, or None.
+        devices: kind of device of each rank, empty for what is found.
+        budget: seconds, of all processes together, after which no other case is begun, or None.
+        measured: what these processes measure, without a table if xvcomm is not among it; empty for xvcomm and peers.
+        others: files with the records of peers that other processes measured.
     """
 
     ops: tuple[str, ...]
@@ -52,6 +61,14 @@ class Options(msgspec.Struct, frozen=True):
     labels: tuple[str, ...]
     json: str | None
     plot: str | None
+    devices: tuple[str, ...] = ()
+    budget: float | None = None
+    measured: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    def separate(self) -> tuple[str, ...]:
+        """The peers that need processes of their own."""
+        return tuple(name for name in self.peers if PEERS[name].environment)
 
 
 def bench(
@@ -64,6 +81,7 @@ def bench(
     factor: Annotated[int, typer.Option(min=2, help="From one size to the next.")] = 4,
     sizes: Annotated[str | None, typer.Option(help="These sizes instead, separated by commas.")] = None,
     peer: Annotated[str, typer.Option(help=f"Libraries to measure beside: {', '.join(PEERS)}.")] = "",
+    device: Annotated[str, typer.Option(help="Kind of device, or one a rank: cuda:1,rocm:1; found if not given.")] = "",
     in_place: Annotated[bool, typer.Option("--in-place/--out-of-place", help="Where the result goes.")] = True,
     iters: Annotated[int | None, typer.Option(min=1, help="Iterations of each of three rounds.")] = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for each case and library, without --iters.")] = 0.3,
@@ -75,9 +93,11 @@ def bench(
     """Measure operations over sizes, in the manner of nccl-tests: time, algbw, busbw, wrong elements.
 
     Starts its own ranks (by mpirun for --peer mpi) unless a launcher already did. Peers run in the same processes and
-    take turns with xvcomm; each gets a column with its time and how many times longer it takes.
+    take turns with xvcomm; each gets a column with its time and how many times longer it takes. Peers that need another
+    environment run in processes of their own, before.
     """
     launched = discover(os.environ, Config.from_env()).launcher != "single"
+    labels = () if launched else rank_labels(2 if ranks is None and islands is None else ranks, islands)
     options = Options(
         ops=tuple(OPS) if op == "all" else _names(op),
         sizes=tuple(parse_size(s) for s in _names(sizes))
@@ -90,12 +110,17 @@ def bench(
         iterations=iters,
         warmup=warmup,
         patience=patience,
-        labels=() if launched else rank_labels(2 if ranks is None and islands is None else ranks, islands),
+        labels=labels,
         json=json,
         plot=plot,
+        devices=parse_devices(device, len(labels)),
     )
     _check(options)
     if launched:
+        if options.separate():
+            raise ArgumentError(
+                f"peer {options.separate()[0]} needs ranks of its own: let xvcomm bench start them (-n)"
+            )
         from xvcomm.cli.benchrank import measure_all
 
         raise typer.Exit(measure_all(options))
@@ -145,14 +170,52 @@ def grid(least: int, most: int, factor: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def parse_devices(text: str, ranks: int) -> tuple[str, ...]:
+    """A kind of device a rank from `"cuda"` or `"cuda:1,rocm:1"`; of nothing, nothing.
+
+    Raises:
+        ArgumentError: there are not as many as ranks.
+    """
+    if not text:
+        return ()
+    kinds = parse_islands(text)
+    if len(kinds) == 1 and ranks:
+        kinds *= ranks
+    if len(kinds) != ranks:
+        raise ArgumentError(f"--device {text}: {len(kinds)} devices for {ranks} ranks; launchers set XVCOMM_DEVICE")
+    return kinds
+
+
 def start(options: Options) -> int:
     """Run the measuring ranks, by mpirun where MPI is a peer; blocks and returns the exit code.
 
     Raises:
         BackendUnavailable: MPI is asked for and there is no mpirun.
     """
-    rank = (sys.executable, "-u", "-m", "xvcomm.cli.benchrank", msgspec.json.encode(options).decode())
-    if "mpi" not in options.peers:
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: f"{folder}/{name}.json" for name in options.separate()}
+        code = 0
+        for name, file in files.items():
+            alone = replace(_part(options, (name,)), json=file, plot=None)
+            code = _launch(alone, PEERS[name].environment) or code
+            if code > 128:  # ended from outside
+                return code
+        rest = _part(options, ("xvcomm", *(name for name in options.peers if name not in files)))
+        others = tuple(file for file in files.values() if Path(file).exists())
+        return _launch(replace(rest, others=others), {}) or code
+
+
+def _part(options: Options, measured: tuple[str, ...]) -> Options:
+    """Options of the processes that measure these libraries, with their share of the time."""
+    share = len(measured) / (1 + len(options.peers))
+    return replace(options, measured=measured, budget=None if options.budget is None else options.budget * share)
+
+
+def _launch(options: Options, environment: Mapping[str, str]) -> int:
+    variables = tuple(f"{name}={value}" for name, value in environment.items())
+    measure = ("-u", "-m", "xvcomm.cli.benchrank", msgspec.json.encode(options).decode())
+    rank = (*(("env", *variables) if variables else ()), sys.executable, *measure)
+    if "mpi" not in options.measured:
         return launch(rank, options.labels, prefix=False)
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")

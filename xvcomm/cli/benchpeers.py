@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from xvcomm.cli.measure import Buffers, Case, Contender, Meeting
+from xvcomm.cli.benchcase import Buffers, Case, one_way, ping_pong
+from xvcomm.cli.benchcupy import CupyNccl
+from xvcomm.cli.benchmemory import Memory
+from xvcomm.cli.benchtorch import Copies, Gloo, TorchLibrary, TorchRanks
+from xvcomm.cli.measure import PEERS, Contender, Meeting
 from xvcomm.communicator import Communicator
 from xvcomm.errors import BackendUnavailable
 
@@ -31,6 +33,13 @@ class Xvcomm:
         comm, src, dst = self._comm, buffers.src, buffers.dst
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         out = None if dst is src else dst
+
+        def send() -> None:
+            comm.send(src, 1 - comm.rank)
+
+        def recv() -> None:
+            comm.recv(dst, 1 - comm.rank)
+
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: comm.all_reduce(src, out=out),
             "reduce": lambda: comm.reduce(src, root=0, out=out),
@@ -39,81 +48,14 @@ class Xvcomm:
             "reduce_scatter": lambda: comm.reduce_scatter(src, out=dst),
             "all_to_all": lambda: comm.all_to_all(src, out=dst),
             "sendrecv": lambda: comm.sendrecv(src, right, dst, left),
-            "p2p": lambda: _ping_pong(
-                comm.rank, lambda: comm.send(src, 1 - comm.rank), lambda: comm.recv(dst, 1 - comm.rank)
-            ),
+            "send": one_way(comm.rank, send, recv),
+            "p2p": ping_pong(comm.rank, send, recv),
             "barrier": comm.barrier,
         }
         return calls[case.op]
 
     def close(self) -> None:
         """Nothing: the communicator belongs to the caller."""
-
-
-def _ping_pong(rank: int, send: Callable[[], object], recv: Callable[[], object]) -> None:
-    if rank == 0:
-        send()
-        recv()
-    else:
-        recv()
-        send()
-
-
-class Gloo:
-    """Gloo through torch.distributed, on loopback. Sums are in place, the only way it has; out of place adds a copy."""
-
-    name = "gloo"
-    communicates = True
-
-    def __init__(self, meeting: Meeting, rendezvous: str) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        import torch
-        import torch.distributed as dist
-
-        self._torch, self._dist, self._rank, self._size = torch, dist, meeting.rank, meeting.size
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=meeting.rank, world_size=meeting.size)
-
-    def refuses(self, case: Case) -> str | None:
-        """See `Contender.refuses`."""
-        known = hasattr(self._torch, str(case.dtype)) and case.dtype.kind in "fiu"
-        if known and not (case.dtype.kind == "u" and case.dtype.itemsize > 1) and str(case.dtype) != "bool":
-            return None
-        return f"Gloo has no {case.dtype}"
-
-    def bind(self, case: Case, buffers: Buffers) -> Callable[[], object]:
-        """See `Contender.bind`."""
-        dist, rank = self._dist, self._rank
-        right, left = (rank + 1) % self._size, (rank - 1) % self._size
-        src, dst = self._tensor(case, buffers.src), self._tensor(case, buffers.dst)
-
-        def summed(call: Callable[[], object]) -> Callable[[], object]:
-            return call if buffers.dst is buffers.src else lambda: (dst.copy_(src), call())
-
-        def exchange() -> None:
-            works = [dist.isend(src, right), dist.irecv(dst, left)]
-            for work in works:
-                work.wait()
-
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": summed(lambda: dist.all_reduce(dst)),
-            "reduce": summed(lambda: dist.reduce(dst, 0)),
-            "broadcast": lambda: dist.broadcast(dst, 0),
-            "all_gather": lambda: dist.all_gather_into_tensor(dst, src),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(dst, src),
-            "all_to_all": lambda: dist.all_to_all_single(dst, src),
-            "sendrecv": exchange,
-            "p2p": lambda: _ping_pong(rank, lambda: dist.send(src, 1 - rank), lambda: dist.recv(dst, 1 - rank)),
-            "barrier": dist.barrier,
-        }
-        return calls[case.op]
-
-    def _tensor(self, case: Case, array: Any) -> Any:
-        plain = array.view(f"i{case.dtype.itemsize}")
-        return self._torch.from_numpy(plain).view(getattr(self._torch, str(case.dtype)))
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self._dist.destroy_process_group()
 
 
 class Mpi:
@@ -142,8 +84,14 @@ class Mpi:
         comm, rank, place = self._comm, self._comm.rank, self._mpi.IN_PLACE
         right, left = (rank + 1) % comm.size, (rank - 1) % comm.size
         src, dst = buffers.src, buffers.dst
-        alike = dst is src
-        first = place if alike else src
+        first = place if dst is src else src
+
+        def send() -> None:
+            comm.Send(src, 1 - rank)
+
+        def recv() -> None:
+            comm.Recv(dst, 1 - rank)
+
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: comm.Allreduce(first, dst),
             "reduce": lambda: comm.Reduce(first, dst, root=0) if rank == 0 else comm.Reduce(src, None, root=0),
@@ -152,7 +100,8 @@ class Mpi:
             "reduce_scatter": lambda: comm.Reduce_scatter_block(src, dst),
             "all_to_all": lambda: comm.Alltoall(src, dst),
             "sendrecv": lambda: comm.Sendrecv(src, right, recvbuf=dst, source=left),
-            "p2p": lambda: _ping_pong(rank, lambda: comm.Send(src, 1 - rank), lambda: comm.Recv(dst, 1 - rank)),
+            "send": one_way(rank, send, recv),
+            "p2p": ping_pong(rank, send, recv),
             "barrier": comm.Barrier,
         }
         return calls[case.op]
@@ -188,27 +137,39 @@ class Memcpy:
         """Nothing to let go of."""
 
 
-def contenders(names: list[str], comm: Communicator, meeting: Meeting, rendezvous: str) -> list[Contender]:
-    """xvcomm and the peers asked for, ready to be measured.
+def contenders(
+    names: Sequence[str], comm: Communicator, meeting: Meeting, memory: Memory, rendezvous: str
+) -> list[Contender]:
+    """The libraries asked for, ready to be measured.
 
     Args:
-        names: of `measure.PEERS`.
+        names: `xvcomm`, or of `measure.PEERS`.
         comm: xvcomm's communicator over all ranks.
         meeting: where the ranks agree.
+        memory: of this rank's device.
         rendezvous: path of a file, the same on all ranks, that does not exist yet.
 
     Raises:
-        BackendUnavailable: a peer's package is missing, or the job was not started the way it needs.
+        BackendUnavailable: a peer's package is missing, it is for other memory, or the job was not started the way it
+            needs.
     """
-    made: list[Contender] = [Xvcomm(comm)]
+    ranks = TorchRanks(meeting, rendezvous)
     makers: dict[str, Callable[[], Contender]] = {
-        "gloo": lambda: Gloo(meeting, rendezvous),
+        "xvcomm": lambda: Xvcomm(comm),
+        "gloo": lambda: Gloo(ranks),
         "mpi": lambda: Mpi(meeting),
         "memcpy": Memcpy,
+        "nccl": lambda: TorchLibrary("nccl", "nccl", ranks),
+        "nccl-shm": lambda: TorchLibrary("nccl-shm", "nccl", ranks),
+        "nccl-cupy": lambda: CupyNccl(meeting),
+        "raw": lambda: Copies(memory, meeting.rank),
     }
+    made = []
     for name in names:
+        if name in PEERS and not PEERS[name].serves(memory.kind):
+            raise BackendUnavailable(f"peer {name} is not for {memory.kind} memory")
         try:
             made.append(makers[name]())
         except ImportError as error:
-            raise BackendUnavailable(f"peer {name}: {error}; pip install xvcomm[torch,mpi]") from error
+            raise BackendUnavailable(f"peer {name}: {error}; pip install xvcomm[torch,mpi,cuda]") from error
     return made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,9 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import xvcomm
 from xvcomm.cli.bench import Options
+from xvcomm.cli.benchcase import Case
+from xvcomm.cli.benchmemory import Memory, memory_of
 from xvcomm.cli.benchpeers import contenders
-from xvcomm.cli.benchreport import Setting, Table, plot, write_json
-from xvcomm.cli.measure import Bystanders, Case, Effort, Meeting, Record, measure
+from xvcomm.cli.benchreport import Setting, Table, plot, read_json, write_json
+from xvcomm.cli.measure import Bystanders, Effort, Meeting, Record, measure
 from xvcomm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.dtype import DTYPES
@@ -29,19 +33,20 @@ def measure_all(options: Options) -> int:
     Returns:
         0, or 1 if any result was wrong.
     """
-    label = options.labels[discover(os.environ, Config.from_env()).rank] if options.labels else ""
-    if label:
-        os.environ["XVCOMM_ISLAND"] = label
+    rank = discover(os.environ, Config.from_env()).rank
+    for variable, values in (("XVCOMM_ISLAND", options.labels), ("XVCOMM_DEVICE", options.devices)):
+        if values and values[rank]:
+            os.environ[variable] = values[rank]
     with xvcomm.init() as comm:
         meeting = Meeting(comm.store, comm.rank, comm.size, comm.timeout)
-        setting = Setting.of(comm.topology, any(meeting.exchange(Config.from_env().island is not None)))
+        memory = memory_of(comm)
+        devices = meeting.exchange(f"{memory.kind} {memory.name}")
+        rehearsal = any(meeting.exchange(Config.from_env().island is not None))
+        setting = Setting.of(comm.topology, devices, rehearsal)
         with _rendezvous(meeting) as rendezvous:
-            records = _run(options, comm, meeting, setting, rendezvous)
-    if comm.rank == 0:
-        if options.json:
-            write_json(Path(options.json), records, setting)
-        if options.plot:
-            plot(Path(options.plot), records, setting)
+            records = _run(options, comm, meeting, memory, setting, rendezvous)
+    if comm.rank == 0 and options.plot:
+        plot(Path(options.plot), records, setting)
     return 1 if any(record.wrong for record in records) else 0
 
 
@@ -57,33 +62,55 @@ def _cases(options: Options, size: int) -> list[Case]:
     return cases
 
 
-def _run(options: Options, comm: Communicator, meeting: Meeting, setting: Setting, rendezvous: str) -> list[Record]:
-    libraries = contenders(list(options.peers), comm, meeting, rendezvous)
+def _run(
+    options: Options, comm: Communicator, meeting: Meeting, memory: Memory, setting: Setting, rendezvous: str
+) -> list[Record]:
+    measured = options.measured or ("xvcomm", *options.peers)
+    libraries = contenders(measured, comm, meeting, memory, rendezvous)
     watch = Bystanders(meeting.exchange(os.getpid()))
-    effort = Effort(options.seconds, options.iterations, options.warmup, patience=options.patience)
-    table = Table([library.name for library in libraries], setting)
-    cases, records = _cases(options, comm.size), []
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=console, disable=comm.rank != 0 or not console.is_terminal, transient=True,
+    effort = Effort(
+        options.seconds, options.iterations, options.warmup, patience=options.patience,
+        asynchronous=any(meeting.exchange(memory.asynchronous)),
     )  # fmt: skip
+    others = [record for file in options.others for record in read_json(Path(file))] if comm.rank == 0 else []
+    table = Table(["xvcomm", *options.peers], setting, quiet=comm.rank != 0 or "xvcomm" not in measured)
+    records: list[Record] = []
+    keep = options.json if comm.rank == 0 else None
     try:
-        with bar:
-            task = bar.add_task("measuring", total=len(cases))
-            for case in cases:
-                bar.update(task, description=f"{case.op} {case.size} B")
-                found = measure(case, libraries, meeting, watch, effort)
-                records += found
-                if comm.rank == 0:
-                    table.add(case, found)
-                bar.advance(task)
+        if keep:
+            write_json(Path(keep), records, setting)
+        for case in _in_time(options.budget, _cases(options, comm.size), meeting):
+            found = measure(case, libraries, meeting, memory, watch, effort)
+            found += [r for r in others if (r.op, r.dtype, r.size) == (case.op, str(case.dtype), case.bytes)]
+            records += found
+            table.add(case, found)
+            if keep:  # each time: what fails or is ended later costs no figure
+                write_json(Path(keep), records, setting)
     finally:
         for library in libraries:
             library.close()
-    if comm.rank == 0:
-        table.finish()
+    table.finish()
     return records
+
+
+def _in_time(budget: float | None, cases: Sequence[Case], meeting: Meeting) -> Iterator[Case]:
+    """The cases, with a progress bar on rank 0's terminal, until the time for all of them is up."""
+    until = math.inf if budget is None else time.monotonic() + budget
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=console, disable=meeting.rank != 0 or not console.is_terminal, transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("measuring", total=len(cases))
+        for number, case in enumerate(cases):
+            if meeting.exchange(time.monotonic() > until)[0]:
+                if meeting.rank == 0:
+                    print(f"# out of time: {len(cases) - number} of {len(cases)} cases were not measured", flush=True)
+                return
+            bar.update(task, description=f"{case.op} {case.size} B")
+            yield case
+            bar.advance(task)
 
 
 @contextmanager

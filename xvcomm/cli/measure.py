@@ -1,8 +1,8 @@
 """How `xvcomm bench` and the benchmarks measure: the same operation by several libraries, in turns, in one job.
 
-Every rank runs the same calls. What is timed is one operation at a time, on every rank; a case's time is the slowest
-rank's median. The libraries take turns in rounds, so that a disturbance meets all of them, and rounds during which
-other processes were busy are run again.
+Every rank runs the same calls; a case's time is the slowest rank's median. On host memory one operation at a time is
+timed. On GPUs a burst of operations is enqueued and waited for once, and its time divided. The libraries take turns in
+rounds, so that a disturbance meets all of them, and rounds during which other processes were busy are run again.
 """
 
 from __future__ import annotations
@@ -12,138 +12,53 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from xvcomm.abc.store import Store
+from xvcomm.cli.benchcase import OPS, Buffers, Case, allocate, clear, fill, wrong
+from xvcomm.cli.benchmemory import Memory
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import DType
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _TICK_ERROR = 3 / _TICK
-_PERIOD = 3 << 16
 _MOST = 20_000
 _NOISY_SPREAD = 3.0
 _NOISY_CORES = 0.1
-
-#: Operations and their bus-bandwidth factor for n ranks, as nccl-tests defines them.
-OPS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "all_to_all": lambda n: (n - 1) / n,
-    "sendrecv": lambda n: 1.0,
-    "p2p": lambda n: 1.0,
-    "barrier": lambda n: 0.0,
-}
-#: Libraries that can be measured beside xvcomm.
-PEERS = ("gloo", "mpi", "memcpy")
-_DIVIDED = frozenset(("all_gather", "reduce_scatter", "all_to_all"))
-_SUMS = frozenset(("all_reduce", "reduce", "reduce_scatter"))
+_BURST_US = 20_000
+_BURST_MOST = 100
+_NOISY_BURSTS = 1.2
+_WAITED = 20
+_WAITED_US = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One row of the table.
+class Peer:
+    """A library that can be measured beside xvcomm.
 
     Attributes:
-        op: a key of `OPS`. `p2p` is a ping-pong between ranks 0 and 1, its time one way; root is rank 0.
-        size: bytes as nccl-tests counts them: of the larger of input and output.
-        dtype: element type.
-        ranks: size of the job.
-        in_place: whether the result replaces the input, where the operation has both.
+        memory: on which it is measured: `host`, `gpu` or `any`.
+        environment: what its processes must have set. It would change other libraries, so it gets processes of its own.
     """
 
-    op: str
-    size: int
-    dtype: DType
-    ranks: int
-    in_place: bool
+    memory: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def block(self) -> int:
-        """Elements a rank of the operations that divide, else elements of the array."""
-        parts = self.ranks if self.op in _DIVIDED else 1
-        return self.size // (self.dtype.itemsize * parts)
-
-    @property
-    def count(self) -> int:
-        """Elements of the larger of input and output."""
-        return self.block * (self.ranks if self.op in _DIVIDED else 1)
-
-    @property
-    def bytes(self) -> int:
-        """`size` less what does not divide."""
-        return self.count * self.dtype.itemsize
-
-    def takes_part(self, rank: int) -> bool:
-        """Whether `rank` has anything to do."""
-        return self.op != "p2p" or rank < 2
+    def serves(self, kind: str) -> bool:
+        """Whether it can be measured on this kind of device."""
+        return self.memory in ("any", "host" if kind == "host" else "gpu")
 
 
-@dataclass(slots=True)
-class Buffers:
-    """One rank's input and output; the same memory for in-place operations."""
-
-    src: Any
-    dst: Any
-
-
-def allocate(case: Case) -> Buffers:
-    """Zeroed buffers of the case's sizes, every page touched."""
-    dtype = case.dtype.numpy
-    if case.op == "all_gather":
-        dst = np.zeros(case.count, dtype)
-        buffers = Buffers(np.zeros(case.block, dtype), dst)
-    elif case.op == "reduce_scatter":
-        buffers = Buffers(np.zeros(case.count, dtype), np.zeros(case.block, dtype))
-    else:
-        src = np.zeros(case.count, dtype)
-        alike = case.op == "broadcast" or (case.in_place and case.op in ("all_reduce", "reduce"))
-        buffers = Buffers(src, src if alike else np.zeros(case.count, dtype))
-    buffers.src[...] = 0
-    buffers.dst[...] = 0
-    return buffers
-
-
-def fill(case: Case, rank: int, buffers: Buffers) -> None:
-    """Put this rank's pattern into the input, and nonsense into a separate output."""
-    buffers.dst[...] = 9
-    buffers.src[...] = _pattern(case, rank, 0, len(buffers.src))
-
-
-def wrong(case: Case, rank: int, buffers: Buffers) -> int:
-    """Number of elements of the output that differ from what the operation defines."""
-    n, block = case.ranks, case.block
-    if case.op in ("all_gather", "all_to_all"):
-        start = rank * block if case.op == "all_to_all" else 0
-        want = np.concatenate([_pattern(case, source, start, block) for source in range(n)])
-    elif case.op in _SUMS:
-        if case.op == "reduce" and rank != 0:
-            return 0
-        want = _sum(case, rank * block if case.op == "reduce_scatter" else 0, block)
-    elif case.op == "barrier" or not case.takes_part(rank):
-        return 0
-    else:
-        source = {"broadcast": 0, "p2p": 1 - rank, "sendrecv": (rank - 1) % n}[case.op]
-        want = _pattern(case, source, 0, block)
-    return int(np.count_nonzero(buffers.dst != want))
-
-
-def _pattern(case: Case, rank: int, start: int, count: int) -> Any:
-    tile = (np.arange(start, start + min(count, _PERIOD)) + rank) % 3
-    return np.resize(tile.astype(case.dtype.numpy), count)
-
-
-def _sum(case: Case, start: int, count: int) -> Any:
-    index = np.arange(start, start + min(count, _PERIOD))
-    tile = sum((index + rank) % 3 for rank in range(case.ranks))
-    return np.resize(np.asarray(tile).astype(case.dtype.numpy), count)
+PEERS = {
+    "gloo": Peer("any"),
+    "mpi": Peer("host"),
+    "memcpy": Peer("host"),
+    "nccl": Peer("gpu"),
+    "nccl-cupy": Peer("gpu"),
+    "nccl-shm": Peer("gpu", {"NCCL_P2P_DISABLE": "1"}),
+    "raw": Peer("gpu"),
+}
 
 
 class Contender(Protocol):
@@ -222,6 +137,7 @@ class Effort:
         rounds: turns each library takes.
         patience: seconds to wait before a turn for other processes to calm down, at most; with 0 disturbed turns are
             not repeated either.
+        asynchronous: whether any rank's device goes on behind the host.
     """
 
     seconds: float = 0.3
@@ -229,6 +145,7 @@ class Effort:
     warmup: int = 5
     rounds: int = 3
     patience: float = 1.0
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +153,9 @@ class Record:
     """What was measured of one case by one library.
 
     Attributes:
-        time: median of the slowest rank in microseconds; `p10`, `p90` and `least` are of the same rank.
+        time: median of the slowest rank in microseconds; `p10`, `p90`, `least`, `call` and `waited` are of the same rank.
+        call: how long the host is busy with one operation; on host memory as long as it takes.
+        waited: how long one operation takes that the host waits for; on host memory it always does.
         algbw: size over time in 10^9 bytes a second; `busbw` is what the links carried of it.
         wrong: elements in error over all ranks; None for a reference that does not communicate.
         others: cores that other processes used meanwhile.
@@ -255,6 +174,8 @@ class Record:
     p10: float
     p90: float
     least: float
+    call: float
+    waited: float
     algbw: float
     busbw: float
     wrong: int | None
@@ -263,14 +184,14 @@ class Record:
 
 
 def measure(
-    case: Case, contenders: Sequence[Contender], meeting: Meeting, watch: Bystanders, effort: Effort
+    case: Case, contenders: Sequence[Contender], meeting: Meeting, memory: Memory, watch: Bystanders, effort: Effort
 ) -> list[Record]:
     """Measure a case by each library that can run it. Collective: every rank calls it with the same arguments.
 
     Returns:
         A record a library, in the order of `contenders`, the same on every rank.
     """
-    turns = [_Turns(case, c, meeting, watch, effort) for c in contenders if c.refuses(case) is None]
+    turns = [_Turns(case, c, meeting, memory, watch, effort) for c in contenders if c.refuses(case) is None]
     for turn in turns:
         turn.check()
         turn.calibrate()
@@ -283,18 +204,29 @@ def measure(
     return [turn.record() for turn in turns]
 
 
+@dataclass(slots=True)
+class _Times:
+    """Microseconds: of each operation or burst, and of each until the host was free again."""
+
+    whole: list[float]
+    call: list[float]
+
+
 class _Turns:
     """One library's turns at one case."""
 
-    def __init__(self, case: Case, contender: Contender, meeting: Meeting, watch: Bystanders, effort: Effort) -> None:
+    def __init__(
+        self, case: Case, contender: Contender, meeting: Meeting, memory: Memory, watch: Bystanders, effort: Effort
+    ) -> None:
         self._case, self._name, self._checked = case, contender.name, contender.communicates
-        self._meeting, self._watch, self._effort = meeting, watch, effort
-        self._buffers = allocate(case)
+        self._meeting, self._memory, self._watch, self._effort = meeting, memory, watch, effort
+        self._buffers = allocate(case, memory)
         self._call = contender.bind(case, self._buffers)
         self._scale = 0.5 if case.op == "p2p" else 1.0
-        self._iterations = 1
+        self._iterations = self._burst = 1
+        self._waited = 0.0
         self._wrong: int | None = None
-        self._taken: list[tuple[float, list[float]]] = []
+        self._taken: list[tuple[float, _Times]] = []
 
     def check(self) -> None:
         """Run once on a pattern and count what is wrong on any rank; then leave zeros, whose sums stay zeros."""
@@ -302,19 +234,44 @@ class _Turns:
             return
         rank = self._meeting.rank
         fill(self._case, rank, self._buffers)
+        self._memory.synchronize()
         self._meeting.exchange(None)
         self._loop(1)
         self._wrong = sum(self._meeting.exchange(wrong(self._case, rank, self._buffers)))
-        self._buffers.src[...] = 0
+        clear(self._case, self._buffers)
 
     def calibrate(self) -> None:
         """Warm up, and settle on a number of iterations that is the same on every rank."""
         effort = self._effort
+        slowest = self._wait_for_each(1)
+        if effort.warmup > 1 and slowest * effort.warmup < effort.seconds * 1e6:
+            slowest = self._wait_for_each(effort.warmup - 1)
+        if effort.asynchronous and effort.iterations is None:
+            if slowest < _WAITED_US:
+                slowest = self._wait_for_each(_WAITED)
+            self._burst = _burst(slowest / self._scale)
+            if self._burst > 1:
+                slowest = self._slowest(self._burst)
+        slowest = max(slowest / self._scale, 0.1)
+        wanted = effort.seconds * 1e6 / effort.rounds / slowest
+        least = 1 if effort.asynchronous else 3
+        self._iterations = effort.iterations or int(min(_MOST, max(least, wanted)))
+        self._burst = _burst(slowest)
+
+    def _wait_for_each(self, iterations: int) -> float:
+        """Time operations one by one; the slowest rank's median."""
+        self._burst = 1
+        return self._slowest(iterations, waited=True)
+
+    def _slowest(self, iterations: int, waited: bool = False) -> float:
+        """The slowest rank's median; kept as this rank's figure of operations that are waited for, if they are."""
+        self._memory.synchronize()
         self._meeting.exchange(None)
-        times = self._loop(max(1, effort.warmup))
-        slowest = max(self._meeting.exchange(statistics.median(times) if times else 0.0)) / self._scale
-        wanted = effort.seconds * 1e6 / effort.rounds / max(slowest, 0.1)
-        self._iterations = effort.iterations or int(min(_MOST, max(3, wanted)))
+        times = self._loop(iterations).whole
+        middle = statistics.median(times) if times else 0.0
+        if waited:
+            self._waited = middle
+        return float(max(self._meeting.exchange(middle)))
 
     @property
     def calm(self) -> bool:
@@ -339,26 +296,52 @@ class _Turns:
             if self._watch.cores() <= _NOISY_CORES:
                 return
 
-    def _loop(self, iterations: int) -> list[float]:
+    def _loop(self, iterations: int) -> _Times:
         if not self._case.takes_part(self._meeting.rank):
-            return []
-        call, now, times = self._call, time.perf_counter_ns, [0] * iterations
+            return _Times([], [])
         gc.disable()
         try:
-            for i in range(iterations):
-                begin = now()
-                call()
-                times[i] = now() - begin
+            if self._memory.asynchronous:
+                return self._time_bursts(iterations)
+            times = self._time_each(iterations)
+            return _Times(times, times)
         finally:
             gc.enable()
+
+    def _time_each(self, iterations: int) -> list[float]:
+        call, now, times = self._call, time.perf_counter_ns, [0] * iterations
+        for i in range(iterations):
+            begin = now()
+            call()
+            times[i] = now() - begin
         return [t * self._scale / 1e3 for t in times]
+
+    def _time_bursts(self, iterations: int) -> _Times:
+        call, now, wait = self._call, time.perf_counter_ns, self._memory.synchronize
+        times = _Times([], [])
+        for done in range(0, iterations, self._burst):
+            count = min(self._burst, iterations - done)
+            begin = now()
+            for _ in range(count):
+                call()
+            free = now()
+            wait()
+            share = self._scale / 1e3 / count
+            times.whole.append((now() - begin) * share)
+            times.call.append((free - begin) * share)
+        return times
 
     def record(self) -> Record:
         """The slowest rank's figures over the calmest turns."""
         calmest = sorted(self._taken, key=lambda taken: taken[0])[: self._effort.rounds]
-        pooled = sorted(t for _, times in calmest for t in times)
-        mine = [_quantile(pooled, q) for q in (0.5, 0.1, 0.9, 0.0)] if pooled else [0.0] * 4
-        middle, p10, p90, least = max(self._meeting.exchange(mine))
+        whole = sorted(t for _, times in calmest for t in times.whole)
+        calls = sorted(t for _, times in calmest for t in times.call)
+        mine = [0.0] * 7
+        if whole:
+            waited = self._waited if self._memory.asynchronous else _quantile(whole, 0.5)
+            spread = _NOISY_BURSTS if self._memory.asynchronous else _NOISY_SPREAD
+            mine = [*(_quantile(whole, q) for q in (0.5, 0.1, 0.9, 0.0)), _quantile(calls, 0.5), waited, spread]
+        middle, p10, p90, least, call, waited, spread = max(self._meeting.exchange(mine))
         others = max(others for others, _ in calmest)
         algbw = self._case.bytes / middle / 1e3
         return Record(
@@ -374,12 +357,19 @@ class _Turns:
             p10=p10,
             p90=p90,
             least=least,
+            call=call,
+            waited=waited,
             algbw=algbw,
             busbw=algbw * OPS[self._case.op](self._case.ranks),
             wrong=self._wrong,
             others=others,
-            noisy=p90 > _NOISY_SPREAD * p10 or others > _NOISY_CORES,
+            noisy=p90 > spread * p10 or others > _NOISY_CORES,
         )
+
+
+def _burst(microseconds: float) -> int:
+    """How many operations that take so long are enqueued before they are waited for."""
+    return int(min(_BURST_MOST, max(1, _BURST_US / max(microseconds, 0.1))))
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xvcomm import registry
+from xvcomm.abc.device import Device
+from xvcomm.backends._vendor import Runtime
 from xvcomm.communicator import Communicator
+from xvcomm.config import Config
 from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction, reduction_on
 from xvcomm.errors import DTypeError
-
-Array = NDArray[Any]
+from xvcomm.testing.arrays import Array
+from xvcomm.topology import parse_islands
 
 ISLANDS = (
     "a:1", "a:2", "a:3", "a:4", "a:1,b:1", "a:2,b:2", "a:1,b:3", "a,b,a,b", "a,b,c", "a:2,b:1,c:1",
@@ -28,34 +31,27 @@ EVERY_WAY = ("a:2", "a:3", "a:1,b:1", "a,b,c")
 COUNTS = (0, 1, 3, 7, 1000, 65_537, 1_000_003)
 """Elements of an array; the last go round every ring and stage several times."""
 
-_GUARD = 64
-_CANARY = 0xA5
-
-
-@dataclass(frozen=True, slots=True)
-class Arrays:
-    """How the suites put a numpy array into a device's memory, and read an array that lies there."""
-
-    put: Callable[[Array], Any]
-    get: Callable[[Any], Array]
-
-
-ARRAYS: dict[str, Arrays] = {"host": Arrays(lambda x: x, np.asarray)}
-"""By kind of device. Authors of other backends add theirs before they run the suites."""
-
-
-def arrays(comm: Communicator) -> Arrays:
-    """The Arrays for this rank's device.
-
-    Raises:
-        KeyError: `ARRAYS` has none for it.
-    """
-    return ARRAYS[comm._context.session.backend.kind]
-
-
 def kinds() -> list[str]:
     """Device kinds of all registered backends that work here."""
     return [found.name for found in registry.backends() if found.usable]
+
+
+@cache
+def _device(kind: str) -> Device:
+    return registry.backend(kind).device(Config())
+
+
+def is_asynchronous(kind: str) -> bool:
+    """Whether operations of such devices go on behind the host."""
+    return _device(kind).capabilities().asynchronous
+
+
+def too_few_devices(kind: str, islands: str) -> str:
+    """Why a topology does not fit this machine, or nothing: every rank needs a GPU of its own, host ranks need none."""
+    runtime, wanted = getattr(_device(kind), "runtime", None), len(parse_islands(islands))
+    if isinstance(runtime, Runtime) and runtime.count() < wanted:
+        return f"{wanted} ranks on {kind}, and {runtime.count()} devices of that kind"
+    return ""
 
 
 def reductions(dtype: DType) -> list[ReduceOp]:
@@ -147,22 +143,6 @@ def uneven(count: int, size: int) -> tuple[int, ...]:
     if size == 1:
         return (count,)
     return tuple(count * ((rank + count) % size) // (size - 1) for rank in range(size))
-
-
-class Room:
-    """A numpy array to receive into, between bytes that nobody may touch; its address has no alignment but its own."""
-
-    def __init__(self, dtype: DType, shape: int | tuple[int, ...]) -> None:
-        size = int(np.prod(shape)) * dtype.itemsize
-        self._bytes = np.full(size + 2 * _GUARD + dtype.itemsize, _CANARY, np.uint8)
-        self._first = _GUARD + dtype.itemsize
-        self._last = self._first + size
-        self.array: Array = self._bytes[self._first : self._last].view(dtype.numpy).reshape(shape)
-
-    def check(self) -> None:
-        """Raise AssertionError if anything around the array was written."""
-        around = np.concatenate([self._bytes[: self._first], self._bytes[self._last :]])
-        assert (around == _CANARY).all(), "bytes around the output were written"
 
 
 def assert_equal(got: Any, want: Array, what: str) -> None:

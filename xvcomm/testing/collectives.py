@@ -13,16 +13,8 @@ import numpy as np
 
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import BY_NAME, premul_sum
-from xvcomm.testing.cases import (
-    Array,
-    Reducing,
-    Room,
-    arrays,
-    assert_equal,
-    assert_same_bits,
-    distinct,
-    uneven,
-)
+from xvcomm.testing.arrays import Array, Room, arrays
+from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct, uneven
 
 _WIDTH = 3
 
@@ -31,11 +23,11 @@ def check_all_reduce(comm: Communicator, dtype: str, op: str, count: int) -> Non
     """In place, into another array, and asynchronously."""
     case, a, what = Reducing.of(comm, dtype, op, count), arrays(comm), f"all_reduce({op}) of {count} x {dtype}"
     mine = case.inputs[comm.rank]
-    x = a.put(mine.copy())
+    x = a.put(mine)
     assert comm.all_reduce(x, case.how) is x
     assert_equal(a.get(x), case.result, f"{what} in place")
-    x, room = a.put(mine.copy()), Room(BY_NAME[dtype], count)
-    out = a.put(room.array)
+    x, room = a.put(mine), Room(a, BY_NAME[dtype], count)
+    out = room.array
     assert comm.all_reduce(x, case.how, out=out) is out
     assert_equal(a.get(out), case.result, f"{what} into out")
     assert_equal(a.get(x), mine, f"input of {what}")
@@ -52,12 +44,12 @@ def check_reduce(comm: Communicator, dtype: str, op: str, count: int) -> None:
         what = f"reduce({op}) of {count} x {dtype} to rank {root}"
         here = comm.rank == root
         for async_op in (False, True):
-            x = a.put(mine.copy())
+            x = a.put(mine)
             y = comm.reduce(x, root, case.how, async_op=async_op)
             assert (y.wait() if async_op else y) is x
             assert_equal(a.get(x), case.result if here else mine, what)
-        x, room = a.put(mine.copy()), Room(BY_NAME[dtype], count)
-        out = a.put(room.array) if here else None
+        x, room = a.put(mine), Room(a, BY_NAME[dtype], count)
+        out = room.array if here else None
         assert comm.reduce(x, root, case.how, out=out) is (out if here else x)
         if here:
             assert_equal(a.get(out), case.result, f"{what} into out")
@@ -74,10 +66,10 @@ def check_reduce_scatter(comm: Communicator, dtype: str, op: str, count: int) ->
             case = Reducing.of(comm, dtype, op, (sum(counts), *columns))
             what = f"reduce_scatter({op}) of {counts} rows of {dtype}"
             mine, block = case.inputs[comm.rank], _block(counts, comm.rank)
-            x = a.put(mine.copy())
+            x = a.put(mine)
             assert_equal(a.get(comm.reduce_scatter(x, case.how, counts=rows)), case.result[block], what)
-            room = Room(BY_NAME[dtype], (counts[comm.rank], *columns))
-            out = a.put(room.array)
+            room = Room(a, BY_NAME[dtype], (counts[comm.rank], *columns))
+            out = room.array
             assert comm.reduce_scatter(x, case.how, out=out, counts=rows, async_op=True).wait() is out
             assert_equal(a.get(out), case.result[block], f"{what} into out")
             assert_equal(a.get(x), mine, f"input of {what}")
@@ -93,9 +85,9 @@ def check_broadcast(comm: Communicator, dtype: str, count: int) -> None:
     for root in {0, comm.size - 1}:
         want = distinct(BY_NAME[dtype], count, seed=root)
         for async_op in (False, True):
-            room = Room(BY_NAME[dtype], count)
-            room.array[...] = want if comm.rank == root else np.zeros_like(want)
-            x = a.put(room.array)
+            room = Room(a, BY_NAME[dtype], count)
+            room.fill(want if comm.rank == root else np.zeros_like(want))
+            x = room.array
             y = comm.broadcast(x, root, async_op=async_op)
             assert (y.wait() if async_op else y) is x
             assert_same_bits(a.get(x), want, f"broadcast of {count} x {dtype} from rank {root}")
@@ -109,10 +101,10 @@ def check_all_gather(comm: Communicator, dtype: str, count: int) -> None:
         counts = rows or (count,) * comm.size
         what = f"all_gather of {counts} rows of {dtype}"
         want, block = distinct(BY_NAME[dtype], (sum(counts), _WIDTH), seed=count), _block(counts, comm.rank)
-        x = a.put(want[block].copy())
+        x = a.put(want[block])
         assert_same_bits(a.get(comm.all_gather(x, counts=rows)), want, what)
-        room = Room(BY_NAME[dtype], want.shape)
-        out = a.put(room.array)
+        room = Room(a, BY_NAME[dtype], want.shape)
+        out = room.array
         assert comm.all_gather(x, out=out, counts=rows, async_op=True).wait() is out
         assert_same_bits(a.get(out), want, f"{what} into out")
         whole = a.put(_only(want, block))
@@ -130,13 +122,13 @@ def check_gather(comm: Communicator, dtype: str, count: int) -> None:
             counts = rows or (count,) * comm.size
             what = f"gather of {counts} rows of {dtype} to rank {root}"
             want, block = distinct(BY_NAME[dtype], (sum(counts), _WIDTH), seed=count), _block(counts, comm.rank)
-            x = a.put(want[block].copy())
+            x = a.put(want[block])
             y = comm.gather(x, root, counts=rows)
             assert (y is None) != here
             if here:
                 assert_same_bits(a.get(y), want, what)
-            room = Room(BY_NAME[dtype], want.shape)
-            out = a.put(room.array) if here else None
+            room = Room(a, BY_NAME[dtype], want.shape)
+            out = room.array if here else None
             assert comm.gather(x, root, out=out, counts=rows, async_op=True).wait() is out
             if here:
                 assert_same_bits(a.get(out), want, f"{what} into out")
@@ -157,10 +149,10 @@ def check_scatter(comm: Communicator, dtype: str, count: int) -> None:
             what = f"scatter of {counts} rows of {dtype} from rank {root}"
             everything = distinct(BY_NAME[dtype], (sum(counts), _WIDTH), seed=count)
             block = _block(counts, comm.rank)
-            x = a.put(everything.copy() if here else np.zeros_like(everything))
+            x = a.put(everything if here else np.zeros_like(everything))
             assert_same_bits(a.get(comm.scatter(x, root, counts=rows)), everything[block], what)
-            room = Room(BY_NAME[dtype], everything[block].shape)
-            out = a.put(room.array)
+            room = Room(a, BY_NAME[dtype], everything[block].shape)
+            out = room.array
             assert comm.scatter(x if here else None, root, out=out, counts=rows, async_op=True).wait() is out
             assert_same_bits(a.get(out), everything[block], f"{what} into out")
             inside = x[block]
@@ -192,8 +184,8 @@ def check_all_to_all(comm: Communicator, dtype: str, count: int) -> None:
             counts = {"send_counts": table[comm.rank], "recv_counts": table[:, comm.rank].tolist()}
         what = f"all_to_all of {table.tolist()} rows of {dtype}"
         assert_same_bits(a.get(comm.all_to_all(x, **counts)), want, what)
-        room = Room(BY_NAME[dtype], want.shape)
-        out = a.put(room.array)
+        room = Room(a, BY_NAME[dtype], want.shape)
+        out = room.array
         assert comm.all_to_all(x, out=out, async_op=True, **counts).wait() is out
         assert_same_bits(a.get(out), want, f"{what} into out")
         room.check()
@@ -215,9 +207,9 @@ def check_reproducible(comm: Communicator, dtype: str, op: str, count: int) -> N
     inputs = [draw.astype(kind.numpy) for draw in draws]
     seen = []
     for _ in range(2):
-        y = a.get(comm.all_reduce(a.put(inputs[comm.rank].copy()), op))
+        y = a.get(comm.all_reduce(a.put(inputs[comm.rank]), op))
         bits = np.ascontiguousarray(y).view(np.uint8)
-        everybody = comm.all_gather(bits).reshape(comm.size, -1)
+        everybody = a.get(comm.all_gather(a.put(bits))).reshape(comm.size, -1)
         assert (everybody == bits).all(), f"all_reduce({op}) of {dtype}: ranks got different bits"
         seen.append(bits.tobytes())
     assert seen[0] == seen[1], f"all_reduce({op}) of {dtype}: another result the second time"
@@ -229,33 +221,37 @@ def check_reproducible(comm: Communicator, dtype: str, op: str, count: int) -> N
 
 def check_async(comm: Communicator, many: int) -> None:
     """Many operations under way, waited for last to first, with blocking ones behind them."""
+    a = arrays(comm)
     inputs = [Reducing.of(comm, "int64", "sum", 7 * i) for i in range(many)]
-    mine = [case.inputs[comm.rank].copy() for case in inputs]
+    mine = [a.put(case.inputs[comm.rank]) for case in inputs]
     works = [comm.all_reduce(x, async_op=True) for x in mine]
-    gathers = [comm.all_gather(np.full(i, comm.rank), async_op=True) for i in range(many)]
-    blocking = comm.all_reduce(np.ones(4))
-    for x, case in zip(mine, inputs, strict=True):
-        assert_equal(x, case.result, "asynchronous all_reduce before a blocking one")
-    assert_equal(blocking, np.full(4, float(comm.size)), "all_reduce behind asynchronous ones")
+    gathers = [comm.all_gather(a.put(np.full(i, comm.rank)), async_op=True) for i in range(many)]
+    blocking = comm.all_reduce(a.put(np.ones(4)))
+    if not a.asynchronous:
+        for x, case in zip(mine, inputs, strict=True):
+            assert_equal(a.get(x), case.result, "asynchronous all_reduce before a blocking one")
+    assert_equal(a.get(blocking), np.full(4, float(comm.size)), "all_reduce behind asynchronous ones")
     for i in reversed(range(many)):
-        assert_equal(works[i].result(), inputs[i].result, f"asynchronous all_reduce {i}")
-        assert_equal(gathers[i].synchronize(), np.repeat(np.arange(comm.size), i), f"asynchronous all_gather {i}")
+        assert_equal(a.get(works[i].wait()), inputs[i].result, f"asynchronous all_reduce {i}")
+        gathered = a.get(gathers[i].result())
+        assert_equal(gathered, np.repeat(np.arange(comm.size), i), f"asynchronous all_gather {i}")
     work = comm.barrier(async_op=True)
     assert work is not None
-    work.wait()
+    work.synchronize()
     assert work.done()
     assert work.exception() is None
 
 
 def check_barrier(comm: Communicator) -> None:
     """Nobody leaves before the last has come."""
+    a = arrays(comm)
     for late in range(comm.size):
         if comm.rank == late:
             time.sleep(0.02)
         came = time.monotonic()
         comm.barrier()
         left = time.monotonic()
-        times = comm.all_gather(np.array([[came, left]]))
+        times = a.get(comm.all_gather(a.put(np.array([[came, left]]))))
         assert times[:, 1].min() >= times[:, 0].max(), f"a rank left the barrier before rank {late} came"
 
 
@@ -304,15 +300,13 @@ def check_split(comm: Communicator) -> None:
 
 def check_premul_factors(comm: Communicator) -> None:
     """Fractions on floats and complex numbers, negative whole factors on integers."""
-    x = np.full(9, 8.0, np.float32)
-    comm.all_reduce(x, premul_sum(0.5 if comm.rank == 0 else 2.0))
-    assert_equal(x, np.full(9, 4.0 + 16.0 * (comm.size - 1), np.float32), "premul_sum of float32")
-    z = np.full(3, 2 + 4j)
-    comm.all_reduce(z, premul_sum(0.25))
-    assert_equal(z, np.full(3, (0.5 + 1j) * comm.size), "premul_sum of complex128")
-    n = np.full(5, 3)
-    comm.all_reduce(n, premul_sum(-2))
-    assert_equal(n, np.full(5, -6 * comm.size), "premul_sum of int64")
+    a = arrays(comm)
+    x = comm.all_reduce(a.put(np.full(9, 8.0, np.float32)), premul_sum(0.5 if comm.rank == 0 else 2.0))
+    assert_equal(a.get(x), np.full(9, 4.0 + 16.0 * (comm.size - 1), np.float32), "premul_sum of float32")
+    z = comm.all_reduce(a.put(np.full(3, 2 + 4j)), premul_sum(0.25))
+    assert_equal(a.get(z), np.full(3, (0.5 + 1j) * comm.size), "premul_sum of complex128")
+    n = comm.all_reduce(a.put(np.full(5, 3)), premul_sum(-2))
+    assert_equal(a.get(n), np.full(5, -6 * comm.size), "premul_sum of int64")
 
 
 def _block(counts: tuple[int, ...], rank: int) -> slice:

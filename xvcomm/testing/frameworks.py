@@ -14,7 +14,8 @@ import numpy as np
 
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import BY_NAME, DTYPES
-from xvcomm.testing.cases import Array, Reducing, assert_equal, assert_same_bits, distinct
+from xvcomm.testing.arrays import Array
+from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct
 
 NAMES = ("numpy", "torch", "jax", "interface")
 """`interface` stands for any library whose arrays have `__array_interface__` and nothing else."""

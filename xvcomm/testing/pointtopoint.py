@@ -10,7 +10,8 @@ import numpy as np
 
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import BY_NAME
-from xvcomm.testing.cases import Array, Room, arrays, assert_same_bits, distinct
+from xvcomm.testing.arrays import Array, Room, arrays
+from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.work import Work
 
 
@@ -25,8 +26,8 @@ def check_blocking(comm: Communicator, dtype: str, count: int) -> None:
             if comm.rank == source:
                 comm.send(a.put(want), target, tag=count)
             elif comm.rank == target:
-                room = Room(kind, count)
-                buffer = a.put(room.array)
+                room = Room(a, kind, count)
+                buffer = room.array
                 assert comm.recv(buffer, source, tag=count) is buffer
                 assert_same_bits(a.get(buffer), want, f"recv of {count} x {dtype} from rank {source}")
                 room.check()
@@ -37,10 +38,10 @@ def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
     a, kind = arrays(comm), BY_NAME[dtype]
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     mine, theirs = distinct(kind, count, comm.rank), distinct(kind, count, before)
-    x = a.put(mine.copy())
+    x = a.put(mine)
     for way in ("sendrecv", "background", "group", "blocking in a group"):
-        room = Room(kind, count)
-        buffer = a.put(room.array)
+        room = Room(a, kind, count)
+        buffer = room.array
         if way == "sendrecv":
             assert comm.sendrecv(x, after, buffer, before, send_tag=comm.rank, recv_tag=before) is buffer
         elif way == "background":
@@ -62,12 +63,12 @@ def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
 
 def check_group_beyond_rings(comm: Communicator, nbytes: int, messages: int) -> None:
     """A group of messages to and from everybody, each larger than a ring, in an order of each rank's own."""
-    order = random.Random(comm.rank)
+    a, order = arrays(comm), random.Random(comm.rank)
     peers = [r for r in range(comm.size) if r != comm.rank]
     calls = [(peer, sending) for peer in peers for sending in (True, False)] * messages
     order.shuffle(calls)
     numbers: dict[tuple[int, bool], int] = {}
-    received: list[tuple[Array, Work, Array]] = []
+    received: list[tuple[Any, Work, Array]] = []
     sent = []
     with comm.group():
         for peer, sending in calls:
@@ -75,108 +76,120 @@ def check_group_beyond_rings(comm: Communicator, nbytes: int, messages: int) -> 
             source, target = (comm.rank, peer) if sending else (peer, comm.rank)
             data = _message(source, target, number, nbytes)
             if sending:
-                sent.append(comm.isend(data, peer, number))
+                sent.append(comm.isend(a.put(data), peer, number))
             else:
-                buffer = np.zeros(nbytes, np.uint8)
+                buffer = a.put(np.zeros_like(data))
                 received.append((buffer, comm.irecv(buffer, peer, number), data))
     for buffer, work, want in received:
         assert work.wait() is buffer
-        assert_same_bits(buffer, want, "a message of a group")
+        assert_same_bits(a.get(buffer), want, "a message of a group")
     for work in sent:
         work.wait()
 
 
 def check_many_in_flight(comm: Communicator, many: int) -> None:
     """Background messages of all sizes to and from two neighbours, waited for in any order."""
-    order = random.Random(7 + comm.rank)
+    a, order = arrays(comm), random.Random(7 + comm.rank)
     sizes = [random.Random(i).choice((0, 1, 8, 100, 4096, 70_000, 300_001)) for i in range(many)]
     works: list[tuple[Work, Any, Any]] = []
     neighbours = {(comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size}
     for i, size in enumerate(sizes):
         for peer in neighbours:
-            works.append((comm.isend(_message(comm.rank, peer, i, size), peer, tag=i), None, None))
-            buffer = np.zeros(size, np.uint8)
+            works.append((comm.isend(a.put(_message(comm.rank, peer, i, size)), peer, tag=i), None, None))
+            buffer = a.put(np.zeros(size, np.uint8))
             works.append((comm.irecv(buffer, peer, tag=i), buffer, _message(peer, comm.rank, i, size)))
     order.shuffle(works)
     for work, buffer, want in works:
         got = work.wait()
         if buffer is not None:
             assert got is buffer
-            assert_same_bits(buffer, want, "a message among many")
-    assert all(work.done() for work, _, _ in works)
+            assert_same_bits(a.get(buffer), want, "a message among many")
+    for work, _, _ in works:
+        work.synchronize()
+        assert work.done()
 
 
 def check_behind_background(comm: Communicator) -> None:
     """Blocking messages go behind those of the same pair that still move in the background."""
+    a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sizes = (2_000_000, 10, 3_000_000, 0, 70_000)
-    coming = [np.zeros(n, np.uint8) for n in sizes]
+    coming = [a.put(np.zeros(n, np.uint8)) for n in sizes]
+    going = [a.put(_message(comm.rank, after, i, n)) for i, n in enumerate(sizes)]
     works = [comm.irecv(buffer, before, i) for i, buffer in enumerate(coming[:3])]
-    works += [comm.isend(_message(comm.rank, after, i, n), after, i) for i, n in enumerate(sizes[:3])]
+    works += [comm.isend(x, after, i) for i, x in enumerate(going[:3])]
     for i in (3, 4):
-        comm.sendrecv(_message(comm.rank, after, i, sizes[i]), after, coming[i], before, i, i)
-    for i, buffer in enumerate(coming):  # all are there, for the last has come
-        assert_same_bits(buffer, _message(before, comm.rank, i, sizes[i]), f"message {i}")
+        comm.sendrecv(going[i], after, coming[i], before, i, i)
+    for i in (4, 3, 2, 1, 0):  # all are there once the last has come
+        assert_same_bits(a.get(coming[i]), _message(before, comm.rank, i, sizes[i]), f"message {i}")
     for work in works:
         work.wait()
 
 
 def check_receive_first(comm: Communicator) -> None:
     """Receives that are posted before anybody sends; they are not done until then."""
+    a = arrays(comm)
     peers = [r for r in range(comm.size) if r != comm.rank]
-    buffers = {peer: np.zeros(1000, np.int32) for peer in peers}
+    buffers = {peer: a.put(np.zeros(1000, np.int32)) for peer in peers}
     works = {peer: comm.irecv(buffers[peer], peer, tag=5) for peer in peers}
     comm.barrier()
     assert not any(work.done() for work in works.values())
     comm.barrier()
     for peer in peers:
-        comm.isend(np.full(1000, comm.rank + peer, np.int32), peer, tag=5)
+        comm.isend(a.put(np.full(1000, comm.rank + peer, np.int32)), peer, tag=5)
     for peer in peers:
-        assert_same_bits(works[peer].wait(), np.full(1000, peer + comm.rank, np.int32), f"message from rank {peer}")
+        want = np.full(1000, peer + comm.rank, np.int32)
+        assert_same_bits(a.get(works[peer].wait()), want, f"message from rank {peer}")
 
 
 def check_small_send_returns(comm: Communicator) -> None:
     """A small send does not wait for its receiver, nor does its array stay in use."""
+    a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    x = np.full(4, comm.rank)
+    x = a.put(np.full(4, comm.rank))
     for tag in range(5):
         comm.send(x, after, tag)
-        x += 100
+        a.fill(x, np.full(4, comm.rank + 100 * (tag + 1)))
     comm.barrier()
     for tag in range(5):
-        assert_same_bits(comm.recv(np.zeros_like(x), before, tag), np.full(4, before + 100 * tag), f"message {tag}")
+        got = comm.recv(a.put(np.zeros(4, int)), before, tag)
+        assert_same_bits(a.get(got), np.full(4, before + 100 * tag), f"message {tag}")
 
 
 def check_order(comm: Communicator, many: int) -> None:
     """Messages of a pair arrive as they were sent, whatever their tags and sizes."""
+    a = arrays(comm)
     if comm.rank == 0:
         for i in range(many):
-            comm.send(_message(0, 1, i, i % 50), 1, tag=i * i % 11)
+            comm.send(a.put(_message(0, 1, i, i % 50)), 1, tag=i * i % 11)
         time.sleep(0.02)
-        comm.isend(np.arange(3), 1, tag=(1 << 62) - 1).wait()
+        comm.isend(a.put(np.arange(3)), 1, tag=(1 << 62) - 1).wait()
     elif comm.rank == 1:
         time.sleep(0.02)  # let the ring fill
         for i in range(many):
-            got = comm.recv(np.zeros(i % 50, np.uint8), 0, tag=i * i % 11)
-            assert_same_bits(got, _message(0, 1, i, i % 50), f"message {i}")
-        assert_same_bits(comm.recv(np.zeros(3, int), 0, tag=(1 << 62) - 1), np.arange(3), "the last message")
+            got = comm.recv(a.put(np.zeros(i % 50, np.uint8)), 0, tag=i * i % 11)
+            assert_same_bits(a.get(got), _message(0, 1, i, i % 50), f"message {i}")
+        got = comm.recv(a.put(np.zeros(3, int)), 0, tag=(1 << 62) - 1)
+        assert_same_bits(a.get(got), np.arange(3), "the last message")
     comm.barrier()
 
 
 def check_beside_collectives(comm: Communicator) -> None:
     """Messages and collectives go past each other: a receive that waits holds up no collective."""
+    a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    buffer = np.zeros(400_000)
+    buffer = a.put(np.zeros(400_000))
     work = comm.irecv(buffer, before)
-    totals = [comm.all_reduce(np.full(50_000, float(i))) for i in range(5)]
-    sending = comm.isend(np.full(400_000, float(comm.rank)), after)
-    more = [comm.all_reduce(np.full(50_000, float(i)), async_op=True) for i in range(5)]
-    assert_same_bits(work.wait(), np.full(400_000, float(before)), "the message")
+    totals = [comm.all_reduce(a.put(np.full(50_000, float(i)))) for i in range(5)]
+    for i, total in enumerate(totals):
+        assert_same_bits(a.get(total), np.full(50_000, float(i * comm.size)), f"all_reduce {i} before")
+    sending = comm.isend(a.put(np.full(400_000, float(comm.rank))), after)
+    more = [comm.all_reduce(a.put(np.full(50_000, float(i))), async_op=True) for i in range(5)]
+    assert_same_bits(a.get(work.wait()), np.full(400_000, float(before)), "the message")
     sending.wait()
-    for i in range(5):
+    for i, later in enumerate(more):
         want = np.full(50_000, float(i * comm.size))
-        assert_same_bits(totals[i], want, f"all_reduce {i} before")
-        assert_same_bits(more[i].wait(), want, f"all_reduce {i} behind")
+        assert_same_bits(a.get(later.wait()), want, f"all_reduce {i} behind")
 
 
 def check_objects(comm: Communicator) -> None:

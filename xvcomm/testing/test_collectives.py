@@ -8,7 +8,7 @@ import pytest
 
 from xvcomm.dtype import DTYPES, DType
 from xvcomm.testing import World, collectives, refusals
-from xvcomm.testing.cases import COUNTS, EVERY_WAY, ISLANDS, kinds, reductions
+from xvcomm.testing.cases import COUNTS, EVERY_WAY, ISLANDS, kinds, reductions, too_few_devices
 
 PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
 ROWS = (0, 1, 3, 1000, 21_851, 250_007)
@@ -19,6 +19,9 @@ DTYPE_NAMES = [str(dtype) for dtype in DTYPES]
 def place(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Device kind and islands of the ranks under test."""
     where: tuple[str, str] = request.param
+    why = too_few_devices(*where)
+    if why:
+        pytest.skip(why)
     return where
 
 

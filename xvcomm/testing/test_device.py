@@ -20,20 +20,11 @@ from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Message, Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment
-from xvcomm.testing.cases import (
-    ARRAYS,
-    Array,
-    Arrays,
-    assert_equal,
-    assert_same_bits,
-    distinct,
-    expected,
-    reductions,
-    sample,
-)
+from xvcomm.testing.arrays import Array, arrays_on
+from xvcomm.testing.cases import assert_equal, assert_same_bits, distinct, expected, kinds, reductions, sample
+from xvcomm.testing.gate import ring
 
-SECONDS = 5.0
+SECONDS = 20.0
 LAYOUTS = [RingLayout(lanes, slots, 4096) for lanes in (1, 3, 8) for slots in (2, 5)]
 SIZES = (0, 1, 15, 16, 17, 4095, 4096, 4097, 8192, 12_289, 100_003, 1_000_003)
 
@@ -45,21 +36,11 @@ class Bench:
     config: Config
     left: Device
     right: Device
-    arrays: Arrays
     threads: ThreadPoolExecutor
 
-    @contextlib.contextmanager
-    def ring(self, layout: RingLayout) -> Iterator[tuple[RingEnd, RingEnd]]:
-        """Both ends of a ring, its memory mapped twice: (producer, consumer)."""
-        made = Segment.create(self.config.shm_dir, "conformance", layout.size)
-        producer = RingEnd.create(made, layout, peer=1, producer=True)
-        consumer = RingEnd.open(Segment.attach(self.config.shm_dir, made.name), peer=0, producer=False)
-        made.unlink()
-        try:
-            yield producer, consumer
-        finally:
-            producer.close()
-            consumer.close()
+    def ring(self, layout: RingLayout) -> contextlib.AbstractContextManager[tuple[RingEnd, RingEnd]]:
+        """Both ends of a ring: (producer, consumer)."""
+        return ring(self.config, layout)
 
     def both(self, one: Callable[[], Any], other: Callable[[], Any]) -> tuple[Any, Any]:
         """Run the two sides at the same time; an exception becomes its side's result."""
@@ -76,7 +57,7 @@ class Bench:
     def send(self, end: RingEnd, *data: Array, dtype: DType = UINT8) -> None:
         """Send arrays from the left device."""
         stream = streams(self.left)[0]
-        kept = [self.arrays.put(x) for x in data]
+        kept = [put(self.left, x) for x in data]
         for number, x in enumerate(kept):
             self.left.put(end, address(x), message(array.view(x).nbytes, dtype, number), stream)
         stream.synchronize()
@@ -84,11 +65,11 @@ class Bench:
     def receive(self, end: RingEnd, *sizes: int) -> list[Array]:
         """Receive bytes on the right device."""
         stream = streams(self.right)[0]
-        kept = [self.arrays.put(np.zeros(size, np.uint8)) for size in sizes]
+        kept = [put(self.right, np.zeros(size, np.uint8)) for size in sizes]
         for number, x in enumerate(kept):
             self.right.get(end, address(x), message(sizes[number], UINT8, number), stream)
         stream.synchronize()
-        return [self.arrays.get(x) for x in kept]
+        return [get(self.right, x) for x in kept]
 
 
 def streams(device: Device, count: int = 1) -> tuple[Stream, ...]:
@@ -97,6 +78,18 @@ def streams(device: Device, count: int = 1) -> tuple[Stream, ...]:
     for stream in made:
         stream.deadline = Deadline.after(SECONDS)
     return made
+
+
+def put(device: Device, x: Array) -> Any:
+    """A new array with the contents of `x`, for any stream."""
+    made = arrays_on(device).put(x)
+    arrays_on(device).synchronize()
+    return made
+
+
+def get(device: Device, x: Any) -> Array:
+    """The contents of an array that no stream uses any more."""
+    return arrays_on(device).get(x)
 
 
 def address(x: Any) -> int:
@@ -109,12 +102,12 @@ def message(nbytes: int, dtype: DType = UINT8, tag: int = 0) -> Message:
     return Message(OpCode.SEND, dtype.code, nbytes, tag)
 
 
-@pytest.fixture(scope="module", params=[found.name for found in registry.backends() if found.usable])
+@pytest.fixture(scope="module", params=kinds())
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """The devices of one backend."""
     backend, config = registry.backend(request.param), Config()
     with ThreadPoolExecutor(2) as threads:
-        yield Bench(config, backend.device(config), backend.device(config), ARRAYS[request.param], threads)
+        yield Bench(config, backend.device(config), backend.device(config), threads)
 
 
 def test_capabilities_name_the_device(bench: Bench, request: pytest.FixtureRequest) -> None:
@@ -172,7 +165,7 @@ def test_get_reduces(bench: Bench, dtype: DType, layout: RingLayout) -> None:
     want = expected(op, dtype, [x, y], [])
     for remote_first in (False, True):
         with bench.ring(layout) as (producer, consumer):
-            target = bench.arrays.put(x.copy())
+            target = put(bench.right, x)
 
             def reduce(end: RingEnd = consumer, dst: Any = target, first: bool = remote_first) -> None:
                 stream = streams(bench.right)[0]
@@ -180,7 +173,7 @@ def test_get_reduces(bench: Bench, dtype: DType, layout: RingLayout) -> None:
                 stream.synchronize()
 
             assert bench.both(lambda end=producer: bench.send(end, y, dtype=dtype), reduce) == (None, None)  # type: ignore[misc]
-            assert_equal(bench.arrays.get(target), want, f"{op} of {dtype}")
+            assert_equal(get(bench.right, target), want, f"{op} of {dtype}")
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX], ids=str)
@@ -196,31 +189,32 @@ def test_both_ends_get_the_same_bits(bench: Bench, name: str, op: ReduceOp) -> N
     results = []
     for mine, theirs, remote_first in ((x, y, False), (y, x, True)):
         with bench.ring(RingLayout(1, 2, 4096)) as (producer, consumer):
-            target = bench.arrays.put(mine.copy())
+            target = put(bench.right, mine)
             stream = streams(bench.right)[0]
             bench.send(producer, theirs, dtype=dtype)
             bench.right.get(
                 consumer, address(target), message(x.nbytes, dtype), stream, op, remote_first=remote_first
             )
             stream.synchronize()
-            results.append(bench.arrays.get(target).copy())
+            results.append(get(bench.right, target).copy())
     assert_same_bits(results[0], results[1], f"{op} of {name}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reduce_many(bench: Bench, dtype: DType) -> None:
     """One to five operands, into memory of its own and onto one of them; low precision rounds once."""
-    device, stream = bench.left, streams(bench.left)[0]
+    device = bench.left
     for op in (o for o in reductions(dtype) if o not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)):
         for ways in (1, 2, 3, 5):
             values = [sample(dtype, 9001, seed=i, most=1) for i in range(ways)]
             want = expected(op, dtype, values, [])
             for place in (None, 0, ways - 1):
-                terms = [bench.arrays.put(v.copy()) for v in values]
-                target = bench.arrays.put(np.zeros_like(want)) if place is None else terms[place]
+                terms = [put(device, v) for v in values]
+                target = put(device, np.zeros_like(want)) if place is None else terms[place]
+                stream = streams(device)[0]
                 device.reduce(address(target), [address(t) for t in terms], 9001, dtype, op, stream)
                 stream.synchronize()
-                assert_equal(bench.arrays.get(target), want, f"{op} of {ways} x {dtype} onto {place}")
+                assert_equal(get(device, target), want, f"{op} of {ways} x {dtype} onto {place}")
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind != "b"], ids=str)
@@ -231,17 +225,17 @@ def test_scale_and_copy(bench: Bench, dtype: DType) -> None:
     for factor, divisor, want in ((2.0, 0, x + x), (0.0, 4, sample(dtype, 5003, seed=1))):
         if dtype.kind == "c" and divisor:
             want = x / dtype.numpy.type(4)
-        source, target = bench.arrays.put(x.copy()), bench.arrays.put(np.zeros_like(x))
+        source, target = put(device, x), put(device, np.zeros_like(x))
         device.scale(address(target), address(source), x.size, dtype, factor, divisor, stream)
         device.scale(address(source), address(source), x.size, dtype, factor, divisor, stream)
         device.copy(address(target) + x.nbytes // 2, address(source), 0, stream)
         stream.synchronize()
-        assert_equal(bench.arrays.get(target), want, f"scaled {dtype}")
-        assert_equal(bench.arrays.get(source), want, f"{dtype} scaled in place")
-    source, target = bench.arrays.put(x.copy()), bench.arrays.put(np.zeros_like(x))
+        assert_equal(get(device, target), want, f"scaled {dtype}")
+        assert_equal(get(device, source), want, f"{dtype} scaled in place")
+    source, target = put(device, x), put(device, np.zeros_like(x))
     device.copy(address(target), address(source), x.nbytes, stream)
     stream.synchronize()
-    assert_same_bits(bench.arrays.get(target), x, f"copied {dtype}")
+    assert_same_bits(get(device, target), x, f"copied {dtype}")
 
 
 def test_streams_pass_each_other(bench: Bench) -> None:
@@ -251,12 +245,12 @@ def test_streams_pass_each_other(bench: Bench) -> None:
 
         def exchange(device: Device, outgoing: RingEnd, incoming: RingEnd) -> Array:
             receiving, sending = streams(device, 2)
-            x, y = bench.arrays.put(big.copy()), bench.arrays.put(np.zeros_like(big))
+            x, y = put(device, big), put(device, np.zeros_like(big))
             device.get(incoming, address(y), message(big.size), receiving)
             device.put(outgoing, address(x), message(big.size), sending)
             receiving.synchronize()
             sending.synchronize()
-            return bench.arrays.get(y)
+            return get(device, y)
 
         got = bench.both(
             lambda: exchange(bench.left, there[0], back[1]), lambda: exchange(bench.right, back[0], there[1])
@@ -274,7 +268,7 @@ def test_marks_order_streams(bench: Bench, late: int) -> None:
 
         def relay() -> None:
             *receiving, sending = streams(bench.right, 3)
-            x = bench.arrays.put(np.zeros(2 * size, np.uint8))
+            x = put(bench.right, np.zeros(2 * size, np.uint8))
             marks = []
             for number, (_, end) in enumerate((one, two)):
                 bench.right.get(end, address(x) + number * size, message(size), receiving[number])
@@ -309,7 +303,7 @@ def test_marks_that_were_reached_bind_nothing(bench: Bench) -> None:
             return got
 
         receiving, sending = streams(bench.right, 2)
-        targets = [bench.arrays.put(np.zeros(1000, np.uint8)) for _ in data]
+        targets = [put(bench.right, np.zeros(1000, np.uint8)) for _ in data]
         bench.send(there[0], *data[:2])
         for number in (0, 1):
             bench.right.get(there[1], address(targets[number]), message(1000, UINT8, number), receiving)
@@ -325,7 +319,7 @@ def test_marks_that_were_reached_bind_nothing(bench: Bench) -> None:
         answered, asked = bench.both(answer, ask)
         assert asked is None
         assert_same_bits(answered[0], data[0], "what was asked")
-        assert_same_bits(bench.arrays.get(targets[2]), data[2], "the answer")
+        assert_same_bits(get(bench.right, targets[2]), data[2], "the answer")
 
 
 def test_flush_goes_on_without_the_host(bench: Bench) -> None:
@@ -333,20 +327,20 @@ def test_flush_goes_on_without_the_host(bench: Bench) -> None:
     data = distinct(UINT8, 400_000, seed=9)
     with bench.ring(LAYOUTS[0]) as (producer, consumer):
         stream = streams(bench.right)[0]
-        target = bench.arrays.put(np.zeros_like(data))
+        target = put(bench.right, np.zeros_like(data))
         bench.right.get(consumer, address(target), message(data.size), stream)
         future = stream.flush()
         stream.synchronize()
         assert not future.done()
         bench.send(producer, data)
         assert future.result(SECONDS) is None
-        assert_same_bits(bench.arrays.get(target), data, "what was received behind")
+        assert_same_bits(get(bench.right, target), data, "what was received behind")
 
 
 def test_different_descriptions_stop_both(bench: Bench) -> None:
     """Whoever posts second sees it; nothing is delivered."""
     with bench.ring(LAYOUTS[0]) as (producer, consumer):
-        target = bench.arrays.put(np.zeros(50_000, np.uint8))
+        target = put(bench.right, np.zeros(50_000, np.uint8))
 
         def wrong() -> None:
             stream = streams(bench.right)[0]
@@ -357,7 +351,7 @@ def test_different_descriptions_stop_both(bench: Bench) -> None:
         for outcome in outcomes:
             assert isinstance(outcome, RingStopped), outcome
             assert Reason.parse(outcome.word)[0] is Reason.MISMATCH
-        assert not bench.arrays.get(target).any()
+        assert not get(bench.right, target).any()
 
 
 @pytest.mark.parametrize("receiving", [False, True])
@@ -367,7 +361,7 @@ def test_abort_stops_who_waits(bench: Bench, receiving: bool) -> None:
     for flushed in (False, True):
         with bench.ring(LAYOUTS[0]) as (producer, consumer):
             stream = streams(bench.left)[0]
-            x = bench.arrays.put(np.zeros(100_000, np.uint8))
+            x = put(bench.left, np.zeros(100_000, np.uint8))
             end = consumer if receiving else producer
             (bench.left.get if receiving else bench.left.put)(end, address(x), message(100_000), stream)
             wait = stream.flush().result if flushed else stream.synchronize
@@ -382,7 +376,7 @@ def test_deadline_ends_waiting(bench: Bench, flushed: bool) -> None:
     with bench.ring(LAYOUTS[0]) as (_, consumer):
         stream = bench.left.streams(1)[0]
         stream.deadline = Deadline.after(0.1)
-        x = bench.arrays.put(np.zeros(10, np.uint8))
+        x = put(bench.left, np.zeros(10, np.uint8))
         bench.left.get(consumer, address(x), message(10), stream)
         with pytest.raises(RingStalled) as stalled:
             stream.flush().result(SECONDS) if flushed else stream.synchronize()
@@ -404,11 +398,11 @@ def test_discard_forgets(bench: Bench) -> None:
     data = distinct(UINT8, 1000, seed=5)
     with bench.ring(LAYOUTS[0]) as (_, given_up), bench.ring(LAYOUTS[0]) as (producer, consumer):
         stream = streams(bench.right)[0]
-        target = bench.arrays.put(np.zeros_like(data))
+        target = put(bench.right, np.zeros_like(data))
         bench.right.get(given_up, address(target), message(1000), stream)
         stream.discard()
         stream.synchronize()
         bench.send(producer, data)
         bench.right.get(consumer, address(target), message(1000), stream)
         stream.synchronize()
-        assert_same_bits(bench.arrays.get(target), data, "what came by another ring")
+        assert_same_bits(get(bench.right, target), data, "what came by another ring")

@@ -8,7 +8,7 @@ import pytest
 
 from xvcomm.dtype import DTYPES
 from xvcomm.testing import World, pointtopoint, refusals
-from xvcomm.testing.cases import COUNTS, kinds
+from xvcomm.testing.cases import COUNTS, kinds, too_few_devices
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a,b,a,b")
 PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
@@ -18,6 +18,9 @@ PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kind
 def place(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Device kind and islands of the ranks under test."""
     where: tuple[str, str] = request.param
+    why = too_few_devices(*where)
+    if why:
+        pytest.skip(why)
     return where
 
 

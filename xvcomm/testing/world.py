@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from xvcomm.store.server import TcpServer
@@ -45,17 +45,21 @@ class World:
             world.run(check_all_reduce, "float32")
 
     Args:
-        size: number of ranks; from `islands` if left out.
+        size: number of ranks; from `islands` or `devices` if left out.
         islands: labels, `"cuda:2,rocm:2"`: a rehearsal.
-        env: further variables of the ranks.
+        devices: kinds of device, `"cuda:2,host:2"`; the ranks of each kind take its devices one after the other.
+        env: further variables of the ranks; one for all, or one a rank.
         timeout: of the communicators, in seconds.
     """
 
     def __init__(
-        self, size: int | None = None, islands: str | None = None, *, env: dict[str, str] | None = None, timeout: float = 20.0
-    ) -> None:
-        labels: Sequence[str | None] = parse_islands(islands) if islands else [None] * (size or 1)
+        self, size: int | None = None, islands: str | None = None, *, devices: str | None = None,
+        env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = 20.0,
+    ) -> None:  # fmt: skip
+        kinds = parse_islands(devices) if devices else ()
+        labels: Sequence[str | None] = parse_islands(islands) if islands else [None] * (size or len(kinds) or 1)
         self.size = len(labels)
+        further = [env] * self.size if isinstance(env, Mapping) else env
         self._server = TcpServer("127.0.0.1", 0, _SECRET)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -65,7 +69,8 @@ class World:
             variables = {
                 "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(self.size), "XVCOMM_STORE": self._server.address,
                 "XVCOMM_LOCAL_RANK": str(rank), "XVCOMM_LOCAL_SIZE": str(self.size),
-                "XVCOMM_SECRET": _SECRET, "XVCOMM_TIMEOUT": str(timeout), "XVCOMM_ISLAND": label or "", **(env or {}),
+                "XVCOMM_SECRET": _SECRET, "XVCOMM_TIMEOUT": str(timeout), "XVCOMM_ISLAND": label or "",
+                **(_device_variables(kinds, rank) if kinds else {}), **further[rank],
             }  # fmt: skip
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank_main, args=(theirs, variables, sys.path), daemon=True)
@@ -162,6 +167,12 @@ class World:
             pipe.close()
         self._processes, self._pipes = [], []
         self._server.close()
+
+
+def _device_variables(kinds: Sequence[str], rank: int) -> dict[str, str]:
+    kind = kinds[rank]
+    index = {} if kind == "host" else {"XVCOMM_DEVICE_INDEX": str(kinds[:rank].count(kind))}
+    return {"XVCOMM_DEVICE": kind, **index}
 
 
 _modules: dict[str, ModuleType] = {}

@@ -1,0 +1,430 @@
+"""NCCL and RCCL as native libraries: one implementation over `_vendor.Library`.
+
+Communicators are blocking ones, because a non-blocking one starts a thread for each call. Only joining, and meeting a
+peer for the first time, can then block for long. So joining happens on a thread that can be left behind; and `error`,
+which a watching thread calls ten times a second, breaks off a call whose deadline has passed.
+
+A communicator is freed once, by whoever takes its handle under the lock. Calls use it without the lock: each says that
+it is inside before it looks at the abort word, while `abort` sets the word before it looks who is inside. It waits a
+moment for a call to come out, and then aborts the library beside it: that is what makes a call that blocks come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, NoReturn
+
+from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
+from xvcomm.abc.device import Allocation, Device, Stream
+from xvcomm.abc.store import Store
+from xvcomm.backends._join import Member, join, meet
+from xvcomm.backends._vendor import IN_PROGRESS, SUCCESS, Library, Runtime, VendorError
+from xvcomm.config import Config
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
+from xvcomm.errors import Aborted, BackendUnavailable
+from xvcomm.ring import Reason
+
+_STAGE_BYTES = 32 << 20
+"""Scratch memory for what members send each other of a reduction that the library lacks; longer arrays go in pieces."""
+
+_ALIGN = 64
+_REMOTE_ERROR = 6
+_PREMULS_KEPT = 64
+_GRACE_SECONDS = 0.05
+_TOLD_SECONDS = 1.0
+_CLOSE_SECONDS = 2.0
+_PAUSE_SECONDS = 0.001
+
+_PLAIN = frozenset((ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX))
+_SUMS = frozenset((ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM))
+_ORS = frozenset((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR))
+
+Call = tuple[Callable[..., int], tuple[int, ...]]
+"""A function of the library, and its arguments but the last two: communicator and stream."""
+
+Part = tuple[int, int]
+"""Address and bytes."""
+
+_NOTHING: Part = (0, 0)
+
+
+class Scale(enum.Enum):
+    """When the device multiplies or divides, because the library does not."""
+
+    NEVER = enum.auto()
+    BEFORE = enum.auto()
+    AFTER = enum.auto()
+
+
+class Route(NamedTuple):
+    """How a reduction is carried out.
+
+    Attributes:
+        native: what the library takes the elements for; None where members exchange them and reduce by themselves.
+        op: what is left to do for the library, or for `Device.reduce`.
+        width: elements of `native` in one of the array.
+    """
+
+    native: DType | None
+    op: ReduceOp
+    width: int = 1
+    scale: Scale = Scale.NEVER
+
+
+def route(dtype: DType, op: ReduceOp, reducible: Collection[str]) -> Route:
+    """The Route of a reduction, over a library that reduces the dtypes of these names."""
+    if dtype.kind == "b" and op is not ReduceOp.BXOR:
+        return Route(UINT8, ReduceOp.MAX if op in _ORS else ReduceOp.MIN)
+    if dtype.kind == "c" and op in _SUMS:
+        return Route(BY_NAME[f"float{dtype.itemsize * 4}"], op, width=2)
+    known = dtype.name in reducible
+    if known and (op in _PLAIN or (dtype.kind == "f" and op in _SUMS)):
+        return Route(dtype, op)
+    base = Reduction(op).base
+    if op is ReduceOp.PREMUL_SUM or (op is ReduceOp.AVG and dtype.small_range):
+        return Route(None, base, scale=Scale.BEFORE)
+    if op is ReduceOp.AVG:
+        return Route(dtype if known else None, base, scale=Scale.AFTER)
+    return Route(None, base)
+
+
+def cut(count: int, members: int, itemsize: int) -> list[int]:
+    """Elements of each member's share of an array; shares begin at aligned offsets of it."""
+    grain = max(1, _ALIGN // itemsize)
+    share = -(-count // (members * grain)) * grain
+    return [max(0, min(share, count - member * share)) for member in range(members)]
+
+
+def parts(address: int, counts: Sequence[int], itemsize: int) -> list[Part]:
+    """Blocks that lie one after the other."""
+    sizes = [count * itemsize for count in counts]
+    return [(address + end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+class CclCollective(Collective):
+    """One island's NCCL or RCCL communicator, seen from one member. One call at a time.
+
+    Attributes:
+        failure: what the library said when it failed behind the caller; `error` then blames this member.
+    """
+
+    def __init__(
+        self, config: Config, me: int, members: int, name: str, store: Store, deadline: Deadline,
+        library: Library, runtime: Runtime, device: Device, gpu: str,
+    ) -> None:  # fmt: skip
+        """Join; blocks until all members have come.
+
+        Args:
+            gpu: what tells this member's GPU from the others of its host, whatever its index: its PCI bus id.
+
+        Raises:
+            BackendUnavailable: unlike libraries, two members on one GPU, or the library failed.
+            DeadlineExceeded: not all came in time.
+        """
+        self._me, self._members = me, members
+        self._library, self._runtime, self._device = library, runtime, device
+        self._index = device.capabilities().index
+        self._lock = threading.RLock()  # a signal handler may close in the middle of anything
+        self._word, self._stalled, self.failure = 0, False, ""
+        self._inside: Deadline | None = None
+        self._freeing: threading.Thread | None = None
+        self._premuls: dict[tuple[float, int], int] = {}
+        self._share_bytes = max(_ALIGN, _STAGE_BYTES // members // _ALIGN * _ALIGN)
+        self._scratch: Allocation | None = None
+        self._used: object = None
+
+        def start() -> int:
+            runtime.use(self._index)
+            return library.join(verdict.unique_id, members, me)
+
+        try:
+            verdict = meet(Member.of(config, me, library, gpu), me, members, name, store, deadline, library)
+            self._prepare(verdict.dtypes)
+            self._comm = join(start, library.abort, f"{name}/joined/{me}", store, deadline)
+        except VendorError as error:
+            raise BackendUnavailable(f"{error}; NCCL_DEBUG=INFO tells more") from error
+
+    def _prepare(self, reducible: Collection[str]) -> None:
+        """Look up once what reductions need: numbers of dtype and op, elements in one, whether a division is left."""
+        numbers, ops = self._library.dtypes(), self._library.ops()
+        self._numbers, self._bytes = numbers, numbers["uint8"]
+        self._routes: dict[int, Route] = {}
+        self._native: dict[int, tuple[int, int, int, bool]] = {}
+        for dtype in DTYPES:
+            for op in ReduceOp:
+                how = self._routes[dtype.code << 4 | op] = route(dtype, op, reducible)
+                if how.native is not None and how.op is not ReduceOp.PREMUL_SUM:
+                    divide = how.scale is Scale.AFTER
+                    self._native[dtype.code << 4 | op] = numbers[how.native.name], ops[how.op], how.width, divide
+
+    def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
+        """See `Collective.all_reduce`."""
+        if not count:
+            return
+        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
+        if native is not None:
+            number, code, width, divide = native
+            self._call(stream, self._library.all_reduce, src, dst, count * width, number, code)
+            if divide:
+                self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
+            return
+        with self._room(stream) as room:
+            share = room + self._me * self._share_bytes
+            for offset, counts in self._pieces(count, dtype.itemsize):
+                self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
+                self.all_gather(share, dst + offset, counts, dtype, stream)
+
+    def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
+        """See `Collective.reduce`."""
+        if not count:
+            return
+        native, here = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op), root == self._me
+        if native is not None:
+            number, code, width, divide = native
+            self._call(stream, self._library.reduce, src, dst if here else 0, count * width, number, code, root)
+            if divide and here:
+                self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
+            return
+        with self._room(stream) as room:
+            share = room + self._me * self._share_bytes
+            for offset, counts in self._pieces(count, dtype.itemsize):
+                self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
+                self.gather(share, dst + offset, counts, dtype, root, stream)
+
+    def reduce_scatter(
+        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
+    ) -> None:
+        """See `Collective.reduce_scatter`; unequal blocks are a group of reductions, each to one member."""
+        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
+        if native is None:
+            self._reduce_blocks(parts(src, counts, dtype.itemsize), dst, dtype, op, stream)
+            return
+        (number, code, width, divide), mine = native, counts[self._me]
+        if counts.count(mine) < self._members:
+            blocks = zip(parts(src, counts, dtype.itemsize), counts, strict=True)
+            self._group(stream, [
+                (self._library.reduce, (address, dst if root == self._me else 0, count * width, number, code, root))
+                for root, ((address, _), count) in enumerate(blocks) if count
+            ])  # fmt: skip
+        elif mine:
+            self._call(stream, self._library.reduce_scatter, src, dst, mine * width, number, code)
+        if divide and mine:
+            self._device.scale(dst, dst, mine, dtype, 1.0, self._members, stream)
+
+    def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
+        """See `Collective.all_gather`; unequal blocks are a group of broadcasts."""
+        mine = counts[self._me]
+        if counts.count(mine) < self._members:
+            self._group(stream, [
+                (self._library.broadcast, (src if root == self._me else into, into, nbytes, self._bytes, root))
+                for root, (into, nbytes) in enumerate(parts(dst, counts, dtype.itemsize)) if nbytes
+            ])  # fmt: skip
+        elif mine:
+            self._call(stream, self._library.all_gather, src, dst, mine * dtype.itemsize, self._bytes)
+
+    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.broadcast`."""
+        if count:
+            source = src if root == self._me else dst
+            self._call(stream, self._library.broadcast, source, dst, count * dtype.itemsize, self._bytes, root)
+
+    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.gather`."""
+        sends = [_NOTHING] * self._members
+        sends[root] = src, counts[self._me] * dtype.itemsize
+        recvs = parts(dst, counts, dtype.itemsize) if root == self._me else [_NOTHING] * self._members
+        self._exchange(sends, recvs, stream)
+
+    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.scatter`."""
+        recvs = [_NOTHING] * self._members
+        recvs[root] = dst, counts[self._me] * dtype.itemsize
+        sends = parts(src, counts, dtype.itemsize) if root == self._me else [_NOTHING] * self._members
+        self._exchange(sends, recvs, stream)
+
+    def all_to_all(
+        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
+    ) -> None:
+        """See `Collective.all_to_all`."""
+        self._exchange(parts(src, counts, dtype.itemsize), parts(dst, recv_counts, dtype.itemsize), stream)
+
+    def abort(self, word: int) -> None:
+        """See `Collective.abort`; of a member that merely left, what is under way goes on, but nothing new begins."""
+        with self._lock:
+            if not self._word or (Reason.bad(word) and not Reason.bad(self._word)):
+                self._word = word
+        if Reason.bad(word):
+            self._free(self._library.abort)
+
+    def error(self) -> int:
+        """See `Collective.error`; also breaks off a call that is inside the library past its deadline."""
+        inside = self._inside
+        if inside is not None and inside.expired() and not Reason.bad(self._word):
+            self._stalled = True
+            self.abort(Reason.DEADLINE.word(self._me))
+            return 0  # the call tells
+        with self._lock:
+            state = self._library.state(self._comm) if self._comm else SUCCESS
+            if state not in (SUCCESS, IN_PROGRESS) and not Reason.bad(self._word):
+                self.failure = self._explain(state)
+                self._word = Reason.ABORTED.word(self._me)
+        return self._word
+
+    def close(self) -> None:
+        """See `Collective.close`; if members are late to close too, their waiting for each other goes on behind it."""
+        with self._lock:
+            self._word = self._word or Reason.LEFT.word(self._me)
+        self._free(self._library.destroy)
+        if self._freeing is not None:
+            self._freeing.join(_CLOSE_SECONDS)
+        self._scratch = None
+
+    def _free(self, how: Callable[[int], None]) -> None:
+        """Let a thread free the communicator, once: it may take long, and the watching thread must not."""
+
+        def work() -> None:
+            late = Deadline.after(_GRACE_SECONDS)
+            while self._inside is not None and not late.expired():
+                time.sleep(_PAUSE_SECONDS)
+            with contextlib.suppress(VendorError):  # there is nothing left to do about it
+                self._runtime.use(self._index)
+                how(comm)
+
+        with self._lock:
+            comm, self._comm = self._comm, 0
+            if comm:
+                self._freeing = threading.Thread(target=work, name="xvcomm-free", daemon=True)
+                self._freeing.start()
+
+    def _call(self, stream: Stream, function: Callable[..., int], *arguments: int) -> None:
+        """Enqueue one call of the library."""
+        self._inside = stream.deadline
+        try:
+            if self._word:
+                raise CollectiveStopped(self._word)
+            code = function(*arguments, self._comm, stream.handle)  # type: ignore[attr-defined]
+        finally:
+            self._inside = None
+        if code:
+            self._fail(code)
+
+    def _group(self, stream: Stream, calls: Sequence[Call]) -> None:
+        """Enqueue several calls as one."""
+        if len(calls) < 2:
+            for function, arguments in calls:
+                self._call(stream, function, *arguments)
+            return
+        self._inside = stream.deadline
+        try:
+            if self._word:
+                raise CollectiveStopped(self._word)
+            comm, handle, library = self._comm, stream.handle, self._library  # type: ignore[attr-defined]
+            code = library.group_start()
+            try:
+                for function, arguments in calls:
+                    code = code or function(*arguments, comm, handle)
+            finally:
+                code = library.group_end() or code
+        finally:
+            self._inside = None
+        if code:
+            self._fail(code)
+
+    def _fail(self, code: int) -> NoReturn:
+        """Say why a call failed."""
+        if code == _REMOTE_ERROR:  # somebody watches over the peers, and is about to say which one it was
+            told = Deadline.after(_TOLD_SECONDS)
+            while not self._word and not told.expired():
+                time.sleep(_PAUSE_SECONDS)
+        if self._stalled:
+            raise CollectiveStalled(())
+        if self._word:
+            raise CollectiveStopped(self._word)
+        with self._lock:
+            raise Aborted(f"{self._explain(code)}; NCCL_DEBUG=INFO tells more")
+
+    def _explain(self, code: int) -> str:
+        return f"{self._library.name} failed: {self._library.explain(code, self._comm)}"
+
+    def _premultiplied(self, dtype: DType, op: Reduction) -> tuple[int, int, int, bool] | None:
+        """What `_native` would hold of a sum with a factor; None if that is not the library's."""
+        how = self._routes[dtype.code << 4 | op.op]
+        if how.native is None:
+            return None
+        number = self._numbers[how.native.name]
+        with self._lock:
+            if self._word:
+                raise CollectiveStopped(self._word)
+            code = self._premuls.get((op.factor, number))
+            if code is None:
+                if len(self._premuls) >= _PREMULS_KEPT:
+                    self._library.free_op(self._premuls.pop(next(iter(self._premuls))), self._comm)
+                code = self._premuls[op.factor, number] = self._library.premul_sum(op.factor, number, self._comm)
+        return number, code, how.width, False
+
+    @contextlib.contextmanager
+    def _room(self, stream: Stream) -> Iterator[int]:
+        """Scratch memory, behind what used it last: a share from each member, and as much again for scaled input."""
+        if self._scratch is None:
+            self._scratch = self._device.empty(2 * self._members * self._share_bytes)
+        captured = stream.capturing()
+        if self._used is not None and not captured:
+            stream.wait(self._used)
+        yield self._scratch.address
+        if not captured:  # a graph's marks are nothing outside of it
+            self._used = stream.mark()
+
+    def _pieces(self, count: int, itemsize: int) -> Iterator[tuple[int, list[int]]]:
+        """Pieces of an array that fit the scratch memory: offset in bytes, and elements of each member's share."""
+        most = self._share_bytes // itemsize * self._members
+        for start in range(0, count, most):
+            yield start * itemsize, cut(min(most, count - start), self._members, itemsize)
+
+    def _reduce_blocks(self, blocks: list[Part], dst: int, dtype: DType, op: Reduction, stream: Stream) -> None:
+        """A reduce-scatter that the library lacks."""
+        most = self._share_bytes
+        with self._room(stream) as room:
+            for start in range(0, max(nbytes for _, nbytes in blocks), most):
+                piece = [(address + start, max(0, min(most, nbytes - start))) for address, nbytes in blocks]
+                self._reduce_parts(piece, dst + start, room, dtype, op, stream)
+
+    def _reduce_parts(
+        self, mine: list[Part], into: int, room: int, dtype: DType, op: Reduction, stream: Stream
+    ) -> None:
+        """Each member gets its parts of all and reduces them, in order of the members and with one rounding."""
+        how, share = self._routes[dtype.code << 4 | op.op], self._share_bytes
+        if how.scale is Scale.BEFORE:
+            divisor = self._members if op.op is ReduceOp.AVG else 0
+            scaled = [(room + (self._members + i) * share, nbytes) for i, (_, nbytes) in enumerate(mine)]
+            for (src, nbytes), (dst, _) in zip(mine, scaled, strict=True):
+                if nbytes:
+                    self._device.scale(dst, src, nbytes // dtype.itemsize, dtype, op.factor, divisor, stream)
+            mine = scaled
+        nbytes = mine[self._me][1]
+        theirs = [(room + member * share, nbytes) for member in range(self._members)]
+        theirs[self._me] = mine[self._me]
+        self._exchange(mine, theirs, stream)
+        if nbytes:
+            count = nbytes // dtype.itemsize
+            self._device.reduce(into, [address for address, _ in theirs], count, dtype, how.op, stream)
+            if how.scale is Scale.AFTER:
+                self._device.scale(into, into, count, dtype, 1.0, self._members, stream)
+
+    def _exchange(self, sends: Sequence[Part], recvs: Sequence[Part], stream: Stream) -> None:
+        """Give each member a part and get one from it; what is in place stays."""
+        calls: list[Call] = []
+        for peer, ((src, out), (dst, nbytes)) in enumerate(zip(sends, recvs, strict=True)):
+            if peer != self._me:
+                if out:
+                    calls.append((self._library.send, (src, out, self._bytes, peer)))
+                if nbytes:
+                    calls.append((self._library.recv, (dst, nbytes, self._bytes, peer)))
+            elif nbytes and src != dst:
+                self._device.copy(dst, src, nbytes, stream)
+        self._group(stream, calls)

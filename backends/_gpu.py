@@ -1,0 +1,210 @@
+"""GPUs as devices: one implementation for CUDA and ROCm, over the table of calls that they have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from xvcomm.abc.backend import Backend
+from xvcomm.abc.collective import Collective
+from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
+from xvcomm.abc.store import Store
+from xvcomm.backends._ccl import CclCollective
+from xvcomm.backends._guard import on_device
+from xvcomm.backends._kernels import Kernels
+from xvcomm.backends._streams import Engine, GpuStream
+from xvcomm.backends._vendor import Library, Runtime, VendorError
+from xvcomm.config import Config
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import DType, ReduceOp
+from xvcomm.errors import ArgumentError, ArrayError, BackendUnavailable, ConfigError
+from xvcomm.ring import Message, RingEnd
+
+_DEFAULT_STREAM = 0
+_NO_POINTERS = range(3, 4096)
+"""Numbers that are neither the handle of a special stream nor an address."""
+
+
+class _Adopted(threading.local):
+    """A thread's adopted streams, by handle."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, GpuStream] = {}
+
+
+class GpuDevice(Device):
+    """One GPU of this process. Any thread; each stream by one thread at a time.
+
+    Attributes:
+        runtime: the vendor's calls.
+        index: number of the device.
+    """
+
+    def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
+        self.runtime, self.index = runtime, index
+        cache = Path(config.kernel_cache) if config.kernel_cache else Path.home() / ".cache" / "xvcomm"
+        kernels = Kernels(runtime, index, cache)
+        self._engine = Engine(runtime, index, kernels, config.spin_us * 1e-6)
+        self._kernels = kernels
+        self._adopted = _Adopted()
+        self._able = DeviceCapabilities(
+            runtime.kind, runtime.architecture(index), runtime.kind, index, asynchronous=True
+        )
+        before = runtime.current()
+        runtime.use(index)  # starts it, which takes long
+        runtime.use(before)
+
+    def capabilities(self) -> DeviceCapabilities:
+        """See `Device.capabilities`."""
+        return self._able
+
+    @on_device
+    def empty(self, nbytes: int) -> Allocation:
+        """See `Device.empty`; from a pool."""
+        return self._engine.memory.take(nbytes)
+
+    @on_device
+    def streams(self, count: int) -> tuple[GpuStream, ...]:
+        """See `Device.streams`."""
+        return tuple(self._engine.stream() for _ in range(count))
+
+    @on_device
+    def adopt(self, handle: int | None, *addresses: int) -> GpuStream:
+        """See `Device.adopt`; each thread has a GpuStream of its own for a handle."""
+        if handle is None:
+            handle = _DEFAULT_STREAM
+        stream = self._adopted.streams.get(handle)
+        if stream is None:
+            stream = self._adopted.streams[handle] = self._verified(handle)
+        stream.enqueued()
+        for address in addresses:
+            place = self.runtime.locate(address)
+            if place != self.index:
+                raise self._elsewhere(address, place)
+        return stream
+
+    def _verified(self, handle: int) -> GpuStream:
+        runtime, name = self.runtime, f"{self.runtime.kind} device {self.index}"
+        if handle < 0 or handle in runtime.invalid_streams or handle in _NO_POINTERS:
+            raise ArgumentError(
+                f"stream {handle} is no stream of {name}; pass what the framework's current-stream function gives"
+            )
+        stream = GpuStream(self._engine, handle, owned=False)
+        try:
+            stream.mark()  # no event of this device can be recorded on a stream of another one
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"stream {handle:#x} cannot be used on {name}, which this rank has: {error}; make {name} the current one "
+                "before the stream is made, or set XVCOMM_DEVICE_INDEX"
+            ) from error
+        return stream
+
+    def _elsewhere(self, address: int, place: int | None) -> ArrayError:
+        kind, index = self.runtime.kind, self.index
+        if place is None:
+            return ArrayError(
+                f"the array at {address:#x} is not in the memory of {kind} device {index}: it was freed, or never lay on a "
+                "GPU; keep arrays alive until the operation is over"
+            )
+        return ArrayError(
+            f"the array at {address:#x} lies on {kind} device {place} but this rank's device is {kind} device {index}; "
+            f"move the array, or set XVCOMM_DEVICE_INDEX={place}"
+        )
+
+    @on_device
+    def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
+        """See `Device.copy`."""
+        if nbytes:
+            self.runtime.copy(dst, src, nbytes, cast(GpuStream, stream).handle)
+
+    @on_device
+    def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
+        """See `Device.put`."""
+        cast(GpuStream, stream).transfer(end, src, message, None, False)
+
+    @on_device
+    def get(
+        self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
+        *, remote_first: bool = False,
+    ) -> None:  # fmt: skip
+        """See `Device.get`."""
+        cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
+
+    @on_device
+    def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
+        """See `Device.reduce`."""
+        self._kernels.reduce(dst, srcs, count, dtype, op, cast(GpuStream, stream).handle)
+
+    @on_device
+    def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
+        """See `Device.scale`."""
+        self._kernels.scale(dst, src, count, dtype, factor, divisor, cast(GpuStream, stream).handle)
+
+
+def choose(config: Config, count: int, current: int) -> int:
+    """Which of `count` devices a rank takes: the one asked for, the thread's, or by its number on this host.
+
+    Args:
+        current: the thread's device. Nobody chooses device 0 by saying so: every thread begins with it.
+
+    Raises:
+        ConfigError: there is none of the number asked for.
+    """
+    if config.device_index is not None:
+        if config.device_index >= count:
+            raise ConfigError(
+                f"XVCOMM_DEVICE_INDEX={config.device_index}: this process sees {count} devices, numbered from 0"
+            )
+        return config.device_index
+    return current if current > 0 else (config.local_rank or 0) % count
+
+
+class GpuBackend(Backend):
+    """What the backends of CUDA and ROCm have in common."""
+
+    def __init__(self) -> None:
+        self._device: GpuDevice | None = None
+
+    @abstractmethod
+    def runtime(self) -> Runtime:
+        """The vendor's runtime; loads its library."""
+
+    @abstractmethod
+    def library(self, architecture: str) -> Library:
+        """The vendor's collective library, for GPUs of one architecture; loads it."""
+
+    @abstractmethod
+    def bus(self, index: int) -> str:
+        """PCI address of a device, by which all processes of the host know it."""
+
+    def device(self, config: Config) -> Device:
+        """See `Backend.device`."""
+        with self._loading():
+            runtime = self.runtime()
+            index = choose(config, runtime.count(), runtime.current())
+            self._device = GpuDevice(runtime, index, config)
+        return self._device
+
+    def collective(
+        self, config: Config, job: str, me: int, members: int, name: str, store: Store, deadline: Deadline
+    ) -> Collective:
+        """See `Backend.collective`."""
+        device = self._device
+        assert device is not None
+        with self._loading():
+            library, bus = self.library(device.capabilities().architecture), self.bus(device.index)
+        return CclCollective(config, me, members, name, store, deadline, library, device.runtime, device, bus)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Say what is missing when the vendor's libraries, or Python's for them, do not load or do not answer."""
+        try:
+            yield
+        except (ImportError, OSError, AttributeError, VendorError) as error:
+            raise BackendUnavailable(
+                f"{self.kind}: {type(error).__name__}: {error}; reinstall xvcomm[{self.kind}], and see `xvcomm doctor`"
+            ) from error

@@ -1,0 +1,883 @@
+// The movers of GPUs: copy array <-> ring, reduce as data comes out of a ring, reduce and scale in device memory.
+//
+// One source for NVRTC, hipRTC and plain C++ (tests run it on host memory, each block a thread: blockDim.x is 1).
+// What goes before it, see `_kernels.source`: the constants XV_* of the ring, the codes of dtypes and operations.
+// Compilers must not fuse products into sums: results are the host's to the bit.
+//
+// A block moves one lane of one transfer at a time. Its first warp watches: it looks at the other end's counter, says
+// how many pieces may be copied, and publishes those that were. The other warps copy, each as fast as it can, so that
+// nothing drains between pieces. A block of one warp does both in turns.
+
+#if defined(__HIP__) || defined(__HIP_PLATFORM_AMD__) || defined(__HIPCC_RTC__)
+#define XV_HIP 1
+#elif defined(__CUDACC__)
+#define XV_CUDA 1
+#else
+#include <sched.h>
+#endif
+
+namespace xv {
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct alignas(16) Word {
+    u32 part[4];
+};
+
+// ---------------------------------------------------------------------------------------------- compilers' primitives
+// load_acquire, store_release: a word that the other end sees too.     load, store: the same without ordering.
+// fence_system: what this block did is seen everywhere before what this thread does next.
+// load_ring: 16 bytes that the other end wrote, past caches that might hold older ones.
+// hand_over: a warp's accesses are done before another warp of the block hears of it.
+// agree, tell: whether something holds in a whole warp; one of its lanes' value for all.
+
+#if XV_HIP
+
+#define XV_DEVICE __device__ __forceinline__
+#define XV_UNROLL _Pragma("unroll")
+#pragma clang fp contract(off)
+#if defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
+constexpr u32 WIDTH = 32;
+#else
+constexpr u32 WIDTH = 64;
+#endif
+typedef u32 Vector __attribute__((ext_vector_type(4)));
+
+XV_DEVICE u64 load_acquire(const u64* p) { return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM); }
+XV_DEVICE u64 load(const u64* p) { return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+XV_DEVICE void store(u64* p, u64 v) { __hip_atomic_store(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+XV_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, ""); }
+XV_DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
+XV_DEVICE void fence_block() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "workgroup"); }
+// A wave's release waits for its own stores only, so each wave that wrote the ring makes its own.
+XV_DEVICE void hand_over() {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+    __builtin_amdgcn_wave_barrier();
+}
+XV_DEVICE u32 add(u32* p, u32 v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+XV_DEVICE Word load_ring(const Word* p) {
+    const Vector v = __builtin_nontemporal_load(reinterpret_cast<const Vector*>(p));
+    return Word{{v.x, v.y, v.z, v.w}};
+}
+XV_DEVICE bool agree(bool holds) {
+    u32 votes = holds ? 1u : 0u;
+    for (u32 step = WIDTH / 2; step; step /= 2) {
+        const u32 other = (threadIdx.x % WIDTH) ^ step;
+        votes &= static_cast<u32>(__builtin_amdgcn_ds_bpermute(static_cast<int>(4 * other), static_cast<int>(votes)));
+    }
+    return votes;
+}
+XV_DEVICE u64 tell(u64 value, int lane) {
+    const u32 low = static_cast<u32>(__builtin_amdgcn_readlane(static_cast<int>(value), lane));
+    const u32 high = static_cast<u32>(__builtin_amdgcn_readlane(static_cast<int>(value >> 32), lane));
+    return static_cast<u64>(high) << 32 | low;
+}
+XV_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
+XV_DEVICE void rest() { __builtin_amdgcn_s_sleep(16); }
+XV_DEVICE float widen_half(u16 bits) { return static_cast<float>(__builtin_bit_cast(_Float16, bits)); }
+XV_DEVICE u16 round_half(float value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
+
+#elif XV_CUDA
+
+#define XV_DEVICE __device__ __forceinline__
+#define XV_UNROLL _Pragma("unroll")
+constexpr u32 WIDTH = 32;
+
+XV_DEVICE u64 load_acquire(const u64* p) {
+    u64 v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+XV_DEVICE u64 load(const u64* p) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+XV_DEVICE void store(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+XV_DEVICE void fence_system() { __threadfence_system(); }
+XV_DEVICE void fence_device() { __threadfence(); }
+XV_DEVICE void fence_block() { __threadfence_block(); }
+XV_DEVICE void hand_over() {
+    __threadfence_block();
+    __syncwarp();
+}
+XV_DEVICE u32 add(u32* p, u32 v) { return atomicAdd(p, v); }
+XV_DEVICE Word load_ring(const Word* p) {
+    Word w;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.part[0]), "=r"(w.part[1]), "=r"(w.part[2]), "=r"(w.part[3])
+                 : "l"(p)
+                 : "memory");
+    return w;
+}
+XV_DEVICE bool agree(bool holds) { return __all_sync(0xFFFFFFFFu, holds); }
+XV_DEVICE u64 tell(u64 value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+XV_DEVICE void pause() { __nanosleep(32); }
+XV_DEVICE void rest() { __nanosleep(500); }
+XV_DEVICE float widen_half(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+XV_DEVICE u16 round_half(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+#else
+
+#define XV_DEVICE inline
+#define XV_UNROLL
+constexpr u32 WIDTH = 1;
+
+XV_DEVICE u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+XV_DEVICE u64 load(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+XV_DEVICE void store(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+XV_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+XV_DEVICE void fence_device() { fence_system(); }
+XV_DEVICE void fence_block() {}
+XV_DEVICE void hand_over() {}
+XV_DEVICE u32 add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+XV_DEVICE Word load_ring(const Word* p) { return *p; }
+XV_DEVICE bool agree(bool holds) { return holds; }
+XV_DEVICE void pause() { sched_yield(); }
+XV_DEVICE void rest() { sched_yield(); }
+XV_DEVICE float widen_half(u16 bits) { return static_cast<float>(__builtin_bit_cast(_Float16, bits)); }
+XV_DEVICE u16 round_half(float value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
+
+#endif
+
+// ------------------------------------------------------------------------------------------------------ element types
+// The same bits as backends/host/codecs.py and reducers.py, which has the reasons.
+
+template <class To, class From>
+XV_DEVICE To as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "as many bits");
+    union {
+        From from;
+        To to;
+    } both = {from};
+    return both.to;
+}
+
+template <class F>
+struct Complex {
+    F real, imag;
+};
+
+template <class T>
+struct Bits;
+template <>
+struct Bits<float> {
+    typedef u32 type;
+    static constexpr u32 quiet = 0x400000u, invalid = 0xFFC00000u;
+};
+template <>
+struct Bits<double> {
+    typedef u64 type;
+    static constexpr u64 quiet = 0x8000000000000ull, invalid = 0xFFF8000000000000ull;
+};
+
+// Vendors differ in which NaN an operation gives; every rank must get the same: x86's, the left operand's first.
+template <class F>
+XV_DEVICE F settle(F result, F a, F b) {
+    typedef typename Bits<F>::type U;
+    if (result == result) return result;
+    if (a != a) return as<F>(as<U>(a) | Bits<F>::quiet);
+    if (b != b) return as<F>(as<U>(b) | Bits<F>::quiet);
+    return as<F>(Bits<F>::invalid);
+}
+
+template <class T>
+XV_DEVICE T plus(T a, T b) {
+    return static_cast<T>(static_cast<u64>(a) + static_cast<u64>(b));
+}
+XV_DEVICE float plus(float a, float b) { return settle(a + b, a, b); }
+XV_DEVICE double plus(double a, double b) { return settle(a + b, a, b); }
+template <class F>
+XV_DEVICE Complex<F> plus(Complex<F> a, Complex<F> b) {
+    return {plus(a.real, b.real), plus(a.imag, b.imag)};
+}
+
+template <class T>
+XV_DEVICE T times(T a, T b) {
+    return static_cast<T>(static_cast<u64>(a) * static_cast<u64>(b));
+}
+XV_DEVICE float times(float a, float b) { return settle(a * b, a, b); }
+XV_DEVICE double times(double a, double b) { return settle(a * b, a, b); }
+template <class F>
+XV_DEVICE Complex<F> times(Complex<F> a, Complex<F> b) {
+    return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
+}
+
+// Any float8 less its special values: multiplying by a power of two moves the exponent, and makes subnormals right.
+template <u32 MANTISSA, u32 BIAS>
+XV_DEVICE float widen8(u8 bits) {
+    const float value = as<float>((bits & 0x7Fu) << (23 - MANTISSA)) * as<float>((254 - BIAS) << 23);
+    return as<float>(as<u32>(value) | (bits & 0x80u) << 24);
+}
+
+// Magnitude code of any float8 by rounding; may exceed the largest code.
+template <u32 MANTISSA, u32 BIAS>
+XV_DEVICE u32 round8(float value) {
+    u32 u = as<u32>(value) & 0x7FFFFFFFu;
+    if (u < (127 + 1 - BIAS) << 23) {
+        // Adding a number whose last bit is worth the smallest subnormal rounds to it.
+        const u32 magic = (127 + 24 - BIAS - MANTISSA) << 23;
+        return as<u32>(as<float>(u) + as<float>(magic)) - magic;
+    }
+    u += ((1u << (22 - MANTISSA)) - 1) + (u >> (23 - MANTISSA) & 1u);
+    return (u >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA);
+}
+
+XV_DEVICE bool is_nan(float value) { return (as<u32>(value) & 0x7FFFFFFFu) > 0x7F800000u; }
+XV_DEVICE u32 sign8(float value) { return as<u32>(value) >> 24 & 0x80u; }
+// The fnuz dialects: one NaN (0x80) for all that does not fit, no negative zero.
+XV_DEVICE u8 fnuz(u32 code, float value) {
+    if (code > 0x7Fu) return 0x80u;
+    return static_cast<u8>(code ? code | sign8(value) : 0u);
+}
+
+// How an element lies in memory (Item) and what is reckoned with (Wide).
+template <class T>
+struct Plain {
+    typedef T Item;
+    typedef T Wide;
+    static XV_DEVICE T load(T item) { return item; }
+    static XV_DEVICE T save(T value) { return value; }
+};
+template <class T>
+struct Low {
+    typedef T Item;
+    typedef float Wide;
+};
+
+template <int DTYPE>
+struct Element;
+template <> struct Element<XV_float64> : Plain<double> {};
+template <> struct Element<XV_float32> : Plain<float> {};
+template <> struct Element<XV_int8> : Plain<signed char> {};
+template <> struct Element<XV_int16> : Plain<short> {};
+template <> struct Element<XV_int32> : Plain<int> {};
+template <> struct Element<XV_int64> : Plain<i64> {};
+template <> struct Element<XV_uint8> : Plain<u8> {};
+template <> struct Element<XV_uint16> : Plain<u16> {};
+template <> struct Element<XV_uint32> : Plain<u32> {};
+template <> struct Element<XV_uint64> : Plain<u64> {};
+template <> struct Element<XV_bool> : Plain<u8> {};
+template <> struct Element<XV_complex64> : Plain<Complex<float>> {};
+template <> struct Element<XV_complex128> : Plain<Complex<double>> {};
+template <>
+struct Element<XV_float16> : Low<u16> {
+    static XV_DEVICE float load(u16 item) {
+        const u32 nan = (item & 0x8000u) << 16 | 0x7FC00000u | (item & 0x3FFu) << 13;
+        return (item & 0x7FFFu) > 0x7C00u ? as<float>(nan) : widen_half(item);
+    }
+    static XV_DEVICE u16 save(float value) {
+        const u32 u = as<u32>(value);
+        return is_nan(value) ? static_cast<u16>((u >> 16 & 0x8000u) | 0x7E00u | (u >> 13 & 0x3FFu)) : round_half(value);
+    }
+};
+template <>
+struct Element<XV_bfloat16> : Low<u16> {
+    static XV_DEVICE float load(u16 item) { return as<float>(static_cast<u32>(item) << 16); }
+    static XV_DEVICE u16 save(float value) {
+        const u32 u = as<u32>(value);
+        return static_cast<u16>(is_nan(value) ? u >> 16 | 0x40u : (u + 0x7FFFu + (u >> 16 & 1u)) >> 16);
+    }
+};
+template <>
+struct Element<XV_float8_e4m3fn> : Low<u8> {
+    static XV_DEVICE float load(u8 item) {
+        return (item & 0x7Fu) == 0x7Fu ? as<float>(0x7FC00000u) : widen8<3, 7>(item);
+    }
+    static XV_DEVICE u8 save(float value) {
+        const u32 code = round8<3, 7>(value);
+        return static_cast<u8>((code < 0x7Fu ? code : 0x7Fu) | sign8(value));
+    }
+};
+template <>
+struct Element<XV_float8_e4m3fnuz> : Low<u8> {
+    static XV_DEVICE float load(u8 item) { return item == 0x80u ? as<float>(0x7FC00000u) : widen8<3, 8>(item); }
+    static XV_DEVICE u8 save(float value) { return fnuz(round8<3, 8>(value), value); }
+};
+template <>
+struct Element<XV_float8_e5m2> : Low<u8> {
+    static XV_DEVICE float load(u8 item) { return Element<XV_float16>::load(static_cast<u16>(item << 8)); }
+    static XV_DEVICE u8 save(float value) {
+        const u32 code = round8<2, 15>(value);
+        return static_cast<u8>((is_nan(value) ? 0x7Eu : code < 0x7Cu ? code : 0x7Cu) | sign8(value));
+    }
+};
+template <>
+struct Element<XV_float8_e5m2fnuz> : Low<u8> {
+    static XV_DEVICE float load(u8 item) { return item == 0x80u ? as<float>(0x7FC00000u) : widen8<2, 16>(item); }
+    static XV_DEVICE u8 save(float value) { return fnuz(round8<2, 16>(value), value); }
+};
+
+template <int OP>
+struct Combine;
+template <> struct Combine<XV_SUM> {
+    template <class T> static XV_DEVICE T of(T a, T b) { return plus(a, b); }
+};
+template <> struct Combine<XV_PROD> {
+    template <class T> static XV_DEVICE T of(T a, T b) { return times(a, b); }
+};
+template <> struct Combine<XV_MIN> {
+    template <class T> static XV_DEVICE T of(T a, T b) { return a < b || a != a ? a : b; }
+};
+template <> struct Combine<XV_MAX> {
+    template <class T> static XV_DEVICE T of(T a, T b) { return a > b || a != a ? a : b; }
+};
+template <> struct Combine<XV_BAND> {
+    template <class T> static XV_DEVICE T of(T a, T b) { return a & b; }
+};
+template <> struct Combine<XV_BOR> {
+    template <class T> static XV_DEVICE T of(T a, T b) { return a | b; }
+};
+template <> struct Combine<XV_BXOR> {
+    template <class T> static XV_DEVICE T of(T a, T b) { return a ^ b; }
+};
+
+// bool is stored as 0 or 1 in a byte: sum and max are "any", prod and min are "all".
+template <int DTYPE, int OP>
+struct Operation : Combine<OP> {};
+template <> struct Operation<XV_bool, XV_SUM> : Combine<XV_BOR> {};
+template <> struct Operation<XV_bool, XV_MAX> : Combine<XV_BOR> {};
+template <> struct Operation<XV_bool, XV_PROD> : Combine<XV_BAND> {};
+template <> struct Operation<XV_bool, XV_MIN> : Combine<XV_BAND> {};
+
+template <class T>
+XV_DEVICE T quotient(T value, i64 divisor) {
+    return static_cast<T>(value / divisor);  // towards zero, as NCCL divides
+}
+XV_DEVICE u64 quotient(u64 value, i64 divisor) { return value / static_cast<u64>(divisor); }
+XV_DEVICE float quotient(float value, i64 divisor) {
+    const float by = static_cast<float>(divisor);
+    return settle(value / by, value, by);
+}
+XV_DEVICE double quotient(double value, i64 divisor) {
+    const double by = static_cast<double>(divisor);
+    return settle(value / by, value, by);
+}
+template <class F>
+XV_DEVICE Complex<F> quotient(Complex<F> value, i64 divisor) {
+    return {quotient(value.real, divisor), quotient(value.imag, divisor)};
+}
+template <class T>
+XV_DEVICE T scaled(T value, double factor) {
+    return times(value, static_cast<T>(factor));
+}
+template <class F>
+XV_DEVICE Complex<F> scaled(Complex<F> value, double factor) {
+    return {scaled(value.real, factor), scaled(value.imag, factor)};
+}
+
+// ------------------------------------------------------------------------------------------------- sixteen bytes at once
+
+// A word seen as elements.
+template <class Item>
+union Pack {
+    static constexpr u32 COUNT = sizeof(Word) / sizeof(Item);
+    Word word;
+    Item items[COUNT];
+};
+
+// The first `nbytes` of a word from an array that is aligned to its items only, and back.
+template <class Item>
+XV_DEVICE Word gather(const char* from, u32 nbytes) {
+    Pack<Item> pack = {Word{{0, 0, 0, 0}}};
+    XV_UNROLL
+    for (u32 i = 0; i < Pack<Item>::COUNT; ++i)
+        if (i * sizeof(Item) < nbytes) pack.items[i] = reinterpret_cast<const Item*>(from)[i];
+    return pack.word;
+}
+template <class Item>
+XV_DEVICE void scatter(char* to, Word word, u32 nbytes) {
+    const Pack<Item> pack = {word};
+    XV_UNROLL
+    for (u32 i = 0; i < Pack<Item>::COUNT; ++i)
+        if (i * sizeof(Item) < nbytes) reinterpret_cast<Item*>(to)[i] = pack.items[i];
+}
+
+// What happens to a word between ring and array: nothing, or a reduction of the array's with the ring's.
+template <int DTYPE, int OP>
+struct Reducing {
+    typedef Element<DTYPE> E;
+    typedef typename E::Item Item;
+    static constexpr bool REDUCES = true;
+    static XV_DEVICE Word combine(Word left, Word right) {
+        Pack<Item> a = {left}, b = {right};
+        XV_UNROLL
+        for (u32 i = 0; i < Pack<Item>::COUNT; ++i)
+            a.items[i] = E::save(Operation<DTYPE, OP>::of(E::load(a.items[i]), E::load(b.items[i])));
+        return a.word;
+    }
+};
+struct Copying {
+    typedef u8 Item;
+    static constexpr bool REDUCES = false;
+    static XV_DEVICE Word combine(Word, Word right) { return right; }
+};
+
+// ---------------------------------------------------------------------------------------------------------- transfers
+
+// What an end keeps in device memory from message to message. XV_STATE_BYTES of zeros are a fresh one.
+struct Lane {
+    u64 moved;  // pieces this end has moved since the start
+    u64 seen;   // the other end's counter, when last looked at
+};
+struct State {
+    u64 sequence;
+    u64 consumed;
+    u32 done;  // blocks of the running message
+    u32 stopped;
+    u64 padding[13];
+    Lane lanes[XV_MAX_LANES];
+};
+static_assert(sizeof(State) == XV_STATE_BYTES, "as _kernels.py allocates it");
+
+// One transfer; _kernels.py packs it.
+struct Row {
+    char* ring;
+    State* state;
+    char* data;
+    i64 nbytes;
+    i64 part;  // bytes of a lane
+    i64 op, dtype, tag, detail;
+    u32 blame;
+    u32 producer, reduces, remote_first;
+    u32 slots, slot_bytes, ledger, first_slot;
+    u32 chunk, lanes;
+    u32 block, blocks;  // the first block that works for it, and how many do
+};
+static_assert(sizeof(Row) == XV_ROW_BYTES, "as _kernels.py packs it");
+
+struct Batch {
+    Row rows[XV_ROWS];
+};
+static_assert(sizeof(Batch) < 4096, "what a kernel takes at most as arguments");
+
+enum Verdict : u32 { OPEN, EQUAL, DIFFERENT };
+
+// What the warps of a block tell each other.
+struct Board {
+    volatile u32 ready;  // pieces that may be copied
+    volatile u32 copied[32];  // pieces that each copying warp is through with
+    volatile u32 left;  // something went wrong, or the ring stopped
+    volatile u32 verdict;  // of comparing both ends' descriptions
+};
+
+// A lane's part of a message, as one thread sees it.
+struct Part {
+    const Row& row;
+    Board& board;
+    u64 sequence;
+    u64 start, seen;  // of the lane's counters, ours and theirs
+    u64 *mine, *theirs;
+    char *data, *slots;
+    i64 nbytes;
+    u32 pieces;
+    bool leader;  // works for lane 0, which posts and answers for the whole message
+};
+
+// What a watching warp keeps in mind.
+struct Watch {
+    u32 ready, published;
+    u32 idle;  // looks since the last news
+    Verdict verdict;
+    bool warned;  // the ring has stopped
+};
+constexpr u32 PATIENCE = 1000;  // looks, of a microsecond each over PCIe
+
+XV_DEVICE u64* word(const Row& row, i64 offset) { return reinterpret_cast<u64*>(row.ring + offset); }
+XV_DEVICE u64* entry(const Row& row, u64 sequence, bool producer) {
+    return word(row, row.ledger + static_cast<i64>(sequence % XV_LEDGER + (producer ? 0 : XV_LEDGER)) * XV_ENTRY);
+}
+XV_DEVICE u64 field(const Row& row, u32 number) {
+    const i64 fields[5] = {row.op, row.dtype, row.nbytes, row.tag, row.detail};
+    return static_cast<u64>(number == 0 ? fields[0] : number == 1 ? fields[1] : number == 2 ? fields[2]
+                            : number == 3 ? fields[3] : fields[4]);
+}
+XV_DEVICE bool watches() { return threadIdx.x < WIDTH; }
+XV_DEVICE bool copies() { return threadIdx.x >= WIDTH || blockDim.x <= WIDTH; }
+XV_DEVICE u32 copying_warps() { return blockDim.x <= WIDTH ? 1 : blockDim.x / WIDTH - 1; }
+XV_DEVICE u32 copying_warp() { return blockDim.x <= WIDTH ? 0 : threadIdx.x / WIDTH - 1; }
+XV_DEVICE bool first_of_warp() { return threadIdx.x % WIDTH == 0; }
+
+// Three words of the ring in one look of a warp: each costs the same microsecond over PCIe.
+struct Look {
+    u64 first, second, third;
+};
+XV_DEVICE Look look(const u64* first, const u64* second, const u64* third) {
+#if XV_CUDA || XV_HIP
+    const u32 lane = threadIdx.x % WIDTH;
+    const u64 seen = load_acquire(lane == 0 ? first : lane == 1 ? second : third);
+    return {tell(seen, 0), tell(seen, 1), tell(seen, 2)};
+#else
+    const u64 one = load_acquire(first), two = load_acquire(second);
+    return {one, two, load_acquire(third)};
+#endif
+}
+
+// Write this end's description; its number makes it valid.
+XV_DEVICE void write_entry(const Part& p) {
+    u64* own = entry(p.row, p.sequence, p.row.producer);
+    for (u32 i = threadIdx.x % WIDTH; i < 5; i += WIDTH) store(own + 1 + i, field(p.row, i));
+}
+
+// The other end's description, which is there, against ours.
+XV_DEVICE Verdict compare(const Part& p) {
+    const u64* other = entry(p.row, p.sequence, !p.row.producer);
+    bool equal = true;
+    for (u32 i = threadIdx.x % WIDTH; i < 5; i += WIDTH) equal = equal && load(other + 1 + i) == field(p.row, i);
+    return agree(equal) ? EQUAL : DIFFERENT;
+}
+
+// What the leader's last warp does before it copies: the consumer posts its description, the producer looks whether
+// the consumer's is there already, and whether the ring has stopped.
+XV_DEVICE void open(Part& p) {
+    if (!p.row.producer) {
+        write_entry(p);
+        hand_over();
+        if (first_of_warp()) {
+            fence_system();
+            store(entry(p.row, p.sequence, false), p.sequence + 1);
+        }
+        return;
+    }
+    const u64* other = entry(p.row, p.sequence, false);
+    const Look found = look(other, word(p.row, XV_ABORT), other);
+    if (found.second) p.board.left = 1;
+    if (found.first == p.sequence + 1 && compare(p) == DIFFERENT) {
+        p.board.verdict = DIFFERENT;
+        p.board.left = 1;
+    }
+}
+
+// The ledger's place is free once the consumer is through with what lay there; asked of the ring once in a round.
+XV_DEVICE bool await_place(const Part& p) {
+    u64 consumed = p.row.state->consumed;
+    for (u32 tries = 0; p.sequence - consumed >= XV_LEDGER; ++tries) {
+        const u64* place = word(p.row, XV_CONSUMED);
+        const Look found = look(place, word(p.row, XV_ABORT), place);
+        consumed = found.first;
+        if (first_of_warp()) p.row.state->consumed = consumed;
+        if (p.sequence - consumed < XV_LEDGER) break;
+        if (found.second || p.board.left) return false;
+        if (tries > PATIENCE) rest();
+    }
+    return true;
+}
+
+// Say that so many pieces are moved. The producer's description becomes valid with its first, in one fence.
+XV_DEVICE void publish(const Part& p, u32 published) {
+    if (!first_of_warp()) return;
+    // What was read needs no fence: it has arrived, or it could not have been passed on.
+    if (p.row.producer) fence_system();
+    if (p.row.producer && p.leader && published <= 1) store(entry(p.row, p.sequence, true), p.sequence + 1);
+    if (published) store(p.mine, p.start + published);
+}
+
+// One round of the watching warp. False once all is published, or the block leaves.
+XV_DEVICE bool watch(Part& p, Watch& w) {
+    Board& board = p.board;
+    const bool producer = p.row.producer, alone = blockDim.x <= WIDTH;
+    if (agree(board.left)) return false;
+    bool through = w.published < p.pieces;
+    for (u32 i = threadIdx.x % WIDTH; i < copying_warps(); i += WIDTH) through = through && board.copied[i] > w.published;
+    if (agree(through)) {
+        fence_block();
+        publish(p, ++w.published);
+    }
+    if (w.published == p.pieces && w.verdict == EQUAL) return false;
+    if (w.verdict == EQUAL && (w.ready == p.pieces || w.ready > w.published + 1)) {
+        if (!alone) pause();
+        return true;
+    }
+    const Look found = look(p.theirs, word(p.row, XV_ABORT), entry(p.row, p.sequence, !producer));
+    const u64 may = found.first - p.start + (producer ? p.row.slots : 0);
+    const u32 ready = may < p.pieces ? static_cast<u32>(may) : p.pieces;
+    const bool described = w.verdict == OPEN && found.third == p.sequence + 1;
+    if (ready == w.ready && !described) {
+        // What was published before a stop is still delivered, and may be younger than this look: look once more.
+        if (found.second && w.warned) board.left = 1;
+        w.warned = found.second;
+        if (++w.idle > PATIENCE) rest();
+        if (alone) pause();
+        return true;
+    }
+    p.seen = found.first;
+    w.ready = ready;
+    w.idle = 0;
+    // The copying warps fetch while the descriptions are compared, and wait before they deliver.
+    if (first_of_warp() && !alone) board.ready = ready;
+    if (described) {
+        w.verdict = compare(p);
+        if (first_of_warp()) board.verdict = w.verdict;
+        if (w.verdict == DIFFERENT) board.left = 1;
+    }
+    if (first_of_warp() && w.verdict == EQUAL) board.ready = ready;
+    return true;
+}
+
+// Whether a warp may deliver what it fetched; waits for the comparison.
+XV_DEVICE bool approved(const Board& board) {
+    while (board.verdict == OPEN && !board.left) pause();
+    return board.verdict == EQUAL;  // settled before `left` is set, so that a warp's lanes agree
+}
+
+// A warp's share of a piece: runs of DEPTH words a thread, all on their way before the first is used.
+template <bool PUT, bool ALIGNED, class Doing>
+XV_DEVICE bool carry(const Part& p, char* data, char* slot, u32 nbytes) {
+    typedef typename Doing::Item Item;
+    constexpr u32 DEPTH = Doing::REDUCES ? 4 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    Word* ring = reinterpret_cast<Word*>(slot);
+    const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE;
+    const bool swap = p.row.remote_first;
+    for (u32 at = copying_warp() * RUN; at < words; at += copying_warps() * RUN) {
+        const u32 first = at + threadIdx.x % WIDTH;
+        if (at + RUN <= whole) {
+            Word from[DEPTH], kept[DEPTH];
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) {
+                char* place = data + static_cast<i64>(first + d * WIDTH) * SIZE;
+                if (!PUT) from[d] = load_ring(ring + first + d * WIDTH);
+                if (PUT || Doing::REDUCES) {
+                    kept[d] = ALIGNED ? *reinterpret_cast<Word*>(place) : gather<Item>(place, SIZE);
+                }
+            }
+            if (!PUT && !approved(p.board)) return false;
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) {
+                char* place = data + static_cast<i64>(first + d * WIDTH) * SIZE;
+                if (PUT) {
+                    ring[first + d * WIDTH] = kept[d];
+                    continue;
+                }
+                const Word result = Doing::combine(swap ? from[d] : kept[d], swap && Doing::REDUCES ? kept[d] : from[d]);
+                if (ALIGNED) *reinterpret_cast<Word*>(place) = result;
+                else scatter<Item>(place, result, SIZE);
+            }
+            continue;
+        }
+        for (u32 i = first; i < words && i < at + RUN; i += WIDTH) {
+            char* place = data + static_cast<i64>(i) * SIZE;
+            const u32 bytes = i < whole ? SIZE : nbytes % SIZE;
+            if (PUT) {
+                ring[i] = gather<Item>(place, bytes);
+                continue;
+            }
+            const Word from = load_ring(ring + i);
+            const Word kept = Doing::REDUCES ? gather<Item>(place, bytes) : from;
+            if (!approved(p.board)) return false;
+            scatter<Item>(place, Doing::combine(swap ? from : kept, swap ? kept : from), bytes);
+        }
+    }
+    return true;
+}
+
+// One round of a copying warp: the next piece, if it may be copied. False once all are.
+template <class Doing>
+XV_DEVICE bool copy(const Part& p, u32& piece) {
+    Board& board = p.board;
+    if (piece == p.pieces || agree(board.left)) return false;
+    if (!agree(board.ready > piece)) {
+        if (WIDTH > 1) pause();
+        return true;
+    }
+    fence_block();
+    const i64 offset = static_cast<i64>(piece) * p.row.chunk;
+    const u32 nbytes = p.nbytes - offset < p.row.chunk ? static_cast<u32>(p.nbytes - offset) : p.row.chunk;
+    char* data = p.data + offset;
+    char* slot = p.slots + static_cast<i64>((p.start + piece) % p.row.slots) * p.row.slot_bytes;
+    const bool aligned = reinterpret_cast<u64>(data) % sizeof(Word) == 0;
+    bool delivered;
+    if (p.row.producer) {
+        delivered = aligned ? carry<true, true, Copying>(p, data, slot, nbytes)
+                            : carry<true, false, Copying>(p, data, slot, nbytes);
+    } else if (Doing::REDUCES && p.row.reduces) {
+        delivered = aligned ? carry<false, true, Doing>(p, data, slot, nbytes)
+                            : carry<false, false, Doing>(p, data, slot, nbytes);
+    } else {
+        delivered = aligned ? carry<false, true, Copying>(p, data, slot, nbytes)
+                            : carry<false, false, Copying>(p, data, slot, nbytes);
+    }
+    if (!delivered) return false;
+    hand_over();
+    ++piece;
+    if (first_of_warp()) board.copied[copying_warp()] = piece;
+    return true;
+}
+
+// Move one lane's part of a message. Whether it was moved.
+template <class Doing>
+XV_DEVICE bool move_lane(const Row& row, u32 lane, u64 sequence) {
+    __shared__ Board board;
+    const bool producer = row.producer;
+    const i64 low = lane * row.part, high = low + row.part < row.nbytes ? low + row.part : row.nbytes;
+    const i64 nbytes = high > low ? high - low : 0;
+    const Lane counts = row.state->lanes[lane];
+    u64* head = word(row, XV_COUNTERS + 2 * static_cast<i64>(lane) * XV_LINE);
+    u64* tail = head + XV_LINE / sizeof(u64);
+    Part p = {row, board, sequence, counts.moved, counts.seen, producer ? head : tail, producer ? tail : head,
+              row.data + low, row.ring + row.first_slot + static_cast<i64>(lane) * row.slots * row.slot_bytes,
+              nbytes, static_cast<u32>((nbytes + row.chunk - 1) / row.chunk), lane == 0};
+    if (threadIdx.x < 32) board.copied[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        const u64 free = counts.seen + row.slots - counts.moved;
+        board.ready = !producer ? 0 : free < p.pieces ? static_cast<u32>(free) : p.pieces;
+        board.verdict = producer ? EQUAL : OPEN;
+        board.left = 0;
+    }
+    __syncthreads();
+    if (p.leader && threadIdx.x / WIDTH == (blockDim.x - 1) / WIDTH) open(p);
+    if (p.leader && producer && watches()) {
+        if (!await_place(p)) board.left = 1;
+        write_entry(p);
+        hand_over();
+        if (p.pieces == 0) publish(p, 0);
+    }
+    Watch w = {board.ready, 0, 0, producer ? EQUAL : OPEN, false};
+    u32 piece = 0;
+    bool watching = watches(), copying = copies();
+    while (watching || copying) {
+        if (watching) watching = watch(p, w);
+        if (copying) copying = copy<Doing>(p, piece);
+    }
+    __syncthreads();
+    const bool left = board.left;
+    if (threadIdx.x == 0) {
+        row.state->lanes[lane] = Lane{p.start + p.pieces, p.seen};
+        if (p.leader && board.verdict == DIFFERENT) {
+            fence_system();
+            if (producer) store(entry(row, sequence, true), sequence + 1);
+            fence_system();
+            if (!load(word(row, XV_ABORT))) store(word(row, XV_ABORT), XV_MISMATCH | static_cast<u64>(row.blame) << 8);
+        }
+    }
+    __syncthreads();
+    return !left;
+}
+
+// What the last block of a transfer says of it.
+XV_DEVICE void finish(const Row& row, u64 sequence, bool moved) {
+    volatile State* state = row.state;
+    if (!moved) state->stopped = 1;
+    if (row.blocks > 1) {
+        fence_device();
+        if (add(&row.state->done, 1) != row.blocks - 1) return;
+        fence_device();
+        state->done = 0;
+    }
+    // A message that was given up stays the next one: later launches leave at once and say the same.
+    const bool stopped = state->stopped;
+    if (!stopped) state->sequence = sequence + 1;
+    if (!stopped && !row.producer) store(word(row, XV_CONSUMED), sequence + 1);
+    store(word(row, XV_TURNS + (row.producer ? 0 : XV_LINE)), stopped ? ~sequence : sequence + 1);
+}
+
+template <class Doing>
+XV_DEVICE void move_rows(const Batch& batch) {
+    u32 number = 0;
+    while (blockIdx.x >= batch.rows[number].block + batch.rows[number].blocks) ++number;
+    const Row& row = batch.rows[number];
+    const u64 sequence = row.state->sequence;
+    bool moved = !row.state->stopped;
+    for (u32 lane = blockIdx.x - row.block; moved && lane < row.lanes; lane += row.blocks)
+        moved = move_lane<Doing>(row, lane, sequence);
+    if (threadIdx.x == 0) finish(row, sequence, moved);
+}
+
+// ------------------------------------------------------------------------------------------------------ local kernels
+
+struct Terms {
+    char* dst;
+    i64 count;
+    i64 ways;
+    i64 aligned;
+    const char* srcs[XV_TERMS];
+};
+
+struct Scaling {
+    char* dst;
+    const char* src;
+    i64 count;
+    double factor;
+    i64 divisor;
+    i64 aligned;
+};
+
+// `COUNT` elements at once; low precision adds up in float32 and rounds once.
+template <int DTYPE, int OP, u32 COUNT>
+XV_DEVICE void reduce_some(const Terms& terms, i64 index) {
+    typedef Element<DTYPE> E;
+    struct alignas(COUNT * sizeof(typename E::Item)) Some {
+        typename E::Item items[COUNT];
+    };
+    Some some = reinterpret_cast<const Some*>(terms.srcs[0])[index];
+    if (terms.ways > 1) {
+        typename E::Wide total[COUNT];
+        XV_UNROLL
+        for (u32 i = 0; i < COUNT; ++i) total[i] = E::load(some.items[i]);
+        for (i64 way = 1; way < terms.ways; ++way) {
+            some = reinterpret_cast<const Some*>(terms.srcs[way])[index];
+            XV_UNROLL
+            for (u32 i = 0; i < COUNT; ++i) total[i] = Operation<DTYPE, OP>::of(total[i], E::load(some.items[i]));
+        }
+        XV_UNROLL
+        for (u32 i = 0; i < COUNT; ++i) some.items[i] = E::save(total[i]);
+    }
+    reinterpret_cast<Some*>(terms.dst)[index] = some;
+}
+
+template <int DTYPE>
+XV_DEVICE typename Element<DTYPE>::Item scale_one(typename Element<DTYPE>::Item item, double factor, i64 divisor) {
+    typedef Element<DTYPE> E;
+    const typename E::Wide value = E::load(item);
+    return E::save(divisor ? quotient(value, divisor) : scaled(value, factor));
+}
+
+// ------------------------------------------------------------------------------------------------------------ kernels
+
+// Up to XV_ROWS transfers at the same time; those that reduce do it by DTYPE and OP, which are 0 where none does.
+template <int DTYPE, int OP>
+__global__ void __launch_bounds__(XV_THREADS, 2) move(const Batch batch) {
+    move_rows<Reducing<DTYPE, OP>>(batch);
+}
+template <>
+__global__ void __launch_bounds__(XV_THREADS, 2) move<0, 0>(const Batch batch) {
+    move_rows<Copying>(batch);
+}
+
+template <int DTYPE, int OP>
+__global__ void reduce(const Terms terms) {
+    constexpr u32 COUNT = Pack<typename Element<DTYPE>::Item>::COUNT;
+    const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, step = static_cast<i64>(gridDim.x) * blockDim.x;
+    const i64 packs = terms.aligned ? terms.count / COUNT : 0;
+    for (i64 i = first; i < packs; i += step) reduce_some<DTYPE, OP, COUNT>(terms, i);
+    for (i64 i = packs * COUNT + first; i < terms.count; i += step) reduce_some<DTYPE, OP, 1>(terms, i);
+}
+
+template <int DTYPE>
+__global__ void scale(const Scaling how) {
+    typedef typename Element<DTYPE>::Item Item;
+    constexpr u32 COUNT = Pack<Item>::COUNT;
+    const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, step = static_cast<i64>(gridDim.x) * blockDim.x;
+    const i64 packs = how.aligned ? how.count / COUNT : 0;
+    for (i64 i = first; i < packs; i += step) {
+        Pack<Item> pack = {reinterpret_cast<const Word*>(how.src)[i]};
+        XV_UNROLL
+        for (u32 k = 0; k < COUNT; ++k) pack.items[k] = scale_one<DTYPE>(pack.items[k], how.factor, how.divisor);
+        reinterpret_cast<Word*>(how.dst)[i] = pack.word;
+    }
+    for (i64 i = packs * COUNT + first; i < how.count; i += step)
+        reinterpret_cast<Item*>(how.dst)[i] = scale_one<DTYPE>(reinterpret_cast<const Item*>(how.src)[i], how.factor, how.divisor);
+}
+
+}  // namespace xv

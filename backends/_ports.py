@@ -1,0 +1,148 @@
+"""Ring ends as a GPU uses them, what streams have on them, and the thread that looks after those nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import Future
+
+from xvcomm.abc.device import Allocation, RingStalled, RingStopped
+from xvcomm.backends._guard import told
+from xvcomm.backends._pools import Mark
+from xvcomm.backends._vendor import Runtime, VendorError
+from xvcomm.deadline import Deadline
+from xvcomm.ring import Reason, RingEnd
+
+_PAUSE_SECONDS = 0.0005
+_GRACE_SECONDS = 0.5
+
+
+class Port:
+    """A ring end as its device uses it. Its transfers follow one another, whichever streams they are on.
+
+    Attributes:
+        ring: address of the ring's memory for the device.
+        state: the device memory in which kernels keep their place.
+        queue, mark: which stream the last transfer is on, and the point behind it.
+        captured: whether a graph has transfers of it, which count when the graph runs.
+    """
+
+    __slots__ = ("_closed", "captured", "end", "mark", "queue", "ring", "state")
+
+    def __init__(self, end: RingEnd, ring: int, state: Allocation) -> None:
+        self.end, self.ring, self.state = end, ring, state
+        self.queue: tuple[int, int] = (0, 0)
+        self.mark: Mark | None = None
+        self.captured = False
+        self._closed: tuple[tuple[int, bool], int] | None = None
+
+    def finished(self) -> tuple[int, bool]:
+        """See `RingEnd.finished`; what it was, once the end is closed."""
+        return self._closed[0] if self._closed else self.end.finished()
+
+    def abort_word(self) -> int:
+        """See `RingEnd.abort_word`; what it was, once the end is closed."""
+        return self._closed[1] if self._closed else self.end.abort_word()
+
+    def stop(self) -> None:
+        """Make a kernel that waits in the ring leave, if nobody else did."""
+        self.end.abort(Reason.ABORTED.word(self.end.peer))
+
+    def close(self) -> None:
+        """Remember what is to be known of an end that is closed now."""
+        self._closed = self.end.finished(), self.end.abort_word()
+
+
+class Tail:
+    """All that was on a stream at one moment, to be waited for.
+
+    Attributes:
+        transfers: ports, each with the number of the message behind the last one that the stream has for it.
+    """
+
+    __slots__ = ("_mark", "_runtime", "deadline", "transfers")
+
+    def __init__(self, runtime: Runtime, mark: Mark, transfers: dict[Port, int], deadline: Deadline) -> None:
+        self._runtime, self._mark = runtime, mark
+        self.transfers, self.deadline = transfers, deadline
+
+    def through(self) -> bool:
+        """Whether all of it is done. Never blocks.
+
+        Raises:
+            RingStopped: a transfer was given up.
+            RingStalled: the deadline has passed.
+        """
+        reached = self._runtime.reached(self._mark.event)  # first: what is looked at then is final
+        for port, following in self.transfers.items():
+            finished, goes_on = port.finished()
+            if finished < following and not goes_on:
+                raise RingStopped(port.end, port.abort_word(), finished)
+        if not reached and self.deadline.expired():
+            raise RingStalled([port.end for port, following in self.transfers.items() if port.finished()[0] < following])
+        return reached
+
+
+class Watcher:
+    """Looks after flushed streams and given-up ports: one daemon thread a device, asleep while there are none."""
+
+    def __init__(self, runtime: Runtime, index: int) -> None:
+        self._runtime, self._index = runtime, index
+        self._tails: list[tuple[Tail, Future[None]]] = []
+        self._doomed: dict[Port, Deadline] = {}
+        self._arrived = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, tail: Tail) -> Future[None]:
+        """A future that ends when all of it is done, with what `Tail.through` raises."""
+        future: Future[None] = Future()
+        with self._arrived:
+            self._tails.append((tail, future))
+            self._wake()
+        return future
+
+    def doom(self, ports: Collection[Port]) -> None:
+        """Stop the ports' rings, once there was time for somebody to do so who knows why."""
+        with self._arrived:
+            self._doomed.update(dict.fromkeys(ports, Deadline.after(_GRACE_SECONDS)))
+            self._wake()
+
+    def spare(self, port: Port) -> None:
+        """Touch a port no more."""
+        with self._arrived:
+            self._doomed.pop(port, None)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"xvcomm-gpu-{self._index}", daemon=True)
+            self._thread.start()
+        self._arrived.notify()
+
+    def _run(self) -> None:
+        self._runtime.use(self._index)
+        while True:
+            with self._arrived:
+                while not self._tails and not self._doomed:
+                    self._arrived.wait()
+                for port in [port for port, deadline in self._doomed.items() if deadline.expired()]:
+                    port.stop()
+                    del self._doomed[port]
+                tails = list(self._tails)
+            ended = [entry for entry in tails if self._end(*entry)]
+            with self._arrived:
+                self._tails = [entry for entry in self._tails if entry not in ended]
+            time.sleep(_PAUSE_SECONDS)
+
+    def _end(self, tail: Tail, future: Future[None]) -> bool:
+        """End the future of a tail that is through or has failed; whether it was."""
+        try:
+            if not tail.through():
+                return False
+        except VendorError as error:
+            future.set_exception(told(error, self._runtime.kind, self._index))
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return True

@@ -1,0 +1,307 @@
+"""Streams of a GPU: transfers become launches, marks become events, and only who asks for it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import cast
+
+from xvcomm.abc.device import Stream
+from xvcomm.backends._guard import on_device
+from xvcomm.backends._kernels import ROWS, STATE_BYTES, Kernels, Transfer
+from xvcomm.backends._pools import Events, Mark, Memory
+from xvcomm.backends._ports import Port, Tail, Watcher
+from xvcomm.backends._vendor import Runtime, VendorError
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.dtype import ReduceOp
+from xvcomm.errors import ArgumentError, ResourceError, XvcommError
+from xvcomm.ring import Message, RingEnd
+
+_PER_THREAD = 2
+_LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
+_LEAVE_SECONDS = 5.0
+_KEPT = 32
+
+
+class Engine:
+    """What the streams of one device share.
+
+    Attributes:
+        spin: seconds that the host spins for a stream before it sleeps.
+        idle: handles of the device's own streams that are not in use.
+        outside: the newest mark on each stream that is somebody else's.
+    """
+
+    def __init__(self, runtime: Runtime, index: int, kernels: Kernels, spin: float) -> None:
+        self.runtime, self.index, self.kernels, self.spin = runtime, index, kernels, spin
+        self.events = Events(runtime)
+        self.memory = Memory(runtime, self._points)
+        self.watcher = Watcher(runtime, index)
+        self.idle: list[int] = []
+        self.outside: dict[int, Mark] = {}
+        self._own: list[int] = []
+        self._ports: dict[RingEnd, Port] = {}
+        self._opening = threading.Lock()
+        self._stranded: list[Port] = []
+
+    def stream(self) -> GpuStream:
+        """A stream of the device's own. They are never destroyed, which might wait for what is on them."""
+        try:
+            handle = self.idle.pop()
+        except IndexError:
+            handle = self.runtime.stream()
+            self._own.append(handle)
+        return GpuStream(self, handle, owned=True)
+
+    def port(self, end: RingEnd, stream: int, captured: bool) -> Port:
+        """The port of a ring end; pins the ring's memory on first use, whose transfer will be on `stream`.
+
+        Raises:
+            ArgumentError: the first use is in a graph.
+            ResourceError: the memory cannot be pinned.
+        """
+        found = self._ports.get(end)
+        return found if found is not None else self._open(end, stream, captured)
+
+    def _open(self, end: RingEnd, stream: int, captured: bool) -> Port:
+        if captured:
+            raise ArgumentError(
+                f"the first message to or from rank {end.peer} pins memory, which a graph cannot capture; run the "
+                "operation once before the capture"
+            )
+        with self._opening:
+            if end not in self._ports:
+                state = self.memory.take(STATE_BYTES)
+                size = end.layout.size
+                try:
+                    ring = self.runtime.register(end.address, size)
+                except VendorError as error:
+                    raise ResourceError(
+                        f"{error}: the {size} bytes of the ring to rank {end.peer} cannot be pinned; raise `ulimit -l`, "
+                        "or lower XVCOMM_GPU_RING_SLOTS or XVCOMM_GPU_RING_SLOT_BYTES"
+                    ) from error
+                port = Port(end, ring, state)
+                end.closing.append(lambda: self._close(port))
+                self.runtime.zero(state.address, STATE_BYTES, stream)
+                self._ports[end] = port
+            return self._ports[end]
+
+    def _close(self, port: Port) -> None:
+        self._ports.pop(port.end, None)
+        self.watcher.spare(port)
+        with contextlib.suppress(XvcommError):  # if the device is gone, so is all that it had pinned
+            self._unpin(port)
+        port.close()
+
+    @on_device
+    def _unpin(self, port: Port) -> None:
+        deadline = Deadline.after(_LEAVE_SECONDS)
+        while not self._left(port):
+            port.stop()
+            if deadline.expired():
+                self._stranded.append(port)  # unmapped but pinned, the memory still serves a kernel that does not leave
+                return
+            time.sleep(_MOST_PAUSE)
+        self.runtime.unregister(port.end.address)
+
+    def _left(self, port: Port) -> bool:
+        """Whether no kernel will touch a port's memory any more; of graphs that are replayed their owner must know."""
+        mark = port.mark
+        if mark is None or mark.captured or port.finished() == (port.end.sequence, True):
+            return True
+        return self.runtime.reached(mark.event)
+
+    def _points(self) -> Sequence[Mark]:
+        """Marks behind all that is on the streams. Of other people's, which may be gone, the last one that was made."""
+        own = [self.events.record(handle, False) for handle in list(self._own) if not self.runtime.capturing(handle)]
+        return [*own, *(mark for mark in list(self.outside.values()) if not mark.captured)]
+
+
+class GpuStream(Stream):
+    """A vendor's stream, the device's own or somebody else's. One thread at a time."""
+
+    def __init__(self, engine: Engine, handle: int, *, owned: bool) -> None:
+        self.runtime, self.index = engine.runtime, engine.index
+        self.deadline = NEVER
+        self._engine, self._handle, self._owned = engine, handle, owned
+        # The same for all streams on which one thing is done after the other.
+        self._queue = (handle, threading.get_ident()) if handle == _PER_THREAD else (handle, 0)
+        self._newest: Mark | None = None
+        self._empty = owned
+        self._transfers: dict[Port, int] = {}
+        self._together: list[tuple[Port, Transfer]] | None = None
+
+    def __del__(self) -> None:
+        if self._owned:
+            self._engine.idle.append(self._handle)
+
+    @property
+    def handle(self) -> int:
+        """The vendor's handle, for whoever enqueues something now; it comes behind what was said to start together."""
+        if self._together:
+            self.mark()
+        self.enqueued()
+        return self._handle
+
+    def enqueued(self) -> None:
+        """Something was put on the stream, or may have been."""
+        self._empty, self._newest = False, None
+
+    @on_device
+    def mark(self) -> Mark:
+        """See `Stream.mark`."""
+        self._start()
+        return self._mark()
+
+    def _mark(self) -> Mark:
+        captured = self.runtime.capturing(self._handle)
+        newest = self._newest
+        if not self._owned or newest is None or newest.captured != captured:
+            return self._record(captured)
+        return newest
+
+    def _record(self, captured: bool) -> Mark:
+        self._newest = mark = self._engine.events.record(self._handle, captured)
+        if not self._owned:
+            self._engine.outside[self._handle] = mark
+        return mark
+
+    @on_device
+    def wait(self, mark: object) -> None:
+        """See `Stream.wait`."""
+        self._start()
+        self.runtime.wait(self._handle, cast(Mark, mark).event)
+        self.enqueued()
+
+    @on_device
+    def reached(self, mark: object) -> bool:
+        """See `Stream.reached`; what goes into a graph is not on the stream."""
+        mark = cast(Mark, mark)
+        return mark.captured or self.runtime.reached(mark.event)
+
+    @on_device
+    def capturing(self) -> bool:
+        """See `Stream.capturing`."""
+        return self.runtime.capturing(self._handle)
+
+    def together(self) -> None:
+        """See `Stream.together`."""
+        if self._together is None:
+            self._together = []
+
+    def transfer(self, end: RingEnd, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> None:
+        """Enqueue one message through a ring end; the device is the thread's current one."""
+        captured = self.runtime.capturing(self._handle)
+        port = self._engine.port(end, self._handle, captured)
+        row = Transfer(
+            port.ring, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
+        )
+        if captured:
+            port.captured = True
+        else:
+            self._count(port)
+        self._empty = False
+        if self._together is None:
+            self._launch([(port, row)], captured)
+        else:
+            self._together.append((port, row))
+
+    def _count(self, port: Port) -> None:
+        """Give the transfer its number, and remember to look what became of it."""
+        end = port.end
+        if port.captured:
+            end.sequence = max(end.sequence, end.finished()[0])
+        end.sequence += 1
+        if port not in self._transfers and len(self._transfers) >= _KEPT:
+            self._transfers = {p: n for p, n in self._transfers.items() if p.finished()[0] < n}
+        self._transfers[port] = end.sequence
+
+    def _start(self) -> None:
+        """Launch what is to start together: first every end's first transfer, then every end's second, and so on."""
+        rows, self._together = self._together, None
+        if not rows:
+            return
+        captured = self.runtime.capturing(self._handle)
+        rounds: list[list[tuple[Port, Transfer]]] = []
+        kinds: list[object] = []  # of reduction: one launch does one
+        following: dict[Port, int] = {}
+        for port, row in rows:
+            kind = row.op and (row.op, row.message.dtype)
+            turn = following.get(port, 0)
+            while turn < len(rounds) and kind and kinds[turn] not in (None, kind):
+                turn += 1
+            if turn == len(rounds):
+                rounds.append([])
+                kinds.append(None)
+            rounds[turn].append((port, row))
+            kinds[turn] = kinds[turn] or kind
+            following[port] = turn + 1
+        for part in rounds:
+            for first in range(0, len(part), ROWS):
+                self._launch(part[first : first + ROWS], captured)
+
+    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: bool) -> None:
+        for port, _ in rows:
+            self._follow(port, captured)
+        self._engine.kernels.move([row for _, row in rows], self._handle)
+        mark = self._record(captured)
+        for port, _ in rows:
+            port.queue, port.mark = self._queue, mark
+
+    def _follow(self, port: Port, captured: bool) -> None:
+        """Let what comes next wait for a port's last transfer, if that is on another stream.
+
+        In a graph only what is in the same graph can be waited for, and outside only what is in none.
+        """
+        mark = port.mark
+        if mark is None or port.queue == self._queue or mark.captured != captured:
+            return
+        if not captured or self.runtime.capturing(port.queue[0]):
+            self.runtime.wait(self._handle, mark.event)
+
+    @on_device
+    def synchronize(self) -> None:
+        """See `Stream.synchronize`; the interpreter lock is let go."""
+        self._start()
+        if self._empty:
+            return
+        if self.runtime.capturing(self._handle):
+            raise ArgumentError("the host cannot wait for a stream while a graph is captured from it; wait afterwards")
+        tail = self._tail()
+        spinning = Deadline.after(self._engine.spin)
+        pause = _LEAST_PAUSE
+        while not tail.through():
+            if spinning.expired():
+                time.sleep(pause)
+                pause = min(2 * pause, _MOST_PAUSE)
+        self._forget()
+
+    @on_device
+    def flush(self) -> Future[None]:
+        """See `Stream.flush`; what goes into a graph is never on the stream."""
+        self._start()
+        if self._empty or self.runtime.capturing(self._handle):
+            future: Future[None] = Future()
+            future.set_result(None)
+        else:
+            future = self._engine.watcher.submit(self._tail())
+        self._forget()
+        return future
+
+    def discard(self) -> None:
+        """See `Stream.discard`; kernels that wait in their rings leave soon."""
+        ports = {port for port, _ in self._together or ()}
+        ports.update(port for port, following in self._transfers.items() if port.finished()[0] < following)
+        self._together = None
+        self._forget()
+        if ports:
+            self._engine.watcher.doom(ports)
+
+    def _tail(self) -> Tail:
+        return Tail(self.runtime, self._mark(), self._transfers, self.deadline)
+
+    def _forget(self) -> None:
+        self._transfers, self._empty = {}, True

@@ -1,0 +1,55 @@
+"""NVIDIA GPUs: CUDA by CuPy's low-level modules, NCCL by nccl4py's."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from xvcomm.backends._gpu import GpuBackend
+from xvcomm.backends._vendor import Library
+
+if TYPE_CHECKING:
+    from xvcomm.backends.cuda.runtime import CudaRuntime
+
+__all__ = ["CudaBackend"]
+
+_NO_DEVICE = 100
+
+
+class CudaBackend(GpuBackend):
+    """Ranks whose arrays lie in an NVIDIA GPU's memory."""
+
+    kind = "cuda"
+
+    def refusal(self) -> tuple[str, str] | None:
+        """See `Backend.refusal`; asks the driver."""
+        if find_spec("cupy") is None:
+            return "CuPy is not installed", "pip install 'xvcomm[cuda]', or 'xvcomm[cuda12]' for a driver of CUDA 12"
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            return str(error), "install NVIDIA's driver; start a container with --gpus all"
+        count = ctypes.c_int()
+        code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+        if code == _NO_DEVICE or (not code and not count.value):
+            return "no NVIDIA GPU is visible", "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+        if code:
+            return f"the driver answers with error {code}", "look at nvidia-smi; a reboot may be needed after an update"
+        return None
+
+    def runtime(self) -> CudaRuntime:
+        """See `GpuBackend.runtime`."""
+        from xvcomm.backends.cuda.runtime import CudaRuntime
+
+        return CudaRuntime()
+
+    def library(self, architecture: str) -> Library:
+        """See `GpuBackend.library`."""
+        from xvcomm.backends.cuda.library import NcclLibrary
+
+        return NcclLibrary(architecture)
+
+    def bus(self, index: int) -> str:
+        """See `GpuBackend.bus`."""
+        return self.runtime().bus(index)

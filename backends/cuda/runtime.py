@@ -1,0 +1,175 @@
+"""CUDA's calls, by CuPy's low-level modules."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cupy.cuda import driver, nvrtc, runtime
+
+from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
+
+_NOT_READY = 600
+_PORTABLE_AND_MAPPED = 1 | 2
+_PLAIN_SHARED_BYTES = 48 << 10
+_HIGHEST = -1000  # the driver takes the highest there is
+_DEFAULT_STREAMS = (0, runtime.streamLegacy)
+_MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor, -Minor
+
+
+def _failure(call: str, error: Exception) -> VendorError:
+    name, _, text = str(error).partition(": ")
+    return VendorError(call, getattr(error, "status", -1), name, text)
+
+
+def _bound(call: str, function: Callable[..., Any], *last: Any) -> Any:
+    """A method that is CuPy's function, told by its name in CUDA's manual; `last` are arguments that never change."""
+
+    def method(*args: Any) -> Any:
+        try:
+            return function(*args, *last)
+        except (RuntimeError, AssertionError) as error:  # the second: a library that CuPy did not find
+            raise _failure(call, error) from error
+
+    return staticmethod(method)
+
+
+class CudaRuntime(Runtime):
+    """See `Runtime`. A thread that has used no device yet has none, -1: giving it device 0 would make a context there."""
+
+    kind = "cuda"
+    invalid_streams = frozenset()
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, int] = {}
+        self._devices = {0: -1}
+        # Too short a call to let the interpreter lock go.
+        self._exchange = ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+
+    count = _bound("cudaGetDeviceCount", runtime.getDeviceCount)
+    allocate = _bound("cudaMalloc", runtime.malloc)
+    free = _bound("cudaFree", runtime.free)
+    unregister = _bound("cudaHostUnregister", runtime.hostUnregister)
+    stream = _bound("cudaStreamCreateWithPriority", runtime.streamCreateWithPriority, runtime.streamNonBlocking, _HIGHEST)
+    destroy_stream = _bound("cudaStreamDestroy", runtime.streamDestroy)
+    synchronize = _bound("cudaStreamSynchronize", runtime.streamSynchronize)
+    event = _bound("cudaEventCreateWithFlags", runtime.eventCreateWithFlags, runtime.eventDisableTiming)
+    destroy_event = _bound("cudaEventDestroy", runtime.eventDestroy)
+    record = _bound("cudaEventRecord", runtime.eventRecord)
+    wait = _bound("cudaStreamWaitEvent", runtime.streamWaitEvent)
+    load = _bound("cuModuleLoadData", driver.moduleLoadData)
+    _capturing = _bound("cudaStreamIsCapturing", runtime.streamIsCapturing)
+    _context = _bound("cuCtxGetCurrent", driver.ctxGetCurrent)
+    _enter = _bound("cuCtxSetCurrent", driver.ctxSetCurrent)
+    _device = _bound("cudaGetDevice", runtime.getDevice)
+    _bus = _bound("cudaDeviceGetPCIBusId", runtime.deviceGetPCIBusId)
+    _attribute = _bound("cudaDeviceGetAttribute", runtime.deviceGetAttribute)
+    _register = _bound("cudaHostRegister", runtime.hostRegister)
+    _attributes = _bound("cudaPointerGetAttributes", runtime.pointerGetAttributes)
+    _copy = _bound("cudaMemcpyAsync", runtime.memcpyAsync)
+    _set = _bound("cudaMemsetAsync", runtime.memsetAsync)
+    _function = _bound("cuModuleGetFunction", driver.moduleGetFunction)
+    _allow = _bound("cuFuncSetAttribute", driver.funcSetAttribute)
+    _launch = _bound("cuLaunchKernel", driver.launchKernel)
+
+    def current(self) -> int:
+        """See `Runtime.current`."""
+        index = self._devices.get(self._context())
+        return self._device() if index is None else index
+
+    def use(self, index: int) -> None:
+        """See `Runtime.use`; by the driver's context, so that none is made that was not there."""
+        self._enter(0 if index < 0 else self._contexts.get(index) or self._primary(index))
+
+    def _primary(self, index: int) -> int:
+        """A device's context, found on a thread of its own, because the runtime remembers what a thread has asked for."""
+
+        def find() -> int:
+            runtime.setDevice(index)
+            runtime.free(0)
+            return int(driver.ctxGetCurrent())
+
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                context = thread.submit(find).result()
+        except RuntimeError as error:
+            raise _failure("cudaSetDevice", error) from error
+        self._contexts[index], self._devices[context] = context, index
+        return context
+
+    def architecture(self, index: int) -> str:
+        """See `Runtime.architecture`."""
+        return f"sm_{self._attribute(_MAJOR, index)}{self._attribute(_MINOR, index)}"
+
+    def bus(self, index: int) -> str:
+        """PCI address of a device."""
+        return str(self._bus(index))
+
+    def register(self, address: int, nbytes: int) -> int:
+        """See `Runtime.register`."""
+        self._register(address, nbytes, _PORTABLE_AND_MAPPED)
+        return int(self._attributes(address).devicePointer)
+
+    def locate(self, address: int) -> int | None:
+        """See `Runtime.locate`."""
+        found = self._attributes(address)
+        on_device = found.type in (runtime.memoryTypeDevice, runtime.memoryTypeManaged)
+        return int(found.device) if on_device else None
+
+    def capturing(self, stream: int) -> bool:
+        """See `Runtime.capturing`; asking the legacy default stream would end a capture that goes on elsewhere."""
+        return stream not in _DEFAULT_STREAMS and self._capturing(stream)
+
+    def reached(self, event: int) -> bool:
+        """See `Runtime.reached`; while another thread captures a graph, only a relaxed thread may ask."""
+        mode = ctypes.c_int(runtime.streamCaptureModeRelaxed)
+        self._exchange(ctypes.byref(mode))
+        status = runtime.eventQuery(event)
+        self._exchange(ctypes.byref(mode))
+        if status not in (SUCCESS, _NOT_READY):
+            raise _failure("cudaEventQuery", runtime.CUDARuntimeError(status))
+        return bool(status == SUCCESS)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """See `Runtime.copy`."""
+        self._copy(dst, src, nbytes, runtime.memcpyDefault, stream)
+
+    def zero(self, address: int, nbytes: int, stream: int) -> None:
+        """See `Runtime.zero`."""
+        self._set(address, 0, nbytes, stream)
+
+    def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
+        """See `Runtime.compile`; for a GPU newer than the compiler, PTX that the driver finishes.
+
+        Products are not fused into sums, so that results are the host's to the bit.
+        """
+        program = 0
+        try:
+            program = nvrtc.createProgram(source, "xvcomm.cu", [], [])
+            for name in names:
+                nvrtc.addNameExpression(program, name)
+            known = nvrtc.getSupportedArchs()
+            exact = int(architecture.removeprefix("sm_")) in known
+            target = architecture if exact else f"compute_{max(known)}"
+            nvrtc.compileProgram(program, (f"-arch={target}", "-std=c++17", "-fmad=false"))
+            image = nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)
+            return image, {name: nvrtc.getLoweredName(program, name) for name in names}
+        except (RuntimeError, AssertionError) as error:
+            log = nvrtc.getProgramLog(program) if program else ""
+            raise VendorError("nvrtcCompileProgram", getattr(error, "status", -1), str(error).partition(" ")[0], log) from error
+        finally:
+            if program:
+                nvrtc.destroyProgram(program)
+
+    def function(self, module: int, name: str, shared: int) -> int:
+        """See `Runtime.function`."""
+        found = self._function(module, name)
+        if shared > _PLAIN_SHARED_BYTES:
+            self._allow(found, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        return int(found)
+
+    def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
+        """See `Runtime.launch`."""
+        self._launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, params, 0)

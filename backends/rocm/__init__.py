@@ -1,0 +1,65 @@
+"""AMD GPUs: HIP and RCCL by hip-python."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from xvcomm.backends._gpu import GpuBackend
+from xvcomm.backends._vendor import Library
+
+if TYPE_CHECKING:
+    from xvcomm.backends.rocm.runtime import HipRuntime
+
+__all__ = ["RocmBackend"]
+
+_NO_DEVICE = 100
+
+
+class RocmBackend(GpuBackend):
+    """Ranks whose arrays lie in an AMD GPU's memory."""
+
+    kind = "rocm"
+
+    def refusal(self) -> tuple[str, str] | None:
+        """See `Backend.refusal`; asks the runtime that hip-python would load, which ROCM_PATH may name."""
+        if not _installed("rocm.bindings.hip"):
+            return "hip-python is not installed", "pip install 'xvcomm[rocm]'"
+        from rocm.bindings.util.paths import get_library_path
+
+        try:
+            library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
+        except OSError as error:
+            return str(error), "install ROCm, or let ROCM_PATH name the folder where it is"
+        count = ctypes.c_int()
+        code = library.hipGetDeviceCount(ctypes.byref(count))
+        if code == _NO_DEVICE or (not code and not count.value):
+            return "no AMD GPU is visible", "look at rocminfo, at HIP_VISIBLE_DEVICES, and at who may use /dev/kfd"
+        if code:
+            return f"HIP answers with error {code}", "look at rocminfo; driver and ROCm may not fit together"
+        return None
+
+    def runtime(self) -> HipRuntime:
+        """See `GpuBackend.runtime`."""
+        from xvcomm.backends.rocm.runtime import HipRuntime
+
+        return HipRuntime()
+
+    def library(self, architecture: str) -> Library:
+        """See `GpuBackend.library`."""
+        from xvcomm.backends.rocm.library import RcclLibrary
+
+        return RcclLibrary()
+
+    def bus(self, index: int) -> str:
+        """See `GpuBackend.bus`."""
+        return self.runtime().bus(index)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the packages above it
+        return False

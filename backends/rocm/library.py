@@ -1,0 +1,152 @@
+"""RCCL by hip-python: its functions want enumeration members and pointer objects, and give tuples."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rocm.bindings import rccl as _rccl
+
+from xvcomm.backends._vendor import Library, VendorError
+from xvcomm.dtype import BY_NAME, ReduceOp
+
+rccl: Any = _rccl  # its stubs say nothing of types
+_T, _O = rccl.ncclDataType_t, rccl.ncclRedOp_t
+
+# No float8: which dialect RCCL means by its numbers depends on the GPU.
+_DTYPES = {
+    "int8": int(_T.ncclInt8), "uint8": int(_T.ncclUint8), "int32": int(_T.ncclInt32), "uint32": int(_T.ncclUint32),
+    "int64": int(_T.ncclInt64), "uint64": int(_T.ncclUint64), "float16": int(_T.ncclFloat16),
+    "float32": int(_T.ncclFloat32), "float64": int(_T.ncclFloat64), "bfloat16": int(_T.ncclBfloat16),
+}  # fmt: skip
+_NAMES = {number: name for name, number in _DTYPES.items()}
+_MEMBERS = {int(member): member for member in _T}
+_OPS = {
+    ReduceOp.SUM: int(_O.ncclSum), ReduceOp.PROD: int(_O.ncclProd), ReduceOp.MIN: int(_O.ncclMin),
+    ReduceOp.MAX: int(_O.ncclMax), ReduceOp.AVG: int(_O.ncclAvg),
+}  # fmt: skip
+
+
+class RcclLibrary(Library):
+    """RCCL."""
+
+    name = "RCCL"
+    least_version = 21800
+
+    def __init__(self) -> None:
+        self._comms: defaultdict[int, Any] = defaultdict(lambda: rccl.ncclComm(None))
+        self._ops: dict[int, Any] = {int(member): member for member in _O}
+
+    def version(self) -> int:
+        """See `Library.version`."""
+        return int(_checked(rccl.ncclGetVersion))
+
+    def dtypes(self) -> Mapping[str, int]:
+        """See `Library.dtypes`."""
+        return _DTYPES
+
+    def ops(self) -> Mapping[ReduceOp, int]:
+        """See `Library.ops`."""
+        return _OPS
+
+    def explain(self, code: int, comm: int) -> str:
+        """See `Library.explain`."""
+        result = rccl.ncclResult_t(code)
+        last = str(rccl.ncclGetLastError(self._comms[comm])[1] or "")
+        return f"{result.name} ({code}): {rccl.ncclGetErrorString(result)[1]}" + (f": {last}" if last else "")
+
+    def unique_id(self) -> bytes:
+        """See `Library.unique_id`."""
+        return bytes(_checked(rccl.ncclGetUniqueId).internal)
+
+    def join(self, unique_id: bytes, members: int, me: int) -> int:
+        """See `Library.join`; blocks."""
+        comm = _checked(rccl.ncclCommInitRank, members, unique_id, me)
+        self._comms[int(comm)] = comm
+        return int(comm)
+
+    def state(self, comm: int) -> int:
+        """See `Library.state`."""
+        code = ctypes.c_int()
+        _checked(rccl.ncclCommGetAsyncError, self._comms[comm], ctypes.addressof(code))
+        return code.value
+
+    def abort(self, comm: int) -> None:
+        """See `Library.abort`."""
+        _checked(rccl.ncclCommAbort, self._comms.pop(comm))
+
+    def destroy(self, comm: int) -> None:
+        """See `Library.destroy`."""
+        _checked(rccl.ncclCommDestroy, self._comms.pop(comm))
+
+    def premul_sum(self, factor: float, dtype: int, comm: int) -> int:
+        """See `Library.premul_sum`."""
+        scalar, op = np.full(1, factor, BY_NAME[_NAMES[dtype]].numpy), ctypes.c_int()
+        residence = rccl.ncclScalarResidence_t.ncclScalarHostImmediate
+        where = ctypes.addressof(op), scalar.ctypes.data
+        _checked(rccl.ncclRedOpCreatePreMulSum, *where, _MEMBERS[dtype], residence, self._comms[comm])
+        self._ops.setdefault(op.value, _op(op.value))
+        return op.value
+
+    def free_op(self, op: int, comm: int) -> None:
+        """See `Library.free_op`."""
+        _checked(rccl.ncclRedOpDestroy, self._ops[op], self._comms[comm])
+
+    def group_start(self) -> int:
+        """See `Library.group_start`."""
+        return int(rccl.ncclGroupStart()[0])
+
+    def group_end(self) -> int:
+        """See `Library.group_end`."""
+        return int(rccl.ncclGroupEnd()[0])
+
+    def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, comm: int, stream: int) -> int:
+        """See `Library.all_reduce`."""
+        return int(rccl.ncclAllReduce(src, dst, count, _MEMBERS[dtype], self._ops[op], self._comms[comm], stream)[0])
+
+    def reduce(self, src: int, dst: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int) -> int:
+        """See `Library.reduce`."""
+        return int(rccl.ncclReduce(src, dst, count, _MEMBERS[dtype], self._ops[op], root, self._comms[comm], stream)[0])
+
+    def reduce_scatter(self, src: int, dst: int, count: int, dtype: int, op: int, comm: int, stream: int) -> int:
+        """See `Library.reduce_scatter`."""
+        kind, what, whose = _MEMBERS[dtype], self._ops[op], self._comms[comm]
+        return int(rccl.ncclReduceScatter(src, dst, count, kind, what, whose, stream)[0])
+
+    def all_gather(self, src: int, dst: int, count: int, dtype: int, comm: int, stream: int) -> int:
+        """See `Library.all_gather`."""
+        return int(rccl.ncclAllGather(src, dst, count, _MEMBERS[dtype], self._comms[comm], stream)[0])
+
+    def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, comm: int, stream: int) -> int:
+        """See `Library.broadcast`."""
+        return int(rccl.ncclBroadcast(src, dst, count, _MEMBERS[dtype], root, self._comms[comm], stream)[0])
+
+    def send(self, src: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
+        """See `Library.send`."""
+        return int(rccl.ncclSend(src, count, _MEMBERS[dtype], peer, self._comms[comm], stream)[0])
+
+    def recv(self, dst: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
+        """See `Library.recv`."""
+        return int(rccl.ncclRecv(dst, count, _MEMBERS[dtype], peer, self._comms[comm], stream)[0])
+
+
+def _op(number: int) -> Any:
+    """What hip-python takes for an operation that was made: its functions want members of the enumeration."""
+    member = int.__new__(_O, number)
+    member._value_, member._name_ = number, f"made_{number}"
+    return member
+
+
+def _checked(function: Any, *arguments: Any) -> Any:
+    """What hip-python's function gives besides the code."""
+    try:
+        code, *values = function(*arguments)
+    except (RuntimeError, ValueError) as error:  # the library lacks the function; hip-python does not know the code
+        raise VendorError(function.__name__, -1, "unknown", str(error)) from error
+    if code:
+        text = rccl.ncclGetLastError(0)[1] or rccl.ncclGetErrorString(code)[1]
+        raise VendorError(function.__name__, int(code), code.name, str(text))
+    return values[0] if values else None

@@ -1,0 +1,182 @@
+"""HIP's calls, by hip-python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rocm.bindings import hip, hiprtc
+
+from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
+
+# Plain numbers: to find hip-python's enumerators takes longer than some calls.
+_NOT_READY = int(hip.hipError_t.hipErrorNotReady)
+_INVALID_VALUE = int(hip.hipError_t.hipErrorInvalidValue)
+_PORTABLE_AND_MAPPED = int(hip.hipHostRegisterPortable) | int(hip.hipHostRegisterMapped)
+_ON_DEVICE = (int(hip.hipMemoryType.hipMemoryTypeDevice), int(hip.hipMemoryType.hipMemoryTypeManaged))
+_ANY_DIRECTION = hip.hipMemcpyKind.hipMemcpyDefault
+_HIGHEST = -1000  # HIP takes the highest there is
+
+
+def _text(found: Any) -> str:
+    """A C string as hip-python gives it."""
+    return found if isinstance(found, str) else str(bytes(found or b""), errors="replace")
+
+
+def _failure(call: str, code: int) -> VendorError:
+    # Else whoever looks for errors of his own next kernel finds ours.
+    hip.hipGetLastError()
+    try:
+        known = hip.hipError_t(code)
+    except ValueError:
+        return VendorError(call, code, "unknown error", "hip-python does not know this code; update it")
+    return VendorError(call, code, known.name, _text(hip.hipGetErrorString(known)[1]))
+
+
+def _bound(function: Callable[..., Any], *last: Any, give: Callable[[Any], Any] | None = None) -> Any:
+    """A method that is one of hip-python's functions, and gives the result that follows the code.
+
+    Args:
+        last: arguments that never change.
+        give: what to make of the result.
+    """
+    call = function.__name__
+
+    def method(*args: Any) -> Any:
+        try:
+            results = function(*args, *last)
+        except ValueError as error:  # "1234 is not a valid hipError_t"
+            number = str(error).partition(" ")[0]
+            raise _failure(call, int(number) if number.isdigit() else -1) from error
+        except RuntimeError as error:  # the library lacks the function
+            raise VendorError(call, -1, "missing", str(error)) from error
+        if results[0]:
+            raise _failure(call, int(results[0]))
+        found = results[-1]
+        return found if give is None else give(found)
+
+    return staticmethod(method)
+
+
+class HipRuntime(Runtime):
+    """See `Runtime`."""
+
+    kind = "rocm"
+    invalid_streams = frozenset((1, 2))
+
+    def __init__(self) -> None:
+        self._streams: dict[int, int] = {}
+
+    count = _bound(hip.hipGetDeviceCount)
+    current = _bound(hip.hipGetDevice)
+    use = _bound(hip.hipSetDevice)
+    allocate = _bound(hip.hipMalloc, give=int)
+    free = _bound(hip.hipFree)
+    unregister = _bound(hip.hipHostUnregister)
+    stream = _bound(hip.hipStreamCreateWithPriority, hip.hipStreamNonBlocking, _HIGHEST, give=int)
+    destroy_stream = _bound(hip.hipStreamDestroy)
+    synchronize = _bound(hip.hipStreamSynchronize)
+    _capturing = _bound(hip.hipStreamIsCapturing, give=bool)
+    event = _bound(hip.hipEventCreateWithFlags, hip.hipEventDisableTiming, give=int)
+    destroy_event = _bound(hip.hipEventDestroy)
+    wait = _bound(hip.hipStreamWaitEvent, 0)
+    load = _bound(hip.hipModuleLoadData, give=int)
+    _properties = _bound(hip.hipGetDeviceProperties)
+    _register = _bound(hip.hipHostRegister, _PORTABLE_AND_MAPPED)
+    _mapped = _bound(hip.hipHostGetDevicePointer, 0, give=int)
+    _attributes = _bound(hip.hipPointerGetAttributes)
+    _record = _bound(hip.hipEventRecord)
+    _copy = _bound(hip.hipMemcpyAsync)
+    _set = _bound(hip.hipMemsetAsync)
+    _function = _bound(hip.hipModuleGetFunction, give=int)
+    _launch = _bound(hip.hipModuleLaunchKernel, None)
+    _create = _bound(hiprtc.hiprtcCreateProgram)
+    _name = _bound(hiprtc.hiprtcAddNameExpression)
+    _lowered = _bound(hiprtc.hiprtcGetLoweredName, give=_text)
+    _code_size = _bound(hiprtc.hiprtcGetCodeSize)
+    _code = _bound(hiprtc.hiprtcGetCode)
+    _log_size = _bound(hiprtc.hiprtcGetProgramLogSize)
+    _log = _bound(hiprtc.hiprtcGetProgramLog)
+    _destroy = _bound(hiprtc.hiprtcDestroyProgram)
+
+    def architecture(self, index: int) -> str:
+        """See `Runtime.architecture`; without `:sramecc+:xnack-`, so that one image serves all settings."""
+        return _text(self._properties(index).gcnArchName).partition(":")[0]
+
+    def bus(self, index: int) -> str:
+        """PCI address of a device."""
+        found = self._properties(index)
+        return f"{found.pciDomainID:04x}:{found.pciBusID:02x}:{found.pciDeviceID:02x}"
+
+    def register(self, address: int, nbytes: int) -> int:
+        """See `Runtime.register`."""
+        self._register(address, nbytes)
+        return int(self._mapped(address))
+
+    def locate(self, address: int) -> int | None:
+        """See `Runtime.locate`."""
+        try:
+            found = self._attributes(address)
+        except VendorError as error:
+            if error.code == _INVALID_VALUE:  # memory that HIP has not given out
+                return None
+            raise
+        return int(found.device) if int(found.type) in _ON_DEVICE else None
+
+    def capturing(self, stream: int) -> bool:
+        """See `Runtime.capturing`; asking the default stream is an error while a capture goes on elsewhere."""
+        return stream != 0 and self._capturing(stream)
+
+    def record(self, event: int, stream: int) -> None:
+        """See `Runtime.record`."""
+        self._record(event, stream)
+        self._streams[event] = stream
+
+    def reached(self, event: int) -> bool:
+        """See `Runtime.reached`; not before a graph is complete that is captured from the event's stream.
+
+        HIP would end that capture, though the event was recorded before it.
+        """
+        try:
+            if self.capturing(self._streams.get(event, 0)):
+                return False
+        except VendorError:  # the stream is gone
+            pass
+        (code,) = hip.hipEventQuery(event)
+        if code not in (SUCCESS, _NOT_READY):
+            raise _failure("hipEventQuery", int(code))
+        return bool(code == SUCCESS)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """See `Runtime.copy`."""
+        self._copy(dst, src, nbytes, _ANY_DIRECTION, stream)
+
+    def zero(self, address: int, nbytes: int, stream: int) -> None:
+        """See `Runtime.zero`."""
+        self._set(address, 0, nbytes, stream)
+
+    def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
+        """See `Runtime.compile`; products are not fused into sums, so that results are the host's to the bit."""
+        program = self._create(source.encode(), b"xvcomm.cu", 0, None, None)
+        try:
+            for name in names:
+                self._name(program, name.encode())
+            options = [f"--offload-arch={architecture}".encode(), b"-std=c++17", b"-O3", b"-ffp-contract=off"]
+            (code,) = hiprtc.hiprtcCompileProgram(program, len(options), options)
+            if code != SUCCESS:
+                log = bytearray(self._log_size(program))
+                self._log(program, log)
+                raise VendorError("hiprtcCompileProgram", int(code), code.name, _text(log.rstrip(b"\0")))
+            image = bytearray(self._code_size(program))
+            self._code(program, image)
+            return bytes(image), {name: self._lowered(program, name.encode()) for name in names}
+        finally:
+            self._destroy(program.createRef())
+
+    def function(self, module: int, name: str, shared: int) -> int:
+        """See `Runtime.function`; HIP need not be told of dynamic shared memory."""
+        return int(self._function(module, name.encode()))
+
+    def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
+        """See `Runtime.launch`."""
+        self._launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, params)

@@ -1,0 +1,116 @@
+"""What CUDA's and ROCm's backends share, over hip-python on tests/hip.
+
+The conformance suites prove what every device does; here is what only GPUs have: streams and memory of other people,
+several devices, graphs, pinned memory, pools, and reasons not to work.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from xvcomm.backends import cuda, rocm
+from xvcomm.backends._gpu import choose
+from xvcomm.backends._guard import told
+from xvcomm.backends._vendor import VendorError
+from xvcomm.config import Config
+from xvcomm.errors import ArgumentError, BackendUnavailable, ConfigError, ResourceError
+
+FILE = Path(__file__).with_name("gpu_checks.py")
+CHECKS = runpy.run_path(str(FILE))["CHECKS"]
+
+
+@pytest.fixture(scope="module")
+def rocm_path(root: Path) -> str:
+    """The libraries of tests/hip, compiled."""
+    pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install 'xvcomm[rocm]'")
+    builder = runpy.run_path(str(root / "tests" / "hip" / "build.py"))
+    try:
+        return str(builder["build"]())
+    except builder["NoCompiler"] as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_check(root: Path, rocm_path: str, name: str) -> None:
+    environment = {**os.environ, "ROCM_PATH": rocm_path, "PYTHONPATH": str(root)}
+    if name == "no_device":
+        environment["HIPHOST_DEVICES"] = "0"
+    command = [sys.executable, str(FILE), name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "local", "current", "index"),
+    [(3, 1, 2, 3), (None, 1, 2, 2), (None, 5, 0, 1), (None, 5, -1, 1), (None, None, 0, 0), (None, None, -1, 0)],
+)
+def test_choice_of_the_device(asked: int | None, local: int | None, current: int, index: int) -> None:
+    assert choose(Config(device_index=asked, local_rank=local), 4, current) == index
+
+
+def test_choice_of_a_device_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="XVCOMM_DEVICE_INDEX=4: this process sees 4 devices"):
+        choose(Config(device_index=4), 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("installed", "library", "reason", "remedy"),
+    [
+        (False, None, "CuPy is not installed", "xvcomm[cuda]"),
+        (True, OSError("libcuda.so.1: no such file"), "libcuda.so.1: no such file", "driver"),
+        (True, (100, 0, 0), "no NVIDIA GPU is visible", "CUDA_VISIBLE_DEVICES"),
+        (True, (0, 0, 0), "no NVIDIA GPU is visible", "CUDA_VISIBLE_DEVICES"),
+        (True, (0, 804, 0), "the driver answers with error 804", "nvidia-smi"),
+        (True, (0, 0, 2), None, None),
+    ],
+)
+def test_refusals_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, library: Any, reason: str | None, remedy: str | None
+) -> None:
+    def load(name: str) -> Any:
+        if isinstance(library, OSError):
+            raise library
+        start, count, devices = library
+
+        def get_count(place: Any) -> int:
+            place._obj.value = devices
+            return int(count)
+
+        return SimpleNamespace(cuInit=lambda flags: start, cuDeviceGetCount=get_count)
+
+    monkeypatch.setattr(cuda, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
+    refused = cuda.CudaBackend().refusal()
+    if reason is None:
+        assert refused is None
+    else:
+        assert refused is not None and remedy is not None
+        assert refused[0] == reason and remedy in refused[1]
+
+
+def test_rocm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rocm, "find_spec", lambda name: None)
+    refused = rocm.RocmBackend().refusal()
+    assert refused == ("hip-python is not installed", "pip install 'xvcomm[rocm]'")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (2, ResourceError), (900, ArgumentError), (400, ArgumentError), (35, BackendUnavailable), (-1, BackendUnavailable),
+        (700, ResourceError),
+    ],
+)  # fmt: skip
+def test_errors_are_told_in_our_words(code: int, kind: type[Exception]) -> None:
+    error = told(VendorError("cudaSomething", code, "cudaErrorSomething", "the vendor's words"), "cuda", 3)
+    assert type(error) is kind
+    assert str(error).startswith(f"cuda device 3: cudaSomething: cudaErrorSomething ({code}): the vendor's words; ")

@@ -1,0 +1,82 @@
+"""NCCL as CuPy binds it: one call, no process group, on the default stream. What a call to NCCL costs at least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xvcomm.cli.benchcase import Buffers, Case, one_way, ping_pong
+from xvcomm.cli.measure import Meeting
+from xvcomm.errors import BackendUnavailable
+
+
+class CupyNccl:
+    """`cupy.cuda.nccl`."""
+
+    name = "nccl-cupy"
+    communicates = True
+
+    def __init__(self, meeting: Meeting) -> None:
+        from cupy.cuda import nccl
+
+        if not nccl.available:
+            raise BackendUnavailable("peer nccl-cupy: this CuPy has no NCCL; install NVIDIA's package of it")
+        self._nccl, self._rank, self._size = nccl, meeting.rank, meeting.size
+        mine = nccl.get_unique_id() if meeting.rank == 0 else b""
+        identity = meeting.exchange(list(mine))[0]
+        self._comm = nccl.NcclCommunicator(meeting.size, bytes(identity), meeting.rank)
+
+    def refuses(self, case: Case) -> str | None:
+        """See `Contender.refuses`."""
+        if case.op == "barrier":
+            return "NCCL has no barrier"
+        return None if self._dtype(case) is not None else f"NCCL has no {case.dtype}"
+
+    def _dtype(self, case: Case) -> int | None:
+        return getattr(self._nccl, f"NCCL_{case.dtype.name.upper()}", None)
+
+    def bind(self, case: Case, buffers: Buffers) -> Callable[[], object]:
+        """See `Contender.bind`."""
+        comm, nccl, rank, size = self._comm, self._nccl, self._rank, self._size
+        src, dst = _address(buffers.src), _address(buffers.dst)
+        block, kind, add, stream = case.block, self._dtype(case), nccl.NCCL_SUM, 0
+        right, left = (rank + 1) % size, (rank - 1) % size
+
+        def grouped(*calls: Callable[[], object]) -> Callable[[], None]:
+            def together() -> None:
+                nccl.groupStart()
+                for call in calls:
+                    call()
+                nccl.groupEnd()
+
+            return together
+
+        def send(to: int, part: int = 0) -> Callable[[], object]:
+            at = src + part * case.block * case.dtype.itemsize
+            return lambda: comm.send(at, block, kind, to, stream)
+
+        def recv(source: int, part: int = 0) -> Callable[[], object]:
+            at = dst + part * case.block * case.dtype.itemsize
+            return lambda: comm.recv(at, block, kind, source, stream)
+
+        blocks = [call for r in range(size) for call in (send(r, r), recv(r, r))]
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.allReduce(src, dst, block, kind, add, stream),
+            "reduce": lambda: comm.reduce(src, dst, block, kind, add, 0, stream),
+            "broadcast": lambda: comm.broadcast(src, dst, block, kind, 0, stream),
+            "all_gather": lambda: comm.allGather(src, dst, block, kind, stream),
+            "reduce_scatter": lambda: comm.reduceScatter(src, dst, block, kind, add, stream),
+            "all_to_all": grouped(*blocks),
+            "sendrecv": grouped(send(right), recv(left)),
+            "send": one_way(rank, send(1 - rank), recv(1 - rank)),
+            "p2p": ping_pong(rank, send(1 - rank), recv(1 - rank)),
+        }
+        return calls[case.op]
+
+    def close(self) -> None:
+        """Free the communicator."""
+        self._comm.destroy()
+
+
+def _address(array: Any) -> int:
+    return int(array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr)

@@ -1,0 +1,296 @@
+"""Arrays in the memory of the device under test: numpy's on the host, and one of our own, `DeviceArray`, elsewhere.
+
+No framework is needed to test a backend: an array is memory of `Device.empty`, filled and read by `Device.copy`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xvcomm import array
+from xvcomm.abc.device import Allocation, Device, Stream
+from xvcomm.communicator import Communicator
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import UINT8, DType, from_numpy
+
+Array = NDArray[Any]
+
+SECONDS = 20.0
+"""How long a stream may take to come to an end before a test gives up."""
+
+_GUARD = 64
+_CANARY = 0xA5
+_DLPACK_KINDS = {"cuda": array.CUDA, "rocm": array.ROCM}
+_CAPSULE_NAME = b"dltensor"
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class Arrays(ABC):
+    """How the suites put numpy arrays into a device's memory, and read the arrays that lie there.
+
+    Attributes:
+        asynchronous: whether operations on them go on behind the host.
+    """
+
+    asynchronous: bool
+
+    @abstractmethod
+    def put(self, x: Array) -> Any:
+        """A new array with the contents of `x`."""
+
+    @abstractmethod
+    def get(self, x: Any) -> Array:
+        """The contents of an array; waits for what its stream holds."""
+
+    @abstractmethod
+    def fill(self, x: Any, values: Array) -> None:
+        """Give an array other contents."""
+
+    @abstractmethod
+    def copy(self, dst: Any, src: Any) -> None:
+        """Copy between two arrays on the device; the host does not wait."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all is done that was said before."""
+
+
+class HostArrays(Arrays):
+    """numpy arrays."""
+
+    asynchronous = False
+
+    def put(self, x: Array) -> Array:
+        """See `Arrays.put`."""
+        return x.copy()
+
+    def get(self, x: Any) -> Array:
+        """See `Arrays.get`."""
+        return np.asarray(x)
+
+    def fill(self, x: Any, values: Array) -> None:
+        """See `Arrays.fill`."""
+        x[...] = values
+
+    def copy(self, dst: Any, src: Any) -> None:
+        """See `Arrays.copy`."""
+        dst[...] = src
+
+    def synchronize(self) -> None:
+        """See `Arrays.synchronize`; there is nothing to wait for."""
+
+
+class DeviceArrays(Arrays):
+    """Arrays of one device, all on one stream.
+
+    Nothing here waits for more than bytes that the host must read or write. What an operation does in the wrong order,
+    `get` therefore finds.
+    """
+
+    def __init__(self, device: Device) -> None:
+        able = device.capabilities()
+        self.device, self.kind, self.index = device, able.kind, able.index
+        self.asynchronous = able.asynchronous
+        self.stream: Stream = device.streams(1)[0]
+        self._bridge = device.empty(1)
+
+    @property
+    def handle(self) -> int | None:
+        """The stream, as the vendor has it; to ask for it is to say that others use it."""
+        handle: int | None = getattr(self.stream, "handle", None)
+        return handle
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        """A new array that holds anything."""
+        memory = self.device.empty(max(1, math.prod(shape) * dtype.itemsize))
+        return DeviceArray(self, memory, memory.address, shape, _row_major(shape), dtype)
+
+    def put(self, x: Array) -> DeviceArray:
+        """See `Arrays.put`."""
+        made = self.empty(x.shape, from_numpy(x.dtype))
+        self.fill(made, x)
+        return made
+
+    def get(self, x: DeviceArray) -> Array:
+        """See `Arrays.get`."""
+        assert x.contiguous
+        host = np.empty(x.shape, x.dtype.numpy)
+        if host.nbytes:
+            self.device.copy(host.ctypes.data, x.address, host.nbytes, self.stream)
+        self.synchronize()
+        return host
+
+    def fill(self, x: DeviceArray, values: Array) -> None:
+        """See `Arrays.fill`.
+
+        A copy from the host may block until all is done. So it goes to other memory, and a copy within the device, which
+        does not, from there into the array: whoever uses the array too early finds its old contents.
+        """
+        assert x.contiguous and (x.shape, x.dtype.numpy) == (values.shape, values.dtype)
+        if not values.nbytes:
+            return
+        if self._bridge.nbytes < values.nbytes:
+            self.synchronize()
+            self._bridge = self.device.empty(values.nbytes)
+        source = np.ascontiguousarray(values)
+        self.device.copy(self._bridge.address, source.ctypes.data, source.nbytes, self.stream)
+        self.device.copy(x.address, self._bridge.address, source.nbytes, self.stream)
+
+    def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
+        """See `Arrays.copy`."""
+        assert dst.contiguous and src.contiguous and dst.nbytes == src.nbytes
+        self.device.copy(dst.address, src.address, src.nbytes, self.stream)
+
+    def synchronize(self) -> None:
+        """See `Arrays.synchronize`."""
+        _ = self.handle
+        self.stream.deadline = Deadline.after(SECONDS)
+        self.stream.synchronize()
+
+
+class _Managed(ctypes.Structure):
+    """DLPack's DLManagedTensor; without a deleter: the array owns it."""
+
+    _fields_ = [("tensor", array._DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+class DeviceArray:
+    """The least that is an array in a device's memory: DLPack, a stream, slices, `new_empty`.
+
+    Attributes:
+        tensor: what DLPack tells of it. Tests that want to be refused change it.
+        handle: likewise the stream that `__cuda_array_interface__` tells.
+    """
+
+    def __init__(
+        self, owner: DeviceArrays, memory: Allocation, address: int, shape: tuple[int, ...], strides: tuple[int, ...],
+        dtype: DType,
+    ) -> None:  # fmt: skip
+        self.address, self.shape, self.strides, self.dtype = address, shape, strides, dtype
+        self._owner, self._memory = owner, memory
+        self.handle = owner.handle
+        self._managed = _Managed()
+        self.tensor = self._managed.tensor
+        assert dtype.dlpack is not None
+        code, bits = dtype.dlpack
+        dimensions = ctypes.c_int64 * len(shape)
+        self._extents = dimensions(*shape), dimensions(*strides)
+        self.tensor.data, self.tensor.byte_offset = address, 0
+        self.tensor.device_type, self.tensor.device_id = _DLPACK_KINDS[owner.kind], owner.index
+        self.tensor.ndim, self.tensor.code, self.tensor.bits, self.tensor.lanes = len(shape), code, bits, 1
+        self.tensor.shape, self.tensor.strides = (
+            ctypes.cast(numbers, ctypes.POINTER(ctypes.c_int64)) for numbers in self._extents
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one after the other."""
+        return self.strides == _row_major(self.shape)
+
+    @property
+    def T(self) -> DeviceArray:
+        """The same elements with the axes in reverse."""
+        return self._part(self.address, self.shape[::-1], self.strides[::-1], self.dtype)
+
+    def __getitem__(self, rows: slice) -> DeviceArray:
+        first, end, step = rows.indices(self.shape[0])
+        address = self.address + first * self.strides[0] * self.dtype.itemsize
+        shape = (len(range(first, end, step)), *self.shape[1:])
+        return self._part(address, shape, (step * self.strides[0], *self.strides[1:]), self.dtype)
+
+    def reshape(self, shape: int | tuple[int, ...]) -> DeviceArray:
+        """The same elements in another shape."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        assert self.contiguous and math.prod(shape) == math.prod(self.shape)
+        return self._part(self.address, shape, _row_major(shape), self.dtype)
+
+    def view(self, dtype: Any) -> DeviceArray:
+        """The bytes of a vector as elements of another dtype."""
+        assert self.contiguous and len(self.shape) == 1
+        count = self.nbytes // dtype.itemsize
+        return self._part(self.address, (count,), (1,), from_numpy(dtype))
+
+    def new_empty(self, shape: tuple[int, ...]) -> DeviceArray:
+        """A new array of the same dtype on the same stream, as torch has it."""
+        return self._owner.empty(tuple(shape), self.dtype)
+
+    def _part(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> DeviceArray:
+        return DeviceArray(self._owner, self._memory, address, shape, strides, dtype)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return _new_capsule(ctypes.addressof(self._managed), _CAPSULE_NAME, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.tensor.device_type, self.tensor.device_id
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        strides = None if self.contiguous else tuple(n * self.dtype.itemsize for n in self.strides)
+        return {
+            "version": 3, "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.address, False),
+            "strides": strides, "stream": self.handle,
+        }  # fmt: skip
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+class _Made(threading.local):
+    """This thread's Arrays: a stream is used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[Device, Arrays] = {}
+
+
+_made = _Made()
+
+
+def arrays_on(device: Device) -> Arrays:
+    """The Arrays of a device, for the calling thread."""
+    found = _made.by_device.get(device)
+    if found is None:
+        host = device.capabilities().kind == "host"
+        found = _made.by_device[device] = HostArrays() if host else DeviceArrays(device)
+    return found
+
+
+def arrays(comm: Communicator) -> Arrays:
+    """The Arrays of this rank's device."""
+    return arrays_on(comm._context.device)
+
+
+class Room:
+    """An array to receive into, between bytes that nobody may touch; its address has no alignment but its own."""
+
+    def __init__(self, a: Arrays, dtype: DType, shape: int | tuple[int, ...]) -> None:
+        size = int(np.prod(shape)) * dtype.itemsize
+        self._arrays = a
+        self._first = _GUARD + dtype.itemsize
+        self._last = self._first + size
+        self._bytes = a.put(np.full(self._last + _GUARD, _CANARY, UINT8.numpy))
+        self.array: Any = self._bytes[self._first : self._last].view(dtype.numpy).reshape(shape)
+
+    def fill(self, values: Array) -> None:
+        """Give the array other contents."""
+        self._arrays.fill(self.array, values)
+
+    def check(self) -> None:
+        """Raise AssertionError if anything around the array was written."""
+        found = self._arrays.get(self._bytes)
+        around = np.concatenate([found[: self._first], found[self._last :]])
+        assert (around == _CANARY).all(), "bytes around the output were written"

@@ -1,0 +1,38 @@
+"""Order and waiting on every registered backend whose streams go on behind the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from xvcomm.testing import World, asynchronous
+from xvcomm.testing.cases import is_asynchronous, kinds, too_few_devices
+
+ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a:2,b:2")
+PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Ranks that serve all tests of this module."""
+    kind, islands = request.param
+    if not is_asynchronous(kind):
+        pytest.skip(f"on {kind} the host waits for every operation")
+    why = too_few_devices(kind, islands)
+    if why:
+        pytest.skip(why)
+    with World(islands=islands, env={"XVCOMM_DEVICE": kind}) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("check", asynchronous.ORDER, ids=lambda check: check.__name__)
+def test_order(world: World, check: Callable[..., None]) -> None:
+    """What is ordered, and who does not wait."""
+    world.run(check)
+
+
+@pytest.mark.parametrize("check", asynchronous.ERRORS, ids=lambda check: check.__name__)
+def test_errors(world: World, check: Callable[..., None]) -> None:
+    """What goes wrong comes out of `synchronize` and of the next operation."""
+    world.run(check)
