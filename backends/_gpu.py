@@ -72,21 +72,22 @@ class GpuDevice(Device):
         """See `Device.streams`."""
         return tuple(self._engine.stream() for _ in range(count))
 
-    @on_device
     def adopt(self, handle: int | None, *addresses: int) -> GpuStream:
         """See `Device.adopt`; each thread has a GpuStream of its own for a handle."""
-        if handle is None:
-            handle = _DEFAULT_STREAM
-        stream = self._adopted.streams.get(handle)
-        if stream is None:
-            stream = self._adopted.streams[handle] = self._verified(handle)
+        stream = self._adopted.streams.get(handle or _DEFAULT_STREAM) or self._verified(handle or _DEFAULT_STREAM)
         stream.enqueued()
+        if addresses:
+            self._look_at(addresses)
+        return stream
+
+    @on_device
+    def _look_at(self, addresses: Sequence[int]) -> None:
         for address in addresses:
             place = self.runtime.locate(address)
             if place != self.index:
                 raise self._elsewhere(address, place)
-        return stream
 
+    @on_device
     def _verified(self, handle: int) -> GpuStream:
         runtime, name = self.runtime, f"{self.runtime.kind} device {self.index}"
         if handle < 0 or handle in runtime.invalid_streams or handle in _NO_POINTERS:
@@ -101,6 +102,7 @@ class GpuDevice(Device):
                 f"stream {handle:#x} cannot be used on {name}, which this rank has: {error}; make {name} the current one "
                 "before the stream is made, or set XVCOMM_DEVICE_INDEX"
             ) from error
+        self._adopted.streams[handle] = stream
         return stream
 
     def _elsewhere(self, address: int, place: int | None) -> ArrayError:

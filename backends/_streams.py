@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import cast
 
 from xvcomm.abc.device import Stream
-from xvcomm.backends._guard import on_device
+from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import ROWS, STATE_BYTES, Kernels, Transfer
 from xvcomm.backends._pools import Events, Mark, Memory
 from xvcomm.backends._ports import Port, Tail, Watcher
@@ -176,11 +176,13 @@ class GpuStream(Stream):
         self.runtime.wait(self._handle, cast(Mark, mark).event)
         self.enqueued()
 
-    @on_device
     def reached(self, mark: object) -> bool:
         """See `Stream.reached`; what goes into a graph is not on the stream."""
         mark = cast(Mark, mark)
-        return mark.captured or self.runtime.reached(mark.event)
+        try:
+            return mark.captured or self.runtime.reached(mark.event)
+        except VendorError as error:
+            raise told(error, self.runtime.kind, self.index) from error
 
     @on_device
     def capturing(self) -> bool:

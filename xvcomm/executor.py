@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
-from xvcomm.abc.device import Allocation, Stream
+from xvcomm.abc.device import Allocation, Mark, Stream
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, Reduction
@@ -44,7 +45,7 @@ class Launched:
     """A schedule that goes on behind the host: it is through when `stream` reaches `mark`; `ends` as in `Flight`."""
 
     stream: Stream
-    mark: object
+    mark: Mark
     ends: list[tuple[RingEnd, int, Operation]]
 
 
@@ -91,7 +92,7 @@ class Executor:
         stream, *others = lanes
         for other in others:
             stream.wait(other.mark())
-        mark = stream.mark()
+        mark = cast(Mark, stream.mark())
         # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
         self._last = None if captured else mark
         return Launched(stream, mark, [(end, sequence, operation) for end, sequence in ends.items()])

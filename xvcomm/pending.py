@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
-from xvcomm.abc.device import RingStalled, RingStopped, Stream
+from xvcomm.abc.device import Mark, RingStalled, RingStopped, Stream
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, DeadlineExceeded
 from xvcomm.operation import Operation
@@ -25,8 +25,8 @@ from xvcomm.work import Work
 if TYPE_CHECKING:
     from xvcomm.context import Context
 
-_AT_ONCE = 32
-"""Flights that may be behind the host before an operation looks after them itself."""
+_AT_ONCE = 64
+"""Flights that may be behind the host before an operation looks after them itself: asking the device takes a while."""
 
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
@@ -47,12 +47,11 @@ class Flight:
         landed: called when they are over, however they ended.
         error: what they raise.
         over: whether they are over.
-        captured: whether they went into a graph, so that this is never known.
     """
 
     operations: Sequence[Operation]
     stream: Stream
-    mark: object
+    mark: Mark
     deadline: Deadline
     ends: Sequence[tuple[RingEnd, int, Operation]] = ()
     native: Collective | None = None
@@ -61,7 +60,6 @@ class Flight:
     landed: Callable[[], None] | None = None
     error: BaseException | None = None
     over: bool = False
-    captured: bool = False
 
     def outcome(self) -> tuple[Exception, Operation] | None:
         """What went wrong, and in which operation, of a flight whose mark is reached."""
@@ -94,8 +92,7 @@ class Pending:
 
     def add(self, flight: Flight) -> Flight:
         """Look after a flight from now on; not if it went into a graph, which is the user's to look after."""
-        if flight.stream.capturing():
-            flight.captured = True
+        if flight.mark.captured:
             for operation in flight.operations:
                 self._context.end(operation)
             return flight
@@ -111,15 +108,23 @@ class Pending:
             return
         try:
             for flights in list(self._streams.values()):
-                while flights and self._look(flights[0]):
+                through = self._through(flights)
+                while flights and self._look(flights[0], through > 0):
                     flights.popleft()
+                    through -= 1
                     self._count -= 1
         finally:
             self._polling.release()
 
-    def _look(self, flight: Flight) -> bool:
+    @staticmethod
+    def _through(flights: deque[Flight]) -> int:
+        """How many of a stream's first flights are known to be through: what is behind them is."""
+        half = len(flights) // 2
+        return half if half > 1 and flights[half].stream.reached(flights[half].mark) else 0
+
+    def _look(self, flight: Flight, through: bool) -> bool:
         """Whether a flight is over."""
-        if flight.stream.reached(flight.mark):
+        if through or flight.stream.reached(flight.mark):
             self._end(flight, flight.outcome())
         elif flight.deadline.expired():
             flight.deadline = NEVER  # said once; the streams go on as soon as everything has stopped
@@ -151,7 +156,7 @@ class Pending:
 
     def wait_for(self, flight: Flight) -> None:
         """Block the host until a flight is over, and raise what it raises."""
-        if not flight.captured:
+        if not flight.mark.captured:
             self.finish(flight, NEVER)
         if flight.error is not None:
             raise flight.error
@@ -204,7 +209,7 @@ class StreamWork(Work):
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
         flight = self._under_way()
-        if flight.captured:
+        if flight.mark.captured:
             raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
         if not self._pending.finish(flight, Deadline.after(timeout)):
             raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()")

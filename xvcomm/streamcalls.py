@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from xvcomm import array
-from xvcomm.abc.device import Stream
+from xvcomm.abc.device import Mark, Stream
 from xvcomm.array import ArrayView
 from xvcomm.calls import Call, Caller
 from xvcomm.context import Context
@@ -83,7 +83,7 @@ class StreamCaller(Caller):
         if self._native_only:
             native = context.native(deadline)
             self._native(call, deadline, carrier)
-            return Flight([operation], carrier, carrier.mark(), deadline, native=native)
+            return Flight([operation], carrier, cast(Mark, carrier.mark()), deadline, native=native)
         plan = context.planner.plan(call.request())
         buffers = Buffers(_address(call.src), _address(call.dst))
         launched = self._executor.launch(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from xvcomm import array
-from xvcomm.abc.device import Stream
+from xvcomm.abc.device import Mark, Stream
 from xvcomm.deadline import Deadline
 from xvcomm.operation import Operation
 from xvcomm.pending import Flight, StreamWork
@@ -85,7 +85,7 @@ class StreamTransfers(Transfers):
                     end = self._enqueue(t, stream)
                     assert t.operation is not None
                     ends.append((end, end.sequence, t.operation))
-                mark = stream.mark()
+                mark = cast(Mark, stream.mark())
         except BaseException as error:
             stream.discard()
             self._fail(transfers, error)

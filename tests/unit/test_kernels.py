@@ -22,7 +22,6 @@ from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp
-from xvcomm.errors import BackendUnavailable
 from xvcomm.opcode import OpCode
 from xvcomm.ring import LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.shm import Segment

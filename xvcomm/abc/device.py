@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp
@@ -46,6 +46,16 @@ class Allocation:
     address: int
     nbytes: int
     owner: Any
+
+
+class Mark(Protocol):
+    """A point on a stream of a device that goes on behind the host.
+
+    Attributes:
+        captured: whether it went into a graph, so that nobody can ask whether it is reached.
+    """
+
+    captured: bool
 
 
 class Stream(ABC):

@@ -181,41 +181,41 @@ def check_arrays_die(comm: Communicator) -> None:
     a, signals = arrays(comm), Signals(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     parts = [distinct(BY_NAME["int32"], 1000, seed=rank) for rank in range(comm.size)]
+    mine, theirs, everything = parts[comm.rank], parts[before], np.concatenate(parts)
 
     def prepare() -> list[Any]:
-        return [a.put(parts[comm.rank]), a.put(parts[comm.rank]), a.put(np.zeros_like(parts[0]))]
+        return [a.put(mine), a.put(mine), a.put(np.zeros_like(mine))]
 
-    def start(used: list[Any]) -> list[Work]:
-        return [comm.isend(used[0], after), comm.all_gather(used[1], async_op=True), comm.irecv(used[2], before)]
+    def start(x: Any, y: Any, z: Any) -> list[Work]:
+        comm.isend(x, after)
+        return [comm.all_gather(y, async_op=True), comm.irecv(z, before)]
 
-    for work in start(prepare()):
-        work.synchronize()
-    with contextlib.ExitStack() as stack:
-        gate = stack.enter_context(Gate.on(a)) if isinstance(a, DeviceArrays) else None
-        doomed = prepare()
-        used = [weakref.ref(x) for x in doomed]
-        if gate is not None:
-            gate.close(a.put(np.zeros(1, np.uint8)))
-        works = start(doomed)
+    def check(gathering: Work, receiving: Work) -> None:
+        assert_same_bits(a.get(gathering.wait()), everything, "all_gather of an array that nobody kept")
+        assert_same_bits(a.get(receiving.wait()), theirs, "a message of an array that nobody kept")
+
+    check(*start(*prepare()))
+    if not isinstance(a, DeviceArrays):
+        check(*start(*prepare()))
+        return
+    with Gate.on(a) as gate:
+        held, doomed = a.put(np.zeros(1, np.uint8)), prepare()
+        watched = [weakref.ref(x) for x in doomed]
+        gate.close(held)
+        works = start(*doomed)
         doomed.clear()
-        if gate is not None:
-            del works[0]
-            gc.collect()
-            assert all(x() is not None for x in used), "an array died before the operation was over"
-            signals.meet("collected")
-            gate.open(np.ones(1, np.uint8))
-        *_, gathering, receiving = works
-        assert_same_bits(a.get(gathering.wait()), np.concatenate(parts), "all_gather of an array that nobody kept")
-        assert_same_bits(a.get(receiving.wait()), parts[before], "a message of an array that nobody kept")
-    works.clear()
-    del work, gathering, receiving, _
-    deadline = Deadline.after(SECONDS)
-    while a.asynchronous and any(x() is not None for x in used) and not deadline.expired():
-        time.sleep(_PAUSE)
         gc.collect()
-    alive = [number for number, x in enumerate(used) if x() is not None]
-    assert not (a.asynchronous and alive), f"arrays {alive} live on though the operations are over"
-    comm.barrier()
+        assert all(x() is not None for x in watched), "an array died before the operation was over"
+        signals.meet("collected")
+        gate.open(np.ones(1, np.uint8))
+        check(*works)
+    works.clear()
+
+    def died() -> bool:
+        gc.collect()
+        return all(x() is None for x in watched)
+
+    _await(died)
 
 
 _COSTLY = ("allocate", "free", "register", "unregister", "stream", "destroy_stream", "synchronize", "compile", "load")
@@ -292,6 +292,7 @@ def check_deadline(comm: Communicator) -> None:
             elif what == "asynchronous":
                 work = group.all_reduce(x, async_op=True, timeout=_PATIENCE)
                 _raised(DeadlineExceeded, work.synchronize)
+                _await(work.done)  # as soon as the stream has left it
                 assert isinstance(work.exception(), DeadlineExceeded)
             elif what == "blocking":
                 with contextlib.suppress(DeadlineExceeded):  # on host memory
@@ -318,8 +319,9 @@ def check_abort(comm: Communicator) -> None:
                     group.abort("enough is enough")
                 elif asynchronous:
                     work = group.all_reduce(x, async_op=True)
-                elif a.asynchronous:
-                    group.all_reduce(x)
+                else:
+                    with contextlib.suppress(Aborted):  # on host memory
+                        group.all_reduce(x)
             if comm.rank != late and asynchronous:
                 assert "enough is enough" in str(_raised(Aborted, work.synchronize))
             assert "enough is enough" in str(_raised_soon(Aborted, group.barrier))
@@ -359,14 +361,25 @@ def _raised(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kw
 
 def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> XvcommError:
     """The error that a call raises, or a later one: a call that does not wait cannot know what comes of it."""
-    deadline = Deadline.after(SECONDS)
-    while not deadline.expired():
+    raised: list[XvcommError] = []
+
+    def has_raised() -> bool:
         try:
             call(*args, **kwargs)
-        except error as raised:
-            return raised
+        except error as caught:
+            raised.append(caught)
+        return bool(raised)
+
+    _await(has_raised)
+    return raised[0]
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    """Wait until something is so, which the code under test brings about by itself."""
+    deadline = Deadline.after(SECONDS)
+    while not condition():
+        assert not deadline.expired(), f"still not so after {SECONDS} s"
         time.sleep(_PAUSE)
-    raise AssertionError(f"no {error.__name__}")
 
 
 def _warm(comm: Communicator) -> list[Trial]:
