@@ -135,6 +135,8 @@ class ReduceOp(enum.IntEnum):
     AVG = 8
     PREMUL_SUM = 9
 
+    __hash__ = int.__hash__  # an enumeration's own is a function in Python, and plans are looked up by these
+
     def __str__(self) -> str:
         return self.name.lower()
 

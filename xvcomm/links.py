@@ -19,6 +19,8 @@ class Use(enum.IntEnum):
     POINT_TO_POINT = 0
     COLLECTIVE = 1
 
+    __hash__ = int.__hash__  # an enumeration's own is a function in Python, and rings are looked up by these
+
 
 class Links:
     """Opens, keeps and closes ring ends.

@@ -22,5 +22,7 @@ class OpCode(enum.IntEnum):
     SPLIT = 12
     INIT = 13
 
+    __hash__ = int.__hash__  # an enumeration's own is a function in Python, and operations are looked up by these
+
     def __str__(self) -> str:
         return self.name.lower()

@@ -14,7 +14,8 @@ from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, 
 from xvcomm.deadline import Deadline
 from xvcomm.ring import Message, RingEnd
 
-_HEAD = struct.Struct(f"<{int(Word.STARTS)}q")
+_REST = struct.Struct(f"<{Word.STARTS - Word.TURN}q")
+_ROW = struct.Struct(f"<{int(Word.TURN)}q{_REST.size}s")
 _ROW_BYTES = 8 * WIDTH
 
 NO_GATES = (0,) * MAX_STREAMS
@@ -34,6 +35,8 @@ class Batch:
         self._spins = spins
         self._allot(np.zeros((8, WIDTH), np.int64))
         self._ends: list[RingEnd] = []
+        # Of each ring end the words that stay the same while transfers neither reduce nor wait: half the time of a row.
+        self._rests: dict[RingEnd, bytes] = {}
         self.generation = 0
 
     def __len__(self) -> int:
@@ -54,11 +57,16 @@ class Batch:
         if index == len(self._rows):
             self._grow()
         self._ends.append(end)
+        plain = combine == lane == 0 and gates is NO_GATES
+        rest = self._rests.get(end) if plain else None
+        if rest is None:
+            rest = _REST.pack(end.turn, *end.geometry, itemsize, combine, remote_first, end.peer, lane, *gates)
+            if plain:
+                self._rests[end] = rest
         op, dtype, nbytes, tag, detail = message
-        _HEAD.pack_into(
+        _ROW.pack_into(
             self._memory, index * _ROW_BYTES,
-            kind, end.address, data, nbytes, end.sequence, op, dtype, nbytes, tag, detail, NEW, end.turn, *end.geometry,
-            itemsize, combine, remote_first, end.peer, lane, *gates,
+            kind, end.address, data, nbytes, end.sequence, op, dtype, nbytes, tag, detail, NEW, rest,
         )  # fmt: skip
         end.sequence += 1
 

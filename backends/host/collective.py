@@ -68,7 +68,7 @@ class HostCollective(Collective):
         """Map the arena that member 0 makes; its name leaves the folder when the last member has mapped it."""
         self._me, self._ranks = me, ranks
         self._stage = max(config.stage_bytes, 64 * ranks)
-        size = kernels.stages(ranks) + 2 * ranks * self._stage
+        size = kernels.stages(ranks) + kernels.stage_count(ranks) * ranks * self._stage
         if me == 0:
             self._segment = Segment.create(config.shm_dir, job, size)
             with self._segment.named():

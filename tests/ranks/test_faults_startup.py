@@ -24,7 +24,7 @@ from xvcomm.errors import (
 from xvcomm.testing.world import World
 
 SOON = 4.0
-RING = 8 * 131072
+RING = 96 * 16384
 
 
 @pytest.fixture(scope="module")

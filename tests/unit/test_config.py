@@ -75,5 +75,5 @@ def test_settings_cannot_change() -> None:
 def test_the_table_tells_defaults() -> None:
     rows = {name: (default, meaning) for name, default, meaning in table()}
     assert rows["XVCOMM_RANK"][0] == ""
-    assert rows["XVCOMM_RING_SLOTS"][0] == "8"
+    assert rows["XVCOMM_RING_SLOTS"][0] == "96"
     assert all(meaning.endswith(".") for _, meaning in rows.values())

@@ -20,11 +20,11 @@ from xvcomm.backends._vendor import Runtime
 from xvcomm.communicator import Communicator
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME
-from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, XvcommError
+from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.testing.arrays import SECONDS, DeviceArrays, arrays
 from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.testing.gate import Gate
-from xvcomm.testing.trials import Trial, trials
+from xvcomm.testing.trials import warm
 from xvcomm.work import Work
 
 _PATIENCE = 0.4
@@ -66,7 +66,7 @@ class Signals:
 def check_host_goes_on(comm: Communicator) -> None:
     """Every call returns though a rank that is needed has not called yet; the result comes when it does."""
     a, signals = arrays(comm), Signals(comm)
-    for trial in _warm(comm):
+    for trial in warm(comm, a):
         for late in (0, comm.size - 1):
             a.fill(trial.source, trial.values)
             with signals.late(f"{trial.name} of {late}", late):
@@ -77,7 +77,7 @@ def check_host_goes_on(comm: Communicator) -> None:
 def check_after_what_the_stream_holds(comm: Communicator) -> None:
     """An operation reads what work enqueued before it writes, however late that comes."""
     a, signals = arrays(comm), Signals(comm)
-    ready = _warm(comm)
+    ready = warm(comm, a)
     if not isinstance(a, DeviceArrays):
         for trial in ready:
             a.fill(trial.source, trial.values)
@@ -98,7 +98,7 @@ def check_before_what_the_stream_gets(comm: Communicator) -> None:
     """Work enqueued behind an operation sees its result, and may overwrite its input."""
     a, signals = arrays(comm), Signals(comm)
     late = comm.size - 1
-    for trial in _warm(comm):
+    for trial in warm(comm, a):
         junk, seen = a.put(np.full_like(trial.values, 7)), a.put(np.zeros_like(trial.want))
         a.fill(trial.source, trial.values)
         with signals.late(trial.name, late):
@@ -158,7 +158,7 @@ def check_streams_pass(comm: Communicator) -> None:
     sending.synchronize()
 
 
-def check_many_under_way(comm: Communicator, many: int = 60) -> None:
+def check_many_under_way(comm: Communicator, many: int = 100) -> None:
     """More operations ahead of a late rank than anybody looks after at once, blocking and asynchronous."""
     a, signals = arrays(comm), Signals(comm)
     xs = [a.put(np.full(100, i)) for i in range(many)]
@@ -225,7 +225,7 @@ _COSTLY = ("allocate", "free", "register", "unregister", "stream", "destroy_stre
 def check_steady_state(comm: Communicator) -> None:
     """Once every operation has run, none allocates, pins, makes streams or waits for the device any more."""
     a = arrays(comm)
-    ready = _warm(comm)
+    ready = warm(comm, a)
 
     def all_of_them(times: int) -> None:
         for trial in ready * times:
@@ -307,6 +307,29 @@ def check_deadline(comm: Communicator) -> None:
             a.get(x)
 
 
+def check_departure(comm: Communicator) -> None:
+    """Who waits for a rank that closes its communicator learns of it."""
+    a, late = arrays(comm), comm.size - 1
+    for asynchronous in (True, False):
+        signals = Signals(comm)
+        with _group(comm) as group:
+            x = a.put(np.zeros(1000))
+            with signals.late("all_reduce", late):
+                if comm.rank == late:
+                    group.close()
+                elif asynchronous:
+                    work = group.all_reduce(x, async_op=True)
+                else:
+                    with contextlib.suppress(PeerLost):  # on host memory
+                        group.all_reduce(x)
+            if comm.rank != late:
+                errors = [_raised(PeerLost, work.synchronize)] if asynchronous else []
+                errors.append(_raised_soon(PeerLost, group.barrier))
+                for error in errors:
+                    assert error.peer == late, error
+            a.get(x)
+
+
 def check_abort(comm: Communicator) -> None:
     """`abort` ends what is on the streams; the reason comes out of `synchronize` and of the next operation."""
     a, late = arrays(comm), comm.size - 1
@@ -382,21 +405,10 @@ def _await(condition: Callable[[], bool]) -> None:
         time.sleep(_PAUSE)
 
 
-def _warm(comm: Communicator) -> list[Trial]:
-    """Every operation, after it has run once: the first time, rings are opened and libraries joined, which waits."""
-    a = arrays(comm)
-    found = trials(comm, a)
-    for trial in found:
-        a.fill(trial.source, trial.values)
-        trial.run()
-        assert_same_bits(a.get(trial.target), trial.want, trial.name)
-    return found
-
-
 ORDER: tuple[Callable[[Communicator], None], ...] = (
     check_host_goes_on, check_after_what_the_stream_holds, check_before_what_the_stream_gets, check_wait_orders_only,
     check_streams_pass, check_many_under_way, check_arrays_die, check_steady_state,
 )  # fmt: skip
 ERRORS: tuple[Callable[[Communicator], None], ...] = (
-    check_mismatch, check_message_mismatch, check_deadline, check_abort,
+    check_mismatch, check_message_mismatch, check_deadline, check_abort, check_departure,
 )  # fmt: skip

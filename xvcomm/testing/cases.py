@@ -31,9 +31,16 @@ EVERY_WAY = ("a:2", "a:3", "a:1,b:1", "a,b,c")
 COUNTS = (0, 1, 3, 7, 1000, 65_537, 1_000_003)
 """Elements of an array; the last go round every ring and stage several times."""
 
+SMALL_GPU_RINGS = {"XVCOMM_GPU_RING_SLOTS": "4", "XVCOMM_GPU_RING_SLOT_BYTES": "16384"}
+
 def kinds() -> list[str]:
     """Device kinds of all registered backends that work here."""
     return [found.name for found in registry.backends() if found.usable]
+
+
+def environment(kind: str) -> dict[str, str]:
+    """Variables for ranks on one kind of device; rings between GPUs are small, so that messages go round them often."""
+    return {"XVCOMM_DEVICE": kind, **SMALL_GPU_RINGS}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Checks that arrays of each framework in host memory go in and come out as what they are.
+"""Checks that arrays of each framework go in and come out as what they are.
 
 Frameworks are imported by name when a check runs: xvcomm itself needs none.
 """
@@ -17,8 +17,10 @@ from xvcomm.dtype import BY_NAME, DTYPES
 from xvcomm.testing.arrays import Array
 from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct
 
-NAMES = ("numpy", "torch", "jax", "interface")
+ON_HOST = ("numpy", "torch", "jax", "interface")
 """`interface` stands for any library whose arrays have `__array_interface__` and nothing else."""
+
+ON_GPUS = ("torch", "cupy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,26 @@ class Interface:
         return self.data.__array_interface__
 
 
-def framework(name: str) -> Framework:
-    """The Framework of this name.
+def missing(comm: Communicator, name: str) -> str:
+    """Why a framework cannot make arrays for this rank, or nothing."""
+    try:
+        framework(comm, name).make(np.zeros(1, np.float32))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def framework(comm: Communicator, name: str) -> Framework:
+    """The Framework of this name, for the memory of this rank's device.
 
     Raises:
         ImportError: it is not installed.
     """
     names = tuple(d.name for d in DTYPES)
     if name == "torch":
-        return _torch(names)
+        return _torch(names, "cpu" if comm._context.kind == "host" else f"cuda:{comm._context.index}")
+    if name == "cupy":
+        return _cupy(comm._context.index)
     if name == "jax":
         jnp = importlib.import_module("jax.numpy")
         # By default JAX has no 64-bit numbers.
@@ -64,24 +77,31 @@ def framework(name: str) -> Framework:
     return Framework(np.copy, np.asarray, names)
 
 
-def _torch(names: tuple[str, ...]) -> Framework:
+def _torch(names: tuple[str, ...], device: str) -> Framework:
     torch = importlib.import_module("torch")
 
     def make(x: Array) -> Any:
         bits = torch.from_numpy(np.ascontiguousarray(x).reshape(-1).view(np.uint8).copy())
-        return bits.view(getattr(torch, x.dtype.name)).reshape(x.shape)
+        return bits.to(device).view(getattr(torch, x.dtype.name)).reshape(x.shape)
 
     def read(y: Any) -> Array:
         kind = BY_NAME[str(y.dtype).removeprefix("torch.")].numpy
-        flat: Array = y.reshape(-1).view(torch.uint8).numpy().view(kind)
+        flat: Array = y.reshape(-1).view(torch.uint8).cpu().numpy().view(kind)
         return flat.reshape(tuple(y.shape))
 
     return Framework(make, read, names)
 
 
+def _cupy(index: int) -> Framework:
+    cupy = importlib.import_module("cupy")
+    cupy.cuda.Device(index).use()
+    names = tuple(d.name for d in DTYPES if d.numpy.isbuiltin == 1)  # not those of ml_dtypes
+    return Framework(cupy.array, cupy.asnumpy, names)
+
+
 def check_collectives(comm: Communicator, name: str) -> None:
     """Every dtype the framework has, by every collective."""
-    f = framework(name)
+    f = framework(comm, name)
     for dtype in f.dtypes:
         _check_reducing(comm, f, dtype)
         _check_moving(comm, f, dtype)
@@ -137,7 +157,7 @@ def _check_moving(comm: Communicator, f: Framework, dtype: str) -> None:
 
 def check_messages(comm: Communicator, name: str) -> None:
     """Every dtype the framework has, to the next rank and from the one before."""
-    f = framework(name)
+    f = framework(comm, name)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for tag, dtype in enumerate(f.dtypes):
         mine, theirs = (distinct(BY_NAME[dtype], (3, 5), seed=rank) for rank in (comm.rank, before))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from xvcomm.testing import World, asynchronous
-from xvcomm.testing.cases import is_asynchronous, kinds, too_few_devices
+from xvcomm.testing.cases import environment, is_asynchronous, kinds, too_few_devices
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a:2,b:2")
 PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
@@ -22,7 +22,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     why = too_few_devices(kind, islands)
     if why:
         pytest.skip(why)
-    with World(islands=islands, env={"XVCOMM_DEVICE": kind}) as ranks:
+    with World(islands=islands, env=environment(kind)) as ranks:
         yield ranks
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from xvcomm.dtype import DTYPES, DType
 from xvcomm.testing import World, collectives, refusals
-from xvcomm.testing.cases import COUNTS, EVERY_WAY, ISLANDS, kinds, reductions, too_few_devices
+from xvcomm.testing.cases import COUNTS, EVERY_WAY, ISLANDS, environment, kinds, reductions, too_few_devices
 
 PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
 ROWS = (0, 1, 3, 1000, 21_851, 250_007)
@@ -29,7 +29,7 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
 def world(place: tuple[str, str]) -> Iterator[World]:
     """Ranks that serve all tests of this module."""
     kind, islands = place
-    with World(islands=islands, env={"XVCOMM_DEVICE": kind}) as ranks:
+    with World(islands=islands, env=environment(kind)) as ranks:
         yield ranks
 
 

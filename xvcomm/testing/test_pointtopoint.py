@@ -8,7 +8,7 @@ import pytest
 
 from xvcomm.dtype import DTYPES
 from xvcomm.testing import World, pointtopoint, refusals
-from xvcomm.testing.cases import COUNTS, kinds, too_few_devices
+from xvcomm.testing.cases import COUNTS, environment, kinds, too_few_devices
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a,b,a,b")
 PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
@@ -28,7 +28,7 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
 def world(place: tuple[str, str]) -> Iterator[World]:
     """Ranks that serve all tests of this module."""
     kind, islands = place
-    with World(islands=islands, env={"XVCOMM_DEVICE": kind}) as ranks:
+    with World(islands=islands, env=environment(kind)) as ranks:
         yield ranks
 
 

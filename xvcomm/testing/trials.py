@@ -11,7 +11,7 @@ import numpy as np
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import BY_NAME
 from xvcomm.testing.arrays import Array, Arrays
-from xvcomm.testing.cases import Reducing, distinct
+from xvcomm.testing.cases import Reducing, assert_same_bits, distinct
 from xvcomm.work import Work
 
 _ROWS = 3_000
@@ -44,6 +44,16 @@ class Trial:
 def trials(comm: Communicator, a: Arrays) -> list[Trial]:
     """Every collective and every way to send and receive; roots are in the middle."""
     return [*_reducing(comm, a), *_moving(comm, a), *_messages(comm, a)]
+
+
+def warm(comm: Communicator, a: Arrays) -> list[Trial]:
+    """The same after each has run once: the first time, rings are opened and libraries joined, which waits."""
+    found = trials(comm, a)
+    for trial in found:
+        a.fill(trial.source, trial.values)
+        trial.run()
+        assert_same_bits(a.get(trial.target), trial.want, trial.name)
+    return found
 
 
 def _reducing(comm: Communicator, a: Arrays) -> list[Trial]:

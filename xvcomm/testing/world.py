@@ -73,7 +73,8 @@ class World:
                 **(_device_variables(kinds, rank) if kinds else {}), **further[rank],
             }  # fmt: skip
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(theirs, variables, sys.path), daemon=True)
+            path = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+            process = context.Process(target=_rank_main, args=(theirs, variables, path), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
