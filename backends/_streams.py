@@ -159,7 +159,7 @@ class GpuStream(Stream):
     def _mark(self) -> Mark:
         captured = self.runtime.capturing(self._handle)
         newest = self._newest
-        if not self._owned or newest is None or newest.captured != captured:
+        if newest is None or newest.captured != captured:
             return self._record(captured)
         return newest
 
@@ -184,10 +184,12 @@ class GpuStream(Stream):
         except VendorError as error:
             raise told(error, self.runtime.kind, self.index) from error
 
-    @on_device
     def capturing(self) -> bool:
         """See `Stream.capturing`."""
-        return self.runtime.capturing(self._handle)
+        try:
+            return self.runtime.capturing(self._handle)
+        except VendorError as error:
+            raise told(error, self.runtime.kind, self.index) from error
 
     def together(self) -> None:
         """See `Stream.together`."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -91,30 +92,46 @@ class _ExchangeAPI(ctypes.Structure):
 
 
 _READ_ONLY = 1
-_FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_DLTensor))
-_CurrentStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+_FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
+_CurrentStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.c_void_p)
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _name_of = ctypes.pythonapi.PyCapsule_GetName
 _name_of.restype = ctypes.c_char_p
 _name_of.argtypes = [ctypes.py_object]
-_exchange: dict[type, Any] = {}
-_current: dict[type, Any] = {}
 
 
-def _exchange_function(kind: type) -> Any:
-    """The type's `dltensor_from_py_object_no_sync`, or None; notes its `current_work_stream` too."""
+class _Exchange(NamedTuple):
+    """Functions of a type's C exchange API: `dltensor_from_py_object_no_sync`, and `current_work_stream` if it has one."""
+
+    tensor: Any
+    stream: Any
+
+
+class _Scratch(threading.local):
+    """Where a thread lets C functions write: a DLTensor, and behind it a stream's handle."""
+
+    def __init__(self) -> None:
+        self.words = (ctypes.c_int64 * (_TENSOR_WORDS + 1))()
+        self.address = ctypes.addressof(self.words)
+
+
+_TENSOR_WORDS = ctypes.sizeof(_DLTensor) // 8
+_scratch = _Scratch()
+_exchange: dict[type, _Exchange | None] = {}
+
+
+def _exchange_of(kind: type) -> _Exchange | None:
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
-    function = None
+    found = None
     if capsule is not None and _name_of(capsule) == b"dlpack_exchange_api":
         api = _ExchangeAPI.from_address(_pointer_of(capsule, b"dlpack_exchange_api"))
         if api.tensor_from_object:
-            function = _FromObject(api.tensor_from_object)
-        if api.current_stream:
-            _current[kind] = _CurrentStream(api.current_stream)
-    _exchange[kind] = function
-    return function
+            stream = _CurrentStream(api.current_stream) if api.current_stream else None
+            found = _Exchange(_FromObject(api.tensor_from_object), stream)
+    _exchange[kind] = found
+    return found
 
 
 def view(x: Any, *, output: bool = False) -> ArrayView:
@@ -132,38 +149,36 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
         found = _from_numpy(x, x)
     else:
         kind = type(x)
-        function = _exchange.get(kind, _exchange)
-        if function is _exchange:
-            function = _exchange_function(kind)
-        if function is not None:
-            tensor = _DLTensor()
-            try:
-                function(x, tensor)
-            except Exception as error:
-                raise _refused(kind, error) from error
-            if _lazy(x):
-                raise ArrayError(
-                    "the tensor is the conjugate or negation of another, not yet computed; pass "
-                    "x.resolve_conj().resolve_neg()"
-                )
-            found = _from_tensor(tensor, x, None, False)
-            if found.device != "host":
-                found.trusted = True
-                found.stream = _current_stream(kind, tensor)
-        else:
-            found = _from_protocols(x)
+        functions = _exchange[kind] if kind in _exchange else _exchange_of(kind)
+        found = _from_protocols(x) if functions is None else _exchanged(x, functions)
     if output and found.immutable and not _functional(x):
         raise ArrayError("the output array is read-only; pass a writable array (x.copy())")
     return found
 
 
-def _current_stream(kind: type, tensor: _DLTensor) -> int | None:
-    function = _current.get(kind)
-    if function is None:
-        return None
-    handle = ctypes.c_void_p()
-    function(tensor.device_type, tensor.device_id, handle)
-    return handle.value or 0
+def _exchanged(x: Any, functions: _Exchange) -> ArrayView:
+    """By the C exchange API. Read as plain words: fields of a ctypes structure take three times as long."""
+    words, address = _scratch.words, _scratch.address
+    try:
+        functions.tensor(x, address)
+    except Exception as error:
+        raise _refused(type(x), error) from error
+    if _lazy(x):
+        raise ArrayError(
+            "the tensor is the conjugate or negation of another, not yet computed; pass x.resolve_conj().resolve_neg()"
+        )
+    data, place, what, shape_at, strides_at, offset = words[:_TENSOR_WORDS]
+    ndim, kind, index = what & 0xFFFFFFFF, place & 0xFFFFFFFF, place >> 32
+    dtype = dtypes.from_dlpack(what >> 32 & 0xFF, what >> 40 & 0xFF, what >> 48)
+    shape = tuple(_words[shape_at >> 3 : (shape_at >> 3) + ndim])
+    strides = _words[strides_at >> 3 : (strides_at >> 3) + ndim] if strides_at else None
+    found = _described(data + offset, shape, strides, dtype, kind, index, x, None, False)
+    if found.device != "host":
+        found.trusted = True
+        if functions.stream is not None:
+            functions.stream(kind, index, address + 8 * _TENSOR_WORDS)
+            found.stream = words[_TENSOR_WORDS]
+    return found
 
 
 def _from_numpy(x: np.ndarray[Any, Any], array: Any) -> ArrayView:
@@ -190,18 +205,27 @@ assert _probe.flags.num & (_CONTIGUOUS | _WRITEABLE) == _CONTIGUOUS | _WRITEABLE
 def _from_tensor(tensor: _DLTensor, array: Any, keep: Any, immutable: bool) -> ArrayView:
     dtype = dtypes.from_dlpack(tensor.code, tensor.bits, tensor.lanes)
     shape = tuple(tensor.shape[: tensor.ndim])
-    count = math.prod(shape)
-    if tensor.strides and count > 1 and not _contiguous(shape, tensor.strides[: tensor.ndim]):
-        raise ArrayError(f"array of shape {shape} is not contiguous; pass a contiguous copy (x.contiguous())")
-    device = _KINDS.get(tensor.device_type)
-    if device is None:
-        raise ArrayError(f"DLPack device type {tensor.device_type} is not one that xvcomm knows")
+    strides = tensor.strides[: tensor.ndim] if tensor.strides else None
     address = (tensor.data or 0) + tensor.byte_offset
-    nbytes = count * dtype.itemsize
-    return ArrayView(address, shape, dtype, count, nbytes, array, device, tensor.device_id, immutable, keep)
+    return _described(address, shape, strides, dtype, tensor.device_type, tensor.device_id, array, keep, immutable)
+
+
+def _described(
+    address: int, shape: tuple[int, ...], strides: list[int] | None, dtype: DType, kind: int, index: int, array: Any,
+    keep: Any, immutable: bool,
+) -> ArrayView:  # fmt: skip
+    count = math.prod(shape)
+    if strides and count > 1 and not _contiguous(shape, strides):
+        raise ArrayError(f"array of shape {shape} is not contiguous; pass a contiguous copy (x.contiguous())")
+    device = _KINDS.get(kind)
+    if device is None:
+        raise ArrayError(f"DLPack device type {kind} is not one that xvcomm knows")
+    return ArrayView(address, shape, dtype, count, count * dtype.itemsize, array, device, index, immutable, keep)
 
 
 def _contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:
+    if len(shape) == 1:
+        return strides[0] == 1
     expected = 1
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and stride != expected:

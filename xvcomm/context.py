@@ -296,6 +296,7 @@ class Context:
 
     def _look_at_device(self) -> None:
         """Find out what no host thread waits for: streams that are through or late, rings and libraries that stopped."""
+        self.pending.depart()
         self.pending.poll()
         for end in self.links.ends():
             word = end.abort_word()
@@ -402,6 +403,7 @@ class Context:
         while self._active:
             if deadline.expired():
                 return False
+            self.pending.depart()
             self.pending.poll()
             time.sleep(_PAUSE_SECONDS)
         return True

@@ -11,7 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Mark, RingStalled, RingStopped, Stream
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 64
 """Flights that may be behind the host before an operation looks after them itself: asking the device takes a while."""
+
+_TOGETHER = 16
+"""Blocking operations that share a mark."""
 
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
@@ -81,11 +86,22 @@ class Flight:
         return CollectiveStalled(()), self.operations[0]
 
 
+class _Boarding(msgspec.Struct, eq=False):
+    """Blocking operations on one stream that become a flight together; see `Flight`."""
+
+    deadline: Deadline
+    native: Collective | None
+    operations: list[Operation] = []
+    ends: list[tuple[RingEnd, int, Operation]] = []
+
+
 class Pending:
     """The flights of one communicator: in order on each stream. Any thread."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._boarding: dict[int, _Boarding] = {}
+        self._gate = threading.Lock()
         self._streams: dict[Stream, deque[Flight]] = {}
         self._count = 0
         self._polling = threading.Lock()
@@ -101,6 +117,36 @@ class Pending:
         if self._count > _AT_ONCE:
             self.poll()
         return flight
+
+    def board(
+        self, operation: Operation, handle: int, deadline: Deadline, native: Collective | None, end: RingEnd | None
+    ) -> None:
+        """Look after a blocking operation on a framework's stream, together with others there: marks take time."""
+        with self._gate:
+            boarding = self._boarding.get(handle)
+            if boarding is None:
+                boarding = self._boarding[handle] = _Boarding(deadline, native)
+            boarding.native = native or boarding.native
+            boarding.operations.append(operation)
+            if end is not None:
+                boarding.ends.append((end, end.sequence, operation))
+            if len(boarding.operations) >= _TOGETHER:
+                self._depart(handle)
+
+    def _depart(self, handle: int) -> None:
+        """Mark the stream behind what has come together; the caller holds the gate."""
+        stream = self._context.device.adopt(handle)
+        if stream.capturing():
+            return  # what came before the capture is marked after it
+        b = self._boarding.pop(handle)
+        self.add(Flight(b.operations, stream, cast(Mark, stream.mark()), b.deadline, b.ends, b.native))
+
+    def depart(self) -> None:
+        """Let everything be on its way that `poll` is to look at."""
+        if self._boarding:
+            with self._gate:
+                for handle in list(self._boarding):
+                    self._depart(handle)
 
     def poll(self) -> None:
         """End what is over or late. Never blocks; does nothing while another thread is at it."""
@@ -131,7 +177,8 @@ class Pending:
             error, operation = flight.lateness()
             flight.error = self._context.explain(error, operation)
         elif flight.native is not None:
-            self._context.miss(flight.operations[0])
+            # Whoever has not come to the last collective may never come.
+            self._context.miss(next(o for o in reversed(flight.operations) if o.peer < 0))
         return flight.over
 
     def _end(self, flight: Flight, failure: tuple[Exception, Operation] | None) -> None:
@@ -148,6 +195,7 @@ class Pending:
     def drain(self, deadline: Deadline) -> None:
         """Block the host until no blocking operation is behind it, or one has failed, or the deadline has passed."""
         while not deadline.expired():
+            self.depart()
             self.poll()
             flights = [f for flights in list(self._streams.values()) for f in list(flights)]
             if not any(f.blocking for f in flights) or any(f.error is not None for f in flights):

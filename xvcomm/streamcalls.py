@@ -39,26 +39,50 @@ class StreamCaller(Caller):
         The host waits only for a barrier, and where nobody knows the arrays' stream.
         """
         self._admit(call)
-        user = self._user(call, stream)
-        flight = self._launch(call, deadline, user, user)
-        if call.op is OpCode.BARRIER or _stream_of(call, stream) is None:
-            self._context.pending.wait_for(flight)
+        handle = _stream_of(call, stream)
+        user = self._user(call, handle)
+        if handle is None or call.op is OpCode.BARRIER or not self._native_only:
+            flight = self._launch(call, deadline, user, user)
+            if handle is None or call.op is OpCode.BARRIER:
+                self._context.pending.wait_for(flight)
+        else:
+            self._launch_native(call, deadline, user, handle)
         return self._result(call)
+
+    def _launch_native(self, call: Call, deadline: Deadline, user: Stream, handle: int) -> None:
+        """`_launch` for the usual case, in which little but the library's own call may take time."""
+        context = self._context
+        with self._order:
+            operation = context.begin(call.op, call.message())
+            try:
+                self._native(call, deadline, user)
+            except BaseException as error:
+                raised = context.fail(error, operation)
+                if raised is error:
+                    raise
+                raise raised from None
+        if user.capturing():
+            context.end(operation)
+        else:
+            context.pending.board(operation, handle, deadline, context.joined_native(), None)
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
         self._admit(call)
-        flight = self._launch(call, deadline, self._user(call, stream), self._own)
+        flight = self._launch(call, deadline, self._user(call, _stream_of(call, stream)), self._own)
         context = self._context
 
         def follow(mark: object) -> None:
-            self._user(call, None).wait(mark)
+            self._user(call, _stream_of(call, stream)).wait(mark)
 
         return StreamWork(context.pending, follow, partial(self._result, call), str(call.op), flight)
 
-    def _user(self, call: Call, given: int | None) -> Stream:
-        views = [view for view in (call.src, call.dst) if view is not None]
-        return self._context.device.adopt(_stream_of(call, given), *(v.address for v in views if not v.trusted and v.count))
+    def _user(self, call: Call, handle: int | None) -> Stream:
+        """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""
+        src, dst, adopt = call.src, call.dst, self._context.device.adopt
+        if (src is None or src.trusted) and (dst is None or dst.trusted):
+            return adopt(handle)
+        return adopt(handle, *(v.address for v in (src, dst) if v is not None and v.count and not v.trusted))
 
     def _launch(self, call: Call, deadline: Deadline, user: Stream, carrier: Stream) -> Flight:
         """Enqueue behind what `user` holds: on `carrier`, or on the schedule's lanes with `carrier` behind them."""

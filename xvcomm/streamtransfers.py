@@ -28,7 +28,23 @@ class StreamTransfers(Transfers):
 
     def run_alone(self, t: Transfer) -> None:
         """See `Transfers.run_alone`."""
-        self.run([t])
+        context, view = self._context, t.view
+        if t.stream is None:
+            self.run([t])
+            return
+        look = () if view.trusted or not view.count else (view.address,)
+        user = context.device.adopt(t.stream, *look)
+        try:
+            with context.enqueueing:
+                end = self._enqueue(t, user)
+        except BaseException as error:
+            user.discard()
+            self._fail([t], error)
+        assert t.operation is not None
+        if user.capturing():
+            context.end(t.operation)
+        else:
+            context.pending.board(t.operation, t.stream, t.deadline, None, end)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream."""

@@ -139,9 +139,9 @@ def check_streams_pass(comm: Communicator) -> None:
     other = DeviceArrays(a.device) if isinstance(a, DeviceArrays) else a
     late, ones = comm.size - 1, np.ones(1000)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for warm in (a, other):
-        comm.sendrecv(warm.put(ones), after, warm.put(ones), before)
-        comm.all_reduce(warm.put(ones), async_op=True).synchronize()
+    for each in (a, other):
+        comm.sendrecv(each.put(ones), after, each.put(ones), before)
+        comm.all_reduce(each.put(ones), async_op=True).synchronize()
     x, y, z, outgoing = a.put(ones), a.put(ones), other.put(ones), other.put(3 * ones)
     with signals.late("all_reduce", late):
         work = comm.all_reduce(x, async_op=True)

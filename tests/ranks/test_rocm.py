@@ -1,0 +1,254 @@
+"""Ranks on ROCm, by libraries that do for host memory what AMD's do for GPUs: alone, in islands, and beside host ranks.
+
+Everything but the GPU itself is real: hip-python, the kernels' source, the streams, which fall behind the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xvcomm.communicator import Communicator
+from xvcomm.dtype import DTYPES
+from xvcomm.errors import PeerLost
+from xvcomm.testing import World, asynchronous, collectives, graphs, pointtopoint, refusals
+from xvcomm.testing.arrays import arrays
+from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
+
+pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
+
+SOON = 5.0
+"""Seconds in which who is left must know; what is promised is two, on a machine that does nothing else."""
+
+ALONE = {
+    "rocm:2": {"devices": "rocm:2"},
+    "rocm:1 and rocm:1": {"devices": "rocm:2", "islands": "a,b"},
+}
+MIXED = {
+    "rocm:2, host:2": {"devices": "rocm:2,host:2"},
+    "host:2, rocm:1, host:1": {"devices": "host:2,rocm:1,host:1"},
+}
+TABLE = ALONE | MIXED
+Job = Callable[..., World]
+
+
+@pytest.fixture(scope="session")
+def environment(root: Path) -> dict[str, str]:
+    """Variables of ranks that find the libraries."""
+    builder = runpy.run_path(str(root / "tests" / "hip" / "build.py"))
+    try:
+        rocm_path = builder["build"]()
+    except builder["NoCompiler"] as missing:
+        pytest.skip(str(missing))
+    return {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "4", **SMALL_GPU_RINGS}
+
+
+def meet(comm: Communicator) -> None:
+    comm.barrier()
+
+
+@pytest.fixture(scope="session")
+def job(environment: Mapping[str, str]) -> Job:
+    """Starts ranks by a name of the table, with further variables."""
+    return lambda name, **further: World(**TABLE[name], env={**environment, **further})
+
+
+@pytest.fixture(scope="module", params=TABLE)
+def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Ranks that serve all tests of one job."""
+    with job(request.param) as ranks:
+        ranks.run(meet)  # opens what the ranks keep open: a native library is joined past the first connection to the store
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=ALONE)
+def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Ranks on ROCm only."""
+    with job(request.param) as ranks:
+        ranks.run(meet)  # opens what the ranks keep open: a native library is joined past the first connection to the store
+        yield ranks
+
+
+def kinds(comm: Communicator) -> list[str]:
+    return [info.device for info in comm._context.session.infos]
+
+
+def test_ranks_are_where_they_were_asked_to_be(world: World, request: pytest.FixtureRequest) -> None:
+    """Otherwise the tests below would prove nothing."""
+    (found, *others) = world.run(kinds)
+    assert set(found) <= {"rocm", "host"} and "rocm" in found
+    assert ("host" in found) == (request.node.callspec.params["world"] in MIXED)
+    assert all(other == found for other in others)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 65_537])
+def test_collectives(world: World, count: int) -> None:
+    """Every operation, from nothing to several times a ring."""
+    world.run(collectives.check_all_reduce, "float32", "sum", count)
+    world.run(collectives.check_reduce, "float32", "sum", count)
+    world.run(collectives.check_reduce_scatter, "float32", "sum", count // 3)
+    for check in (
+        collectives.check_broadcast, collectives.check_all_gather, collectives.check_gather, collectives.check_scatter,
+        collectives.check_all_to_all,
+    ):  # fmt: skip
+        world.run(check, "float32", count // 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 65_537])
+def test_messages(world: World, count: int) -> None:
+    """From nothing to many times round a ring."""
+    world.run(pointtopoint.check_blocking, "float32", count)
+    world.run(pointtopoint.check_exchange, "float32", count)
+
+
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (pointtopoint.check_group_beyond_rings, (300_001, 3)),
+        (pointtopoint.check_many_in_flight, (70,)),
+        (pointtopoint.check_order, (100,)),
+        (pointtopoint.check_behind_background, ()),
+        (pointtopoint.check_receive_first, ()),
+        (pointtopoint.check_small_send_returns, ()),
+        (pointtopoint.check_beside_collectives, ()),
+        (pointtopoint.check_objects, ()),
+        (collectives.check_async, (20,)),
+        (collectives.check_barrier, ()),
+        (collectives.check_objects, ()),
+        (collectives.check_premul_factors, ()),
+        (collectives.check_split, ()),
+        (collectives.check_reproducible, ("float32", "sum", 20_001)),
+        (collectives.check_reproducible, ("bfloat16", "avg", 20_001)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_others(world: World, check: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """What is neither a single collective nor a single message."""
+    world.run(check, *args)
+
+
+@pytest.mark.parametrize("check", asynchronous.ORDER, ids=lambda check: check.__name__)
+def test_order(world: World, check: Callable[..., None]) -> None:
+    """What is ordered, and who does not wait."""
+    world.run(check)
+
+
+@pytest.mark.parametrize("check", asynchronous.ERRORS, ids=lambda check: check.__name__)
+def test_errors(world: World, check: Callable[..., None]) -> None:
+    """What goes wrong comes out of `synchronize` and of the next operation."""
+    world.run(check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        refusals.check_arrays_refused,
+        refusals.check_dtypes_refused,
+        refusals.check_arguments_refused,
+        refusals.check_messages_refused,
+    ],
+)
+def test_refusals(alone: World, check: Callable[..., None]) -> None:
+    """Bad input, arrays of other devices and handles that are no streams among it."""
+    alone.run(check)
+
+
+def test_streams_that_lag(job: Job) -> None:
+    """Whatever lacks an order shows it where each operation of a stream comes late."""
+    with job("rocm:2, host:2", HIPHOST_DELAY_US="1000") as ranks:
+        ranks.run(collectives.check_all_reduce, "float32", "sum", 10_001)
+        ranks.run(collectives.check_all_gather, "int64", 1001)
+        ranks.run(collectives.check_all_to_all, "int64", 101)
+        ranks.run(pointtopoint.check_exchange, "float32", 10_001)
+        for check in asynchronous.ORDER:
+            ranks.run(check)
+
+
+@pytest.mark.parametrize("name", ["rocm:2", "rocm:2, host:2"])
+def test_dtypes(job: Job, name: str) -> None:
+    """Every dtype, and every reduction with some of them, by the native library and by the movers."""
+    with job(name) as ranks:
+        for dtype in DTYPES:
+            ops = [str(op) for op in reductions(dtype)]
+            some = ops if dtype.name in ("float32", "int32") else ops[dtype.code % len(ops) :][:1]
+            ranks.run(collectives.check_reductions, dtype.name, some)
+            ranks.run(collectives.check_all_gather, dtype.name, 1001)
+            ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
+
+
+def hip_graph(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
+    """What `graphs` asks for, by HIP."""
+    hip = importlib.import_module("rocm.bindings.hip")
+
+    def checked(answer: tuple[Any, ...]) -> Any:
+        assert int(answer[0]) == 0, answer[0]
+        return answer[1] if len(answer) > 1 else None
+
+    checked(hip.hipStreamBeginCapture(handle, hip.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal))
+    try:
+        enqueue()
+    finally:
+        graph = checked(hip.hipStreamEndCapture(handle))
+    launchable = checked(hip.hipGraphInstantiate(graph, b"", 0))
+    return lambda: checked(hip.hipGraphLaunch(launchable, handle))
+
+
+def replay_each(comm: Communicator) -> None:
+    graphs.check_graphs(comm, hip_graph)
+
+
+def replay_many(comm: Communicator) -> None:
+    graphs.check_graph_of_many(comm, hip_graph, 20)
+
+
+@pytest.mark.parametrize("check", [replay_each, replay_many])
+def test_graphs(alone: World, check: Callable[..., None]) -> None:
+    """Operations captured in a HIP graph, of the native library and across a border."""
+    alone.run(check)
+
+
+def wait_for_the_dead(comm: Communicator) -> list[PeerLost]:
+    """Have a message and a collective under way that need a rank which is about to die; what comes of them."""
+    a, victim = arrays(comm), comm.size - 1
+    x, y = a.put(np.zeros(100)), a.put(np.zeros(100))
+    works = [comm.irecv(x, victim), comm.all_reduce(y, async_op=True)]
+    errors = []
+    for call in (*(work.synchronize for work in works), comm.barrier):
+        try:
+            call()
+        except PeerLost as error:
+            errors.append(error)
+    a.get(x)
+    return errors
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_death(job: Job, name: str) -> None:
+    """What waits for a rank that is killed ends with its name; the streams go on."""
+    with job(name) as ranks:
+        victim = ranks.size - 1
+        ranks.run(meet)
+        for rank in range(victim):
+            ranks.submit(rank, wait_for_the_dead)
+        ranks.submit(victim, sleep_until_killed)
+        time.sleep(0.5)
+        killed = time.monotonic()
+        ranks.kill(victim, signal.SIGKILL)
+        *outcomes, dead = ranks.collect()
+        assert time.monotonic() - killed < SOON
+        assert isinstance(dead, EOFError)
+        for errors in outcomes:
+            assert len(errors) == 3, errors
+            assert all(error.peer == victim for error in errors), errors
+
+
+def sleep_until_killed(comm: Communicator) -> None:
+    time.sleep(60)
