@@ -636,7 +636,7 @@ XV_DEVICE bool approved(const Board& board) {
 template <bool PUT, bool ALIGNED, class Doing>
 XV_DEVICE bool carry(const Part& p, char* data, char* slot, u32 nbytes) {
     typedef typename Doing::Item Item;
-    constexpr u32 DEPTH = Doing::REDUCES ? 4 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    constexpr u32 DEPTH = !ALIGNED ? 2 : Doing::REDUCES ? 4 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
     Word* ring = reinterpret_cast<Word*>(slot);
     const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE;
     const bool swap = p.row.remote_first;

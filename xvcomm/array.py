@@ -314,6 +314,12 @@ def finish(x: ArrayView) -> Any:
     return x.array.__array_namespace__().asarray(x.keep) if x.staged else x.array
 
 
+def stream_now(x: ArrayView, given: int | None) -> int | None:
+    """Handle of the stream that the array's framework works on at this moment; `given` where it does not say."""
+    now = view(x.array).stream
+    return given if now is None else now
+
+
 def stream_handle(stream: Any) -> int:
     """The vendor's handle of a stream: an integer, or a stream object of torch, CuPy, or with `__cuda_stream__`.
 

@@ -42,6 +42,7 @@ class Config:
     kernel_cache: str | None = _var(None, "Folder of compiled GPU kernels; `~/.cache/xvcomm` if unset.")
     stage_bytes: int = _var(256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096)
     segment_bytes: int = _var(4 << 20, "Bytes that each border link carries of one segment of a hierarchical collective.", least=4096)
+    gpu_segment_bytes: int = _var(32 << 20, "The same where any of the ranks has a GPU.", least=4096)
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the core.", least=0)
     trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
 

@@ -67,7 +67,8 @@ class Context:
         labels = [session.collective_label(r) for r in ranks]
         self._check_islands(labels)
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
-        self.planner = Planner(self.topology, self.rank, session.config)
+        kinds = [session.infos[r].device for r in ranks]
+        self.planner = Planner(self.topology, self.rank, session.config, gpus=set(kinds) != {"host"})
         self.device = session.device
         able = session.device.capabilities()
         self.index, self.asynchronous = able.index, able.asynchronous
@@ -78,7 +79,7 @@ class Context:
         self._part = f"-{self.ident:x}"
         self.links = Links(
             session.config, session.job + self._part, self.store, self.rank, session.transports, offers,
-            [session.infos[r].device for r in ranks],
+            kinds,
         )  # fmt: skip
         self._blame = Blame(session, ranks, self.rank, self.ident, self.links)
         session.add(self)

@@ -11,6 +11,8 @@ from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, Reduction
 from xvcomm.links import Use
 from xvcomm.operation import Operation
+from xvcomm.pending import Ends
+from xvcomm.planner import Plan
 from xvcomm.ring import Message, RingEnd
 from xvcomm.schedule.steps import (
     Buf,
@@ -31,6 +33,10 @@ from xvcomm.schedule.steps import (
 
 _LANES = tuple(Lane)
 
+SERIAL_BYTES = 256 << 10
+"""Up to here a schedule runs on one stream: events between lanes would take longer than what they let overlap. A ring
+takes that much at once, so that no message waits for the other end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
@@ -38,15 +44,6 @@ class Buffers:
 
     src: int
     dst: int
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A schedule that goes on behind the host: it is through when `stream` reaches `mark`; `ends` as in `Flight`."""
-
-    stream: Stream
-    mark: Mark
-    ends: list[tuple[RingEnd, int, Operation]]
 
 
 class Executor:
@@ -67,50 +64,57 @@ class Executor:
         Raises:
             RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.fail`.
         """
-        self._enqueue(schedule, buffers, dtype, op, operation, deadline)
+        self._enqueue(schedule, buffers, dtype, op, operation, deadline, self._streams)
         for stream in self._streams.values():
             stream.synchronize()
 
     def launch(
-        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
-        after: Stream,
-    ) -> Launched:  # fmt: skip
-        """Enqueue all steps behind what `after` holds, and behind the schedule before, whose scratch memory they use.
+        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        user: Stream,
+    ) -> tuple[Mark, Ends]:  # fmt: skip
+        """Enqueue all steps behind what `user` holds, which goes on behind them; gives a mark there, and the ring ends.
 
         Raises:
             CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
         """
-        used = {step.lane for step in schedule.steps}
-        lanes = [stream for lane, stream in self._streams.items() if lane in used] or [self._streams[Lane.NATIVE]]
-        captured = after.capturing()
-        begin = after.mark()
+        captured = user.capturing()
+        # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
+        last = None if captured else self._last
+        serial = not plan.segment and plan.nbytes <= SERIAL_BYTES
+        used = {step.lane for step in plan.schedule.steps}
+        lanes = [] if serial else [stream for lane, stream in self._streams.items() if lane in used]
+        if last is not None and serial:
+            user.wait(last)
+        begin = user.mark() if lanes else None
         for stream in lanes:
             stream.wait(begin)
-            if self._last is not None and not captured:
-                stream.wait(self._last)
-        ends = self._enqueue(schedule, buffers, dtype, op, operation, deadline)
-        stream, *others = lanes
-        for other in others:
-            stream.wait(other.mark())
-        mark = cast(Mark, stream.mark())
-        # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
-        self._last = None if captured else mark
-        return Launched(stream, mark, [(end, sequence, operation) for end, sequence in ends.items()])
+            if last is not None:
+                stream.wait(last)
+        streams = dict.fromkeys(_LANES, user) if serial else self._streams
+        ends = self._enqueue(plan.schedule, buffers, dtype, op, operation, deadline, streams)
+        for stream in lanes:
+            user.wait(stream.mark())
+        mark = cast(Mark, user.mark())
+        self._last = None if captured or not plan.schedule.scratch else mark
+        return mark, [(end, sequence, operation) for end, sequence in ends.items()]
 
     def _enqueue(
-        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
-    ) -> dict[RingEnd, int]:
+        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        streams: dict[Lane, Stream],
+    ) -> dict[RingEnd, int]:  # fmt: skip
         """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
         bases = {Buf.IN: buffers.src, Buf.OUT: buffers.dst, Buf.TMP: self._scratch_address(schedule, dtype)}
-        run = _Run(self._context, self._streams, bases, dtype, op, operation, deadline)
-        for stream in self._streams.values():
+        run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
+        distinct = set(streams.values())
+        for stream in distinct:
             stream.deadline = deadline
-        awaited = {earlier for step in schedule.steps for earlier in step.after}
+        awaited = {earlier for step in schedule.steps for earlier in step.after} if len(distinct) > 1 else set()
         marks: dict[int, object] = {}
         for index, step in enumerate(schedule.steps):
-            stream = self._streams[step.lane]
+            stream = streams[step.lane]
             for earlier in step.after:
-                stream.wait(marks[earlier])
+                if earlier in awaited:
+                    stream.wait(marks[earlier])
             run.step(step)
             if index in awaited:
                 marks[index] = stream.mark()

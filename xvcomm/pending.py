@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -37,6 +37,10 @@ _SPINS = 200
 _PAUSE_SECONDS = 0.00005
 
 
+Ends = list[tuple[RingEnd, int, Operation]]
+"""Ring ends that operations use: each with its sequence number behind the operation, and the operation."""
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """Operations that were enqueued together and end together.
@@ -45,7 +49,7 @@ class Flight:
         operations: what the context has begun.
         stream, mark: they are over when the stream has reached the mark.
         deadline: until when that must be.
-        ends: ring ends that they use, and which operation uses each; with the end's sequence number behind it.
+        ends: see `Ends`.
         native: the native library, if they use it.
         blocking: whether the user's call says that it blocks, so that a Work does not tell its end.
         keep: arrays that must live as long.
@@ -58,7 +62,7 @@ class Flight:
     stream: Stream
     mark: Mark
     deadline: Deadline
-    ends: Sequence[tuple[RingEnd, int, Operation]] = ()
+    ends: Ends = field(default_factory=list)
     native: Collective | None = None
     blocking: bool = True
     keep: Any = None
@@ -92,7 +96,7 @@ class _Boarding(msgspec.Struct, eq=False):
     deadline: Deadline
     native: Collective | None
     operations: list[Operation] = []
-    ends: list[tuple[RingEnd, int, Operation]] = []
+    ends: Ends = []
 
 
 class Pending:
@@ -119,7 +123,7 @@ class Pending:
         return flight
 
     def board(
-        self, operation: Operation, handle: int, deadline: Deadline, native: Collective | None, end: RingEnd | None
+        self, operation: Operation, handle: int, deadline: Deadline, native: Collective | None, ends: Ends
     ) -> None:
         """Look after a blocking operation on a framework's stream, together with others there: marks take time."""
         with self._gate:
@@ -128,8 +132,7 @@ class Pending:
                 boarding = self._boarding[handle] = _Boarding(deadline, native)
             boarding.native = native or boarding.native
             boarding.operations.append(operation)
-            if end is not None:
-                boarding.ends.append((end, end.sequence, operation))
+            boarding.ends.extend(ends)
             if len(boarding.operations) >= _TOGETHER:
                 self._depart(handle)
 

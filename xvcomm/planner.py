@@ -22,12 +22,14 @@ class Plan:
     Attributes:
         request: the collective.
         rank: whose plan.
+        nbytes: size of the whole array.
         segment: elements of a segment; 0 for one segment.
         schedule: the steps.
     """
 
     request: Request
     rank: int
+    nbytes: int
     segment: int
     schedule: Schedule
 
@@ -49,12 +51,13 @@ class Planner:
         topology: the ranks and their islands.
         rank: whose plans.
         config: settings; all ranks must have equal ones.
+        gpus: whether any of the ranks has one.
     """
 
-    def __init__(self, topology: Topology, rank: int, config: Config) -> None:
+    def __init__(self, topology: Topology, rank: int, config: Config, gpus: bool = False) -> None:
         self._topology = topology
         self._rank = rank
-        self._link_bytes = config.segment_bytes
+        self._link_bytes = config.gpu_segment_bytes if gpus else config.segment_bytes
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 
     def plan(self, request: Request) -> Plan:
@@ -68,7 +71,7 @@ class Planner:
     def _make(self, request: Request) -> Plan:
         nbytes = _elements(request) * request.itemsize
         segment = tune(request.op, nbytes, self._topology, self._link_bytes).segment_bytes // request.itemsize
-        return Plan(request, self._rank, segment, build(request, self._topology, self._rank, segment))
+        return Plan(request, self._rank, nbytes, segment, build(request, self._topology, self._rank, segment))
 
 
 def _elements(request: Request) -> int:

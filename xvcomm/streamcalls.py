@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from xvcomm import array
+from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Mark, Stream
 from xvcomm.array import ArrayView
 from xvcomm.calls import Call, Caller
@@ -17,7 +18,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
-from xvcomm.pending import Flight, StreamWork
+from xvcomm.pending import Ends, Flight, StreamWork
 from xvcomm.staging import Staging
 from xvcomm.work import Work
 
@@ -27,7 +28,7 @@ class StreamCaller(Caller):
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._order = threading.Lock()
+        self._order, self._starting = threading.Lock(), threading.Lock()
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
         self._own = context.device.streams(1)[0]
@@ -41,41 +42,35 @@ class StreamCaller(Caller):
         self._admit(call)
         handle = _stream_of(call, stream)
         user = self._user(call, handle)
-        if handle is None or call.op is OpCode.BARRIER or not self._native_only:
-            flight = self._launch(call, deadline, user, user)
-            if handle is None or call.op is OpCode.BARRIER:
-                self._context.pending.wait_for(flight)
+        operation, mark, ends = self._launch(call, deadline, user)
+        pending = self._context.pending
+        if handle is None or call.op is OpCode.BARRIER:
+            mark = mark or cast(Mark, user.mark())
+            pending.wait_for(pending.add(Flight([operation], user, mark, deadline, ends, self._joined())))
+        elif user.capturing():
+            self._context.end(operation)
         else:
-            self._launch_native(call, deadline, user, handle)
+            pending.board(operation, handle, deadline, self._joined(), ends)
         return self._result(call)
-
-    def _launch_native(self, call: Call, deadline: Deadline, user: Stream, handle: int) -> None:
-        """`_launch` for the usual case, in which little but the library's own call may take time."""
-        context = self._context
-        with self._order:
-            operation = context.begin(call.op, call.message())
-            try:
-                self._native(call, deadline, user)
-            except BaseException as error:
-                raised = context.fail(error, operation)
-                if raised is error:
-                    raise
-                raise raised from None
-        if user.capturing():
-            context.end(operation)
-        else:
-            context.pending.board(operation, handle, deadline, context.joined_native(), None)
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
         self._admit(call)
-        flight = self._launch(call, deadline, self._user(call, _stream_of(call, stream)), self._own)
-        context = self._context
+        own = self._own
+        with self._starting:
+            own.wait(self._user(call, _stream_of(call, stream)).mark())
+            operation, mark, ends = self._launch(call, deadline, own)
+            mark = mark or cast(Mark, own.mark())
+        flight = Flight([operation], own, mark, deadline, ends, self._joined(), blocking=False, keep=call)
+        pending = self._context.pending
+        pending.add(flight)
 
         def follow(mark: object) -> None:
-            self._user(call, _stream_of(call, stream)).wait(mark)
+            view = call.dst if call.dst is not None else call.src
+            handle = stream if view is None else array.stream_now(view, stream)
+            self._context.device.adopt(handle).wait(mark)
 
-        return StreamWork(context.pending, follow, partial(self._result, call), str(call.op), flight)
+        return StreamWork(pending, follow, partial(self._result, call), str(call.op), flight)
 
     def _user(self, call: Call, handle: int | None) -> Stream:
         """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""
@@ -84,38 +79,26 @@ class StreamCaller(Caller):
             return adopt(handle)
         return adopt(handle, *(v.address for v in (src, dst) if v is not None and v.count and not v.trusted))
 
-    def _launch(self, call: Call, deadline: Deadline, user: Stream, carrier: Stream) -> Flight:
-        """Enqueue behind what `user` holds: on `carrier`, or on the schedule's lanes with `carrier` behind them."""
+    def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Mark | None, Ends]:
+        """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
         context = self._context
         with self._order:
             operation = context.begin(call.op, call.message())
             try:
-                if carrier is not user:
-                    carrier.wait(user.mark())
-                flight = self._enqueue(call, operation, deadline, carrier)
+                if self._native_only:
+                    self._native(call, deadline, carrier)
+                    return operation, None, []
+                plan, buffers = context.planner.plan(call.request()), Buffers(_address(call.src), _address(call.dst))
+                mark, ends = self._executor.launch(plan, buffers, call.dtype, call.how(), operation, deadline, carrier)
             except BaseException as error:
                 raised = context.fail(error, operation)
                 if raised is error:
                     raise
                 raise raised from None
-            if carrier is not user:
-                flight.blocking, flight.keep = False, call
-            return context.pending.add(flight)
+        return operation, mark, ends
 
-    def _enqueue(self, call: Call, operation: Operation, deadline: Deadline, carrier: Stream) -> Flight:
-        context = self._context
-        if self._native_only:
-            native = context.native(deadline)
-            self._native(call, deadline, carrier)
-            return Flight([operation], carrier, cast(Mark, carrier.mark()), deadline, native=native)
-        plan = context.planner.plan(call.request())
-        buffers = Buffers(_address(call.src), _address(call.dst))
-        launched = self._executor.launch(
-            plan.schedule, buffers, call.dtype, call.how(), operation, deadline, carrier
-        )
-        carrier.wait(launched.mark)
-        joined = context.joined_native()
-        return Flight([operation], launched.stream, launched.mark, deadline, launched.ends, joined)
+    def _joined(self) -> Collective | None:
+        return self._context.joined_native()
 
     def _close(self) -> None:
         """Nothing: streams end by themselves."""

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, cast
 from xvcomm import array
 from xvcomm.abc.device import Mark, Stream
 from xvcomm.deadline import Deadline
-from xvcomm.operation import Operation
-from xvcomm.pending import Flight, StreamWork
-from xvcomm.ring import RingEnd
+from xvcomm.pending import Ends, Flight, StreamWork
 from xvcomm.transfers import Transfer, Transfers
 from xvcomm.work import Work
 
@@ -44,7 +42,7 @@ class StreamTransfers(Transfers):
         if user.capturing():
             context.end(t.operation)
         else:
-            context.pending.board(t.operation, t.stream, t.deadline, None, end)
+            context.pending.board(t.operation, t.stream, t.deadline, None, [(end, end.sequence, t.operation)])
 
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream."""
@@ -61,7 +59,7 @@ class StreamTransfers(Transfers):
         """See `Transfers.work`."""
 
         def follow(mark: object) -> None:
-            self._context.device.adopt(t.stream).wait(mark)
+            self._context.device.adopt(array.stream_now(t.view, t.stream)).wait(mark)
 
         finish = partial(array.finish, t.view)
         work = t.promise = StreamWork(self._context.pending, follow, finish, f"{t.name} with rank {t.peer}")
@@ -92,7 +90,7 @@ class StreamTransfers(Transfers):
     def _launch(
         self, transfers: Sequence[Transfer], stream: Stream, keep: object = None, landed: Callable[[], None] | None = None
     ) -> Flight:
-        ends: list[tuple[RingEnd, int, Operation]] = []
+        ends: Ends = []
         try:
             with self._context.enqueueing:
                 if len(transfers) > 1:

@@ -5,7 +5,6 @@ Everything but the GPU itself is real: hip-python, the kernels' source, the stre
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import signal
 import time
@@ -184,32 +183,7 @@ def test_dtypes(job: Job, name: str) -> None:
             ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
 
 
-def hip_graph(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
-    """What `graphs` asks for, by HIP."""
-    hip = importlib.import_module("rocm.bindings.hip")
-
-    def checked(answer: tuple[Any, ...]) -> Any:
-        assert int(answer[0]) == 0, answer[0]
-        return answer[1] if len(answer) > 1 else None
-
-    checked(hip.hipStreamBeginCapture(handle, hip.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal))
-    try:
-        enqueue()
-    finally:
-        graph = checked(hip.hipStreamEndCapture(handle))
-    launchable = checked(hip.hipGraphInstantiate(graph, b"", 0))
-    return lambda: checked(hip.hipGraphLaunch(launchable, handle))
-
-
-def replay_each(comm: Communicator) -> None:
-    graphs.check_graphs(comm, hip_graph)
-
-
-def replay_many(comm: Communicator) -> None:
-    graphs.check_graph_of_many(comm, hip_graph, 20)
-
-
-@pytest.mark.parametrize("check", [replay_each, replay_many])
+@pytest.mark.parametrize("check", [graphs.check_graphs, graphs.check_graph_of_many])
 def test_graphs(alone: World, check: Callable[..., None]) -> None:
     """Operations captured in a HIP graph, of the native library and across a border."""
     alone.run(check)

@@ -38,10 +38,11 @@ class Case:
 
 
 def runs(case: Case, seeds: int = 2) -> list[list[Array]]:
-    """The results under both rules, in place and not, for several orders of events."""
+    """The results under all rules, in place and not, for several orders of events."""
+    orders = ("sequential", "concurrent") if case.segment else ("sequential", "concurrent", "buffered")
     return [
         case.run(order=order, shared=shared, seed=seed)
-        for order in ("sequential", "concurrent")
+        for order in orders
         for shared in (False, True)
         for seed in range(seeds)
     ]

@@ -36,7 +36,7 @@ from xvcomm.schedule.steps import (
 )
 from xvcomm.topology import Topology
 
-Order = Literal["sequential", "concurrent"]
+Order = Literal["sequential", "concurrent", "buffered"]
 _BORDER = (Put, Get, GetReduce)
 
 
@@ -63,7 +63,8 @@ def run(
         factors: what `Factor.PREMUL` multiplies by on each rank; 1 if left out.
         shared: run with IN and OUT in one array, as in a call in place; a broadcast always does.
         order: `"sequential"`: each rank does its steps in order, except that neighbouring border steps are reached
-            together. `"concurrent"`: each lane goes on as soon as `after` allows.
+            together. `"concurrent"`: each lane goes on as soon as `after` allows. `"buffered"`: one step after the
+            other, all on one stream, where a ring takes every message at once.
         seed: of the choice among possible events.
 
     Raises:
@@ -75,8 +76,7 @@ def run(
         Memory(request, rank, given, schedule.scratch, shared)
         for rank, (request, schedule, given) in enumerate(zip(requests, schedules, inputs, strict=True))
     ]
-    program = _in_order if order == "sequential" else _by_lanes
-    machine = _Machine(schedules, topology, memories, op, factors or [1.0] * topology.size, program)
+    machine = _Machine(schedules, topology, memories, op, factors or [1.0] * topology.size, order)
     machine.run(random.Random(seed))
     results = []
     for rank, memory in enumerate(memories):
@@ -118,6 +118,14 @@ def _in_order(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
             yield []
 
 
+def _one_by_one(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
+    """Steps that a rank reaches next, when nothing goes on beside another."""
+    for index in range(len(steps)):
+        yield [index]
+        while not done[index]:
+            yield []
+
+
 def _by_lanes(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
     """Steps that a rank reaches next, when each lane goes on by itself."""
     lanes = [deque(i for i, step in enumerate(steps) if step.lane is lane) for lane in Lane]
@@ -129,6 +137,11 @@ def _by_lanes(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
                 running[number] = lane.popleft()
                 reached.append(running[number])
         yield reached
+
+
+_PROGRAMS: dict[Order, Callable[[Sequence[Step], Sequence[bool]], _Program]] = {
+    "sequential": _in_order, "concurrent": _by_lanes, "buffered": _one_by_one,
+}  # fmt: skip
 
 
 @dataclass
@@ -158,7 +171,7 @@ class _Machine:
         memories: Sequence[Memory],
         op: ReduceOp,
         factors: Sequence[float],
-        program: Callable[[Sequence[Step], Sequence[bool]], _Program],
+        order: Order,
     ) -> None:
         self._topology = topology
         self._memories = memories
@@ -166,7 +179,9 @@ class _Machine:
         self._factors = factors
         self._ranks = [_Rank(schedule.steps) for schedule in schedules]
         for state in self._ranks:
-            state.program = program(state.steps, state.done)
+            state.program = _PROGRAMS[order](state.steps, state.done)
+        self._buffered = order == "buffered"
+        self._buffers: dict[tuple[int, int], Array] = {}
         self._possible: list[_Event] = []
         self._sent: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
         self._awaited: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
@@ -201,7 +216,7 @@ class _Machine:
                 waiting[rank] = index
                 if len(waiting) == island.size:
                     self._possible.append(tuple((member, waiting.pop(member)) for member in island.ranks))
-            case Put(peer=peer):
+            case Put(peer=peer) if not self._buffered:
                 self._sent[rank, peer].append(index)
                 self._meet(rank, peer)
             case Get(peer=peer) | GetReduce(peer=peer):
@@ -225,7 +240,7 @@ class _Machine:
             elif len(event) == 2:
                 self._deliver(event[0], rank, step)
             else:
-                self._compute(rank, step)
+                self._compute(rank, index, step)
         except Fault as fault:
             raise _error(rank, index, step, str(fault)) from None
 
@@ -234,15 +249,20 @@ class _Machine:
         assert isinstance(put, Put) and isinstance(step, Get | GetReduce)
         if put.src.count != step.dst.count:
             raise Fault(f"rank {origin[0]} sends {put.src.count} elements in step {origin[1]} ({step_text(put)})")
-        values, memory = self._memories[origin[0]].read(put.src), self._memories[rank]
+        values = self._buffers.pop(origin) if self._buffered else self._memories[origin[0]].read(put.src)
+        memory = self._memories[rank]
         if isinstance(step, GetReduce):
             own = memory.read(step.dst)
             values = semantics.combine(self._op, [values, own] if step.remote_first else [own, values])
         memory.write(step.dst, values)
 
-    def _compute(self, rank: int, step: Step) -> None:
+    def _compute(self, rank: int, index: int, step: Step) -> None:
         memory = self._memories[rank]
         match step:
+            case Put(peer=peer, src=src):
+                self._buffers[rank, index] = memory.read(src).copy()
+                self._sent[rank, peer].append(index)
+                self._meet(rank, peer)
             case Copy(src=src, dst=dst):
                 memory.write(dst, memory.read(src))
             case Reduce(srcs=srcs, dst=dst):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +13,43 @@ from xvcomm.testing.arrays import DeviceArrays, arrays
 from xvcomm.testing.cases import assert_same_bits
 from xvcomm.testing.trials import Trial, warm
 
-Capture = Callable[[int, Callable[[], None]], Callable[[], None]]
-"""Given a stream's handle and what to enqueue: captures it, and gives what launches the graph on that stream."""
+_MANY = 20
 
 
-def check_graphs(comm: Communicator, capture: Capture) -> None:
+def _by_cupy(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
+    cupy = importlib.import_module("cupy")
+    stream = cupy.cuda.ExternalStream(handle)
+    stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+    try:
+        enqueue()
+    finally:
+        graph = stream.end_capture()
+    return lambda: graph.launch(stream)
+
+
+def _by_hip(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
+    hip = importlib.import_module("rocm.bindings.hip")
+
+    def checked(answer: tuple[Any, ...]) -> Any:
+        assert int(answer[0]) == 0, answer[0]
+        return answer[1] if len(answer) > 1 else None
+
+    checked(hip.hipStreamBeginCapture(handle, hip.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal))
+    try:
+        enqueue()
+    finally:
+        graph = checked(hip.hipStreamEndCapture(handle))
+    launchable = checked(hip.hipGraphInstantiate(graph, 0))
+    return lambda: checked(hip.hipGraphLaunch(launchable, handle))
+
+
+CAPTURES: dict[str, Callable[[int, Callable[[], None]], Callable[[], None]]] = {"cuda": _by_cupy, "rocm": _by_hip}
+"""By kind of device: captures what is enqueued on a stream, and gives what launches the graph on that stream."""
+
+
+def check_graphs(comm: Communicator) -> None:
     """Every operation, captured once by all ranks and launched several times, with the same called in between."""
     a = arrays(comm)
-    assert isinstance(a, DeviceArrays) and a.handle is not None
 
     def check(trial: Trial, run: Callable[[], None], what: str) -> None:
         a.fill(trial.target, np.zeros_like(trial.want))
@@ -27,32 +58,36 @@ def check_graphs(comm: Communicator, capture: Capture) -> None:
         assert_same_bits(a.get(trial.target), trial.want, f"{trial.name}, {what}")
 
     for trial in warm(comm, a):
-        a.synchronize()
-        replay = capture(a.handle, trial.run)
+        replay = _captured(comm, trial.run)
         for number in range(3):
             check(trial, replay, f"launch {number}")
         check(trial, trial.run, "called after the graph ran")
         check(trial, replay, "launched after it was called")
 
 
-def check_graph_of_many(comm: Communicator, capture: Capture, many: int) -> None:
+def check_graph_of_many(comm: Communicator) -> None:
     """A graph of many operations in a row, each on what the one before gave."""
-    a = arrays(comm)
-    assert isinstance(a, DeviceArrays) and a.handle is not None
-    x, y, ones = a.put(np.ones(1000)), a.put(np.ones(1000)), np.ones(1000)
+    a, ones = arrays(comm), np.ones(1000)
+    x, y = a.put(ones), a.put(ones)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
     def several() -> None:
-        for _ in range(many):
+        for _ in range(_MANY):
             comm.all_reduce(x, "avg")
-            if comm.size > 1:
-                comm.sendrecv(x, after, y, before)
-                a.copy(x, y)
+            comm.sendrecv(x, after, y, before)
+            a.copy(x, y)
 
     several()
-    a.synchronize()
-    replay = capture(a.handle, several)
+    replay = _captured(comm, several)
     for number in range(3):
         a.fill(x, (comm.rank + number) * ones)
         replay()
         assert_same_bits(a.get(x), ((comm.size - 1) / 2 + number) * ones, f"launch {number} of many operations")
+
+
+def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], None]:
+    """What runs a graph of what is enqueued."""
+    a = arrays(comm)
+    assert isinstance(a, DeviceArrays) and a.handle is not None
+    a.synchronize()
+    return CAPTURES[a.kind](a.handle, enqueue)
