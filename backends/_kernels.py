@@ -34,6 +34,9 @@ TERMS = 256
 """Most operands of one reduction."""
 
 THREADS = 512
+PUT_WARPS = 2
+"""Warps of a block that write to a ring. A few keep PCIe full; more only stand in the way of those that read."""
+
 MOST_BLOCKS = 64
 """Blocks of one launch of movers: all must run at the same time, beside the native library's and the user's kernels."""
 
@@ -248,7 +251,7 @@ def source() -> str:
     """The kernels' source with the constants it is written for; a runtime's own lines go before it."""
     sizes = {
         "ROWS": ROWS, "ROW_BYTES": _ROW.size, "STATE_BYTES": STATE_BYTES, "MAX_LANES": MAX_LANES, "TERMS": TERMS,
-        "THREADS": THREADS,
+        "THREADS": THREADS, "PUT_WARPS": PUT_WARPS,
     }  # fmt: skip
     codes = {d.name: d.code for d in DTYPES} | {op.name: int(op) for op in ReduceOp}
     constants = "".join(f"constexpr int XV_{name} = {value};\n" for name, value in (sizes | codes).items())

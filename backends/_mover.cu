@@ -388,6 +388,8 @@ union Pack {
     Item items[COUNT];
 };
 
+XV_DEVICE bool is_aligned(const void* place) { return reinterpret_cast<u64>(place) % sizeof(Word) == 0; }
+
 // The first `nbytes` of a word from an array that is aligned to its items only, and back.
 template <class Item>
 XV_DEVICE Word gather(const char* from, u32 nbytes) {
@@ -483,6 +485,7 @@ struct Part {
     char *data, *slots;
     i64 nbytes;
     u32 pieces;
+    u32 workers;  // copying warps
     bool leader;  // works for lane 0, which posts and answers for the whole message
 };
 
@@ -494,6 +497,7 @@ struct Watch {
     bool warned;  // the ring has stopped
 };
 constexpr u32 PATIENCE = 1000;  // looks, of a microsecond each over PCIe
+constexpr u32 SELDOM = 8;  // looks from one at the abort word to the next
 
 XV_DEVICE u64* word(const Row& row, i64 offset) { return reinterpret_cast<u64*>(row.ring + offset); }
 XV_DEVICE u64* entry(const Row& row, u64 sequence, bool producer) {
@@ -504,13 +508,15 @@ XV_DEVICE u64 field(const Row& row, u32 number) {
     return static_cast<u64>(number == 0 ? fields[0] : number == 1 ? fields[1] : number == 2 ? fields[2]
                             : number == 3 ? fields[3] : fields[4]);
 }
+XV_DEVICE bool alone() { return blockDim.x <= WIDTH; }
 XV_DEVICE bool watches() { return threadIdx.x < WIDTH; }
-XV_DEVICE bool copies() { return threadIdx.x >= WIDTH || blockDim.x <= WIDTH; }
-XV_DEVICE u32 copying_warps() { return blockDim.x <= WIDTH ? 1 : blockDim.x / WIDTH - 1; }
-XV_DEVICE u32 copying_warp() { return blockDim.x <= WIDTH ? 0 : threadIdx.x / WIDTH - 1; }
+XV_DEVICE bool copies(const Part& p) {
+    return alone() || (!watches() && threadIdx.x / WIDTH <= p.workers);
+}
+XV_DEVICE u32 worker() { return alone() ? 0 : threadIdx.x / WIDTH - 1; }
 XV_DEVICE bool first_of_warp() { return threadIdx.x % WIDTH == 0; }
 
-// Three words of the ring in one look of a warp: each costs the same microsecond over PCIe.
+// Three words of the ring in one look of a warp: each would cost a microsecond over PCIe. Equal ones are read once.
 struct Look {
     u64 first, second, third;
 };
@@ -529,6 +535,7 @@ XV_DEVICE Look look(const u64* first, const u64* second, const u64* third) {
 XV_DEVICE void write_entry(const Part& p) {
     u64* own = entry(p.row, p.sequence, p.row.producer);
     for (u32 i = threadIdx.x % WIDTH; i < 5; i += WIDTH) store(own + 1 + i, field(p.row, i));
+    hand_over();
 }
 
 // The other end's description, which is there, against ours.
@@ -539,20 +546,19 @@ XV_DEVICE Verdict compare(const Part& p) {
     return agree(equal) ? EQUAL : DIFFERENT;
 }
 
-// What the leader's last warp does before it copies: the consumer posts its description, the producer looks whether
-// the consumer's is there already, and whether the ring has stopped.
-XV_DEVICE void open(Part& p) {
+// What the leader's last warp does first: the consumer posts its description, the producer looks whether the
+// consumer's is there already, and whether the ring has stopped.
+XV_DEVICE void begin(const Part& p) {
+    u64* consumers = entry(p.row, p.sequence, false);
     if (!p.row.producer) {
         write_entry(p);
-        hand_over();
         if (first_of_warp()) {
             fence_system();
-            store(entry(p.row, p.sequence, false), p.sequence + 1);
+            store(consumers, p.sequence + 1);
         }
         return;
     }
-    const u64* other = entry(p.row, p.sequence, false);
-    const Look found = look(other, word(p.row, XV_ABORT), other);
+    const Look found = look(consumers, word(p.row, XV_ABORT), consumers);
     if (found.second) p.board.left = 1;
     if (found.first == p.sequence + 1 && compare(p) == DIFFERENT) {
         p.board.verdict = DIFFERENT;
@@ -568,8 +574,7 @@ XV_DEVICE bool await_place(const Part& p) {
         const Look found = look(place, word(p.row, XV_ABORT), place);
         consumed = found.first;
         if (first_of_warp()) p.row.state->consumed = consumed;
-        if (p.sequence - consumed < XV_LEDGER) break;
-        if (found.second || p.board.left) return false;
+        if (p.sequence - consumed >= XV_LEDGER && (found.second || agree(p.board.left))) return false;
         if (tries > PATIENCE) rest();
     }
     return true;
@@ -584,45 +589,52 @@ XV_DEVICE void publish(const Part& p, u32 published) {
     if (published) store(p.mine, p.start + published);
 }
 
-// One round of the watching warp. False once all is published, or the block leaves.
-XV_DEVICE bool watch(Part& p, Watch& w) {
+// Look at what the other end has done. Seldom-changing words are left out where they can be: looks take bandwidth.
+XV_DEVICE void look_around(Part& p, Watch& w) {
     Board& board = p.board;
-    const bool producer = p.row.producer, alone = blockDim.x <= WIDTH;
-    if (agree(board.left)) return false;
-    bool through = w.published < p.pieces;
-    for (u32 i = threadIdx.x % WIDTH; i < copying_warps(); i += WIDTH) through = through && board.copied[i] > w.published;
-    if (agree(through)) {
-        fence_block();
-        publish(p, ++w.published);
-    }
-    if (w.published == p.pieces && w.verdict == EQUAL) return false;
-    if (w.verdict == EQUAL && (w.ready == p.pieces || w.ready > w.published + 1)) {
-        if (!alone) pause();
-        return true;
-    }
-    const Look found = look(p.theirs, word(p.row, XV_ABORT), entry(p.row, p.sequence, !producer));
+    const bool producer = p.row.producer, asks = w.idle % SELDOM == SELDOM - 1;
+    const Look found = look(p.theirs, asks ? word(p.row, XV_ABORT) : p.theirs,
+                            w.verdict == OPEN ? entry(p.row, p.sequence, !producer) : p.theirs);
     const u64 may = found.first - p.start + (producer ? p.row.slots : 0);
     const u32 ready = may < p.pieces ? static_cast<u32>(may) : p.pieces;
     const bool described = w.verdict == OPEN && found.third == p.sequence + 1;
     if (ready == w.ready && !described) {
         // What was published before a stop is still delivered, and may be younger than this look: look once more.
-        if (found.second && w.warned) board.left = 1;
-        w.warned = found.second;
-        if (++w.idle > PATIENCE) rest();
-        if (alone) pause();
-        return true;
+        if (w.warned) board.left = 1;
+        w.warned = w.warned || (asks && found.second);
+        if (++w.idle > PATIENCE || w.ready) rest();
+        if (alone()) pause();
+        return;
     }
     p.seen = found.first;
     w.ready = ready;
     w.idle = 0;
     // The copying warps fetch while the descriptions are compared, and wait before they deliver.
-    if (first_of_warp() && !alone) board.ready = ready;
+    if (first_of_warp() && !alone()) board.ready = ready;
     if (described) {
         w.verdict = compare(p);
         if (first_of_warp()) board.verdict = w.verdict;
         if (w.verdict == DIFFERENT) board.left = 1;
     }
     if (first_of_warp() && w.verdict == EQUAL) board.ready = ready;
+}
+
+// One round of the watching warp. False once all is published, or the block leaves.
+XV_DEVICE bool watch(Part& p, Watch& w) {
+    if (agree(p.board.left)) return false;
+    bool through = w.published < p.pieces;
+    for (u32 i = threadIdx.x % WIDTH; i < p.workers; i += WIDTH) through = through && p.board.copied[i] > w.published;
+    if (agree(through)) {
+        fence_block();
+        publish(p, ++w.published);
+    }
+    if (w.verdict == EQUAL && w.published == p.pieces) return false;
+    // While there is more to copy than the piece that may be under way, there is no hurry.
+    if (w.verdict == EQUAL && (w.ready == p.pieces || w.ready > w.published + 1)) {
+        if (!alone()) pause();
+    } else {
+        look_around(p, w);
+    }
     return true;
 }
 
@@ -632,51 +644,67 @@ XV_DEVICE bool approved(const Board& board) {
     return board.verdict == EQUAL;  // settled before `left` is set, so that a warp's lanes agree
 }
 
-// A warp's share of a piece: runs of DEPTH words a thread, all on their way before the first is used.
-template <bool PUT, bool ALIGNED, class Doing>
-XV_DEVICE bool carry(const Part& p, char* data, char* slot, u32 nbytes) {
-    typedef typename Doing::Item Item;
-    constexpr u32 DEPTH = !ALIGNED ? 2 : Doing::REDUCES ? 4 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
-    Word* ring = reinterpret_cast<Word*>(slot);
+// A word of the array, or the first `nbytes` of it.
+template <bool ALIGNED, class Item>
+XV_DEVICE Word fetch(const char* from, u32 nbytes) {
+    if (ALIGNED && nbytes == sizeof(Word)) return *reinterpret_cast<const Word*>(from);
+    return gather<Item>(from, nbytes);
+}
+template <bool ALIGNED, class Item>
+XV_DEVICE void deliver(char* to, Word word, u32 nbytes) {
+    if (ALIGNED && nbytes == sizeof(Word)) *reinterpret_cast<Word*>(to) = word;
+    else scatter<Item>(to, word, nbytes);
+}
+
+// A warp's share of a piece to be sent: runs of DEPTH words a thread, all on their way before the first is used.
+template <bool ALIGNED>
+XV_DEVICE void send(const Part& p, const char* data, Word* ring, u32 nbytes) {
+    constexpr u32 DEPTH = ALIGNED ? 8 : 2, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
     const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE;
-    const bool swap = p.row.remote_first;
-    for (u32 at = copying_warp() * RUN; at < words; at += copying_warps() * RUN) {
+    for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
         const u32 first = at + threadIdx.x % WIDTH;
         if (at + RUN <= whole) {
-            Word from[DEPTH], kept[DEPTH];
+            Word kept[DEPTH];
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch<ALIGNED, u8>(data + (first + d * WIDTH) * SIZE, SIZE);
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) ring[first + d * WIDTH] = kept[d];
+            continue;
+        }
+        for (u32 i = first; i < words; i += WIDTH)
+            ring[i] = fetch<ALIGNED, u8>(data + i * SIZE, i < whole ? SIZE : nbytes % SIZE);
+    }
+}
+
+// A warp's share of a piece that came. False if it must not be delivered.
+template <bool ALIGNED, class Doing>
+XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) {
+    typedef typename Doing::Item Item;
+    constexpr u32 DEPTH = ALIGNED ? 8 : 2, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE;
+    const bool swap = p.row.remote_first;
+    for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
+        const u32 first = at + threadIdx.x % WIDTH;
+        if (at + RUN <= whole) {
+            Word from[DEPTH];
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + first + d * WIDTH);
+            if (!approved(p.board)) return false;
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) {
-                char* place = data + static_cast<i64>(first + d * WIDTH) * SIZE;
-                if (!PUT) from[d] = load_ring(ring + first + d * WIDTH);
-                if (PUT || Doing::REDUCES) {
-                    kept[d] = ALIGNED ? *reinterpret_cast<Word*>(place) : gather<Item>(place, SIZE);
-                }
-            }
-            if (!PUT && !approved(p.board)) return false;
-            XV_UNROLL
-            for (u32 d = 0; d < DEPTH; ++d) {
-                char* place = data + static_cast<i64>(first + d * WIDTH) * SIZE;
-                if (PUT) {
-                    ring[first + d * WIDTH] = kept[d];
-                    continue;
-                }
-                const Word result = Doing::combine(swap ? from[d] : kept[d], swap && Doing::REDUCES ? kept[d] : from[d]);
-                if (ALIGNED) *reinterpret_cast<Word*>(place) = result;
-                else scatter<Item>(place, result, SIZE);
+                char* place = data + (first + d * WIDTH) * SIZE;
+                const Word kept = Doing::REDUCES ? fetch<ALIGNED, Item>(place, SIZE) : from[d];
+                deliver<ALIGNED, Item>(place, Doing::combine(swap ? from[d] : kept, swap ? kept : from[d]), SIZE);
             }
             continue;
         }
-        for (u32 i = first; i < words && i < at + RUN; i += WIDTH) {
-            char* place = data + static_cast<i64>(i) * SIZE;
+        for (u32 i = first; i < words; i += WIDTH) {
+            char* place = data + i * SIZE;
             const u32 bytes = i < whole ? SIZE : nbytes % SIZE;
-            if (PUT) {
-                ring[i] = gather<Item>(place, bytes);
-                continue;
-            }
             const Word from = load_ring(ring + i);
-            const Word kept = Doing::REDUCES ? gather<Item>(place, bytes) : from;
             if (!approved(p.board)) return false;
-            scatter<Item>(place, Doing::combine(swap ? from : kept, swap ? kept : from), bytes);
+            const Word kept = Doing::REDUCES ? fetch<ALIGNED, Item>(place, bytes) : from;
+            deliver<ALIGNED, Item>(place, Doing::combine(swap ? from : kept, swap ? kept : from), bytes);
         }
     }
     return true;
@@ -688,98 +716,118 @@ XV_DEVICE bool copy(const Part& p, u32& piece) {
     Board& board = p.board;
     if (piece == p.pieces || agree(board.left)) return false;
     if (!agree(board.ready > piece)) {
-        if (WIDTH > 1) pause();
+        if (!alone()) pause();
         return true;
     }
     fence_block();
     const i64 offset = static_cast<i64>(piece) * p.row.chunk;
     const u32 nbytes = p.nbytes - offset < p.row.chunk ? static_cast<u32>(p.nbytes - offset) : p.row.chunk;
     char* data = p.data + offset;
-    char* slot = p.slots + static_cast<i64>((p.start + piece) % p.row.slots) * p.row.slot_bytes;
-    const bool aligned = reinterpret_cast<u64>(data) % sizeof(Word) == 0;
-    bool delivered;
+    Word* ring = reinterpret_cast<Word*>(
+        p.slots + static_cast<i64>((p.start + piece) % p.row.slots) * p.row.slot_bytes);
+    const bool aligned = is_aligned(data);
+    bool approved = true;
     if (p.row.producer) {
-        delivered = aligned ? carry<true, true, Copying>(p, data, slot, nbytes)
-                            : carry<true, false, Copying>(p, data, slot, nbytes);
+        if (aligned) send<true>(p, data, ring, nbytes);
+        else send<false>(p, data, ring, nbytes);
     } else if (Doing::REDUCES && p.row.reduces) {
-        delivered = aligned ? carry<false, true, Doing>(p, data, slot, nbytes)
-                            : carry<false, false, Doing>(p, data, slot, nbytes);
+        approved = aligned ? receive<true, Doing>(p, data, ring, nbytes) : receive<false, Doing>(p, data, ring, nbytes);
     } else {
-        delivered = aligned ? carry<false, true, Copying>(p, data, slot, nbytes)
-                            : carry<false, false, Copying>(p, data, slot, nbytes);
+        approved = aligned ? receive<true, Copying>(p, data, ring, nbytes)
+                           : receive<false, Copying>(p, data, ring, nbytes);
     }
-    if (!delivered) return false;
+    if (!approved) return false;
     hand_over();
     ++piece;
-    if (first_of_warp()) board.copied[copying_warp()] = piece;
+    if (first_of_warp()) board.copied[worker()] = piece;
     return true;
+}
+
+// A lane's part of a message, and what the block's threads need to know of each other.
+XV_DEVICE Part part_of(const Row& row, Board& board, u32 lane) {
+    const State& state = *row.state;
+    const Lane counts = state.lanes[lane];
+    const u64 sequence = state.sequence;
+    const bool producer = row.producer, stopped = state.stopped;
+    const i64 low = lane * row.part, high = low + row.part < row.nbytes ? low + row.part : row.nbytes;
+    const i64 nbytes = high > low ? high - low : 0;
+    const u32 pieces = static_cast<u32>((nbytes + row.chunk - 1) / row.chunk);
+    const u32 warps = alone() ? 1 : blockDim.x / WIDTH - 1;
+    const bool few = producer && warps > XV_PUT_WARPS && is_aligned(row.data);
+    u64* head = word(row, XV_COUNTERS + 2 * static_cast<i64>(lane) * XV_LINE);
+    u64* tail = head + XV_LINE / sizeof(u64);
+    if (threadIdx.x < sizeof(board.copied) / sizeof(u32)) board.copied[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        const u64 free = counts.seen + row.slots - counts.moved;
+        board.ready = !producer ? 0 : free < pieces ? static_cast<u32>(free) : pieces;
+        board.verdict = producer ? EQUAL : OPEN;
+        board.left = stopped;
+    }
+    char* slots = row.ring + row.first_slot + static_cast<i64>(lane) * row.slots * row.slot_bytes;
+    return {row, board, sequence, counts.moved, counts.seen, producer ? head : tail, producer ? tail : head,
+            row.data + low, slots, nbytes, pieces, few ? XV_PUT_WARPS : warps, lane == 0};
+}
+
+// Both ends differ about a message: with this end's words in place, stop the ring.
+XV_DEVICE void dispute(const Part& p) {
+    fence_system();
+    if (p.row.producer) store(entry(p.row, p.sequence, true), p.sequence + 1);
+    fence_system();
+    u64* abort = word(p.row, XV_ABORT);
+    if (!load(abort)) store(abort, XV_MISMATCH | static_cast<u64>(p.row.blame) << 8);
 }
 
 // Move one lane's part of a message. Whether it was moved.
 template <class Doing>
-XV_DEVICE bool move_lane(const Row& row, u32 lane, u64 sequence) {
+XV_DEVICE bool move_lane(const Row& row, u32 lane) {
     __shared__ Board board;
+    Part p = part_of(row, board, lane);
     const bool producer = row.producer;
-    const i64 low = lane * row.part, high = low + row.part < row.nbytes ? low + row.part : row.nbytes;
-    const i64 nbytes = high > low ? high - low : 0;
-    const Lane counts = row.state->lanes[lane];
-    u64* head = word(row, XV_COUNTERS + 2 * static_cast<i64>(lane) * XV_LINE);
-    u64* tail = head + XV_LINE / sizeof(u64);
-    Part p = {row, board, sequence, counts.moved, counts.seen, producer ? head : tail, producer ? tail : head,
-              row.data + low, row.ring + row.first_slot + static_cast<i64>(lane) * row.slots * row.slot_bytes,
-              nbytes, static_cast<u32>((nbytes + row.chunk - 1) / row.chunk), lane == 0};
-    if (threadIdx.x < 32) board.copied[threadIdx.x] = 0;
-    if (threadIdx.x == 0) {
-        const u64 free = counts.seen + row.slots - counts.moved;
-        board.ready = !producer ? 0 : free < p.pieces ? static_cast<u32>(free) : p.pieces;
-        board.verdict = producer ? EQUAL : OPEN;
-        board.left = 0;
-    }
     __syncthreads();
-    if (p.leader && threadIdx.x / WIDTH == (blockDim.x - 1) / WIDTH) open(p);
-    if (p.leader && producer && watches()) {
-        if (!await_place(p)) board.left = 1;
-        write_entry(p);
-        hand_over();
-        if (p.pieces == 0) publish(p, 0);
+    if (p.leader && threadIdx.x / WIDTH == (blockDim.x - 1) / WIDTH && !agree(board.left)) begin(p);
+    if (p.leader && producer && watches() && !agree(board.left)) {
+        if (await_place(p)) write_entry(p);
+        else board.left = 1;
+        if (p.pieces == 0 && !agree(board.left)) publish(p, 0);
     }
     Watch w = {board.ready, 0, 0, producer ? EQUAL : OPEN, false};
     u32 piece = 0;
-    bool watching = watches(), copying = copies();
+    bool watching = watches(), copying = copies(p);
     while (watching || copying) {
         if (watching) watching = watch(p, w);
         if (copying) copying = copy<Doing>(p, piece);
     }
     __syncthreads();
-    const bool left = board.left;
+    const bool moved = !board.left;
     if (threadIdx.x == 0) {
         row.state->lanes[lane] = Lane{p.start + p.pieces, p.seen};
-        if (p.leader && board.verdict == DIFFERENT) {
-            fence_system();
-            if (producer) store(entry(row, sequence, true), sequence + 1);
-            fence_system();
-            if (!load(word(row, XV_ABORT))) store(word(row, XV_ABORT), XV_MISMATCH | static_cast<u64>(row.blame) << 8);
-        }
+        if (p.leader && board.verdict == DIFFERENT) dispute(p);
     }
     __syncthreads();
-    return !left;
+    return moved;
 }
 
-// What the last block of a transfer says of it.
-XV_DEVICE void finish(const Row& row, u64 sequence, bool moved) {
-    volatile State* state = row.state;
-    if (!moved) state->stopped = 1;
+// What the last block of a transfer says of it. Nothing here is read before the launch ends but by the host and the
+// other end, so it needs no fence.
+XV_DEVICE void finish(const Row& row, bool moved) {
+    constexpr u32 LEFT = 1u << 16;
+    u32 left = moved ? 0 : LEFT;
     if (row.blocks > 1) {
-        fence_device();
-        if (add(&row.state->done, 1) != row.blocks - 1) return;
-        fence_device();
-        state->done = 0;
+        left += add(&row.state->done, 1 + left);
+        if (left % LEFT != row.blocks - 1) return;
+        row.state->done = 0;
     }
-    // A message that was given up stays the next one: later launches leave at once and say the same.
-    const bool stopped = state->stopped;
-    if (!stopped) state->sequence = sequence + 1;
-    if (!stopped && !row.producer) store(word(row, XV_CONSUMED), sequence + 1);
-    store(word(row, XV_TURNS + (row.producer ? 0 : XV_LINE)), stopped ? ~sequence : sequence + 1);
+    const u64 sequence = row.state->sequence;
+    u64* turn = word(row, XV_TURNS + (row.producer ? 0 : XV_LINE));
+    if (left >= LEFT) {
+        // A message that was given up stays the next one: later launches leave at once and say the same.
+        row.state->stopped = 1;
+        store(turn, ~sequence);
+        return;
+    }
+    row.state->sequence = sequence + 1;
+    if (!row.producer) store(word(row, XV_CONSUMED), sequence + 1);
+    store(turn, sequence + 1);
 }
 
 template <class Doing>
@@ -787,11 +835,10 @@ XV_DEVICE void move_rows(const Batch& batch) {
     u32 number = 0;
     while (blockIdx.x >= batch.rows[number].block + batch.rows[number].blocks) ++number;
     const Row& row = batch.rows[number];
-    const u64 sequence = row.state->sequence;
-    bool moved = !row.state->stopped;
+    bool moved = true;
     for (u32 lane = blockIdx.x - row.block; moved && lane < row.lanes; lane += row.blocks)
-        moved = move_lane<Doing>(row, lane, sequence);
-    if (threadIdx.x == 0) finish(row, sequence, moved);
+        moved = move_lane<Doing>(row, lane);
+    if (threadIdx.x == 0) finish(row, moved);
 }
 
 // ------------------------------------------------------------------------------------------------------ local kernels

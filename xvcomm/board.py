@@ -78,6 +78,7 @@ class Board:
 
     Attributes:
         ranks: the communicator's ranks on this host; they index the board's rows.
+        stop: address of the abort word.
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class Board:
         self.ranks = ranks
         self._me = ranks.index(rank)
         self._address = segment.address
+        self.stop = segment.address + ABORT
         self._place = (ctypes.c_int64 * 5)(segment.address, len(ranks), self._me, recorder.handle, communicator)
         self._place_address = ctypes.addressof(self._place)
-        self._word = ctypes.c_int64.from_address(segment.address + ABORT)
+        self._word = ctypes.c_int64.from_address(self.stop)
         self._departures = ctypes.c_int64.from_address(segment.address + _DEPARTURES)
         if _count_kernel(self._address + _ATTACHED) == len(ranks) - 1:
             segment.unlink()
@@ -116,7 +118,7 @@ class Board:
 
     def abort(self, word: int) -> None:
         """Stop the communicator on this host; the first reason stays."""
-        _abort_kernel(self._address + ABORT, word)
+        _abort_kernel(self.stop, word)
 
     def abort_word(self) -> int:
         """0, or the reason."""

@@ -23,10 +23,13 @@ from xvcomm.operation import Operation, pack_detail
 from xvcomm.ring import Message
 from xvcomm.schedule.steps import Collective as Op
 from xvcomm.schedule.steps import Request
+from xvcomm.trace import call_site
 from xvcomm.work import OrderedWorker, Work
 
 _NO_REDUCTION = Reduction(ReduceOp.SUM)
 _CLOSE_SECONDS = 2.0
+_INSIDE_START = 4
+"""Functions of xvcomm that are under way at the least when an asynchronous collective asks for the call site."""
 _REQUESTS = {
     OpCode.BROADCAST: Op.BROADCAST, OpCode.REDUCE: Op.REDUCE, OpCode.ALL_REDUCE: Op.ALL_REDUCE,
     OpCode.BARRIER: Op.ALL_REDUCE, OpCode.REDUCE_SCATTER: Op.REDUCE_SCATTER, OpCode.ALL_GATHER: Op.ALL_GATHER,
@@ -127,16 +130,18 @@ class Caller:
             self._context.admit(dst)
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
+        site = call_site(_INSIDE_START)  # asked for here: the worker has no caller
+
         def locked() -> Any:
             with self._order:
-                return self._run(call, deadline)
+                return self._run(call, deadline, site)
 
         self._context.ensure_open(call.op)
         return self._worker.submit(locked)
 
-    def _run(self, call: Call, deadline: Deadline) -> Any:
+    def _run(self, call: Call, deadline: Deadline, site: int = 0) -> Any:
         context = self._context
-        operation = context.begin(call.op, call.message())
+        operation = context.begin(call.op, call.message(), site=site)
         try:
             if self._native_only:
                 self._native(call, deadline, self._stream)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
-from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.abc.device import Courier, RingStalled, RingStopped
 from xvcomm.array import ArrayView
 from xvcomm.blame import Blame
 from xvcomm.board import Board
@@ -19,12 +19,12 @@ from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
 from xvcomm.pending import Pending
 from xvcomm.planner import Planner
-from xvcomm.ring import Message, Reason
+from xvcomm.ring import Message, Reason, RingEnd
 from xvcomm.session import Session
 from xvcomm.shm import Segment
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.topology import Topology
-from xvcomm.trace import DONE, State, call_site
+from xvcomm.trace import DONE, State, call_site, hooks
 
 _DRAIN_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
@@ -56,7 +56,7 @@ class Context:
         self.closing: list[Callable[[], None]] = []
         # Taken by whoever stops the communicator or unmaps it: no thread may write where nothing is mapped any more.
         self._gate = threading.RLock()
-        self._active: set[Operation] = set()
+        self._active: set[Operation | Courier] = set()
         self._closed = False
         self._word = 0
         self._departed: set[int] = set()
@@ -171,15 +171,50 @@ class Context:
                 f"{name} on a communicator that this rank has closed", rank=self.rank, op=str(name)
             )
 
-    def begin(self, name: OpCode, message: Message, peer: int = -1) -> Operation:
+    def courier(self, end: RingEnd, name: OpCode) -> Courier:
+        """What sends (`name` SEND) or receives single messages of a ring end; for its use see `enter`."""
+        assert self._board is not None
+        return self.device.courier(end, +name, self._recorder.handle, self.ident, self._board.stop)
+
+    def enter(self, courier: Courier, name: OpCode) -> int:
+        """Let a courier be used: until it leaves nothing is unmapped. Gives the number of the next collective.
+
+        Raises:
+            ClosedError: this rank has closed the communicator.
+        """
+        self._active.add(courier)
+        if self._closed:
+            self._active.discard(courier)
+            self.ensure_open(name)
+        return self._sequence
+
+    def leave(self, courier: Courier, *, moved: bool = True) -> None:
+        """A courier has `moved` a message, or has begun none."""
+        try:
+            if moved and hooks:
+                self._recorder.tell(courier.record)
+        finally:
+            self._active.discard(courier)
+
+    def replace(self, courier: Courier, name: OpCode, message: Message, peer: int) -> Operation:
+        """An operation in place of a courier that gave its message up; it must come to `fail`."""
+        operation = Operation(name, self._sequence, message, peer, courier.record)
+        self._active.add(operation)
+        self._active.discard(courier)
+        return operation
+
+    def begin(self, name: OpCode, message: Message, peer: int = -1, site: int = 0) -> Operation:
         """Start an operation: number it, record it, and for collectives compare it with the others'.
 
         Every operation begun must come to `end` or `fail`: until then nothing is unmapped.
 
+        Args:
+            site: where the user called it, from `call_site`; 0 if that is this thread's caller.
+
         Raises:
             MismatchError, PeerLost, Aborted, DeadlineExceeded, ClosedError: the communicator is finished.
         """
-        site = call_site(_INSIDE_SEND if peer >= 0 else _INSIDE_COLLECTIVE)
+        site = site or call_site(_INSIDE_SEND if peer >= 0 else _INSIDE_COLLECTIVE)
         operation = Operation(name, self._sequence, message, peer)
         self._active.add(operation)
         board = self._board
@@ -326,6 +361,8 @@ class Context:
             missing = self._departed.intersection(self._board.absent(operation.sequence))
             if missing:
                 self.abort(Reason.LEFT.word(min(missing)))
+                if self._native is not None:  # for a mere departure it lets those finish who still can
+                    self._native.abort(Reason.PEER_LOST.word(min(missing)))
 
     def _depart(self, rank: int) -> None:
         """A rank left in good order: only who still waits for it fails."""

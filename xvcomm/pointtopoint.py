@@ -17,6 +17,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.opcode import OpCode
 from xvcomm.streamtransfers import StreamTransfers
+from xvcomm.trace import call_site
 from xvcomm.transfers import HostTransfers, Transfer, Transfers
 from xvcomm.work import Work
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _SEND, _RECV = OpCode.SEND, OpCode.RECV
 _TAGS = 1 << 62
+_INSIDE_ADD = 2  # functions of xvcomm that are under way at the least when a group asks for the call site
 
 
 @dataclass(slots=True)
@@ -33,6 +35,12 @@ class _Group:
 
     transfers: list[Transfer] = field(default_factory=list)
     waits: bool = False
+
+    def add(self, transfer: Transfer, *, waits: bool = False) -> None:
+        """Note a call with its site, which nobody can find at the group's end."""
+        transfer.site = call_site(_INSIDE_ADD)
+        self.transfers.append(transfer)
+        self.waits = self.waits or waits
 
 
 class PointToPoint:
@@ -52,12 +60,11 @@ class PointToPoint:
     def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, stream: Any = None) -> None:
         """Send an array to rank `dst`; blocks until `x` may be changed."""
         transfer = self._sending(x, dst, tag, timeout, stream)
-        group = self._open_group()
+        group = self._open_group() if self._groups else None
         if group is None:
             self._transfers.run_alone(transfer)
         else:
-            group.waits = True
-            group.transfers.append(transfer)
+            group.add(transfer, waits=True)
 
     def recv(self, buf: Any, src: int, tag: int = 0, *, timeout: float | None = None, stream: Any = None) -> Any:
         """Receive an array from rank `src`; blocks until it is there.
@@ -69,14 +76,13 @@ class PointToPoint:
             `buf`, or a new array where it is immutable.
         """
         transfer = self._receiving(buf, src, tag, timeout, stream)
-        group = self._open_group()
+        group = self._open_group() if self._groups else None
         if group is None:
             self._transfers.run_alone(transfer)
             return array.finish(transfer.view)
         if transfer.view.immutable:
             raise ArrayError("recv of an immutable array inside group() cannot return it yet; use irecv and its result()")
-        group.waits = True
-        group.transfers.append(transfer)
+        group.add(transfer, waits=True)
         return buf
 
     def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, stream: Any = None) -> Work:
@@ -120,7 +126,7 @@ class PointToPoint:
             self._transfers.start(group.transfers)
 
     def _open_group(self) -> _Group | None:
-        return self._groups.get(threading.get_ident()) if self._groups else None
+        return self._groups.get(threading.get_ident())
 
     def _sending(self, x: Any, dst: int, tag: int, timeout: float | None, stream: Any) -> Transfer:
         if not 0 <= dst < self.size or dst == self.rank or not 0 <= tag < _TAGS:
@@ -151,7 +157,7 @@ class PointToPoint:
         work = self._transfers.work(transfer)
         group = self._open_group()
         if group is not None:
-            group.transfers.append(transfer)
+            group.add(transfer)
         else:
             self._transfers.start([transfer])
         return work

@@ -164,7 +164,7 @@ class RingEnd:
     Attributes:
         peer: rank at the other end.
         producer: whether this end fills the ring.
-        sequence: number of the next message.
+        counter: address of the number of the next message, for compiled code; `sequence` in memory.
         geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
         closing: called before the memory is unmapped, by whoever pinned it.
@@ -176,7 +176,8 @@ class RingEnd:
         self.peer = peer
         self.producer = producer
         self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
-        self.sequence = 0
+        self._sequence = ctypes.c_int64()
+        self.counter = ctypes.addressof(self._sequence)
         self.address = segment.address
         self.turn = segment.address + TURNS + (0 if producer else LINE)
         self.closing: list[Callable[[], None]] = []
@@ -202,6 +203,15 @@ class RingEnd:
                 f"rank {peer} offers ring protocol {version}, this rank speaks {VERSION}; install one xvcomm everywhere"
             )
         return cls(segment, RingLayout(lanes, slots, slot_bytes), peer=peer, producer=producer)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the next message."""
+        return self._sequence.value
+
+    @sequence.setter
+    def sequence(self, number: int) -> None:
+        self._sequence.value = number
 
     def abort(self, word: int) -> None:
         """Tell both ends to stop; the first reason stays."""

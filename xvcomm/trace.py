@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 from llvmlite import ir
@@ -130,7 +131,8 @@ def note(handle, communicator, sequence, op, dtype, nbytes, peer, tag, site):  #
     return number
 
 
-def _end(handle, number, state):  # type: ignore[no-untyped-def]
+@register_jitable
+def note_end(handle, number, state):  # type: ignore[no-untyped-def]
     """Note the end of an operation, unless its record was overwritten since."""
     region, capacity = load(handle), load(handle + 8)
     if region != 0 and load(handle + 16) - number <= capacity:
@@ -141,7 +143,7 @@ def _end(handle, number, state):  # type: ignore[no-untyped-def]
 
 with compiling():
     _note_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(note)
-    _end_kernel = brief("void(int64, int64, int64)")(_end)
+    _end_kernel = brief("void(int64, int64, int64)")(note_end)
 
 
 class Recorder:
@@ -173,7 +175,12 @@ class Recorder:
     def end(self, number: int, state: int = DONE) -> None:
         """Note that it ended."""
         _end_kernel(self.handle, number, +state)
-        if hooks and self._writer[0]:
+        if hooks:
+            self.tell(number)
+
+    def tell(self, number: int) -> None:
+        """Call the hooks with the record of an operation that ended."""
+        if self._writer[0]:
             record = read(self._memory, number)
             for hook in list(hooks):
                 hook(record)
@@ -188,7 +195,9 @@ class Recorder:
 # Text of call sites, each at an address of its own that stays valid: compiled code copies from it.
 _texts = (ctypes.c_char * _SITE_BYTES * _SITES)()
 _places = itertools.count()  # one step, so that threads need no lock
-_sites: dict[tuple[str, int], int] = {}
+# By the code object's address and the place in it, which are quicker to ask for than file and line. The code object is
+# kept, so that no other one gets the address.
+_sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
 
 
 def call_site(inside: int) -> int:
@@ -199,6 +208,12 @@ def call_site(inside: int) -> int:
             would take time.
     """
     frame = sys._getframe(inside + 1)
+    found = _sites.get((id(frame.f_code), frame.f_lasti))
+    return found[0] if found is not None else _outer_site(frame)
+
+
+def _outer_site(frame: FrameType) -> int:
+    """The same, looking at each caller from a frame on."""
     while True:
         file = frame.f_code.co_filename
         internal = _internal.get(file)
@@ -207,18 +222,18 @@ def call_site(inside: int) -> int:
         if not internal or frame.f_back is None:
             break
         frame = frame.f_back
-    # Keyed by file name: hashing a code object walks through all of it.
-    key = file, frame.f_lineno
-    found = _sites.get(key)
-    return found if found is not None else _add_site(key)
+    found = _sites.get((id(frame.f_code), frame.f_lasti))
+    return found[0] if found is not None else _add_site(frame)
 
 
-def _add_site(key: tuple[str, int]) -> int:
+def _add_site(frame: FrameType) -> int:
     if len(_sites) >= _SITES:
         _sites.clear()
     text = _texts[next(_places) % _SITES]
-    text.raw = f"{Path(key[0]).name}:{key[1]}".encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
-    address = _sites[key] = ctypes.addressof(text)
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    text.raw = place.encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
+    address = ctypes.addressof(text)
+    _sites[id(frame.f_code), frame.f_lasti] = address, frame.f_code
     return address
 
 

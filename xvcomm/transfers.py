@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from xvcomm import array
-from xvcomm.abc.device import RingStalled, RingStopped, Stream
+from xvcomm.abc.device import Courier, RingStalled, RingStopped, Stream
 from xvcomm.array import ArrayView
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType
@@ -19,7 +20,7 @@ from xvcomm.links import Use
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
 from xvcomm.ring import Message, RingEnd
-from xvcomm.trace import State
+from xvcomm.trace import State, call_site
 from xvcomm.work import Work
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Looked up once: members of enumerations take longer to find than the rest of some lines below.
 _SEND, _P2P = OpCode.SEND, Use.POINT_TO_POINT
+_INSIDE = 2  # functions of xvcomm that are under way when `run_alone` asks for the call site
 
 
 class Transfer(msgspec.Struct, eq=False):
@@ -35,6 +37,7 @@ class Transfer(msgspec.Struct, eq=False):
     Attributes:
         stream: handle of the stream that it is ordered on; None where nobody knows.
         promise: what its Work waits for, if it has one.
+        site: where the user called it, if that is not the thread's caller when it is enqueued; see `trace.call_site`.
         operation, end: once it is enqueued.
     """
 
@@ -45,6 +48,7 @@ class Transfer(msgspec.Struct, eq=False):
     deadline: Deadline
     stream: int | None = None
     promise: Any = None
+    site: int = 0
     operation: Operation | None = None
     end: RingEnd | None = None
 
@@ -85,7 +89,7 @@ class Transfers(ABC):
         context = self._context
         view, sending = t.view, t.name is _SEND
         message = _message(view.dtype, view.nbytes, t.tag)
-        t.operation = context.begin(t.name, message, t.peer)
+        t.operation = context.begin(t.name, message, t.peer, t.site)
         end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=sending)
         move = context.device.put if sending else context.device.get
         move(end, view.address, message, stream)
@@ -115,21 +119,36 @@ class HostTransfers(Transfers):
         super().__init__(context)
         # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
         self._free: list[Stream] = []
+        # The same of couriers, for each direction and peer.
+        self._couriers: dict[tuple[OpCode, int], list[Courier]] = defaultdict(list)
 
     def run_alone(self, t: Transfer) -> None:
-        """See `Transfers.run_alone`; without lists, because they are a tenth of a small message."""
-        context, stream = self._context, self._take_stream()
-        stream.deadline = t.deadline
+        """See `Transfers.run_alone`; by courier, but the first message of a ring end, which makes it."""
+        context, view, couriers = self._context, t.view, self._couriers[t.name, t.peer]
+        if not couriers:
+            self.run([t])
+            assert t.end is not None
+            couriers.append(context.courier(t.end, t.name))
+            return
+        courier = couriers.pop()
+        site = call_site(_INSIDE)
         try:
-            with context.enqueueing:
-                self._enqueue(t, stream)
-            stream.synchronize()
+            collective = context.enter(courier, t.name)
+            if not courier.begin(collective, view.address, view.dtype.code, view.nbytes, t.tag, site):
+                courier.finish(t.deadline)
         except BaseException as error:
-            stream.discard()
-            self._fail([t], error)
-        self._free.append(stream)
-        assert t.operation is not None
-        context.end(t.operation)
+            self._lose(t, courier, error)
+        context.leave(courier)
+        couriers.append(courier)
+
+    def _lose(self, t: Transfer, courier: Courier, error: BaseException) -> NoReturn:
+        """Raise the user's error when a courier was stopped, or interrupted."""
+        if not courier.discard():
+            self._context.leave(courier, moved=False)
+            raise error
+        t.end = courier.end
+        t.operation = self._context.replace(courier, t.name, _message(t.view.dtype, t.view.nbytes, t.tag), t.peer)
+        self._fail([t], error)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.atomics import READY, STOPPED
-from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Word, drive
+from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Word, drive, next_number
 from xvcomm.deadline import Deadline
 from xvcomm.ring import Message, RingEnd
 
@@ -66,9 +66,8 @@ class Batch:
         op, dtype, nbytes, tag, detail = message
         _ROW.pack_into(
             self._memory, index * _ROW_BYTES,
-            kind, end.address, data, nbytes, end.sequence, op, dtype, nbytes, tag, detail, NEW, rest,
+            kind, end.address, data, nbytes, next_number(end.counter), op, dtype, nbytes, tag, detail, NEW, rest,
         )  # fmt: skip
-        end.sequence += 1
 
     def drive(self, wake: int = 0, seen: int = 0, budget: int = BUDGET) -> int:
         """Move what can be moved; see `mover.drive`. Resumes.

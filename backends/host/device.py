@@ -12,6 +12,7 @@ import numpy as np
 
 from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
 from xvcomm.backends.host.batch import NO_GATES, Batch
+from xvcomm.backends.host.courier import HostCourier
 from xvcomm.backends.host.engine import Engine
 from xvcomm.backends.host.kernels import scale
 from xvcomm.backends.host.mover import MAX_STREAMS, Kind
@@ -141,6 +142,10 @@ class HostDevice(Device):
         stream.batch.add(
             kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates
         )
+
+    def courier(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostCourier:
+        """See `Device.courier`."""
+        return HostCourier(end, op, recorder, communicator, stop, self._spins)
 
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
         """See `Device.reduce`."""

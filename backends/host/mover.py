@@ -8,7 +8,6 @@ signals and deadlines. Rows keep their state: calling `drive` again resumes.
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 from numba.extending import register_jitable
 
@@ -29,6 +28,7 @@ from xvcomm.atomics import (
 )
 from xvcomm.backends.host.reducers import call_combine
 from xvcomm.jit import compiling, kernel
+from xvcomm.trace import brief
 
 MISMATCH, SOME = 3, 4
 """Further results of `drive`, beside READY, PENDING and STOPPED: descriptions differ; at least one row is done."""
@@ -239,7 +239,36 @@ def _ready(rows: int, row: int) -> int:
     return _PROGRESS
 
 
-def _drive(rows: Any, count: int, wake: int, seen: int, spins: int, budget: int) -> int:
+@register_jitable
+def _step(rows: int, row: int) -> int:
+    """Bring a row on that is not done, if it may begin; one of the results of `_advance`."""
+    ready = _ready(rows, row) if load(row + 8 * _PHASE) == NEW else _PROGRESS
+    return _advance(row) if ready == _PROGRESS else ready
+
+
+@register_jitable
+def try_row(row: int) -> int:
+    """Move what can be moved of a single transfer without waiting: READY, PENDING, STOPPED or MISMATCH."""
+    result = _PROGRESS
+    while result == _PROGRESS:
+        result = _step(row, row)
+    if result == _COMPLETE:
+        return READY
+    if result == _NOTHING:
+        return PENDING
+    return STOPPED if result == _STOPPED else MISMATCH
+
+
+@register_jitable
+def take(counter: int) -> int:
+    """Take the number of a ring end's next message; for callers that hold the interpreter lock."""
+    number = load(counter)
+    store(counter, number + 1)
+    return number
+
+
+@register_jitable
+def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: int) -> int:
     """Move all transfers until they are done.
 
     Args:
@@ -258,9 +287,7 @@ def _drive(rows: Any, count: int, wake: int, seen: int, spins: int, budget: int)
             row = rows + 8 * WIDTH * i
             if load(row + 8 * _PHASE) == DONE:
                 continue
-            result = _ready(rows, row) if load(row + 8 * _PHASE) == NEW else _PROGRESS
-            if result == _PROGRESS:
-                result = _advance(row)
+            result = _step(rows, row)
             if result == _STOPPED or result == _MISMATCH:
                 return (STOPPED if result == _STOPPED else MISMATCH) | (i << 8)
             finished = finished or result == _COMPLETE
@@ -280,4 +307,5 @@ def _drive(rows: Any, count: int, wake: int, seen: int, spins: int, budget: int)
 
 
 with compiling():
-    drive = kernel("int64(int64, int64, int64, int64, int64, int64)")(_drive)
+    drive = kernel("int64(int64, int64, int64, int64, int64, int64)")(drive_all)
+    next_number = brief("int64(int64)")(take)

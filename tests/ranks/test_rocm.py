@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import PeerLost
-from xvcomm.testing import World, asynchronous, collectives, graphs, pointtopoint, refusals
-from xvcomm.testing.arrays import arrays
+from xvcomm.testing import World, asynchronous, collectives, failures, graphs, pointtopoint, refusals
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
+from xvcomm.testing.signals import meet
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
@@ -48,10 +47,6 @@ def environment(root: Path) -> dict[str, str]:
     except builder["NoCompiler"] as missing:
         pytest.skip(str(missing))
     return {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "4", **SMALL_GPU_RINGS}
-
-
-def meet(comm: Communicator) -> None:
-    comm.barrier()
 
 
 @pytest.fixture(scope="session")
@@ -134,13 +129,13 @@ def test_others(world: World, check: Callable[..., None], args: tuple[Any, ...])
     world.run(check, *args)
 
 
-@pytest.mark.parametrize("check", asynchronous.ORDER, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", asynchronous.CHECKS, ids=lambda check: check.__name__)
 def test_order(world: World, check: Callable[..., None]) -> None:
     """What is ordered, and who does not wait."""
     world.run(check)
 
 
-@pytest.mark.parametrize("check", asynchronous.ERRORS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", failures.CHECKS, ids=lambda check: check.__name__)
 def test_errors(world: World, check: Callable[..., None]) -> None:
     """What goes wrong comes out of `synchronize` and of the next operation."""
     world.run(check)
@@ -167,7 +162,7 @@ def test_streams_that_lag(job: Job) -> None:
         ranks.run(collectives.check_all_gather, "int64", 1001)
         ranks.run(collectives.check_all_to_all, "int64", 101)
         ranks.run(pointtopoint.check_exchange, "float32", 10_001)
-        for check in asynchronous.ORDER:
+        for check in asynchronous.CHECKS:
             ranks.run(check)
 
 
@@ -189,30 +184,15 @@ def test_graphs(alone: World, check: Callable[..., None]) -> None:
     alone.run(check)
 
 
-def wait_for_the_dead(comm: Communicator) -> list[PeerLost]:
-    """Have a message and a collective under way that need a rank which is about to die; what comes of them."""
-    a, victim = arrays(comm), comm.size - 1
-    x, y = a.put(np.zeros(100)), a.put(np.zeros(100))
-    works = [comm.irecv(x, victim), comm.all_reduce(y, async_op=True)]
-    errors = []
-    for call in (*(work.synchronize for work in works), comm.barrier):
-        try:
-            call()
-        except PeerLost as error:
-            errors.append(error)
-    a.get(x)
-    return errors
-
-
 @pytest.mark.parametrize("name", TABLE)
 def test_death(job: Job, name: str) -> None:
     """What waits for a rank that is killed ends with its name; the streams go on."""
     with job(name) as ranks:
-        victim = ranks.size - 1
         ranks.run(meet)
+        victim = ranks.size - 1
         for rank in range(victim):
-            ranks.submit(rank, wait_for_the_dead)
-        ranks.submit(victim, sleep_until_killed)
+            ranks.submit(rank, failures.wait_for_last)
+        ranks.submit(victim, failures.sleep)
         time.sleep(0.5)
         killed = time.monotonic()
         ranks.kill(victim, signal.SIGKILL)
@@ -220,9 +200,4 @@ def test_death(job: Job, name: str) -> None:
         assert time.monotonic() - killed < SOON
         assert isinstance(dead, EOFError)
         for errors in outcomes:
-            assert len(errors) == 3, errors
-            assert all(error.peer == victim for error in errors), errors
-
-
-def sleep_until_killed(comm: Communicator) -> None:
-    time.sleep(60)
+            assert len(errors) == 3 and all(isinstance(e, PeerLost) and e.peer == victim for e in errors), errors

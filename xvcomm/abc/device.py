@@ -105,6 +105,53 @@ class Stream(ABC):
         """Forget what was enqueued and neither synchronised nor flushed; its rings are finished by it."""
 
 
+class Courier(ABC):
+    """Moves single messages of one ring end for a caller that waits: one at a time, in fewer steps than a stream.
+
+    Attributes:
+        end: the ring end.
+    """
+
+    end: RingEnd
+
+    @property
+    @abstractmethod
+    def record(self) -> int:
+        """Number of the newest message's record in the flight recorder."""
+
+    @abstractmethod
+    def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, site: int) -> bool:
+        """Note a message in the flight recorder, put it behind the ring end's others, and move what need not wait.
+
+        Args:
+            collective: number of the communicator's next collective, for the record.
+            data: address of the array.
+            dtype, nbytes, tag: as in `ring.Message`.
+            site: where the user called, from `trace.call_site`.
+
+        Returns:
+            Whether the message is through and the end of the record noted; else comes `finish`.
+
+        Raises:
+            RingStopped: see `Stream.synchronize`; also if the communicator's abort word is set.
+        """
+
+    @abstractmethod
+    def finish(self, deadline: Deadline) -> None:
+        """Block until the message is through, and note the end of its record.
+
+        Raises:
+            RingStopped, RingStalled: see `Stream.synchronize`.
+        """
+
+    @abstractmethod
+    def discard(self) -> bool:
+        """Give up the message after an error or an interrupt; False if there is none or it is through after all.
+
+        Whoever gives one up must stop its ring and note the end of its record.
+        """
+
+
 class Device(ABC):
     """One vendor's memory, streams and movers, seen from one rank. Addresses are plain integers."""
 
@@ -151,6 +198,16 @@ class Device(ABC):
         *, remote_first: bool = False,
     ) -> None:  # fmt: skip
         """Receive into `dst`; with `op`, reduce into it: `remote op dst` if `remote_first`, else `dst op remote`."""
+
+    def courier(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> Courier:
+        """What moves single messages of a ring end; only devices have it that do not go on behind the host.
+
+        Args:
+            op: `OpCode.SEND` or `OpCode.RECV`, for the record.
+            recorder, communicator: `Recorder.handle`, and the communicator's number in the records.
+            stop: address of the communicator's abort word.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:

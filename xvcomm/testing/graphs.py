@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,11 @@ def _by_cupy(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
     stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
     try:
         enqueue()
-    finally:
-        graph = stream.end_capture()
+    except BaseException:
+        with contextlib.suppress(Exception):  # a capture that failed cannot end well
+            stream.end_capture()
+        raise
+    graph = stream.end_capture()
     return lambda: graph.launch(stream)
 
 
@@ -37,8 +41,10 @@ def _by_hip(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
     checked(hip.hipStreamBeginCapture(handle, hip.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal))
     try:
         enqueue()
-    finally:
-        graph = checked(hip.hipStreamEndCapture(handle))
+    except BaseException:
+        hip.hipStreamEndCapture(handle)
+        raise
+    graph = checked(hip.hipStreamEndCapture(handle))
     launchable = checked(hip.hipGraphInstantiate(graph, 0))
     return lambda: checked(hip.hipGraphLaunch(launchable, handle))
 
@@ -48,7 +54,7 @@ CAPTURES: dict[str, Callable[[int, Callable[[], None]], Callable[[], None]]] = {
 
 
 def check_graphs(comm: Communicator) -> None:
-    """Every operation, captured once by all ranks and launched several times, with the same called in between."""
+    """Every operation captured in a graph of its own, before any is launched; each several times, and called in between."""
     a = arrays(comm)
 
     def check(trial: Trial, run: Callable[[], None], what: str) -> None:
@@ -57,8 +63,9 @@ def check_graphs(comm: Communicator) -> None:
         run()
         assert_same_bits(a.get(trial.target), trial.want, f"{trial.name}, {what}")
 
-    for trial in warm(comm, a):
-        replay = _captured(comm, trial.run)
+    ready = warm(comm, a)
+    replays = [_captured(comm, trial.run) for trial in ready]
+    for trial, replay in zip(ready, replays, strict=True):
         for number in range(3):
             check(trial, replay, f"launch {number}")
         check(trial, trial.run, "called after the graph ran")

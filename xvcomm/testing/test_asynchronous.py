@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from xvcomm.testing import World, asynchronous, graphs
+from xvcomm.testing import World, asynchronous, failures, graphs
 from xvcomm.testing.cases import environment, is_asynchronous, kinds, too_few_devices
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a:2,b:2")
@@ -33,13 +33,13 @@ def world(place: tuple[str, str]) -> Iterator[World]:
         yield ranks
 
 
-@pytest.mark.parametrize("check", asynchronous.ORDER, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", asynchronous.CHECKS, ids=lambda check: check.__name__)
 def test_order(world: World, check: Callable[..., None]) -> None:
     """What is ordered, and who does not wait."""
     world.run(check)
 
 
-@pytest.mark.parametrize("check", asynchronous.ERRORS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", failures.CHECKS, ids=lambda check: check.__name__)
 def test_errors(world: World, check: Callable[..., None]) -> None:
     """What goes wrong comes out of `synchronize` and of the next operation."""
     world.run(check)

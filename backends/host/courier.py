@@ -1,0 +1,153 @@
+"""Moves single messages of one ring end, the usual case of point-to-point, with one or two compiled calls each.
+
+The first call holds the interpreter lock: so nothing of a message's start can be torn apart by another thread, and a
+small one that need not wait is through before the lock could have changed hands. What must wait, or copies much, goes on
+in a second call without the lock.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+from numba.extending import register_jitable
+
+from xvcomm.abc.device import Courier, RingStalled, RingStopped
+from xvcomm.atomics import PENDING, READY, STOPPED, load, load_acquire, store
+from xvcomm.backends.host import mover
+from xvcomm.backends.host.batch import BUDGET
+from xvcomm.backends.host.mover import WIDTH, Kind, drive_all, take, try_row
+from xvcomm.deadline import Deadline
+from xvcomm.jit import compiling, kernel
+from xvcomm.opcode import OpCode
+from xvcomm.ring import RingEnd
+from xvcomm.trace import DONE as ENDED
+from xvcomm.trace import brief, note, note_end
+
+HELD_BYTES = 128 << 10
+"""Messages up to here may be copied with the interpreter lock held: about as long as it takes to hand it over."""
+
+
+class Word(enum.IntEnum):
+    """Where things lie in a courier's memory."""
+
+    RECORDER = 0
+    COMMUNICATOR = 1
+    STOP = 2  # address of the communicator's abort word
+    COUNTER = 3  # address of the ring end's next sequence number
+    OP = 4  # for the record
+    SPINS = 5
+    RECORD = 6  # number of the newest record, inverted once its end is noted
+    ROW = 7  # of the mover
+
+
+_RECORDER, _COMMUNICATOR, _STOP, _COUNTER, _OP, _SPINS, _RECORD, _ROW = (8 * word for word in Word)
+_DATA, _NBYTES, _SEQUENCE, _DTYPE, _LENGTH, _TAG, _PHASE, _BLAME = (
+    8 * (Word.ROW + word)
+    for word in (
+        mover.Word.DATA, mover.Word.NBYTES, mover.Word.SEQUENCE, mover.Word.DTYPE, mover.Word.LENGTH, mover.Word.TAG,
+        mover.Word.PHASE, mover.Word.BLAME,
+    )
+)  # fmt: skip
+
+
+@register_jitable
+def _end(courier: int) -> None:
+    """Note that the message is through."""
+    number = load(courier + _RECORD)
+    note_end(load(courier + _RECORDER), number, ENDED)
+    store(courier + _RECORD, ~number)
+
+
+def _begin(courier: int, collective: int, data: int, dtype: int, nbytes: int, tag: int, site: int) -> int:
+    """See `Courier.begin`; READY, PENDING, STOPPED or MISMATCH."""
+    recorder, communicator, peer = load(courier + _RECORDER), load(courier + _COMMUNICATOR), load(courier + _BLAME)
+    number = note(recorder, communicator, collective, load(courier + _OP), dtype, nbytes, peer, tag, site)
+    store(courier + _RECORD, number)
+    store(courier + _PHASE, mover.NEW)
+    if load_acquire(load(courier + _STOP)) != 0:
+        return STOPPED
+    store(courier + _DATA, data)
+    store(courier + _NBYTES, nbytes)
+    store(courier + _SEQUENCE, take(load(courier + _COUNTER)))
+    store(courier + _DTYPE, dtype)
+    store(courier + _LENGTH, nbytes)
+    store(courier + _TAG, tag)
+    result = try_row(courier + _ROW) if nbytes <= HELD_BYTES else PENDING
+    if result == READY:
+        _end(courier)
+    return result
+
+
+def _advance(courier: int, budget: int) -> int:
+    """Move the rest; see `mover.drive`."""
+    return drive_all(courier + _ROW, 1, 0, 0, load(courier + _SPINS), budget)
+
+
+with compiling():
+    _begin_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64)")(_begin)
+    _advance_kernel = kernel("int64(int64, int64)")(_advance)
+    _end_kernel = brief("void(int64)")(_end)
+
+
+class HostCourier(Courier):
+    """A row of the mover whose words stay from message to message."""
+
+    def __init__(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int, spins: int) -> None:
+        self.end = end
+        self._words = np.zeros(Word.ROW + WIDTH, np.int64)
+        self._words[: Word.ROW] = (recorder, communicator, stop, end.counter, op, spins, -1)
+        row = self._words[Word.ROW :]
+        row[mover.Word.KIND] = Kind.PUT if end.producer else Kind.GET
+        row[mover.Word.RING] = end.address
+        row[mover.Word.OP] = OpCode.SEND
+        row[mover.Word.TURN] = end.turn
+        row[mover.Word.LANES : mover.Word.ITEMSIZE] = end.geometry
+        row[mover.Word.ITEMSIZE] = 1
+        row[mover.Word.BLAME] = end.peer
+        row[mover.Word.PHASE] = mover.DONE
+        self._address = int(self._words.ctypes.data)
+
+    @property
+    def record(self) -> int:
+        """See `Courier.record`."""
+        number = int(self._words[Word.RECORD])
+        return number if number >= 0 else ~number
+
+    def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, site: int) -> bool:
+        """See `Courier.begin`."""
+        code = _begin_kernel(self._address, collective, data, dtype, nbytes, tag, site)
+        if code > PENDING:
+            raise self._stopped()
+        return bool(code == READY)
+
+    def finish(self, deadline: Deadline) -> None:
+        """See `Courier.finish`."""
+        while not self.advance():
+            if deadline.expired():
+                raise RingStalled([self.end])
+        _end_kernel(self._address)
+
+    def advance(self, budget: int = BUDGET) -> bool:
+        """Move what can be moved, sleeping for so many nanoseconds in all; whether the message is through. Resumes.
+
+        Raises:
+            RingStopped: see `begin`.
+        """
+        code = _advance_kernel(self._address, budget)
+        if code > PENDING:
+            raise self._stopped()
+        return bool(code == READY)
+
+    def _stopped(self) -> RingStopped:
+        return RingStopped(self.end, self.end.abort_word(), int(self._words[Word.ROW + mover.Word.SEQUENCE]))
+
+    def discard(self) -> bool:
+        """See `Courier.discard`."""
+        if self._words[Word.RECORD] < 0:
+            return False
+        if self._words[Word.ROW + mover.Word.PHASE] == mover.DONE:
+            _end_kernel(self._address)
+            return False
+        self.end.give_up()
+        return True

@@ -1,0 +1,210 @@
+"""The host's courier: messages one by one, beside streams on the same ring ends, and how each is noted and stopped."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from xvcomm import trace
+from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.backends.host.courier import HELD_BYTES, HostCourier
+from xvcomm.backends.host.device import HostDevice
+from xvcomm.config import Config
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import UINT8
+from xvcomm.opcode import OpCode
+from xvcomm.ring import LEDGER, Message, Reason, RingEnd, RingLayout
+from xvcomm.shm import Segment
+from xvcomm.trace import Record, Recorder, State
+
+COMMUNICATOR, COLLECTIVE = 5, 12
+SLOTS = 4
+
+
+@dataclass
+class Side:
+    """One end of the ring with its courier, and the flight recorder that the courier writes."""
+
+    end: RingEnd
+    device: HostDevice
+    memory: memoryview = field(default_factory=lambda: memoryview(bytearray(trace.region_bytes(512))))
+    stop: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.memory)
+        self.courier = self.another()
+
+    def another(self) -> HostCourier:
+        """A courier of the same end."""
+        op = OpCode.SEND if self.end.producer else OpCode.RECV
+        stop = ctypes.addressof(self.stop)
+        return self.device.courier(self.end, op, self.recorder.handle, COMMUNICATOR, stop)
+
+    def begin(self, data: np.ndarray, tag: int = 0, courier: HostCourier | None = None) -> bool:
+        """Begin a message of bytes; whether it is through."""
+        site = trace.call_site(0)
+        return (courier or self.courier).begin(COLLECTIVE, data.ctypes.data, UINT8.code, data.nbytes, tag, site)
+
+    def move(self, data: np.ndarray, tag: int = 0) -> None:
+        """Begin and finish a message."""
+        if not self.begin(data, tag):
+            self.courier.finish(Deadline.after(20))
+
+    def stream(self, data: np.ndarray) -> object:
+        """Enqueue a message on a stream of its own."""
+        stream = self.device.streams(1)[0]
+        stream.deadline = Deadline.after(20)
+        put = self.device.put if self.end.producer else self.device.get
+        put(self.end, data.ctypes.data, Message(OpCode.SEND, UINT8.code, data.nbytes, 0), stream)
+        return stream
+
+    def last(self) -> Record:
+        """What the flight recorder holds of the newest message."""
+        found = trace.last(self.memory)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[Side, Side]]:
+    """Both ends of a ring of few slots."""
+    layout, device = RingLayout(1, SLOTS, 16 << 10), HostDevice(Config())
+    segment = Segment.create(Config().shm_dir, "courier", layout.size)
+    producer = RingEnd.create(segment, layout, peer=1, producer=True)
+    consumer = RingEnd.open(Segment.attach(Config().shm_dir, segment.name), peer=0, producer=False)
+    segment.unlink()
+    yield Side(producer, device), Side(consumer, device)
+    producer.close()
+    consumer.close()
+
+
+def pattern(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, nbytes, np.uint8)
+
+
+SIZES = [0, 1, 4096, 40_001, HELD_BYTES, HELD_BYTES + 1, 1_000_003]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_sizes(ring: tuple[Side, Side], nbytes: int) -> None:
+    """From nothing to what is left to the call without the interpreter lock; several of each."""
+    source, sink = ring
+
+    def receive(seed: int) -> np.ndarray:
+        got = np.empty(nbytes, np.uint8)
+        sink.move(got, seed)
+        return got
+
+    with ThreadPoolExecutor(1) as thread:
+        for seed in range(5):
+            received = thread.submit(receive, seed)
+            source.move(pattern(nbytes, seed), seed)
+            assert (received.result(20) == pattern(nbytes, seed)).all()
+    assert source.end.sequence == sink.end.sequence == 5
+
+
+def test_how_a_message_is_noted(ring: tuple[Side, Side]) -> None:
+    source, sink = ring
+    data, got = pattern(100), np.zeros(100, np.uint8)
+    assert not sink.begin(got, tag=7)
+    waiting = sink.last()
+    assert (waiting.communicator, waiting.sequence, waiting.op) == (COMMUNICATOR, COLLECTIVE, OpCode.RECV)
+    assert (waiting.nbytes, waiting.peer, waiting.tag, waiting.state) == (100, 0, 7, State.POSTED)
+    assert waiting.site.startswith("test_courier.py:")
+    assert source.begin(data, tag=7), "a small message waited though the ring is empty"
+    sent = source.last()
+    assert (sent.op, sent.peer, sent.tag, sent.state) == (OpCode.SEND, 1, 7, State.DONE) and sent.ended >= sent.posted
+    sink.courier.finish(Deadline.after(20))
+    assert sink.last().state == State.DONE and (got == data).all()
+    assert sink.courier.record == 0 and not sink.courier.discard()
+
+
+def test_more_than_the_ledger_holds(ring: tuple[Side, Side]) -> None:
+    """Empty messages need no slot, but each needs an entry."""
+    source, sink = ring
+    nothing = np.empty(0, np.uint8)
+    assert all(source.begin(nothing) for _ in range(LEDGER))
+    assert not source.begin(nothing)
+    assert sink.begin(nothing)
+    source.courier.finish(Deadline.after(20))
+    assert all(sink.begin(nothing) for _ in range(LEDGER))
+
+
+def test_streams_and_couriers_keep_their_order(ring: tuple[Side, Side]) -> None:
+    """Whatever is begun first moves first, although it is driven last."""
+    source, sink = ring
+    sent = [pattern(30_000, seed) for seed in range(4)]
+    got = [np.zeros_like(x) for x in sent]
+    first, third = source.stream(sent[0]), source.another()
+    assert not source.begin(sent[1]) and not source.begin(sent[2], courier=third)
+    last = source.stream(sent[3])
+    received = sink.stream(got[0])
+    with ThreadPoolExecutor(5) as threads:
+        waiting = [threads.submit(c.finish, Deadline.after(20)) for c in (third, source.courier)]
+        waiting += [threads.submit(s.synchronize) for s in (last, first)]
+        waiting.append(threads.submit(lambda: [received.synchronize(), *map(sink.move, got[1:])]))
+        for future in waiting:
+            future.result(20)
+    assert all((x == y).all() for x, y in zip(sent, got, strict=True))
+
+
+def test_a_deadline(ring: tuple[Side, Side]) -> None:
+    _, sink = ring
+    assert not sink.begin(np.empty(10, np.uint8))
+    with pytest.raises(RingStalled) as stalled:
+        sink.courier.finish(Deadline.after(0.01))
+    assert stalled.value.ends == (sink.end,)
+    assert sink.courier.discard() and sink.end.finished() == (0, False)
+    assert sink.last().state == State.POSTED, "whoever gives up says how it ended"
+
+
+@pytest.mark.parametrize(("nbytes", "tag"), [(10, 4), (11, 3)])
+def test_different_descriptions(ring: tuple[Side, Side], nbytes: int, tag: int) -> None:
+    source, sink = ring
+    assert source.begin(pattern(10), tag=3)
+    with pytest.raises(RingStopped) as stopped:
+        sink.begin(np.empty(nbytes, np.uint8), tag)
+    assert Reason.parse(stopped.value.word) == (Reason.MISMATCH, 0) and stopped.value.sequence == 0
+    assert sink.courier.discard()
+    mine, theirs = sink.end.dispute() or (None, None)
+    assert mine == Message(OpCode.SEND, UINT8.code, nbytes, tag) and theirs == Message(OpCode.SEND, UINT8.code, 10, 3)
+
+
+def test_a_stopped_communicator(ring: tuple[Side, Side]) -> None:
+    """Nothing moves any more, and the record says so once the operation is ended."""
+    source, _ = ring
+    assert source.begin(pattern(10))
+    source.stop.value = Reason.ABORTED.word(1)
+    with pytest.raises(RingStopped):
+        source.begin(pattern(10))
+    assert source.courier.discard() and source.courier.record == 1 and source.end.sequence == 1
+    assert source.last().state == State.POSTED
+
+
+def test_a_stopped_ring(ring: tuple[Side, Side]) -> None:
+    """What was sent before is still delivered; then waiting ends."""
+    source, sink = ring
+    assert source.begin(pattern(10))
+    source.end.abort(Reason.LEFT.word(0))
+    assert sink.begin(np.empty(10, np.uint8))
+    with pytest.raises(RingStopped) as stopped:
+        sink.move(np.empty(10, np.uint8))
+    assert Reason.parse(stopped.value.word) == (Reason.LEFT, 0) and stopped.value.sequence == 1
+
+
+def test_an_interrupt_behind_a_message(ring: tuple[Side, Side]) -> None:
+    """Its end is noted when it is found to be through, and there is nothing to give up."""
+    source, sink = ring
+    courier = sink.courier
+    assert not courier.discard(), "nothing was begun"
+    assert not sink.begin(np.empty(10, np.uint8))
+    assert source.begin(pattern(10))
+    courier.advance()  # what `finish` does up to where an interrupt may come
+    assert sink.last().state == State.POSTED
+    assert not courier.discard()
+    assert sink.last().state == State.DONE and sink.end.finished() == (1, True)

@@ -1,0 +1,182 @@
+"""Checks that what goes wrong on a device that goes on behind the host is told, and that its streams go on all the same.
+
+Each runs on communicators of its own, split off the one of the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from xvcomm.communicator import Communicator
+from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.testing.arrays import SECONDS, arrays
+from xvcomm.testing.signals import Signals, await_that
+from xvcomm.work import Work
+
+_PATIENCE = 0.4
+
+
+def check_mismatch(comm: Communicator) -> None:
+    """Ranks that describe a collective differently all learn of it: by `synchronize`, and by the next operation."""
+    a, odd = arrays(comm), comm.rank == comm.size - 1
+    for asynchronous in (True, False):
+        with _group(comm) as group:
+            x = a.put(np.zeros(1000, np.float64 if odd else np.float32))
+            if asynchronous:
+                errors = [_raised(MismatchError, _finished, group.all_reduce, x, async_op=True)]
+            else:
+                errors = [_raised_soon(MismatchError, group.all_reduce, x)]
+            errors.append(_raised(MismatchError, group.barrier))
+            for error in errors:
+                assert "float32" in str(error) and "float64" in str(error), error
+            a.get(x)
+
+
+def check_message_mismatch(comm: Communicator) -> None:
+    """Both ends of a message with two tags learn of it, and nothing is delivered."""
+    a, x = arrays(comm), np.ones(1000)
+    for asynchronous in (True, False):
+        with _group(comm) as group:
+            y = a.put(0 * x)
+            if comm.rank == 0:
+                group.isend(a.put(x), 1, tag=1)
+            elif comm.rank == 1 and asynchronous:
+                _raised(MismatchError, _finished, group.irecv, y, 0, tag=2)
+            elif comm.rank == 1:
+                _raised_soon(MismatchError, group.recv, y, 0, tag=2)
+            error = _raised_soon(MismatchError, group.barrier)
+            assert "tag 1" in str(error) and "tag 2" in str(error), error
+            assert not a.get(y).any(), "a message was delivered that both ends described differently"
+
+
+def check_deadline(comm: Communicator) -> None:
+    """What nobody comes to ends by its deadline, and the stream that it is on goes on."""
+    a, late = arrays(comm), comm.size - 1
+    for what in ("asynchronous", "blocking", "message"):
+        signals = Signals(comm)
+        with _group(comm) as group:
+            x = a.put(np.zeros(1000))
+            if comm.rank == late:
+                signals.hear("late", range(late))
+            elif what == "asynchronous":
+                work = group.all_reduce(x, async_op=True, timeout=_PATIENCE)
+                _raised(DeadlineExceeded, work.synchronize)
+                await_that(work.done)  # as soon as the stream has left it
+                assert isinstance(work.exception(), DeadlineExceeded)
+            elif what == "blocking":
+                with contextlib.suppress(DeadlineExceeded):  # on host memory
+                    group.all_reduce(x, timeout=_PATIENCE)
+                _raised_soon(DeadlineExceeded, group.barrier)
+            elif comm.rank == 0:
+                with contextlib.suppress(DeadlineExceeded):
+                    group.recv(x, late, timeout=_PATIENCE)
+            signals.tell("late")
+            error = _raised_soon(DeadlineExceeded, group.barrier)
+            assert f"rank {late}" in str(error), error
+            a.get(x)
+
+
+def check_abort(comm: Communicator) -> None:
+    """`abort` ends what is on the streams; the reason comes out of `synchronize` and of the next operation."""
+    for error in _ended_by(comm, lambda group: group.abort("enough is enough"), Aborted):
+        assert "enough is enough" in str(error), error
+
+
+def check_departure(comm: Communicator) -> None:
+    """Who waits for a rank that closes its communicator learns of it."""
+    for error in _ended_by(comm, Communicator.close, PeerLost):
+        assert error.peer == comm.size - 1, error
+
+
+def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: type[XvcommError]) -> list[XvcommError]:
+    """What the other ranks' operations raise that are under way when the last rank does something else."""
+    a, last, errors = arrays(comm), comm.size - 1, []
+    for asynchronous in (True, False):
+        signals = Signals(comm)
+        with _group(comm) as group:
+            x = a.put(np.zeros(1000))
+            with signals.late("all_reduce", last):
+                if comm.rank == last:
+                    act(group)
+                elif asynchronous:
+                    work = group.all_reduce(x, async_op=True)
+                else:
+                    with contextlib.suppress(error):  # on host memory
+                        group.all_reduce(x)
+            if comm.rank != last:
+                errors += [_raised(error, work.synchronize)] if asynchronous else []
+                errors.append(_raised_soon(error, group.barrier))
+            a.get(x)
+    return errors
+
+
+def wait_for_last(comm: Communicator) -> list[XvcommError]:
+    """Have a message and a collective under way that need the last rank, which will not come; what they raise."""
+    a, last = arrays(comm), comm.size - 1
+    x, y = a.put(np.zeros(100)), a.put(np.zeros(100))
+    works = [comm.irecv(x, last), comm.all_reduce(y, async_op=True)]
+    errors = [_raised(XvcommError, call) for call in (*(work.synchronize for work in works), comm.barrier)]
+    a.get(x)
+    a.get(y)
+    return errors
+
+
+def sleep(comm: Communicator) -> None:
+    """Come to nothing until the test ends this process."""
+    time.sleep(3 * SECONDS)
+
+
+@contextlib.contextmanager
+def _group(comm: Communicator) -> Iterator[Communicator]:
+    """A communicator of all ranks that may be finished in the block; `comm` must still work afterwards."""
+    group = comm.split(0)
+    assert group is not None
+    a = arrays(comm)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for each in (group, comm):
+        each.all_reduce(a.put(np.ones(3)))
+        each.sendrecv(a.put(np.ones(3)), after, a.put(np.ones(3)), before)
+    try:
+        yield group
+    finally:
+        group.close()
+    assert (a.get(comm.all_reduce(a.put(np.ones(3)))) == comm.size).all()
+    assert (a.get(comm.sendrecv(a.put(np.ones(3)), after, a.put(np.zeros(3)), before)) == 1).all()
+
+
+def _finished(start: Callable[..., Work], *args: Any, **kwargs: Any) -> None:
+    start(*args, **kwargs).synchronize()
+
+
+def _raised(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> XvcommError:
+    """The error that a call raises."""
+    try:
+        call(*args, **kwargs)
+    except error as raised:
+        return raised
+    raise AssertionError(f"no {error.__name__}")
+
+
+def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> XvcommError:
+    """The error that a call raises, or a later one: a call that does not wait cannot know what comes of it."""
+    raised: list[XvcommError] = []
+
+    def has_raised() -> bool:
+        try:
+            call(*args, **kwargs)
+        except error as caught:
+            raised.append(caught)
+        return bool(raised)
+
+    await_that(has_raised)
+    return raised[0]
+
+
+CHECKS: tuple[Callable[[Communicator], None], ...] = (
+    check_mismatch, check_message_mismatch, check_deadline, check_abort, check_departure,
+)  # fmt: skip

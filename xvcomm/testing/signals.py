@@ -1,0 +1,62 @@
+"""What ranks of a test tell each other past the communicator under test."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from xvcomm.communicator import Communicator
+from xvcomm.deadline import Deadline
+from xvcomm.testing.arrays import SECONDS, arrays
+
+_PAUSE = 0.01
+_serial = itertools.count()
+
+
+class Signals:
+    """How far each rank's host has come in a check; made by all ranks at the same place.
+
+    Attributes:
+        watched: ranks whose calls must return before the operation is done: those on asynchronous devices.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self._part = comm, f"signals/{next(_serial)}"
+        told = enumerate(comm.all_gather_object(arrays(comm).asynchronous))
+        self.watched = [rank for rank, asynchronous in told if asynchronous]
+
+    def tell(self, what: str) -> None:
+        """Say that this rank has come so far."""
+        self._comm.store.set(f"{self._part}/{what}/{self._comm.rank}", b"")
+
+    def hear(self, what: str, ranks: Iterable[int]) -> None:
+        """Wait until ranks have come so far."""
+        self._comm.store.wait([f"{self._part}/{what}/{rank}" for rank in ranks], Deadline.after(SECONDS))
+
+    def meet(self, what: str) -> None:
+        """Wait until all watched ranks have come so far."""
+        self.tell(what)
+        self.hear(what, self.watched)
+
+    @contextlib.contextmanager
+    def late(self, what: str, rank: int) -> Iterator[None]:
+        """Let the block of one rank begin when the watched ranks are through theirs."""
+        if self._comm.rank == rank:
+            self.hear(what, (r for r in self.watched if r != rank))
+        yield
+        self.tell(what)
+
+
+def meet(comm: Communicator) -> None:
+    """Wait for all ranks, and open what they keep open: connections, the native library."""
+    comm.barrier()
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    """Wait until something is so, which the code under test brings about by itself."""
+    deadline = Deadline.after(SECONDS)
+    while not condition():
+        assert not deadline.expired(), f"still not so after {SECONDS} s"
+        time.sleep(_PAUSE)
