@@ -5,12 +5,18 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
+# Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
+GPU    ?= cuda
+
 # mpirun, xvcomm and torchrun as started by tests and examples are the environment's own.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench docs clean
+.PHONY: help demo test test-slow test-gpu check bench bench-gpu docs clean
+
+# Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
+demo test test-slow bench: export XVCOMM_DEVICE := host
 
 help:
 	@awk -F ' *## *' '/^[a-z-]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +31,10 @@ $(READY): pyproject.toml constraints.txt | $(PY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
 	@touch $@
 
+$(READY)-$(GPU): $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,$(GPU)]'
+	@touch $@
+
 demo: $(READY)   ## train a small language model over two islands on this machine
 	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
 
@@ -34,6 +44,9 @@ test: $(READY)   ## every test that is not slow
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest
 
+test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if not cuda
+	$(PY) -m pytest -rs tests/gpu xvcomm/testing -k "cuda or rocm"
+
 check: $(READY)   ## ruff, mypy strict, import-linter
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
@@ -41,6 +54,9 @@ check: $(READY)   ## ruff, mypy strict, import-linter
 
 bench: $(READY)   ## host memory figures beside Gloo, OpenMPI and memcpy
 	$(PY) benchmarks/host.py --out docs/figures
+
+bench-gpu: $(READY)-$(GPU)   ## figures of all NVIDIA GPUs here beside NCCL, Gloo and raw copies
+	$(PY) benchmarks/gpu.py --out docs/figures
 
 docs: $(READY)   ## write the generated tables of docs/
 	$(PY) docs/generate.py

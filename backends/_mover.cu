@@ -680,7 +680,9 @@ XV_DEVICE void send(const Part& p, const char* data, Word* ring, u32 nbytes) {
 template <bool ALIGNED, class Doing>
 XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) {
     typedef typename Doing::Item Item;
-    constexpr u32 DEPTH = ALIGNED ? 8 : 2, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    // Small elements take many instructions a word: fewer words at once, or compiling takes seconds.
+    constexpr u32 MOST = Doing::REDUCES && sizeof(Item) < 4 ? 2 * sizeof(Item) : 8;
+    constexpr u32 DEPTH = ALIGNED ? MOST : MOST / 4 ? MOST / 4 : 1, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
     const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE;
     const bool swap = p.row.remote_first;
     for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
@@ -770,8 +772,12 @@ XV_DEVICE Part part_of(const Row& row, Board& board, u32 lane) {
 
 // Both ends differ about a message: with this end's words in place, stop the ring.
 XV_DEVICE void dispute(const Part& p) {
-    fence_system();
-    if (p.row.producer) store(entry(p.row, p.sequence, true), p.sequence + 1);
+    if (p.row.producer) {
+        u64* own = entry(p.row, p.sequence, true);
+        for (u32 i = 0; i < 5; ++i) store(own + 1 + i, field(p.row, i));
+        fence_system();
+        store(own, p.sequence + 1);
+    }
     fence_system();
     u64* abort = word(p.row, XV_ABORT);
     if (!load(abort)) store(abort, XV_MISMATCH | static_cast<u64>(p.row.blame) << 8);

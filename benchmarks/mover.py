@@ -87,12 +87,16 @@ class Side:
             found.append(max(self.times))
         return statistics.median(found[1:])
 
-    def raw(self, out: bool, nbytes: int) -> None:
-        """Copy to or from pinned host memory by a copy engine."""
-        if out:
-            self.runtime.copy(self.pinned[0].address, self.data, nbytes, self.streams[0])
-        else:
-            self.runtime.copy(self.target, self.pinned[1].address, nbytes, self.streams[1])
+    def raw(self, nbytes: int, out: bool, back: bool) -> Callable[[], None]:
+        """Copy to pinned host memory, from it, or both at the same time, by copy engines."""
+
+        def step() -> None:
+            if out:
+                self.runtime.copy(self.pinned[0].address, self.data, nbytes, self.streams[0])
+            if back:
+                self.runtime.copy(self.target, self.pinned[1].address, nbytes, self.streams[1])
+
+        return step
 
 
 class Link:
@@ -216,17 +220,16 @@ def line(*cells: Any) -> str:
 def bulk(side: Side, link: Link, nbytes: int) -> str:
     """GB/s of large messages, each direction counted alone, and ratios to raw copies."""
     rounds = max(4, min(50, (1 << 30) // nbytes))
-    first, sends = side.rank == 0, side.rank == 0
-    raw_one = side.timed(lambda: side.raw(sends, nbytes), rounds)
-    raw_both = side.timed(lambda: (side.raw(True, nbytes), side.raw(False, nbytes)) and None, rounds)
-    raw_alone = side.timed(lambda: (side.raw(True, nbytes), side.raw(False, nbytes)) and None if first else None, rounds)
+    first = side.rank == 0
+    raws = (side.raw(nbytes, first, not first), side.raw(nbytes, True, True), side.raw(nbytes, first, first))
+    raw = [side.timed(step, rounds) for step in raws]
     steps = (
         link.one_way(nbytes), link.one_way(nbytes, ReduceOp.SUM), link.one_way(nbytes, None, 4),
         link.both_ways(nbytes), link.both_ways(nbytes, ReduceOp.SUM),
     )  # fmt: skip
     times = [side.timed(step, rounds) for step in steps]
-    rate = [f"{nbytes / t / 1e9:.1f}" for t in (raw_one, raw_both, raw_alone)]
-    moved = [f"{nbytes / t / 1e9:.1f} ({raw / t:.2f})" for t, raw in zip(times, [raw_one] * 3 + [raw_both] * 2, strict=True)]
+    rate = [f"{nbytes / t / 1e9:.1f}" for t in raw]
+    moved = [f"{nbytes / t / 1e9:.1f} ({raw[i] / t:.2f})" for t, i in zip(times, (0, 0, 0, 1, 1), strict=True)]
     return line(size_text(nbytes), *rate, *moved)
 
 

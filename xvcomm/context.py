@@ -355,6 +355,10 @@ class Context:
             else:
                 self.abort(Reason.PEER_LOST.word(rank))
 
+    def awaits(self, operation: Operation) -> bool:
+        """Whether a rank has not come to a collective yet, as far as this host can tell."""
+        return operation.peer < 0 and self._board is not None and bool(self._board.absent(operation.sequence))
+
     def miss(self, operation: Operation) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""
         if self._departed and self._board is not None:

@@ -82,12 +82,12 @@ class Flight:
                 return CollectiveStopped(word), self.operations[0]
         return None
 
-    def lateness(self) -> tuple[Exception, Operation]:
-        """What to say when the deadline has passed."""
+    def lateness(self, awaited: Callable[[Operation], bool]) -> tuple[Exception, Operation]:
+        """What to say when the deadline has passed; `awaited` tells whether an operation waits for a rank to come."""
         open_ends = [(end, operation) for end, sequence, operation in self.ends if end.finished()[0] < sequence]
         if open_ends:
             return RingStalled([end for end, _ in open_ends]), open_ends[0][1]
-        return CollectiveStalled(()), self.operations[0]
+        return CollectiveStalled(()), next(filter(awaited, self.operations), self.operations[-1])
 
 
 class _Boarding(msgspec.Struct, eq=False):
@@ -130,6 +130,8 @@ class Pending:
             boarding = self._boarding.get(handle)
             if boarding is None:
                 boarding = self._boarding[handle] = _Boarding(deadline, native)
+            elif deadline.at < boarding.deadline.at:
+                boarding.deadline = deadline
             boarding.native = native or boarding.native
             boarding.operations.append(operation)
             boarding.ends.extend(ends)
@@ -177,7 +179,7 @@ class Pending:
             self._end(flight, flight.outcome())
         elif flight.deadline.expired():
             flight.deadline = NEVER  # said once; the streams go on as soon as everything has stopped
-            error, operation = flight.lateness()
+            error, operation = flight.lateness(self._context.awaits)
             flight.error = self._context.explain(error, operation)
         elif flight.native is not None:
             # Whoever has not come to the last collective may never come.

@@ -59,7 +59,6 @@ def job(environment: Mapping[str, str]) -> Job:
 def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
     """Ranks that serve all tests of one job."""
     with job(request.param) as ranks:
-        ranks.run(meet)  # opens what the ranks keep open: a native library is joined past the first connection to the store
         yield ranks
 
 
@@ -67,7 +66,6 @@ def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
 def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
     """Ranks on ROCm only."""
     with job(request.param) as ranks:
-        ranks.run(meet)  # opens what the ranks keep open: a native library is joined past the first connection to the store
         yield ranks
 
 

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -60,14 +61,18 @@ class World:
         labels: Sequence[str | None] = parse_islands(islands) if islands else [None] * (size or len(kinds) or 1)
         self.size = len(labels)
         further = [env] * self.size if isinstance(env, Mapping) else env
-        self._server = TcpServer("127.0.0.1", 0, _SECRET)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self._processes = []
         self._pipes: list[Connection] = []
+        self._closing, theirs = context.Pipe()
+        self._server = context.Process(target=_serve_store, args=(theirs,), daemon=True)
+        self._server.start()
+        theirs.close()
+        address = self._closing.recv()
         for rank, label in enumerate(labels):
             variables = {
-                "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(self.size), "XVCOMM_STORE": self._server.address,
+                "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(self.size), "XVCOMM_STORE": address,
                 "XVCOMM_LOCAL_RANK": str(rank), "XVCOMM_LOCAL_SIZE": str(self.size),
                 "XVCOMM_SECRET": _SECRET, "XVCOMM_TIMEOUT": str(timeout), "XVCOMM_ISLAND": label or "",
                 **(_device_variables(kinds, rank) if kinds else {}), **further[rank],
@@ -159,15 +164,32 @@ class World:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self._processes:
-            process.join(5.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+            _end(process)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
-        self._server.close()
+        if not self._closing.closed:
+            self._closing.close()
+            _end(self._server)
+
+
+def _end(process: ForkServerProcess) -> None:
+    """Wait for a process that was asked to end; not for ever."""
+    process.join(5.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
+
+
+def _serve_store(pipe: Connection) -> None:
+    """Where the ranks meet, until the pipe closes. A process of its own: ranks come and go, and connections with them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the ranks
+    server = TcpServer("127.0.0.1", 0, _SECRET)
+    pipe.send(server.address)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    server.close()
 
 
 def _device_variables(kinds: Sequence[str], rank: int) -> dict[str, str]:
