@@ -173,7 +173,7 @@ class Kernels:
             log = "\n".join(str(error).splitlines()[:_LOG_LINES])
             raise BackendUnavailable(
                 f"kernel {name} cannot be made for {architecture}: {log}\n"
-                f"update the {runtime.kind} toolkit and driver to matching versions, or use XVCOMM_BACKEND=host"
+                f"update the {runtime.kind} toolkit and driver to matching versions, or use XVCOMM_DEVICE=host"
             ) from error
 
 

@@ -20,12 +20,12 @@ class Mark:
 
     Attributes:
         event: the vendor's handle.
-        captured: whether it is part of a graph; nobody can ask then whether it is reached.
+        captured: number of the capture, if it is part of a graph: nobody can ask then whether it is reached; else 0.
     """
 
     __slots__ = ("_free", "captured", "event")
 
-    def __init__(self, event: int, captured: bool, free: list[int]) -> None:
+    def __init__(self, event: int, captured: int, free: list[int]) -> None:
         self.event, self.captured, self._free = event, captured, free
 
     def __del__(self) -> None:
@@ -39,8 +39,8 @@ class Events:
         self._runtime = runtime
         self._free: list[int] = []
 
-    def record(self, stream: int, captured: bool) -> Mark:
-        """Mark what a stream holds now; `captured` says whether a graph is being captured from it."""
+    def record(self, stream: int, captured: int) -> Mark:
+        """Mark what a stream holds now; `captured` is the number of the capture that it takes part in, or 0."""
         try:
             event = self._free.pop()
         except IndexError:

@@ -56,7 +56,7 @@ class Engine:
             self._own.append(handle)
         return GpuStream(self, handle, owned=True)
 
-    def port(self, end: RingEnd, stream: int, captured: bool) -> Port:
+    def port(self, end: RingEnd, stream: int, captured: int) -> Port:
         """The port of a ring end; pins the ring's memory on first use, whose transfer will be on `stream`.
 
         Raises:
@@ -66,7 +66,7 @@ class Engine:
         found = self._ports.get(end)
         return found if found is not None else self._open(end, stream, captured)
 
-    def _open(self, end: RingEnd, stream: int, captured: bool) -> Port:
+    def _open(self, end: RingEnd, stream: int, captured: int) -> Port:
         if captured:
             raise ArgumentError(
                 f"the first message to or from rank {end.peer} pins memory, which a graph cannot capture; run the "
@@ -116,7 +116,7 @@ class Engine:
 
     def _points(self) -> Sequence[Mark]:
         """Marks behind all that is on the streams. Of other people's, which may be gone, the last one that was made."""
-        own = [self.events.record(handle, False) for handle in list(self._own) if not self.runtime.capturing(handle)]
+        own = [self.events.record(handle, 0) for handle in list(self._own) if not self.runtime.capture(handle)]
         return [*own, *(mark for mark in list(self.outside.values()) if not mark.captured)]
 
 
@@ -157,13 +157,13 @@ class GpuStream(Stream):
         return self._mark()
 
     def _mark(self) -> Mark:
-        captured = self.runtime.capturing(self._handle)
+        captured = self.runtime.capture(self._handle)
         newest = self._newest
         if newest is None or newest.captured != captured:
             return self._record(captured)
         return newest
 
-    def _record(self, captured: bool) -> Mark:
+    def _record(self, captured: int) -> Mark:
         self._newest = mark = self._engine.events.record(self._handle, captured)
         if not self._owned:
             self._engine.outside[self._handle] = mark
@@ -180,14 +180,14 @@ class GpuStream(Stream):
         """See `Stream.reached`; what goes into a graph is not on the stream."""
         mark = cast(Mark, mark)
         try:
-            return mark.captured or self.runtime.reached(mark.event)
+            return mark.captured != 0 or self.runtime.reached(mark.event)
         except VendorError as error:
             raise told(error, self.runtime.kind, self.index) from error
 
     def capturing(self) -> bool:
         """See `Stream.capturing`."""
         try:
-            return self.runtime.capturing(self._handle)
+            return self.runtime.capture(self._handle) != 0
         except VendorError as error:
             raise told(error, self.runtime.kind, self.index) from error
 
@@ -198,7 +198,7 @@ class GpuStream(Stream):
 
     def transfer(self, end: RingEnd, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> None:
         """Enqueue one message through a ring end; the device is the thread's current one."""
-        captured = self.runtime.capturing(self._handle)
+        captured = self.runtime.capture(self._handle)
         port = self._engine.port(end, self._handle, captured)
         row = Transfer(
             port.ring, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
@@ -228,7 +228,7 @@ class GpuStream(Stream):
         rows, self._together = self._together, None
         if not rows:
             return
-        captured = self.runtime.capturing(self._handle)
+        captured = self.runtime.capture(self._handle)
         rounds: list[list[tuple[Port, Transfer]]] = []
         kinds: list[object] = []  # of reduction: one launch does one
         following: dict[Port, int] = {}
@@ -247,7 +247,7 @@ class GpuStream(Stream):
             for first in range(0, len(part), ROWS):
                 self._launch(part[first : first + ROWS], captured)
 
-    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: bool) -> None:
+    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: int) -> None:
         for port, _ in rows:
             self._follow(port, captured)
         self._engine.kernels.move([row for _, row in rows], self._handle)
@@ -255,15 +255,13 @@ class GpuStream(Stream):
         for port, _ in rows:
             port.queue, port.mark = self._queue, mark
 
-    def _follow(self, port: Port, captured: bool) -> None:
+    def _follow(self, port: Port, captured: int) -> None:
         """Let what comes next wait for a port's last transfer, if that is on another stream.
 
         In a graph only what is in the same graph can be waited for, and outside only what is in none.
         """
         mark = port.mark
-        if mark is None or port.queue == self._queue or mark.captured != captured:
-            return
-        if not captured or self.runtime.capturing(port.queue[0]):
+        if mark is not None and port.queue != self._queue and mark.captured == captured:
             self.runtime.wait(self._handle, mark.event)
 
     @on_device
@@ -272,7 +270,7 @@ class GpuStream(Stream):
         self._start()
         if self._empty:
             return
-        if self.runtime.capturing(self._handle):
+        if self.runtime.capture(self._handle):
             raise ArgumentError("the host cannot wait for a stream while a graph is captured from it; wait afterwards")
         tail = self._tail()
         spinning = Deadline.after(self._engine.spin)
@@ -287,7 +285,7 @@ class GpuStream(Stream):
     def flush(self) -> Future[None]:
         """See `Stream.flush`; what goes into a graph is never on the stream."""
         self._start()
-        if self._empty or self.runtime.capturing(self._handle):
+        if self._empty or self.runtime.capture(self._handle):
             future: Future[None] = Future()
             future.set_result(None)
         else:

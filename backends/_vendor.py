@@ -93,8 +93,8 @@ class Runtime(ABC):
         """Block the host until a stream is empty."""
 
     @abstractmethod
-    def capturing(self, stream: int) -> bool:
-        """Whether a graph is being captured from a stream."""
+    def capture(self, stream: int) -> int:
+        """Number of the capture of a graph that a stream takes part in; 0 if of none."""
 
     @abstractmethod
     def event(self) -> int:

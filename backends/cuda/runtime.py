@@ -45,8 +45,9 @@ class CudaRuntime(Runtime):
     def __init__(self) -> None:
         self._contexts: dict[int, int] = {}
         self._devices = {0: -1}
-        # Too short a call to let the interpreter lock go.
-        self._exchange = ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        driver = ctypes.PyDLL("libcuda.so.1")  # too short calls to let the interpreter lock go
+        self._exchange = driver.cuThreadExchangeStreamCaptureMode
+        self._capture_info = driver.cuStreamGetCaptureInfo_v2
 
     count = _bound("cudaGetDeviceCount", runtime.getDeviceCount)
     allocate = _bound("cudaMalloc", runtime.malloc)
@@ -118,9 +119,14 @@ class CudaRuntime(Runtime):
         on_device = found.type in (runtime.memoryTypeDevice, runtime.memoryTypeManaged)
         return int(found.device) if on_device else None
 
-    def capturing(self, stream: int) -> bool:
-        """See `Runtime.capturing`; asking the legacy default stream would end a capture that goes on elsewhere."""
-        return stream not in _DEFAULT_STREAMS and self._capturing(stream)
+    def capture(self, stream: int) -> int:
+        """See `Runtime.capture`; asking the legacy default stream would end a capture that goes on elsewhere."""
+        return self._capture_number(stream) if stream not in _DEFAULT_STREAMS and self._capturing(stream) else 0
+
+    def _capture_number(self, stream: int) -> int:
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        self._capture_info(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+        return number.value
 
     def reached(self, event: int) -> bool:
         """See `Runtime.reached`; while another thread captures a graph, only a relaxed thread may ask."""

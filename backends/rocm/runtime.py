@@ -77,6 +77,7 @@ class HipRuntime(Runtime):
     destroy_stream = _bound(hip.hipStreamDestroy)
     synchronize = _bound(hip.hipStreamSynchronize)
     _capturing = _bound(hip.hipStreamIsCapturing, give=bool)
+    _capture_info = _bound(hip.hipStreamGetCaptureInfo)
     event = _bound(hip.hipEventCreateWithFlags, hip.hipEventDisableTiming, give=int)
     destroy_event = _bound(hip.hipEventDestroy)
     wait = _bound(hip.hipStreamWaitEvent, 0)
@@ -123,9 +124,9 @@ class HipRuntime(Runtime):
             raise
         return int(found.device) if int(found.type) in _ON_DEVICE else None
 
-    def capturing(self, stream: int) -> bool:
-        """See `Runtime.capturing`; asking the default stream is an error while a capture goes on elsewhere."""
-        return stream != 0 and self._capturing(stream)
+    def capture(self, stream: int) -> int:
+        """See `Runtime.capture`; asking the default stream is an error while a capture goes on elsewhere."""
+        return int(self._capture_info(stream)) if stream != 0 and self._capturing(stream) else 0
 
     def record(self, event: int, stream: int) -> None:
         """See `Runtime.record`."""
@@ -138,7 +139,7 @@ class HipRuntime(Runtime):
         HIP would end that capture, though the event was recorded before it.
         """
         try:
-            if self.capturing(self._streams.get(event, 0)):
+            if self.capture(self._streams.get(event, 0)):
                 return False
         except VendorError:  # the stream is gone
             pass

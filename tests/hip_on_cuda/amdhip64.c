@@ -177,6 +177,13 @@ FORWARD(hipStreamBeginCapture, cudaStreamBeginCapture, (hipStream_t stream, hipS
 FORWARD(hipStreamEndCapture, cudaStreamEndCapture, (hipStream_t stream, hipGraph_t *graph), (stream, graph))
 FORWARD(hipStreamIsCapturing, cudaStreamIsCapturing, (hipStream_t stream, hipStreamCaptureStatus *status),
         (stream, (enum cudaStreamCaptureStatus *)status))
+#if CUDART_VERSION >= 13000
+FORWARD(hipStreamGetCaptureInfo, cudaStreamGetCaptureInfo, (hipStream_t stream, hipStreamCaptureStatus *status, unsigned long long *id),
+        (stream, (enum cudaStreamCaptureStatus *)status, id, NULL, NULL, NULL, NULL))
+#else
+FORWARD(hipStreamGetCaptureInfo, cudaStreamGetCaptureInfo, (hipStream_t stream, hipStreamCaptureStatus *status, unsigned long long *id),
+        (stream, (enum cudaStreamCaptureStatus *)status, id, NULL, NULL, NULL))
+#endif
 FORWARD(hipThreadExchangeStreamCaptureMode, cudaThreadExchangeStreamCaptureMode, (hipStreamCaptureMode *mode),
         ((enum cudaStreamCaptureMode *)mode))
 API hipError_t hipGraphInstantiate(hipGraphExec_t *made, hipGraph_t graph, hipGraphNode_t *node, char *log, size_t bytes) {

@@ -122,7 +122,7 @@ def calls() -> None:
     runtime.record(event, one)
     runtime.wait(one, event)
     runtime.synchronize(one)
-    assert runtime.reached(event) and not runtime.capturing(one) and not runtime.capturing(0)
+    assert runtime.reached(event) and not runtime.capture(one) and not runtime.capture(0)
     assert target.raw == b"hello" + bytes(11)
     runtime.free(address)
     assert runtime.locate(address) is None

@@ -52,10 +52,10 @@ class Mark(Protocol):
     """A point on a stream of a device that goes on behind the host.
 
     Attributes:
-        captured: whether it went into a graph, so that nobody can ask whether it is reached.
+        captured: not 0 if it went into a graph, so that nobody can ask whether it is reached.
     """
 
-    captured: bool
+    captured: int
 
 
 class Stream(ABC):
