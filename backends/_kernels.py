@@ -35,7 +35,7 @@ TERMS = 256
 
 THREADS = 512
 PUT_WARPS = 2
-"""Warps of a block that write to a ring. A few keep PCIe full; more only stand in the way of those that read."""
+"""Warps of a block that write a large message to a ring: they keep PCIe full, more would hold up those that read."""
 
 MOST_BLOCKS = 64
 """Blocks of one launch of movers: all must run at the same time, beside the native library's and the user's kernels."""

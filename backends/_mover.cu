@@ -29,10 +29,11 @@ struct alignas(16) Word {
 };
 
 // ---------------------------------------------------------------------------------------------- compilers' primitives
-// load_acquire, store_release: a word that the other end sees too.     load, store: the same without ordering.
+// load_acquire, load, store: a word that the other end sees too; the last two order nothing.
 // fence_system: what this block did is seen everywhere before what this thread does next.
 // load_ring: 16 bytes that the other end wrote, past caches that might hold older ones.
 // hand_over: a warp's accesses are done before another warp of the block hears of it.
+// add: to a word that the blocks of a launch share; gives what it was.
 // agree, tell: whether something holds in a whole warp; one of its lanes' value for all.
 
 #if XV_HIP
@@ -51,7 +52,6 @@ XV_DEVICE u64 load_acquire(const u64* p) { return __hip_atomic_load(p, __ATOMIC_
 XV_DEVICE u64 load(const u64* p) { return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
 XV_DEVICE void store(u64* p, u64 v) { __hip_atomic_store(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
 XV_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, ""); }
-XV_DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
 XV_DEVICE void fence_block() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "workgroup"); }
 // A wave's release waits for its own stores only, so each wave that wrote the ring makes its own.
 XV_DEVICE void hand_over() {
@@ -99,7 +99,6 @@ XV_DEVICE u64 load(const u64* p) {
 }
 XV_DEVICE void store(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 XV_DEVICE void fence_system() { __threadfence_system(); }
-XV_DEVICE void fence_device() { __threadfence(); }
 XV_DEVICE void fence_block() { __threadfence_block(); }
 XV_DEVICE void hand_over() {
     __threadfence_block();
@@ -139,7 +138,6 @@ XV_DEVICE u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_AC
 XV_DEVICE u64 load(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 XV_DEVICE void store(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 XV_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-XV_DEVICE void fence_device() { fence_system(); }
 XV_DEVICE void fence_block() {}
 XV_DEVICE void hand_over() {}
 XV_DEVICE u32 add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
@@ -755,7 +753,7 @@ XV_DEVICE Part part_of(const Row& row, Board& board, u32 lane) {
     const i64 nbytes = high > low ? high - low : 0;
     const u32 pieces = static_cast<u32>((nbytes + row.chunk - 1) / row.chunk);
     const u32 warps = alone() ? 1 : blockDim.x / WIDTH - 1;
-    const bool few = producer && warps > XV_PUT_WARPS && is_aligned(row.data);
+    const bool few = producer && pieces > 4 && warps > XV_PUT_WARPS && is_aligned(row.data);
     u64* head = word(row, XV_COUNTERS + 2 * static_cast<i64>(lane) * XV_LINE);
     u64* tail = head + XV_LINE / sizeof(u64);
     if (threadIdx.x < sizeof(board.copied) / sizeof(u32)) board.copied[threadIdx.x] = 0;

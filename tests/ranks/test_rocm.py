@@ -35,6 +35,7 @@ MIXED = {
     "host:2, rocm:1, host:1": {"devices": "host:2,rocm:1,host:1"},
 }
 TABLE = ALONE | MIXED
+PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}}
 Job = Callable[..., World]
 
 
@@ -52,7 +53,7 @@ def environment(root: Path) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def job(environment: Mapping[str, str]) -> Job:
     """Starts ranks by a name of the table, with further variables."""
-    return lambda name, **further: World(**TABLE[name], env={**environment, **further})
+    return lambda name, **further: World(**(TABLE | PAIR)[name], env={**environment, **further})
 
 
 @pytest.fixture(scope="module", params=TABLE)
@@ -164,7 +165,7 @@ def test_streams_that_lag(job: Job) -> None:
             ranks.run(check)
 
 
-@pytest.mark.parametrize("name", ["rocm:2", "rocm:2, host:2"])
+@pytest.mark.parametrize("name", ["rocm:2", *PAIR])
 def test_dtypes(job: Job, name: str) -> None:
     """Every dtype, and every reduction with some of them, by the native library and by the movers."""
     with job(name) as ranks:

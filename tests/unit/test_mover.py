@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -255,8 +256,11 @@ def test_the_producer_waits_for_the_ledger(bench: Bench) -> None:
             ring.move(producer, data, message(0, tag=tag))
 
     ahead = bench.threads.submit(run, True)
+    until = time.monotonic() + 20
+    while ring.producer.finished()[0] < LEDGER and time.monotonic() < until:
+        time.sleep(0.001)
     with pytest.raises(TimeoutError):
-        ahead.result(0.3)
+        ahead.result(0.1)
     assert ring.producer.finished() == (LEDGER, True)
     bench.both(lambda: run(False), ahead.result)
     assert ring.consumer.finished() == (count, True)

@@ -163,15 +163,21 @@ def check_arrays_die(comm: Communicator) -> None:
     parts = [distinct(BY_NAME["int32"], 1000, seed=rank) for rank in range(comm.size)]
     mine, theirs, everything = parts[comm.rank], parts[before], np.concatenate(parts)
 
+    whole = a.put(np.zeros_like(everything))
+
     def prepare() -> list[Any]:
         return [a.put(mine), a.put(mine), a.put(np.zeros_like(mine))]
 
     def start(x: Any, y: Any, z: Any) -> list[Work]:
         comm.isend(x, after)
-        return [comm.all_gather(y, async_op=True), comm.irecv(z, before)]
+        comm.all_gather(y, out=whole, async_op=True)
+        behind = comm.barrier(async_op=True)
+        assert behind is not None
+        return [behind, comm.irecv(z, before)]
 
-    def check(gathering: Work, receiving: Work) -> None:
-        assert_same_bits(a.get(gathering.wait()), everything, "all_gather of an array that nobody kept")
+    def check(behind: Work, receiving: Work) -> None:
+        behind.synchronize()
+        assert_same_bits(a.get(whole), everything, "all_gather of an array that nobody kept")
         assert_same_bits(a.get(receiving.wait()), theirs, "a message of an array that nobody kept")
 
     check(*start(*prepare()))
