@@ -46,10 +46,8 @@ class GpuDevice(Device):
 
     def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
         self.runtime, self.index = runtime, index
-        cache = Path(config.kernel_cache) if config.kernel_cache else Path.home() / ".cache" / "xvcomm"
-        kernels = Kernels(runtime, index, cache)
+        kernels = self._kernels = self._load(config)
         self._engine = Engine(runtime, index, kernels, config.spin_us * 1e-6)
-        self._kernels = kernels
         self._adopted = _Adopted()
         self._able = DeviceCapabilities(
             runtime.kind, runtime.architecture(index), runtime.kind, index, asynchronous=True
@@ -57,6 +55,11 @@ class GpuDevice(Device):
         before = runtime.current()
         runtime.use(index)  # starts it, which takes long
         runtime.use(before)
+
+    @on_device
+    def _load(self, config: Config) -> Kernels:
+        cache = Path(config.kernel_cache) if config.kernel_cache else Path.home() / ".cache" / "xvcomm"
+        return Kernels(self.runtime, self.index, cache)
 
     def capabilities(self) -> DeviceCapabilities:
         """See `Device.capabilities`."""

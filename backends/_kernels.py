@@ -12,7 +12,7 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -41,9 +41,10 @@ MOST_BLOCKS = 64
 """Blocks of one launch of movers: all must run at the same time, beside the native library's and the user's kernels."""
 
 LOCAL_BLOCKS = 512
+NAMES = ("xv::move", "xv::reduce", "xv::scale")
 _ROW = struct.Struct("=3Q6q12I")
-_TERMS = struct.Struct("=Q3q")
-_SCALE = struct.Struct("=2Qqd2q")
+_TERMS = struct.Struct("=Q4q")
+_SCALE = struct.Struct("=2Qqd3q")
 _ALIGN = 16
 _LOG_LINES = 12
 _DIGEST = 32
@@ -79,70 +80,55 @@ class Kernels:
     """The movers of one device. Any thread; the device must be the calling thread's, see `Runtime.use`."""
 
     def __init__(self, runtime: Runtime, index: int, cache: Path) -> None:
+        """Load the kernels, all of them: loading one later would wait for those that run, and they may wait for it.
+
+        Raises:
+            BackendUnavailable: they do not compile.
+        """
         self._runtime = runtime
-        self._index = index
-        self._images = ImageCache(cache)
-        self._functions: dict[tuple[str, int, int], int] = {}
-        self._lock = threading.Lock()
+        self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), ImageCache(cache))
         self._local = threading.local()
 
     def move(self, transfers: Sequence[Transfer], stream: int) -> None:
-        """Start up to ROWS transfers together, at most one of each ring end; those that reduce do it alike.
-
-        Raises:
-            BackendUnavailable: the kernels do not compile.
-        """
+        """Start up to ROWS transfers together, at most one of each ring end."""
         count = len(transfers)
         assert 0 < count <= ROWS
         arguments = self._arguments()
         buffer, share = arguments.buffer, MOST_BLOCKS // count or 1
-        block = dtype = op = 0
+        block = 0
         for number, transfer in enumerate(transfers):
             message, (_, slots, slot_bytes, ledger, data) = transfer.message, transfer.geometry
             chunk, lanes, part = _cut(message.nbytes, transfer.geometry[0], slot_bytes)
             blocks = lanes if lanes < share else share
-            reduces = transfer.op is not None
-            if transfer.op is not None:
-                assert op in (0, transfer.op) and dtype in (0, message.dtype)
-                dtype, op = message.dtype, int(transfer.op)
+            reduction = 0 if transfer.op is None else _code(message.dtype, transfer.op)
             _ROW.pack_into(
                 buffer, number * _ROW.size,
                 transfer.ring, transfer.state, transfer.data,
                 message.nbytes, part, message.op, message.dtype, message.tag, message.detail,
-                transfer.blame, transfer.producer, reduces, transfer.remote_first,
+                transfer.blame, transfer.producer, reduction, transfer.remote_first,
                 slots, slot_bytes, ledger, data, chunk, lanes, block, blocks,
             )  # fmt: skip
             block += blocks
-        function = self._functions.get(("move", dtype, op)) or self._function("move", dtype, op)
-        self._runtime.launch(function, block, THREADS, 0, arguments.params, stream)
+        self._runtime.launch(self._move, block, THREADS, 0, arguments.params, stream)
 
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int) -> None:
-        """See `Device.reduce`.
-
-        Raises:
-            BackendUnavailable: the kernels do not compile.
-        """
+        """See `Device.reduce`."""
         assert 0 < len(srcs) <= TERMS
         aligned = not any(address % _ALIGN for address in (dst, *srcs))
         arguments = self._arguments()
-        _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), aligned)
+        _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), aligned, _code(dtype.code, op))
         struct.pack_into(f"={len(srcs)}Q", arguments.buffer, _TERMS.size, *srcs)
-        self._launch_local("reduce", dtype, int(op), count, arguments.params, stream)
+        self._launch_local(self._reduce, dtype, count, arguments.params, stream)
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: int) -> None:
-        """See `Device.scale`.
+        """See `Device.scale`."""
+        arguments, aligned = self._arguments(), not (dst % _ALIGN or src % _ALIGN)
+        _SCALE.pack_into(arguments.buffer, 0, dst, src, count, factor, divisor, aligned, dtype.code)
+        self._launch_local(self._scale, dtype, count, arguments.params, stream)
 
-        Raises:
-            BackendUnavailable: the kernels do not compile.
-        """
-        arguments = self._arguments()
-        _SCALE.pack_into(arguments.buffer, 0, dst, src, count, factor, divisor, not (dst % _ALIGN or src % _ALIGN))
-        self._launch_local("scale", dtype, 0, count, arguments.params, stream)
-
-    def _launch_local(self, kernel: str, dtype: DType, op: int, count: int, params: int, stream: int) -> None:
+    def _launch_local(self, function: int, dtype: DType, count: int, params: int, stream: int) -> None:
         """Spread `count` elements over the device, 16 bytes a thread."""
         if count:
-            function = self._functions.get((kernel, dtype.code, op)) or self._function(kernel, dtype.code, op)
             blocks = min(LOCAL_BLOCKS, 1 + count * dtype.itemsize // (_ALIGN * THREADS))
             self._runtime.launch(function, blocks, THREADS, 0, params, stream)
 
@@ -154,33 +140,30 @@ class Kernels:
             self._local.arguments = _Arguments()
             return self._local.arguments  # type: ignore[no-any-return]
 
-    def _function(self, kernel: str, dtype: int, op: int) -> int:
-        """A kernel's handle: loaded from disk, or compiled."""
-        with self._lock:
-            found = self._functions.get((kernel, dtype, op))
-            if found is None:
-                name = f"xv::{kernel}<{dtype}>" if kernel == "scale" else f"xv::{kernel}<{dtype}, {op}>"
-                found = self._functions[kernel, dtype, op] = self._load(name)
-            return found
 
-    def _load(self, name: str) -> int:
-        runtime = self._runtime
-        architecture = runtime.architecture(self._index)
-        try:
-            image, lowered = self._images.obtain(runtime, name, architecture)
-            return runtime.function(runtime.load(image), lowered, 0)
-        except VendorError as error:
-            log = "\n".join(str(error).splitlines()[:_LOG_LINES])
-            raise BackendUnavailable(
-                f"kernel {name} cannot be made for {architecture}: {log}\n"
-                f"update the {runtime.kind} toolkit and driver to matching versions, or use XVCOMM_DEVICE=host"
-            ) from error
+def _code(dtype: int, op: int) -> int:
+    """As `code_of` in the kernels' source."""
+    return dtype * 16 + op
+
+
+def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
+    """The kernels' handles: loaded from disk, or compiled."""
+    try:
+        image, lowered = images.obtain(runtime, architecture)
+        module = runtime.load(image)
+        return [runtime.function(module, lowered[name], 0) for name in NAMES]
+    except VendorError as error:
+        log = "\n".join(str(error).splitlines()[:_LOG_LINES])
+        raise BackendUnavailable(
+            f"the kernels cannot be made for {architecture}: {log}\n"
+            f"update the {runtime.kind} toolkit and driver to matching versions, or use XVCOMM_DEVICE=host"
+        ) from error
 
 
 class ImageCache:
-    """Compiled kernels in a folder, one file for each, shared by all processes of the user.
+    """Compiled kernels in a folder, a file for each architecture, shared by all processes of the user.
 
-    A file holds a digest of what follows, the lowered name, and the image. It is written beside its place and renamed,
+    A file holds a digest of what follows, the lowered names, and the image. It is written beside its place and renamed,
     so a reader sees all of it or nothing; one that is damaged all the same is compiled anew. A folder that cannot be
     written costs time, nothing else.
     """
@@ -188,24 +171,23 @@ class ImageCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def obtain(self, runtime: Runtime, name: str, architecture: str) -> tuple[bytes, str]:
-        """Image and lowered name of one kernel; compiles it if the folder has it not.
+    def obtain(self, runtime: Runtime, architecture: str) -> tuple[bytes, dict[str, str]]:
+        """Image and lowered names of the kernels; compiles them if the folder has them not.
 
         Raises:
-            VendorError: it does not compile.
+            VendorError: they do not compile.
         """
         text = runtime.source + source()
         # The runtime's own source says how it calls the compiler.
         calls = Path(inspect.getfile(type(runtime))).read_text()
-        file = self._folder / hashlib.sha256("\0".join((text, name, architecture, calls)).encode()).hexdigest()
+        file = self._folder / hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
         kept = self._read(file)
         if kept is None:
-            image, lowered = runtime.compile(text, [name], architecture)
-            kept = image, lowered[name]
+            kept = runtime.compile(text, NAMES, architecture)
             self._write(file, *kept)
         return kept
 
-    def _read(self, file: Path) -> tuple[bytes, str] | None:
+    def _read(self, file: Path) -> tuple[bytes, dict[str, str]] | None:
         """What a file holds, if it is there and whole."""
         try:
             kept = file.read_bytes()
@@ -214,12 +196,12 @@ class ImageCache:
         digest, content = kept[:_DIGEST], kept[_DIGEST:]
         if hashlib.sha256(content).digest() != digest:
             return None
-        lowered, _, image = content.partition(b"\0")
-        return image, lowered.decode()
+        *lowered, image = content.split(b"\0", len(NAMES))
+        return image, {name: lower.decode() for name, lower in zip(NAMES, lowered, strict=True)}
 
-    def _write(self, file: Path, image: bytes, lowered: str) -> None:
+    def _write(self, file: Path, image: bytes, lowered: Mapping[str, str]) -> None:
         """Keep an image, if the folder takes it."""
-        content = lowered.encode() + b"\0" + image
+        content = b"\0".join([*(lowered[name].encode() for name in NAMES), image])
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as scratch:

@@ -39,6 +39,7 @@ struct alignas(16) Word {
 #if XV_HIP
 
 #define XV_DEVICE __device__ __forceinline__
+#define XV_APART __device__ __attribute__((noinline))
 #define XV_UNROLL _Pragma("unroll")
 #pragma clang fp contract(off)
 #if defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
@@ -84,6 +85,7 @@ XV_DEVICE u16 round_half(float value) { return __builtin_bit_cast(u16, static_ca
 #elif XV_CUDA
 
 #define XV_DEVICE __device__ __forceinline__
+#define XV_APART __device__ __noinline__
 #define XV_UNROLL _Pragma("unroll")
 constexpr u32 WIDTH = 32;
 
@@ -131,6 +133,7 @@ XV_DEVICE u16 round_half(float value) {
 #else
 
 #define XV_DEVICE inline
+#define XV_APART static __attribute__((noinline))
 #define XV_UNROLL
 constexpr u32 WIDTH = 1;
 
@@ -405,25 +408,42 @@ XV_DEVICE void scatter(char* to, Word word, u32 nbytes) {
         if (i * sizeof(Item) < nbytes) reinterpret_cast<Item*>(to)[i] = pack.items[i];
 }
 
-// What happens to a word between ring and array: nothing, or a reduction of the array's with the ring's.
 template <int DTYPE, int OP>
-struct Reducing {
+XV_DEVICE Word combine_items(Word left, Word right) {
     typedef Element<DTYPE> E;
-    typedef typename E::Item Item;
-    static constexpr bool REDUCES = true;
-    static XV_DEVICE Word combine(Word left, Word right) {
-        Pack<Item> a = {left}, b = {right};
-        XV_UNROLL
-        for (u32 i = 0; i < Pack<Item>::COUNT; ++i)
-            a.items[i] = E::save(Operation<DTYPE, OP>::of(E::load(a.items[i]), E::load(b.items[i])));
-        return a.word;
+    typedef Pack<typename E::Item> Items;
+    Items a = {left}, b = {right};
+    XV_UNROLL
+    for (u32 i = 0; i < Items::COUNT; ++i)
+        a.items[i] = E::save(Operation<DTYPE, OP>::of(E::load(a.items[i]), E::load(b.items[i])));
+    return a.word;
+}
+
+// A kernel knows every reduction: one that was loaded only when it is needed would wait for those that run, which may
+// wait for it. `XV_REDUCTIONS(X)` is X(dtype, operation) for each there is; `code_of` tells them apart.
+#define XV_ORDERED(X, D) X(D, SUM) X(D, PROD) X(D, MIN) X(D, MAX)
+#define XV_BITS(X, D) XV_ORDERED(X, D) X(D, BAND) X(D, BOR) X(D, BXOR)
+#define XV_REDUCTIONS(X)                                                                                  \
+    XV_ORDERED(X, float64) XV_ORDERED(X, float32) XV_ORDERED(X, float16) XV_ORDERED(X, bfloat16)          \
+    XV_ORDERED(X, float8_e4m3fn) XV_ORDERED(X, float8_e4m3fnuz) XV_ORDERED(X, float8_e5m2)                \
+    XV_ORDERED(X, float8_e5m2fnuz) XV_BITS(X, int8) XV_BITS(X, int16) XV_BITS(X, int32) XV_BITS(X, int64) \
+    XV_BITS(X, uint8) XV_BITS(X, uint16) XV_BITS(X, uint32) XV_BITS(X, uint64) XV_BITS(X, bool)           \
+    X(complex64, SUM) X(complex64, PROD) X(complex128, SUM) X(complex128, PROD)
+#define XV_NUMBERS(X)                                                                                            \
+    X(float64) X(float32) X(float16) X(bfloat16) X(float8_e4m3fn) X(float8_e4m3fnuz) X(float8_e5m2)              \
+    X(float8_e5m2fnuz) X(int8) X(int16) X(int32) X(int64) X(uint8) X(uint16) X(uint32) X(uint64) X(complex64)    \
+    X(complex128)
+XV_DEVICE constexpr u32 code_of(u32 dtype, u32 op) { return dtype * 16 + op; }
+
+// The elements of two words reduced; out of line, because it is large.
+XV_APART Word combine(Word left, Word right, u32 code) {
+    switch (code) {
+#define XV_CASE(D, O) case code_of(XV_##D, XV_##O): return combine_items<XV_##D, XV_##O>(left, right);
+        XV_REDUCTIONS(XV_CASE)
+#undef XV_CASE
     }
-};
-struct Copying {
-    typedef u8 Item;
-    static constexpr bool REDUCES = false;
-    static XV_DEVICE Word combine(Word, Word right) { return right; }
-};
+    return left;
+}
 
 // ---------------------------------------------------------------------------------------------------------- transfers
 
@@ -451,7 +471,7 @@ struct Row {
     i64 part;  // bytes of a lane
     i64 op, dtype, tag, detail;
     u32 blame;
-    u32 producer, reduces, remote_first;
+    u32 producer, reduction, remote_first;  // the second as `code_of` has it, or 0
     u32 slots, slot_bytes, ledger, first_slot;
     u32 chunk, lanes;
     u32 block, blocks;  // the first block that works for it, and how many do
@@ -674,14 +694,11 @@ XV_DEVICE void send(const Part& p, const char* data, Word* ring, u32 nbytes) {
     }
 }
 
-// A warp's share of a piece that came. False if it must not be delivered.
-template <bool ALIGNED, class Doing>
+// A warp's share of a piece that came: copied to the array, or reduced into it. False if it must not be delivered.
+template <bool ALIGNED, bool REDUCES, class Item>
 XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) {
-    typedef typename Doing::Item Item;
-    // Small elements take many instructions a word: fewer words at once, or compiling takes seconds.
-    constexpr u32 MOST = Doing::REDUCES && sizeof(Item) < 4 ? 2 * sizeof(Item) : 8;
-    constexpr u32 DEPTH = ALIGNED ? MOST : MOST / 4 ? MOST / 4 : 1, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
-    const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE;
+    constexpr u32 DEPTH = ALIGNED ? 8 : 2, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE, code = p.row.reduction;
     const bool swap = p.row.remote_first;
     for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
         const u32 first = at + threadIdx.x % WIDTH;
@@ -693,25 +710,38 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) {
                 char* place = data + (first + d * WIDTH) * SIZE;
-                const Word kept = Doing::REDUCES ? fetch<ALIGNED, Item>(place, SIZE) : from[d];
-                deliver<ALIGNED, Item>(place, Doing::combine(swap ? from[d] : kept, swap ? kept : from[d]), SIZE);
+                if (REDUCES) {
+                    const Word kept = fetch<ALIGNED, Item>(place, SIZE);
+                    from[d] = swap ? combine(from[d], kept, code) : combine(kept, from[d], code);
+                }
+                deliver<ALIGNED, Item>(place, from[d], SIZE);
             }
             continue;
         }
         for (u32 i = first; i < words; i += WIDTH) {
             char* place = data + i * SIZE;
             const u32 bytes = i < whole ? SIZE : nbytes % SIZE;
-            const Word from = load_ring(ring + i);
+            Word from = load_ring(ring + i);
             if (!approved(p.board)) return false;
-            const Word kept = Doing::REDUCES ? fetch<ALIGNED, Item>(place, bytes) : from;
-            deliver<ALIGNED, Item>(place, Doing::combine(swap ? from : kept, swap ? kept : from), bytes);
+            if (REDUCES) {
+                const Word kept = fetch<ALIGNED, Item>(place, bytes);
+                from = swap ? combine(from, kept, code) : combine(kept, from, code);
+            }
+            deliver<ALIGNED, Item>(place, from, bytes);
         }
     }
     return true;
 }
+template <bool REDUCES>
+XV_DEVICE bool receive_anyhow(const Part& p, char* data, const Word* ring, u32 nbytes) {
+    const u64 loose = reinterpret_cast<u64>(data) | nbytes;
+    if (is_aligned(data)) return receive<true, REDUCES, u8>(p, data, ring, nbytes);
+    if (loose % sizeof(u32) == 0) return receive<false, REDUCES, u32>(p, data, ring, nbytes);
+    if (loose % sizeof(u16) == 0) return receive<false, REDUCES, u16>(p, data, ring, nbytes);
+    return receive<false, REDUCES, u8>(p, data, ring, nbytes);
+}
 
 // One round of a copying warp: the next piece, if it may be copied. False once all are.
-template <class Doing>
 XV_DEVICE bool copy(const Part& p, u32& piece) {
     Board& board = p.board;
     if (piece == p.pieces || agree(board.left)) return false;
@@ -725,16 +755,12 @@ XV_DEVICE bool copy(const Part& p, u32& piece) {
     char* data = p.data + offset;
     Word* ring = reinterpret_cast<Word*>(
         p.slots + static_cast<i64>((p.start + piece) % p.row.slots) * p.row.slot_bytes);
-    const bool aligned = is_aligned(data);
     bool approved = true;
     if (p.row.producer) {
-        if (aligned) send<true>(p, data, ring, nbytes);
+        if (is_aligned(data)) send<true>(p, data, ring, nbytes);
         else send<false>(p, data, ring, nbytes);
-    } else if (Doing::REDUCES && p.row.reduces) {
-        approved = aligned ? receive<true, Doing>(p, data, ring, nbytes) : receive<false, Doing>(p, data, ring, nbytes);
     } else {
-        approved = aligned ? receive<true, Copying>(p, data, ring, nbytes)
-                           : receive<false, Copying>(p, data, ring, nbytes);
+        approved = p.row.reduction ? receive_anyhow<true>(p, data, ring, nbytes) : receive_anyhow<false>(p, data, ring, nbytes);
     }
     if (!approved) return false;
     hand_over();
@@ -782,7 +808,6 @@ XV_DEVICE void dispute(const Part& p) {
 }
 
 // Move one lane's part of a message. Whether it was moved.
-template <class Doing>
 XV_DEVICE bool move_lane(const Row& row, u32 lane) {
     __shared__ Board board;
     Part p = part_of(row, board, lane);
@@ -799,7 +824,7 @@ XV_DEVICE bool move_lane(const Row& row, u32 lane) {
     bool watching = watches(), copying = copies(p);
     while (watching || copying) {
         if (watching) watching = watch(p, w);
-        if (copying) copying = copy<Doing>(p, piece);
+        if (copying) copying = copy(p, piece);
     }
     __syncthreads();
     const bool moved = !board.left;
@@ -834,14 +859,13 @@ XV_DEVICE void finish(const Row& row, bool moved) {
     store(turn, sequence + 1);
 }
 
-template <class Doing>
 XV_DEVICE void move_rows(const Batch& batch) {
     u32 number = 0;
     while (blockIdx.x >= batch.rows[number].block + batch.rows[number].blocks) ++number;
     const Row& row = batch.rows[number];
     bool moved = true;
     for (u32 lane = blockIdx.x - row.block; moved && lane < row.lanes; lane += row.blocks)
-        moved = move_lane<Doing>(row, lane);
+        moved = move_lane(row, lane);
     if (threadIdx.x == 0) finish(row, moved);
 }
 
@@ -852,6 +876,7 @@ struct Terms {
     i64 count;
     i64 ways;
     i64 aligned;
+    i64 code;
     const char* srcs[XV_TERMS];
 };
 
@@ -862,6 +887,7 @@ struct Scaling {
     double factor;
     i64 divisor;
     i64 aligned;
+    i64 dtype;
 };
 
 // `COUNT` elements at once; low precision adds up in float32 and rounds once.
@@ -894,20 +920,8 @@ XV_DEVICE typename Element<DTYPE>::Item scale_one(typename Element<DTYPE>::Item 
     return E::save(divisor ? quotient(value, divisor) : scaled(value, factor));
 }
 
-// ------------------------------------------------------------------------------------------------------------ kernels
-
-// Up to XV_ROWS transfers at the same time; those that reduce do it by DTYPE and OP, which are 0 where none does.
 template <int DTYPE, int OP>
-__global__ void __launch_bounds__(XV_THREADS, 2) move(const Batch batch) {
-    move_rows<Reducing<DTYPE, OP>>(batch);
-}
-template <>
-__global__ void __launch_bounds__(XV_THREADS, 2) move<0, 0>(const Batch batch) {
-    move_rows<Copying>(batch);
-}
-
-template <int DTYPE, int OP>
-__global__ void reduce(const Terms terms) {
+XV_DEVICE void reduce_all(const Terms& terms) {
     constexpr u32 COUNT = Pack<typename Element<DTYPE>::Item>::COUNT;
     const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, step = static_cast<i64>(gridDim.x) * blockDim.x;
     const i64 packs = terms.aligned ? terms.count / COUNT : 0;
@@ -916,7 +930,7 @@ __global__ void reduce(const Terms terms) {
 }
 
 template <int DTYPE>
-__global__ void scale(const Scaling how) {
+XV_DEVICE void scale_all(const Scaling& how) {
     typedef typename Element<DTYPE>::Item Item;
     constexpr u32 COUNT = Pack<Item>::COUNT;
     const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, step = static_cast<i64>(gridDim.x) * blockDim.x;
@@ -929,6 +943,27 @@ __global__ void scale(const Scaling how) {
     }
     for (i64 i = packs * COUNT + first; i < how.count; i += step)
         reinterpret_cast<Item*>(how.dst)[i] = scale_one<DTYPE>(reinterpret_cast<const Item*>(how.src)[i], how.factor, how.divisor);
+}
+
+// ------------------------------------------------------------------------------------------------------------ kernels
+
+// Up to XV_ROWS transfers at the same time.
+__global__ void __launch_bounds__(XV_THREADS, 2) move(const Batch batch) { move_rows(batch); }
+
+__global__ void reduce(const Terms terms) {
+    switch (terms.code) {
+#define XV_CASE(D, O) case code_of(XV_##D, XV_##O): return reduce_all<XV_##D, XV_##O>(terms);
+        XV_REDUCTIONS(XV_CASE)
+#undef XV_CASE
+    }
+}
+
+__global__ void scale(const Scaling how) {
+    switch (how.dtype) {
+#define XV_CASE(D) case XV_##D: return scale_all<XV_##D>(how);
+        XV_NUMBERS(XV_CASE)
+#undef XV_CASE
+    }
 }
 
 }  // namespace xv

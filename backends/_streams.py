@@ -230,19 +230,13 @@ class GpuStream(Stream):
             return
         captured = self.runtime.capture(self._handle)
         rounds: list[list[tuple[Port, Transfer]]] = []
-        kinds: list[object] = []  # of reduction: one launch does one
-        following: dict[Port, int] = {}
+        seen: dict[Port, int] = {}
         for port, row in rows:
-            kind = row.op and (row.op, row.message.dtype)
-            turn = following.get(port, 0)
-            while turn < len(rounds) and kind and kinds[turn] not in (None, kind):
-                turn += 1
+            turn = seen.get(port, 0)
+            seen[port] = turn + 1
             if turn == len(rounds):
                 rounds.append([])
-                kinds.append(None)
             rounds[turn].append((port, row))
-            kinds[turn] = kinds[turn] or kind
-            following[port] = turn + 1
         for part in rounds:
             for first in range(0, len(part), ROWS):
                 self._launch(part[first : first + ROWS], captured)

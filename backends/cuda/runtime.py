@@ -48,6 +48,7 @@ class CudaRuntime(Runtime):
         driver = ctypes.PyDLL("libcuda.so.1")  # too short calls to let the interpreter lock go
         self._exchange = driver.cuThreadExchangeStreamCaptureMode
         self._capture_info = driver.cuStreamGetCaptureInfo_v2
+        self._finish_loading = getattr(driver, "cuFuncLoad", None)  # CUDA 12.4
 
     count = _bound("cudaGetDeviceCount", runtime.getDeviceCount)
     allocate = _bound("cudaMalloc", runtime.malloc)
@@ -172,6 +173,8 @@ class CudaRuntime(Runtime):
     def function(self, module: int, name: str, shared: int) -> int:
         """See `Runtime.function`."""
         found = self._function(module, name)
+        if self._finish_loading is not None:  # else CUDA does it at the first launch, and waits for running kernels
+            self._finish_loading(ctypes.c_void_p(found))
         if shared > _PLAIN_SHARED_BYTES:
             self._allow(found, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
         return int(found)

@@ -36,13 +36,6 @@ MOVED = [("float32", 1), ("bfloat16", 1), ("float8_e4m3fn", 2), ("int16", 4), ("
 """(dtype, op) of the movers that are tried; the arithmetic of all others is `reduce`'s."""
 
 
-def everything() -> list[str]:
-    """Name expressions of the kernels that the tests run."""
-    moved = [f"xv::move<{BY_NAME[name].code}, {op}>" for name, op in MOVED]
-    reduced = [f"xv::reduce<{dtype.code}, {int(op)}>" for dtype, op in CASES]
-    return ["xv::move<0, 0>", *moved, *reduced, *(f"xv::scale<{dtype.code}>" for dtype in SCALED)]
-
-
 class PlainRuntime:
     """The part of a Runtime that Kernels uses, for plain C++: a launch runs a thread a block and waits for them."""
 
@@ -61,10 +54,10 @@ class PlainRuntime:
         # All kernels of these tests at once, which takes seconds, as each alone would.
         if self._image is None:
             self._image = self._compile(source)
-        return self._image, {name: f"kernel_{everything().index(name)}" for name in names}
+        return self._image, {name: f"kernel_{_kernels.NAMES.index(name)}" for name in names}
 
     def _compile(self, source: str) -> bytes:
-        entries = "".join(f"HIPHOST_KERNEL(kernel_{number}, {name})\n" for number, name in enumerate(everything()))
+        entries = "".join(f"HIPHOST_KERNEL(kernel_{number}, {name})\n" for number, name in enumerate(_kernels.NAMES))
         text, image = self._folder / "source.cpp", self._folder / "image.so"
         text.write_text(f'{source}\n#include "{HIP / "entry.h"}"\n{entries}')
         command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-gnu-unique", "-pthread", text, "-o", image]
