@@ -204,9 +204,7 @@ class Context:
         return operation
 
     def begin(self, name: OpCode, message: Message, peer: int = -1, site: int = 0) -> Operation:
-        """Start an operation: number it, record it, and for collectives compare it with the others'.
-
-        Every operation begun must come to `end` or `fail`: until then nothing is unmapped.
+        """Start an operation: number it, record it, and for collectives compare it with the others'; `end` or `fail` it.
 
         Args:
             site: where the user called it, from `call_site`; 0 if that is this thread's caller.

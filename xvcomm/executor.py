@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,8 +35,7 @@ from xvcomm.schedule.steps import (
 _LANES = tuple(Lane)
 
 SERIAL_BYTES = 256 << 10
-"""Up to here a schedule runs on one stream: events between lanes would take longer than what they let overlap. A ring
-takes that much at once, so that no message waits for the other end."""
+"""Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Executor:
         captured = user.capturing()
         # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
         last = None if captured else self._last
-        serial = not plan.segment and plan.nbytes <= SERIAL_BYTES
+        serial = self._fits(plan)
         used = {step.lane for step in plan.schedule.steps}
         lanes = [] if serial else [stream for lane, stream in self._streams.items() if lane in used]
         if last is not None and serial:
@@ -95,8 +95,17 @@ class Executor:
         for stream in lanes:
             user.wait(stream.mark())
         mark = cast(Mark, user.mark())
-        self._last = None if captured or not plan.schedule.scratch else mark
+        if plan.schedule.scratch and not captured:
+            self._last = mark
         return mark, [(end, sequence, operation) for end, sequence in ends.items()]
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan may run one step after the other: no message may have to wait for the other end."""
+        layout = self._context.links.gpu_layout
+        if plan.segment or plan.nbytes > min(SERIAL_BYTES, layout.at_once):
+            return False
+        messages = Counter(step.peer for step in plan.schedule.steps if isinstance(step, Put))
+        return max(messages.values(), default=0) <= layout.slots
 
     def _enqueue(
         self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,

@@ -45,8 +45,8 @@ class Links:
         self._word = 0
         self._left: dict[int, int] = {}
         self._kinds = kinds
+        self.gpu_layout = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
         self._host_layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
-        self._gpu_layout = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
         self._ends: dict[tuple[Use, int, bool], RingEnd] = {}
         self._opening = threading.Lock()
 
@@ -64,7 +64,7 @@ class Links:
 
     def _layout(self, peer: int) -> RingLayout:
         """A pure function of both ends' kinds, so that it does not matter who makes the ring."""
-        return self._host_layout if {self._kinds[self._rank], self._kinds[peer]} == {"host"} else self._gpu_layout
+        return self._host_layout if {self._kinds[self._rank], self._kinds[peer]} == {"host"} else self.gpu_layout
 
     def _open(self, peer: int, use: Use, deadline: Deadline, producer: bool) -> RingEnd:
         with self._opening:

@@ -90,6 +90,11 @@ class RingLayout:
         """Bytes in all."""
         return self.data + self.lanes * self.slots * self.slot_bytes
 
+    @property
+    def at_once(self) -> int:
+        """Bytes of messages, `slots` of them at most, that an empty ring takes before any of them is received."""
+        return self.lanes * min(self.slots, 4) * min(self.slot_bytes, LEAST_CHUNK)
+
     def head(self, lane: int) -> int:
         """Offset of a lane's count of produced slots."""
         return COUNTERS + 2 * lane * LINE
