@@ -9,7 +9,7 @@ from xvcomm.board import Board
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
-from xvcomm.operation import Operation, describe
+from xvcomm.operation import ANY_PEER, NO_PEER, Operation, describe
 from xvcomm.ring import Message, Reason, RingEnd
 from xvcomm.session import Session
 from xvcomm.trace import State
@@ -81,7 +81,7 @@ class Blame:
         Of a collective those that have not come to it, as far as the board tells; else of each of the suspects the
         rank that it waits for itself, if it does.
         """
-        absent = self._absent(operation.sequence) if operation.peer < 0 else []
+        absent = self._absent(operation.sequence) if operation.peer == NO_PEER else []
         return tuple(absent) or tuple(dict.fromkeys(r for s in suspects for r in self._follow(s)))
 
     def _mismatch(self, about: int) -> tuple[str, int | None]:
@@ -103,9 +103,10 @@ class Blame:
         me, peer = self.name(self._rank), self.name(end.peer)
         if mine.op != OpCode.SEND or theirs.op != OpCode.SEND:
             return f"{me} called {describe(mine)}; {peer} called {describe(theirs)}"
+        channel = f" (channel {end.channel})" if end.channel else ""
         if end.producer:
-            return f"{me} sent {mine.describe()}; {peer} expected {theirs.describe()}"
-        return f"{peer} sent {theirs.describe()}; {me} expected {mine.describe()}"
+            return f"{me} sent {mine.describe()}; {peer} expected {theirs.describe()}{channel}"
+        return f"{peer} sent {theirs.describe()}; {me} expected {mine.describe()}{channel}"
 
     def _lateness(self, about: int, witness: int) -> str:
         told = self._told(witness)
@@ -129,7 +130,9 @@ class Blame:
             record = self._session.last_record(self._ranks[rank])
             if record is None or record.state != State.POSTED or record.communicator != self._ident:
                 return [rank]
-            if record.peer < 0:
+            if record.peer == ANY_PEER:
+                return [rank]
+            if record.peer == NO_PEER:
                 return self._absent(record.sequence) or [suspect]
             rank = record.peer
         return [suspect]

@@ -44,6 +44,7 @@ class Call(msgspec.Struct, eq=False):
         src, dst: input and output; None where this rank has none.
         counts, recv_counts, root, count: as in `schedule.steps.Request`.
         uneven: whether the user gave counts, so that all ranks must give the same.
+        site: where the user called it, if that is not the thread's caller; see `trace.call_site`.
     """
 
     op: OpCode
@@ -56,10 +57,18 @@ class Call(msgspec.Struct, eq=False):
     recv_counts: tuple[int, ...] = ()
     root: int = -1
     uneven: bool = False
+    site: int = 0
 
     def how(self) -> Reduction:
         """The reduction, for operations that do not care which."""
         return self.reduction or _NO_REDUCTION
+
+    def idle(self) -> bool:
+        """Whether a rank alone has nothing to do for it: its result is its input, and lies where that does."""
+        src, dst, how = self.src, self.dst, self.reduction
+        return src is not None and dst is not None and src.address == dst.address and (
+            how is None or how.op is not ReduceOp.PREMUL_SUM
+        )
 
     def message(self) -> Message:
         """What all ranks must agree on."""
@@ -96,6 +105,7 @@ class Caller:
         self._order = threading.Lock()
         self._worker = OrderedWorker(f"xvcomm-{context.path}")
         self._native_only = context.topology.homogeneous and context.topology.size > 1
+        self._alone = context.topology.size == 1
         self._executor = Executor(context)
         self._stream = context.device.streams(1)[0]
         self._token = array.view(np.zeros(1, np.uint8))
@@ -130,7 +140,7 @@ class Caller:
             self._context.admit(dst)
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
-        site = call_site(_INSIDE_START)  # asked for here: the worker has no caller
+        site = call.site or call_site(_INSIDE_START)  # asked for here: the worker has no caller
 
         def locked() -> Any:
             with self._order:
@@ -141,11 +151,11 @@ class Caller:
 
     def _run(self, call: Call, deadline: Deadline, site: int = 0) -> Any:
         context = self._context
-        operation = context.begin(call.op, call.message(), site=site)
+        operation = context.begin(call.op, call.message(), site=site or call.site)
         try:
             if self._native_only:
                 self._native(call, deadline, self._stream)
-            else:
+            elif not (self._alone and call.idle()):
                 self._scheduled(call, operation, deadline)
         except BaseException as error:
             raised = context.fail(error, operation)

@@ -34,7 +34,7 @@ from xvcomm.opcode import OpCode
 from xvcomm.pointtopoint import PointToPoint
 from xvcomm.ring import Reason
 from xvcomm.session import Session
-from xvcomm.splitting import subgroups
+from xvcomm.splitting import Meetings, subgroups
 from xvcomm.staging import Staging
 from xvcomm.streamcalls import StreamCaller
 from xvcomm.topology import Topology
@@ -44,12 +44,14 @@ Op = str | ReduceOp | Reduction
 
 
 class Communicator(PointToPoint, Objects):
-    """Ranks 0 to size - 1 that work together. Made by `xvcomm.init` and by `split`.
+    """Ranks 0 to size - 1 that work together. Made by `xvcomm.init`, `split` and `subgroup`.
 
     Attributes:
         rank: this process's number.
         size: number of ranks.
         topology: islands and hosts.
+        device, device_index: kind of this rank's device, `"host"`, `"cuda"`, `"rocm"`, and which of this host's.
+        devices: every rank's kind of device.
         timeout: seconds an operation may take unless it says otherwise.
     """
 
@@ -60,8 +62,12 @@ class Communicator(PointToPoint, Objects):
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
         self.topology: Topology = context.topology
+        self.device: str = context.kind
+        self.device_index: int = context.index
+        self.devices: tuple[str, ...] = tuple(context.session.infos[r].device for r in context.ranks)
         self.timeout = timeout
         self._splits = 0
+        self._meetings = Meetings(context)
         self._init_point_to_point()
 
     @classmethod
@@ -274,6 +280,29 @@ class Communicator(PointToPoint, Objects):
         path = f"{self._context.path}.{self._splits}.{members[0]}"
         world = tuple(self._context.ranks[m] for m in members)
         return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
+
+    def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Communicator:
+        """Make a communicator of some ranks, which alone call this (as MPI's MPI_Comm_create_group).
+
+        Blocks until all of them do. Nothing is exchanged over this communicator, whose other ranks may do what they like.
+
+        Args:
+            ranks: ranks of this communicator, this one among them, in the group's order; the same on all members.
+            name: tells apart groups that have ranks in common and are made at the same time; the same on all members. It
+                may be used again.
+
+        Raises:
+            ArgumentError: a rank is listed twice, or out of range; this rank is not listed.
+            MismatchError: members that wait for each other give different `ranks`.
+            DeadlineExceeded: names the members that did not call it. This communicator goes on.
+        """
+        deadline = self._deadline(timeout)
+        path, world = self._meetings.meet(ranks, name, deadline)
+        return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
+
+    def check(self) -> None:
+        """Raise what has finished this communicator, if anything has: PeerLost, Aborted, ... Never blocks."""
+        self._context.check()
 
     def abort(self, reason: str = "") -> None:
         """Make every rank leave what it is in and raise Aborted, which gives the reason. Safe from any thread."""

@@ -31,6 +31,7 @@ class Config:
     island: str | None = _var(None, "Island label of this rank, instead of the one found: a rehearsal.")
     device: str | None = _var(None, "Kind of device of this rank: `host`, `cuda`, `rocm`; found if unset.")
     device_index: int | None = _var(None, "Which of this host's devices of that kind; else by the launcher's local rank.", least=0)
+    replace: str | None = _var(None, "Backend of `torch.distributed` that xvcomm stands in for: `nccl` or `gloo`.")
     timeout: float = _var(300.0, "Seconds an operation may take before DeadlineExceeded.", least=0)
     shm_dir: str = _var("/dev/shm", "Folder of shared memory files; must be a tmpfs for speed.")
     ring_lanes: int = _var(1, "Lanes of a ring between two host ranks, at most 64.", least=1, most=64)
@@ -81,6 +82,11 @@ def _parse(variable: str, text: str, kind: str, least: float, most: float) -> An
         limit = f" and at most {most:g}" if most < math.inf else ""
         raise ConfigError(f"{variable}={text!r}: must be at least {least:g}{limit}")
     return value
+
+
+def replacement() -> str | None:
+    """`XVCOMM_REPLACE` alone, for a moment when nobody can answer for the other variables: when torch is imported."""
+    return os.environ.get("XVCOMM_REPLACE") or None
 
 
 def table() -> list[tuple[str, str, str]]:

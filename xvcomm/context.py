@@ -16,7 +16,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, ArrayError, ClosedError, DeadlineExceeded, XvcommError
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
-from xvcomm.operation import Operation
+from xvcomm.operation import NO_PEER, Operation
 from xvcomm.pending import Pending
 from xvcomm.planner import Planner
 from xvcomm.ring import Message, Reason, RingEnd
@@ -176,8 +176,8 @@ class Context:
         assert self._board is not None
         return self.device.courier(end, +name, self._recorder.handle, self.ident, self._board.stop)
 
-    def enter(self, courier: Courier, name: OpCode) -> int:
-        """Let a courier be used: until it leaves nothing is unmapped. Gives the number of the next collective.
+    def enter(self, courier: Courier | Operation, name: OpCode) -> int:
+        """Let a courier, or a look, go on: until it leaves nothing is unmapped. Gives the number of the next collective.
 
         Raises:
             ClosedError: this rank has closed the communicator.
@@ -188,7 +188,7 @@ class Context:
             self.ensure_open(name)
         return self._sequence
 
-    def leave(self, courier: Courier, *, moved: bool = True) -> None:
+    def leave(self, courier: Courier | Operation, *, moved: bool = True) -> None:
         """A courier has `moved` a message, or has begun none."""
         try:
             if moved and hooks:
@@ -203,7 +203,7 @@ class Context:
         self._active.discard(courier)
         return operation
 
-    def begin(self, name: OpCode, message: Message, peer: int = -1, site: int = 0) -> Operation:
+    def begin(self, name: OpCode, message: Message, peer: int = NO_PEER, site: int = 0) -> Operation:
         """Start an operation: number it, record it, and for collectives compare it with the others'; `end` or `fail` it.
 
         Args:
@@ -212,7 +212,7 @@ class Context:
         Raises:
             MismatchError, PeerLost, Aborted, DeadlineExceeded, ClosedError: the communicator is finished.
         """
-        site = site or call_site(_INSIDE_SEND if peer >= 0 else _INSIDE_COLLECTIVE)
+        site = site or call_site(_INSIDE_COLLECTIVE if peer == NO_PEER else _INSIDE_SEND)
         operation = Operation(name, self._sequence, message, peer)
         self._active.add(operation)
         board = self._board
@@ -220,7 +220,7 @@ class Context:
             self._active.discard(operation)
             self.ensure_open(name)
         assert board is not None
-        if peer >= 0:
+        if peer != NO_PEER:
             _, dtype, nbytes, tag, _ = message
             sequence, recorder = operation.sequence, self._recorder
             operation.record = recorder.begin(self.ident, sequence, +name, dtype, nbytes, peer, tag, site)
@@ -355,7 +355,7 @@ class Context:
 
     def awaits(self, operation: Operation) -> bool:
         """Whether a rank has not come to a collective yet, as far as this host can tell."""
-        return operation.peer < 0 and self._board is not None and bool(self._board.absent(operation.sequence))
+        return operation.peer == NO_PEER and self._board is not None and bool(self._board.absent(operation.sequence))
 
     def miss(self, operation: Operation) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""

@@ -1,4 +1,4 @@
-"""The rings of one communicator: one for each direction of a pair and each use, opened when first needed."""
+"""The rings of one communicator: one for each direction of a pair, use and channel, opened when first needed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from xvcomm.abc.transport import Capabilities, Transport, choose
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.ring import RingEnd, RingLayout
+from xvcomm.shm import PAGE, round_up
+
+CHANNELS = 32
+"""Channels of a pair; each has rings of its own, so that messages of different channels do not order each other."""
 
 
 class Use(enum.IntEnum):
@@ -47,34 +51,44 @@ class Links:
         self._kinds = kinds
         self.gpu_layout = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
         self._host_layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
-        self._ends: dict[tuple[Use, int, bool], RingEnd] = {}
+        self._ends: dict[tuple[Use, int, bool, int], RingEnd] = {}
         self._opening = threading.Lock()
 
-    def end(self, peer: int, use: Use, deadline: Deadline, *, producer: bool) -> RingEnd:
+    def end(self, peer: int, use: Use, deadline: Deadline, *, producer: bool, channel: int = 0) -> RingEnd:
         """This rank's end of the ring to `peer`, or from it; opens it without waiting for the peer to do so.
 
         Raises:
             ResourceError: no memory for it.
         """
-        found = self._ends.get((use, peer, producer))
-        return found if found is not None else self._open(peer, use, deadline, producer)
+        found = self._ends.get((use, peer, producer, channel))
+        return found if found is not None else self._open(peer, use, deadline, producer, channel)
 
     def _transport(self, peer: int) -> Transport:
         return self._transports[choose(self._offers[self._rank], self._offers[peer]).scheme]
 
-    def _layout(self, peer: int) -> RingLayout:
-        """A pure function of both ends' kinds, so that it does not matter who makes the ring."""
-        return self._host_layout if {self._kinds[self._rank], self._kinds[peer]} == {"host"} else self.gpu_layout
+    def _layout(self, peer: int, channel: int) -> RingLayout:
+        """A pure function of the channel and both ends' kinds, so that it does not matter who makes the ring.
 
-    def _open(self, peer: int, use: Use, deadline: Deadline, producer: bool) -> RingEnd:
+        Further channels have less memory each, as there may be many: enough to carry small messages that nobody waits
+        for yet, and large ones at most of the speed. A GPU pins a quarter of what channel 0 has.
+        """
+        if {self._kinds[self._rank], self._kinds[peer]} == {"host"}:
+            full = self._host_layout
+            return RingLayout(full.lanes, max(2, full.slots // 3), full.slot_bytes) if channel else full
+        full = self.gpu_layout
+        half = round_up(full.slot_bytes // 2, PAGE)
+        return RingLayout(max(1, full.lanes // 2), full.slots, half) if channel else full
+
+    def _open(self, peer: int, use: Use, deadline: Deadline, producer: bool, channel: int) -> RingEnd:
         with self._opening:
-            key = (use, peer, producer)
+            key = (use, peer, producer, channel)
             if key not in self._ends:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 end = self._transport(peer).open_ring(
-                    f"ring/{use.name.lower()}/{source}-{target}", peer, self._layout(peer), self._store, deadline,
-                    producer=producer, job=self._job,
+                    f"ring/{use.name.lower()}/{source}-{target}/{channel}", peer, self._layout(peer, channel),
+                    self._store, deadline, producer=producer, job=self._job,
                 )  # fmt: skip
+                end.channel = channel
                 # First listed, then looked: who stops all rings at this moment does one of the two in time.
                 self._ends[key] = end
                 word = self._word or self._left.get(peer, 0)

@@ -29,17 +29,18 @@ class Objects:
     scatter: Any
     _staging: Staging
 
-    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
-        """Send a picklable object to rank `dst`."""
-        data = _pickled(obj)
-        self.send(self._staging.up(np.array([data.size], np.int64)), dst, tag, timeout=timeout)
-        self.send(self._staging.up(data), dst, tag, timeout=timeout)
+    def send_object(self, obj: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None) -> None:
+        """Send a picklable object to rank `dst`, as two messages: its length, and its bytes."""
+        data, up = _pickled(obj), self._staging.up
+        self.send(up(np.array([data.size], np.int64)), dst, tag, channel=channel, timeout=timeout)
+        self.send(up(data), dst, tag, channel=channel, timeout=timeout)
 
-    def recv_object(self, src: int, tag: int = 0, *, timeout: float | None = None) -> Any:
+    def recv_object(self, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None) -> Any:
         """Receive an object from rank `src`; blocks until it is there."""
         empty, down = self._staging.empty, self._staging.down
-        length = down(self.recv(empty((1,), INT64), src, tag, timeout=timeout))
-        return _unpickled(down(self.recv(empty((int(length[0]),), UINT8), src, tag, timeout=timeout)))
+        length = down(self.recv(empty((1,), INT64), src, tag, channel=channel, timeout=timeout))
+        room = empty((int(length[0]),), UINT8)
+        return _unpickled(down(self.recv(room, src, tag, channel=channel, timeout=timeout)))
 
     def broadcast_object(self, obj: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """Give every rank the root's object; what the others pass does not matter."""

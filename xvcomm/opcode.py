@@ -21,6 +21,7 @@ class OpCode(enum.IntEnum):
     BARRIER = 11
     SPLIT = 12
     INIT = 13
+    PROBE = 14
 
     __hash__ = int.__hash__  # an enumeration's own is a function in Python, and operations are looked up by these
 

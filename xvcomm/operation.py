@@ -10,6 +10,8 @@ from xvcomm.dtype import BY_CODE, ReduceOp
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Message
 
+NO_PEER, ANY_PEER = -1, -2
+
 
 class Operation(msgspec.Struct, eq=False):
     """An operation that a rank is in.
@@ -18,19 +20,22 @@ class Operation(msgspec.Struct, eq=False):
         name: which one.
         sequence: number of this collective in its communicator; of the next one, for point-to-point; -1 before any.
         message: what the ranks must agree on.
-        peer: the rank at the other end of a point-to-point operation, else -1.
+        peer: the rank at the other end of a point-to-point operation, or ANY_PEER; else NO_PEER.
         record: its number in the flight recorder.
+        channel: of a point-to-point operation.
     """
 
     name: OpCode
     sequence: int
     message: Message
-    peer: int = -1
+    peer: int = NO_PEER
     record: int = 0
+    channel: int = 0
 
     def __str__(self) -> str:
-        if self.peer >= 0:
-            return f"{self.name} with rank {self.peer}"
+        if self.peer != NO_PEER:
+            peer = "any rank" if self.peer == ANY_PEER else f"rank {self.peer}"
+            return f"{self.name} with {peer}" + (f" (channel {self.channel})" if self.channel else "")
         return f"{self.name} #{self.sequence}" if self.sequence >= 0 else str(self.name)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -281,6 +282,10 @@ class StreamWork(Work):
         if not self.done():
             return None
         return self._error or (self.flight.error if self.flight is not None else None)
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        """Not on a device: no thread of the host is there when the operation ends."""
+        raise ArgumentError(f"{self._what} is on a device's stream, which tells nobody when it is done: wait() orders the stream")
 
     def _under_way(self) -> Flight:
         """The operation, if nothing is wrong with it."""

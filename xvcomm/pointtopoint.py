@@ -1,12 +1,14 @@
-"""Point-to-point operations of a communicator: send, recv, their asynchronous forms, and groups.
+"""Point-to-point operations of a communicator: send, recv, their asynchronous forms, groups, and probes.
 
-Between two ranks messages match in order; the tag is checked, not searched. A send returns once its data is in the
-ring, a small one therefore before the receiver comes.
+Between two ranks messages of one channel match in order; the tag is checked, not searched. Messages of different
+channels (0 to 31) do not order each other. A send returns once its data is in the ring, a small one therefore before
+the receiver comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from xvcomm import array
 from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.links import CHANNELS as CHANNELS  # adapters divide tags among them
 from xvcomm.opcode import OpCode
+from xvcomm.operation import ANY_PEER
+from xvcomm.probing import Probe, Probing
 from xvcomm.streamtransfers import StreamTransfers
 from xvcomm.trace import call_site
 from xvcomm.transfers import HostTransfers, Transfer, Transfers
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 _SEND, _RECV = OpCode.SEND, OpCode.RECV
 _TAGS = 1 << 62
+_FIRST = 0  # the one object of this number: nothing else, such as False, is taken for it, and to look takes no time
 _INSIDE_ADD = 2  # functions of xvcomm that are under way at the least when a group asks for the call site
 
 
@@ -55,18 +61,23 @@ class PointToPoint:
     def _init_point_to_point(self) -> None:
         moves = StreamTransfers if self._context.asynchronous else HostTransfers
         self._transfers: Transfers = moves(self._context)
+        self._probing = Probing(self._context)
         self._groups: dict[int, _Group] = {}
 
-    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, stream: Any = None) -> None:
+    def send(
+        self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> None:
         """Send an array to rank `dst`; blocks until `x` may be changed."""
-        transfer = self._sending(x, dst, tag, timeout, stream)
+        transfer = self._sending(x, dst, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
         if group is None:
             self._transfers.run_alone(transfer)
         else:
             group.add(transfer, waits=True)
 
-    def recv(self, buf: Any, src: int, tag: int = 0, *, timeout: float | None = None, stream: Any = None) -> Any:
+    def recv(
+        self, buf: Any, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> Any:
         """Receive an array from rank `src`; blocks until it is there.
 
         Args:
@@ -75,7 +86,7 @@ class PointToPoint:
         Returns:
             `buf`, or a new array where it is immutable.
         """
-        transfer = self._receiving(buf, src, tag, timeout, stream)
+        transfer = self._receiving(buf, src, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
         if group is None:
             self._transfers.run_alone(transfer)
@@ -85,28 +96,54 @@ class PointToPoint:
         group.add(transfer, waits=True)
         return buf
 
-    def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, stream: Any = None) -> Work:
+    def isend(
+        self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> Work:
         """Send without waiting. `x` may be changed once the Work is done; the Work keeps it alive."""
-        return self._background(self._sending(x, dst, tag, timeout, stream))
+        return self._background(self._sending(x, dst, tag, channel, timeout, stream))
 
-    def irecv(self, buf: Any, src: int, tag: int = 0, *, timeout: float | None = None, stream: Any = None) -> Work:
+    def irecv(
+        self, buf: Any, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> Work:
         """Receive without waiting; the array is the Work's result."""
-        return self._background(self._receiving(buf, src, tag, timeout, stream))
+        return self._background(self._receiving(buf, src, tag, channel, timeout, stream))
 
     def sendrecv(
         self, x: Any, dst: int, buf: Any, src: int, send_tag: int = 0, recv_tag: int = 0, *,
-        timeout: float | None = None, stream: Any = None,
+        channel: int = 0, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Send to one rank and receive from another (or the same) at once; gives the received array."""
-        incoming = self._receiving(buf, src, recv_tag, timeout, stream)
-        self._transfers.run([self._sending(x, dst, send_tag, timeout, stream), incoming])
+        incoming = self._receiving(buf, src, recv_tag, channel, timeout, stream)
+        self._transfers.run([self._sending(x, dst, send_tag, channel, timeout, stream), incoming])
         return array.finish(incoming.view)
+
+    def probe(self, src: int | None = None, *, channel: int = 0, timeout: float | None = None) -> Probe:
+        """Wait until a message is there that no receive posted so far will take; a following `recv` gets it.
+
+        Blocks the host, also on GPUs. Takes nothing away. Messages that receives in a graph will take are seen as
+        long as it has not run.
+
+        Args:
+            src: rank to look at; None looks at all in turns, so that none starves another.
+        """
+        peer, channel = self._probed(src, channel)
+        return self._probing.wait(peer, channel, Deadline.after(self.timeout if timeout is None else timeout))
+
+    def iprobe(self, src: int | None = None, *, channel: int = 0) -> Probe | None:
+        """As `probe`, but does not wait: None if there is no such message yet.
+
+        Raises:
+            PeerLost: as long as there is none and `src`, or every other rank, has left.
+        """
+        peer, channel = self._probed(src, channel)
+        return self._probing.look(peer, channel, Deadline.after(self.timeout))
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
         """Start all point-to-point operations of the block together at its end, in any order without deadlock.
 
-        The end blocks until all are done if the block holds a `send` or `recv`; `isend` and `irecv` go on behind it.
+        The end blocks until all are done if the block holds a `send` or `recv`; `isend` and `irecv` go on behind it, and
+        those of a channel end together.
         """
         if self._open_group() is not None:
             yield  # the outermost group counts, as in NCCL
@@ -122,29 +159,50 @@ class PointToPoint:
             del self._groups[thread]
         if group.waits:
             self._transfers.run(group.transfers)
-        elif group.transfers:
-            self._transfers.start(group.transfers)
+        else:
+            self._transfers.start_group(group.transfers)
 
     def _open_group(self) -> _Group | None:
         return self._groups.get(threading.get_ident())
 
-    def _sending(self, x: Any, dst: int, tag: int, timeout: float | None, stream: Any) -> Transfer:
+    def _sending(self, x: Any, dst: int, tag: int, channel: int, timeout: float | None, stream: Any) -> Transfer:
         if not 0 <= dst < self.size or dst == self.rank or not 0 <= tag < _TAGS:
             raise self._misdirected("dst", dst, tag)
+        if channel is not _FIRST:
+            channel = _channel(channel)
         view = array.view(x)
         self._context.admit(view)
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        return Transfer(_SEND, view, dst, tag, deadline, view.stream if stream is None else array.stream_handle(stream))
+        handle = view.stream if stream is None else array.stream_handle(stream)
+        return Transfer(_SEND, view, dst, tag, deadline, handle, channel)
 
-    def _receiving(self, buf: Any, src: int, tag: int, timeout: float | None, stream: Any) -> Transfer:
+    def _receiving(self, buf: Any, src: int, tag: int, channel: int, timeout: float | None, stream: Any) -> Transfer:
         if not 0 <= src < self.size or src == self.rank or not 0 <= tag < _TAGS:
             raise self._misdirected("src", src, tag)
+        if channel is not _FIRST:
+            channel = _channel(channel)
         view = array.view(buf, output=True)
         self._context.admit(view)
         if view.immutable:
             view = array.empty_like(view, view.shape)
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        return Transfer(_RECV, view, src, tag, deadline, view.stream if stream is None else array.stream_handle(stream))
+        handle = view.stream if stream is None else array.stream_handle(stream)
+        return Transfer(_RECV, view, src, tag, deadline, handle, channel)
+
+    def _probed(self, src: int | None, channel: int) -> tuple[int, int]:
+        """What to look at, checked."""
+        if src is None and self.size == 1:
+            raise ArgumentError("probe: this communicator has no other rank that could send")
+        peer = ANY_PEER
+        if src is not None:
+            peer = _whole(src, -1)
+            if not 0 <= peer < self.size:
+                raise ArgumentError(f"src {src!r}: ranks of this communicator go from 0 to {self.size - 1}; None for any")
+            if peer == self.rank:
+                raise ArgumentError(f"src {src} is this rank itself, which cannot send to itself")
+        if self._groups and self._open_group() is not None:
+            raise ArgumentError("probe inside group(): what the group holds starts at its end; probe before or behind it")
+        return peer, _channel(channel)
 
     def _misdirected(self, what: str, peer: int, tag: int) -> ArgumentError:
         if not 0 <= peer < self.size:
@@ -161,3 +219,19 @@ class PointToPoint:
         else:
             self._transfers.start([transfer])
         return work
+
+
+def _channel(channel: Any) -> int:
+    """A channel as a plain integer."""
+    number = _whole(channel, -1)
+    if not 0 <= number < CHANNELS:
+        raise ArgumentError(f"channel {channel!r}: must be a whole number from 0 to {CHANNELS - 1}")
+    return number
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    """A whole number as a plain integer; something else for what is none, truth values among it."""
+    try:
+        return otherwise if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return otherwise

@@ -169,6 +169,7 @@ class RingEnd:
     Attributes:
         peer: rank at the other end.
         producer: whether this end fills the ring.
+        channel: which of the pair's channels of messages it is, as `Links` opened it.
         counter: address of the number of the next message, for compiled code; `sequence` in memory.
         geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
@@ -180,6 +181,7 @@ class RingEnd:
         self.layout = layout
         self.peer = peer
         self.producer = producer
+        self.channel = 0
         self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
         self._sequence = ctypes.c_int64()
         self.counter = ctypes.addressof(self._sequence)

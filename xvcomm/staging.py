@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xvcomm import array
-from xvcomm.abc.device import Device
+from xvcomm.abc.device import Allocation, Device
 from xvcomm.array import ArrayView
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, from_numpy
+
+
+class _Room(NamedTuple):
+    """What operations give back for the views made here."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: DType
+    memory: Allocation
 
 
 class Staging:
@@ -39,12 +48,11 @@ class Staging:
             return np.empty(shape, dtype.numpy)
         count = math.prod(shape)
         memory = self._device.empty(max(1, count * dtype.itemsize))
-        return ArrayView(
-            memory.address, shape, dtype, count, count * dtype.itemsize, memory, self._kind, self._index, keep=memory
-        )
+        room = _Room(memory.address, shape, dtype, memory)
+        return ArrayView(memory.address, shape, dtype, count, count * dtype.itemsize, room, self._kind, self._index)
 
     def down(self, x: Any) -> np.ndarray[Any, Any]:
-        """What `up` or `empty` gave, as a host array again."""
+        """What `up` or `empty` gave, or an operation for it, as a host array again."""
         if not self._remote:
             found: np.ndarray[Any, Any] = x
             return found

@@ -83,7 +83,7 @@ class StreamCaller(Caller):
         """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
         context = self._context
         with self._order:
-            operation = context.begin(call.op, call.message())
+            operation = context.begin(call.op, call.message(), site=call.site)
             try:
                 if self._native_only:
                     self._native(call, deadline, carrier)

@@ -33,8 +33,10 @@ _SITE_BYTES = 48
 _FORMAT = struct.Struct(f"<10q{_SITE_BYTES}s")
 _STATE, _ENDED, _SITE = 7, 9, 10  # words of a record; see Record for the others
 _HERE = str(Path(__file__).parent)
+_inner: tuple[str, ...] = (_HERE,)
 _SITES = 4096
 _internal: dict[str, bool] = {}
+_depths: dict[tuple[int, int], int] = {}
 
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
@@ -62,7 +64,7 @@ class Life(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One operation. Times are nanoseconds since the epoch; `peer` and `tag` are -1 where there is none."""
+    """One operation. Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`."""
 
     sequence: int
     communicator: int
@@ -82,7 +84,8 @@ class Record:
         what = f"{self.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{self.nbytes} bytes"
         peer = f" with rank {self.peer}" if self.peer >= 0 else ""
         state = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}[State(self.state)]
-        return f"{OpCode(self.op)} #{self.sequence}{peer} of {what} at {self.site} ({state})"
+        of = "" if self.op == OpCode.PROBE else f" of {what}"
+        return f"{OpCode(self.op)} #{self.sequence}{peer}{of} at {self.site} ({state})"
 
 
 def region_bytes(records: int) -> int:
@@ -200,6 +203,16 @@ _places = itertools.count()  # one step, so that threads need no lock
 _sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
 
 
+def pass_over(folder: str) -> None:
+    """Let files of a folder count as xvcomm's in `call_site`: a framework's, whose callers are the users."""
+    global _inner
+    if folder not in _inner:
+        _inner = (*_inner, folder)
+        _internal.clear()
+        _sites.clear()
+        _depths.clear()
+
+
 def call_site(inside: int) -> int:
     """Address of `file.py:line`, at most 48 bytes, of the nearest caller outside xvcomm.
 
@@ -208,20 +221,43 @@ def call_site(inside: int) -> int:
             would take time.
     """
     frame = sys._getframe(inside + 1)
-    found = _sites.get((id(frame.f_code), frame.f_lasti))
-    return found[0] if found is not None else _outer_site(frame)
+    key = id(frame.f_code), frame.f_lasti
+    found = _sites.get(key)
+    if found is not None:
+        return found[0]
+    depth = _depths.get(key, 0)
+    if depth:
+        # Behind one place in xvcomm the user is nearly always as many callers away as the last time.
+        try:
+            outer = sys._getframe(inside + 1 + depth)
+        except ValueError:
+            return _outer_site(frame, key)
+        found = _sites.get((id(outer.f_code), outer.f_lasti))
+        if found is not None:
+            return found[0]
+    return _outer_site(frame, key)
 
 
-def _outer_site(frame: FrameType) -> int:
-    """The same, looking at each caller from a frame on."""
+def own_site(text: str) -> ctypes.Array[ctypes.c_char]:
+    """A call site that its owner keeps: use its address, as `call_site` gives one, as long as the array lives."""
+    return ctypes.create_string_buffer(text.encode()[-_SITE_BYTES:], _SITE_BYTES)
+
+
+def _outer_site(frame: FrameType, key: tuple[int, int]) -> int:
+    """The same, looking at each caller from a frame on; remembers under `key` how far it was."""
+    depth = 0
     while True:
         file = frame.f_code.co_filename
         internal = _internal.get(file)
         if internal is None:
-            internal = _internal[file] = file.startswith(_HERE)
+            internal = _internal[file] = file.startswith(_inner)
         if not internal or frame.f_back is None:
             break
         frame = frame.f_back
+        depth += 1
+    if len(_depths) >= _SITES:
+        _depths.clear()
+    _depths[key] = depth
     found = _sites.get((id(frame.f_code), frame.f_lasti))
     return found[0] if found is not None else _add_site(frame)
 

@@ -36,6 +36,7 @@ class Transfer(msgspec.Struct, eq=False):
 
     Attributes:
         stream: handle of the stream that it is ordered on; None where nobody knows.
+        channel: which of the pair's rings it takes.
         promise: what its Work waits for, if it has one.
         site: where the user called it, if that is not the thread's caller when it is enqueued; see `trace.call_site`.
         operation, end: once it is enqueued.
@@ -47,6 +48,7 @@ class Transfer(msgspec.Struct, eq=False):
     tag: int
     deadline: Deadline
     stream: int | None = None
+    channel: int = 0
     promise: Any = None
     site: int = 0
     operation: Operation | None = None
@@ -78,7 +80,21 @@ class Transfers(ABC):
 
     @abstractmethod
     def start(self, transfers: Sequence[Transfer]) -> None:
-        """Move messages at the same time, without waiting for them; each has a Work."""
+        """Move messages of one channel at the same time, without waiting for them; each has a Work."""
+
+    def start_group(self, transfers: Sequence[Transfer]) -> None:
+        """`start` for messages of any channels: none of them waits for another channel's, and nor does its Work."""
+        channels: dict[int, list[Transfer]] = {}
+        for t in transfers:
+            channels.setdefault(t.channel, []).append(t)
+        parts = list(channels.values())
+        for number, part in enumerate(parts):
+            try:
+                self.start(part)
+            except BaseException as error:
+                for later in parts[number + 1 :]:
+                    self.give_up(later, error)
+                raise
 
     @abstractmethod
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
@@ -89,8 +105,9 @@ class Transfers(ABC):
         context = self._context
         view, sending = t.view, t.name is _SEND
         message = _message(view.dtype, view.nbytes, t.tag)
-        t.operation = context.begin(t.name, message, t.peer, t.site)
-        end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=sending)
+        operation = t.operation = context.begin(t.name, message, t.peer, t.site)
+        operation.channel = t.channel
+        end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=sending, channel=t.channel)
         move = context.device.put if sending else context.device.get
         move(end, view.address, message, stream)
         return end
@@ -119,12 +136,12 @@ class HostTransfers(Transfers):
         super().__init__(context)
         # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
         self._free: list[Stream] = []
-        # The same of couriers, for each direction and peer.
-        self._couriers: dict[tuple[OpCode, int], list[Courier]] = defaultdict(list)
+        # The same of couriers, for each direction, peer and channel.
+        self._couriers: dict[tuple[OpCode, int, int], list[Courier]] = defaultdict(list)
 
     def run_alone(self, t: Transfer) -> None:
         """See `Transfers.run_alone`; by courier, but the first message of a ring end, which makes it."""
-        context, view, couriers = self._context, t.view, self._couriers[t.name, t.peer]
+        context, view, couriers = self._context, t.view, self._couriers[t.name, t.peer, t.channel]
         if not couriers:
             self.run([t])
             assert t.end is not None
@@ -148,6 +165,7 @@ class HostTransfers(Transfers):
             raise error
         t.end = courier.end
         t.operation = self._context.replace(courier, t.name, _message(t.view.dtype, t.view.nbytes, t.tag), t.peer)
+        t.operation.channel = t.channel
         self._fail([t], error)
 
     def run(self, transfers: Sequence[Transfer]) -> None:

@@ -56,6 +56,13 @@ class Work:
         """What it raised, or None; None too while it is under way. Never blocks."""
         return self._future.exception() if self._future.done() else None
 
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        """Call `callback` with a future that holds result or error, once the operation has ended on host memory.
+
+        It runs in the thread that ends the operation, at once if that was before; it must not block.
+        """
+        self._future.add_done_callback(callback)
+
 
 class OrderedWorker:
     """A daemon thread that runs calls one after the other: the host's stream."""
@@ -73,8 +80,14 @@ class OrderedWorker:
         return self._pending == 0
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run `call` after all that were submitted before."""
+        """Run `call` after all that were submitted before; at once in a callback of this thread, which may wait for it."""
         future: Future[Any] = Future()
+        if threading.current_thread() is self._thread:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            return future
         with self._lock:
             self._pending += 1
             if self._thread is None:

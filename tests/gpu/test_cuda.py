@@ -13,7 +13,17 @@ import pytest
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import ArgumentError, ArrayError, PeerLost
-from xvcomm.testing import World, asynchronous, collectives, failures, frameworks, graphs, pointtopoint, refusals
+from xvcomm.testing import (
+    World,
+    asynchronous,
+    channels,
+    collectives,
+    failures,
+    frameworks,
+    graphs,
+    pointtopoint,
+    refusals,
+)
 from xvcomm.testing.cases import assert_same_bits, reductions
 
 pytestmark = pytest.mark.gpu
@@ -93,9 +103,10 @@ def test_messages(world: World, count: int) -> None:
         (collectives.check_objects, ()),
         (collectives.check_premul_factors, ()),
         (collectives.check_split, ()),
+        (collectives.check_subgroup, ()),
         (collectives.check_reproducible, ("float32", "sum", 70_001)),
         (collectives.check_reproducible, ("bfloat16", "avg", 70_001)),
-        *((check, ()) for check in (*asynchronous.CHECKS, *failures.CHECKS)),
+        *((check, ()) for check in (*asynchronous.CHECKS, *channels.CHECKS, *failures.CHECKS)),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -17,7 +17,7 @@ import pytest
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import PeerLost
-from xvcomm.testing import World, asynchronous, collectives, failures, graphs, pointtopoint, refusals
+from xvcomm.testing import World, asynchronous, channels, collectives, failures, graphs, pointtopoint, refusals
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
 from xvcomm.testing.signals import meet
 
@@ -113,11 +113,13 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_small_send_returns, ()),
         (pointtopoint.check_beside_collectives, ()),
         (pointtopoint.check_objects, ()),
+        *((check, ()) for check in channels.CHECKS),
         (collectives.check_async, (20,)),
         (collectives.check_barrier, ()),
         (collectives.check_objects, ()),
         (collectives.check_premul_factors, ()),
         (collectives.check_split, ()),
+        (collectives.check_subgroup, ()),
         (collectives.check_reproducible, ("float32", "sum", 20_001)),
         (collectives.check_reproducible, ("bfloat16", "avg", 20_001)),
     ],
@@ -161,7 +163,7 @@ def test_streams_that_lag(job: Job) -> None:
         ranks.run(collectives.check_all_gather, "int64", 1001)
         ranks.run(collectives.check_all_to_all, "int64", 101)
         ranks.run(pointtopoint.check_exchange, "float32", 10_001)
-        for check in asynchronous.CHECKS:
+        for check in (*asynchronous.CHECKS, channels.check_channels_pass, channels.check_probe_behind_receives):
             ranks.run(check)
 
 

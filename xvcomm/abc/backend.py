@@ -22,6 +22,10 @@ class Backend(ABC):
     def refusal(self) -> tuple[str, str] | None:
         """Why it cannot work here and what to do about it, or None if it can."""
 
+    def devices(self) -> int:
+        """How many devices of the kind this host has; asked only where nothing refuses."""
+        return 1
+
     @abstractmethod
     def device(self, config: Config) -> Device:
         """This rank's device."""

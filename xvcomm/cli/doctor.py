@@ -24,7 +24,10 @@ from xvcomm.config import Config, table
 from xvcomm.errors import ConfigError
 from xvcomm.launch import discover
 
-_PACKAGES = ("xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "torch", "jax", "cupy", "mpi4py")
+_PACKAGES = (
+    "xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "torch", "jax", "cupy-cuda13x", "cupy-cuda12x", "nccl4py",
+    "hip-python", "mpi4py",
+)  # fmt: skip
 _LEAST_SHM = 64 << 20
 _LEAST_FILES = 1024
 _LIMITS = {
@@ -84,7 +87,7 @@ def examine(env: Mapping[str, str]) -> Report:
         machine["launcher"] = f"{launch.launcher}: rank {launch.rank} of {launch.size}"
     except ConfigError as error:
         problems.append(Problem(str(error), "start the ranks with a launcher, or unset the variable", fatal=True))
-    backends = [_found(f) for f in registry.backends()]
+    backends = [_found(f) | {"devices": f.load()().devices() if f.usable else 0} for f in registry.backends()]
     transports = [_found(f) for f in registry.transports()]
     problems += _missing("backend", "host", backends) + _missing("transport", "shm", transports)
     shared_memory = _shared_memory(Path(config.shm_dir), problems)
@@ -224,7 +227,7 @@ def show(report: Report, console: Console) -> None:
     console.print(_pairs("Shared memory", ((k.replace("_", " "), str(v)) for k, v in shm.items())))
     console.print(_pairs("Limits", report.limits.items()))
     for title, found in (("Backends", report.backends), ("Transports", report.transports)):
-        rows = ((f["name"], "yes" if f["usable"] else "no", f["reason"], f["remedy"]) for f in found)
+        rows = ((f["name"], _usable(f), f["reason"], f["remedy"]) for f in found)
         console.print(_table(title, ("name", "usable", "reason", "remedy"), rows))
     settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in report.variables)
     console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
@@ -235,6 +238,12 @@ def show(report: Report, console: Console) -> None:
         )
     if not any(p.fatal for p in report.problems):
         console.print("[green]Jobs on host memory can run here.[/]")
+
+
+def _usable(found: dict[str, Any]) -> str:
+    """Yes or no; of GPUs how many."""
+    count = found.get("devices", 1)
+    return "no" if not found["usable"] else f"yes, {count} devices" if count > 1 else "yes"
 
 
 def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:

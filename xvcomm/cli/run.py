@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import secrets
 import shutil
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -24,6 +26,13 @@ from xvcomm.topology import parse_islands
 _LOCAL = "127.0.0.1"
 
 
+class Replaceable(enum.StrEnum):
+    """Backends of `torch.distributed` that xvcomm can stand in for."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
 def run(
     command: Annotated[list[str], typer.Argument(help="Script, module (with -m) or program, and its arguments.")],
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")] = None,
@@ -31,6 +40,10 @@ def run(
         str | None, typer.Option(help="Label the ranks, for instance cuda:2,rocm:2: a rehearsal of islands.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a Python module, as python -m does.")] = False,
+    replace: Annotated[
+        Replaceable | None,
+        typer.Option(help="Run PyTorch programs that ask for this backend of torch.distributed on xvcomm instead."),
+    ] = None,
     prefix: Annotated[bool, typer.Option(help="Put the rank before each line of output.")] = True,
     grace: Annotated[float, typer.Option(min=0, help="Seconds from Ctrl-C or SIGTERM to SIGKILL.")] = STOP_GRACE,
 ) -> None:
@@ -41,7 +54,8 @@ def run(
     """
     labels = rank_labels(ranks, islands)
     argv = resolve(command, module)
-    raise typer.Exit(launch(argv, labels, prefix=prefix, grace=grace))
+    extra = {} if replace is None else {"XVCOMM_REPLACE": replace.value}
+    raise typer.Exit(launch(argv, labels, prefix=prefix, grace=grace, extra=extra))
 
 
 def rank_labels(ranks: int | None, islands: str | None) -> tuple[str, ...]:
@@ -80,8 +94,14 @@ def resolve(command: Sequence[str], module: bool) -> tuple[str, ...]:
     return tuple(command)
 
 
-def launch(argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, grace: float = STOP_GRACE) -> int:
+def launch(
+    argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, grace: float = STOP_GRACE,
+    extra: Mapping[str, str] = MappingProxyType({}),
+) -> int:  # fmt: skip
     """Run `argv` once for each label, from the store's start to the last shared-memory file's end; blocks.
+
+    Args:
+        extra: further variables of all ranks.
 
     Returns:
         The exit code to pass on.
@@ -91,7 +111,7 @@ def launch(argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, g
         StoreError: the store's port cannot be taken.
     """
     with job_environment() as common:
-        envs = rank_environments({**terminal_environment(labels, prefix), **common}, labels)
+        envs = rank_environments({**terminal_environment(labels, prefix), **common, **extra}, labels)
         specs = [RankSpec(label, tuple(argv), env) for label, env in zip(labels, envs, strict=True)]
         with Job(specs, prefix=prefix, grace=grace) as running:
             outcome = running.run()

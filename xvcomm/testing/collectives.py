@@ -298,6 +298,23 @@ def check_split(comm: Communicator) -> None:
     comm.barrier()
 
 
+def check_subgroup(comm: Communicator) -> None:
+    """Groups that their members alone make, again and again under one name; the others go on with the next ones."""
+    last = comm.size - 1
+    for _ in range(2):
+        for ranks in ((comm.rank,), range(last), (last, 0), range(last, -1, -1)):
+            if comm.rank not in ranks or len(set(ranks)) != len(ranks):
+                continue
+            with comm.subgroup(ranks, "check") as group:
+                assert (group.rank, group.size) == (list(ranks).index(comm.rank), len(ranks))
+                labels = [comm.topology.island_of(rank).label for rank in ranks]
+                assert [group.topology.island_of(r).label for r in range(group.size)] == labels
+                assert group.all_gather_object(comm.rank) == list(ranks)
+                check_all_reduce(group, "float32", "sum", 3001)
+                check_broadcast(group, "uint8", 300_000)
+    comm.barrier()
+
+
 def check_premul_factors(comm: Communicator) -> None:
     """Fractions on floats and complex numbers, negative whole factors on integers."""
     a = arrays(comm)

@@ -93,6 +93,59 @@ def check_departure(comm: Communicator) -> None:
         assert error.peer == comm.size - 1, error
 
 
+def check_probe_deadline(comm: Communicator) -> None:
+    """A probe that finds nothing ends by its deadline, and names who sent nothing; by an abort at once."""
+    last = comm.size - 1
+    for source in (last, None):
+        signals = Signals(comm)
+        with _group(comm) as group:
+            if comm.rank == 0:
+                error = _raised(DeadlineExceeded, group.probe, source, channel=1, timeout=_PATIENCE)
+                named = range(1, comm.size) if source is None else [last]
+                assert all(f"rank {rank} on " in str(error) for rank in named) and "(channel 1)" in str(error), error
+            else:
+                signals.hear("late", [0])
+            signals.tell("late")
+            _raised_soon(DeadlineExceeded, group.iprobe)
+        with _group(comm) as group:
+            if comm.rank == 0:
+                error = _raised(Aborted, group.probe, source)
+                assert "enough is enough" in str(error), error
+            elif comm.rank == last:
+                group.abort("enough is enough")
+            _raised_soon(Aborted, group.iprobe)
+
+
+def check_probe_of_the_departed(comm: Communicator) -> None:
+    """What a rank sent before it left is still found; nothing else comes from it, but perhaps from others."""
+    a, last = arrays(comm), comm.size - 1
+    for source in (last, None):
+        signals = Signals(comm)
+        with _group(comm) as group:
+            if comm.rank == last:
+                group.send(a.put(np.full(5, 4.0)), 0, 3, channel=1)
+                group.close()
+                signals.tell("left")
+            elif comm.rank == 0:
+                signals.hear("left", [last])
+                found = group.probe(source, channel=1)
+                assert found[:3] == (last, 3, 40), found
+                assert (a.get(group.recv(a.put(np.zeros(5)), last, 3, channel=1)) == 4).all()
+                if source is None and comm.size > 2:
+                    signals.tell("more")
+                    assert group.probe(channel=1).src == 1
+                    group.recv(a.put(np.zeros(1)), 1, channel=1)
+                    source = last
+                error = _raised_soon(PeerLost, group.iprobe, source, channel=1)
+                assert error.peer == last and f"rank {last} on " in str(error), error
+                _raised(PeerLost, group.probe, source, channel=1)
+            elif comm.rank == 1 and source is None:
+                signals.hear("more", [0])
+                group.send(a.put(np.zeros(1)), 0, channel=1)
+            signals.tell("through")
+            signals.hear("through", [0])
+
+
 def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: type[XvcommError]) -> list[XvcommError]:
     """What the other ranks' operations raise that are under way when the last rank does something else."""
     a, last, errors = arrays(comm), comm.size - 1, []
@@ -178,5 +231,6 @@ def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any,
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
-    check_mismatch, check_message_mismatch, check_deadline, check_abort, check_departure,
+    check_mismatch, check_message_mismatch, check_deadline, check_abort, check_departure, check_probe_deadline,
+    check_probe_of_the_departed,
 )  # fmt: skip

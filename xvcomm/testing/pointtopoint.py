@@ -193,16 +193,16 @@ def check_beside_collectives(comm: Communicator) -> None:
 
 
 def check_objects(comm: Communicator) -> None:
-    """Objects from each rank to the next."""
+    """Objects from each rank to the next, on several channels."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for number, obj in enumerate((None, "text", {"rank": [1, 2]}, np.arange(5).tolist(), b"z" * 3_000_000)):
         if comm.rank == 0:
-            comm.send_object(obj, after, tag=number)
-            assert comm.recv_object(before, tag=number) == obj
+            comm.send_object(obj, after, tag=number, channel=number)
+            assert comm.recv_object(before, tag=number, channel=number) == obj
         else:
-            got = comm.recv_object(before, tag=number)
+            got = comm.recv_object(before, tag=number, channel=number)
             assert got == obj
-            comm.send_object(got, after, tag=number)
+            comm.send_object(got, after, tag=number, channel=number)
 
 
 def _message(source: int, target: int, number: int, nbytes: int) -> Array:

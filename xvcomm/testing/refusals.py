@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def check_arguments_refused(comm: Communicator) -> None:
 
 
 def check_messages_refused(comm: Communicator) -> None:
-    """Point-to-point: ranks, tags and arrays that cannot be."""
+    """Point-to-point: ranks, tags, channels and arrays that cannot be."""
     a, other = arrays(comm), (comm.rank + 1) % comm.size
     x, y, eight = a.put(np.zeros(4)), a.put(np.zeros(4)), a.put(np.zeros(8))
     cases: Cases = {
@@ -163,12 +164,17 @@ def check_messages_refused(comm: Communicator) -> None:
         "rank too large": lambda: comm.isend(x, comm.size),
         "rank negative": lambda: comm.recv(x, -1),
         "sendrecv with nobody": lambda: comm.sendrecv(x, comm.size, x, comm.size),
+        "probe of myself": lambda: comm.probe(comm.rank),
+        "probe of a rank too large": lambda: comm.iprobe(comm.size),
+        "probe of rank -1": lambda: comm.iprobe(-1),
+        "probe of rank -2": lambda: comm.probe(-2),
     }
     wrong: Cases = {}
     if comm.size > 1:
         cases["tag negative"] = lambda: comm.send(x, other, -1)
         cases["tag too large"] = lambda: comm.recv(x, other, 1 << 62)
         cases["sendrecv, bad tag"] = lambda: comm.sendrecv(x, other, y, other, recv_tag=-3)
+        cases.update(_channels(comm, x, y, other))
         wrong["every other element"] = lambda: comm.send(eight[::2], other)
         wrong["no array"] = lambda: comm.isend("text", other)
         if isinstance(a, DeviceArrays):
@@ -194,6 +200,29 @@ def check_messages_refused(comm: Communicator) -> None:
         else:
             raise AssertionError("a group with a rank out of range was accepted")
     _works(comm, "a group that was given up")
+
+
+def _channels(comm: Communicator, x: Any, y: Any, other: int) -> Cases:
+    """Channels that there are not, and probes of what is no rank."""
+
+    def probe_in_group() -> None:
+        with comm.group():
+            comm.iprobe()
+
+    cases: Cases = {
+        "channel too large": lambda: comm.send(x, other, channel=32),
+        "channel negative": lambda: comm.irecv(x, other, channel=-1),
+        "probe of a channel too large": lambda: comm.probe(channel=32),
+        "sendrecv, channel too large": lambda: comm.sendrecv(x, other, y, other, channel=99),
+        "probe in a group": probe_in_group,
+    }
+    none: tuple[Any, ...] = (True, False, 1.0, "1", None, np.bool_(True))
+    for wrong in none:
+        cases[f"channel {wrong!r}"] = partial(comm.isend, x, other, channel=wrong)
+        cases[f"probe of channel {wrong!r}"] = partial(comm.iprobe, channel=wrong)
+        if wrong is not None:
+            cases[f"probe of rank {wrong!r}"] = partial(comm.probe, wrong)
+    return cases
 
 
 def _refuses(comm: Communicator, error: type[XvcommError], cases: Cases, naming: Sequence[str] = ()) -> None:

@@ -96,6 +96,7 @@ def test_reproducible(world: World, dtype: str, op: str, count: int) -> None:
         collectives.check_objects,
         collectives.check_premul_factors,
         collectives.check_split,
+        collectives.check_subgroup,
         refusals.check_arrays_refused,
         refusals.check_dtypes_refused,
         refusals.check_arguments_refused,

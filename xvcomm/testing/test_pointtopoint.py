@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from xvcomm.dtype import DTYPES
-from xvcomm.testing import World, pointtopoint, refusals
+from xvcomm.testing import World, channels, pointtopoint, refusals
 from xvcomm.testing.cases import COUNTS, environment, kinds, too_few_devices
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a,b,a,b")
@@ -68,6 +68,7 @@ def test_order(world: World) -> None:
         pointtopoint.check_small_send_returns,
         pointtopoint.check_beside_collectives,
         pointtopoint.check_objects,
+        *channels.CHECKS,
         refusals.check_messages_refused,
     ],
 )
@@ -86,3 +87,5 @@ def test_rings_of_every_shape(lanes: int, slots: int) -> None:
             ranks.run(pointtopoint.check_exchange, "float32", count)
         ranks.run(pointtopoint.check_group_beyond_rings, 300_001, 3)
         ranks.run(pointtopoint.check_many_in_flight, 70)
+        for check in channels.CHECKS:
+            ranks.run(check)

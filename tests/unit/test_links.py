@@ -1,0 +1,92 @@
+"""The rings of a communicator: one for each direction, use and channel, of a shape that both ends know."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from xvcomm.abc.store import Store
+from xvcomm.abc.transport import Capabilities, Transport
+from xvcomm.config import Config
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.links import CHANNELS, Links, Use
+from xvcomm.ring import Reason, RingEnd, RingLayout
+from xvcomm.shm import Segment
+from xvcomm.store.memory import MemoryStore
+
+OFFERS = [[Capabilities("own", "here", 0)]] * 3
+
+
+class Recording(Transport):
+    """Remembers what was asked for; its rings are of least size."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, tuple[int, RingLayout, bool]] = {}
+
+    def capabilities(self) -> Capabilities:
+        return OFFERS[0][0]
+
+    def open_ring(
+        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool, job: str
+    ) -> RingEnd:
+        assert name not in self.opened, "a ring is opened once"
+        self.opened[name] = (peer, layout, producer)
+        least = RingLayout(1, 2, 4096)
+        segment = Segment.create("/dev/shm", job, least.size)
+        segment.unlink()
+        return RingEnd.create(segment, least, peer=peer, producer=producer)
+
+    def close(self) -> None:
+        pass
+
+
+def links(transport: Transport, rank: int, kinds: tuple[str, ...] = ("host", "host", "cuda"), **config: int) -> Links:
+    return Links(Config(**config), "links", MemoryStore(), rank, [transport], OFFERS, kinds)
+
+
+def test_each_channel_has_a_ring_of_its_own() -> None:
+    transport = Recording()
+    mine = links(transport, 0)
+    keys = [
+        *((Use.POINT_TO_POINT, peer, producer, channel)
+          for peer, producer, channel in itertools.product((1, 2), (True, False), (0, 1, CHANNELS - 1))),
+        *((Use.COLLECTIVE, peer, producer, 0) for peer, producer in itertools.product((1, 2), (True, False))),
+    ]  # fmt: skip
+    ends = [mine.end(peer, use, NEVER, producer=producer, channel=channel) for use, peer, producer, channel in keys]
+    assert len({id(end) for end in ends}) == len(transport.opened) == len(keys)
+    for (use, peer, producer, channel), end in zip(keys, ends, strict=True):
+        assert (end.peer, end.producer, end.channel) == (peer, producer, channel)
+        assert mine.end(peer, use, NEVER, producer=producer, channel=channel) is end
+    mine.lose(1, Reason.LEFT.word(1))
+    assert all(bool(end.abort_word()) == (end.peer == 1) for end in ends)
+    mine.abort(Reason.ABORTED.word(0))
+    assert all(end.abort_word() for end in ends)
+    assert mine.end(2, Use.POINT_TO_POINT, NEVER, producer=True, channel=7).abort_word()
+    mine.close()
+
+
+@pytest.mark.parametrize("config", [{}, {"ring_slots": 2, "gpu_ring_slots": 2, "gpu_ring_lanes": 1, "gpu_ring_slot_bytes": 4096}])
+@pytest.mark.parametrize("channel", [0, 1, CHANNELS - 1])
+def test_both_ends_know_the_shape(config: dict[str, int], channel: int) -> None:
+    for a, b in ((0, 1), (0, 2), (2, 1)):
+        there, here = Recording(), Recording()
+        for rank, peer, transport in ((a, b, here), (b, a, there)):
+            ends = links(transport, rank, **config)
+            for producer in (True, False):
+                ends.end(peer, Use.POINT_TO_POINT, NEVER, producer=producer, channel=channel)
+            ends.close()
+        assert {n: layout for n, (_, layout, _) in here.opened.items()} == {n: layout for n, (_, layout, _) in there.opened.items()}
+        assert all(here.opened[name][2] != there.opened[name][2] for name in here.opened)
+
+
+def test_further_channels_have_less_memory() -> None:
+    transport = Recording()
+    mine = links(transport, 0)
+    for peer, channel in itertools.product((1, 2), (0, 1)):
+        mine.end(peer, Use.POINT_TO_POINT, NEVER, producer=True, channel=channel)
+    mine.close()
+    data = {name: layout.size - layout.data for name, (_, layout, _) in transport.opened.items()}
+    assert [data[f"ring/point_to_point/0-{peer}/{channel}"] for peer in (1, 2) for channel in (0, 1)] == [
+        96 * 16384, 32 * 16384, 8 << 20, 2 << 20
+    ]  # fmt: skip
