@@ -1,0 +1,44 @@
+"""PyTorch: the backend `xvcomm` of `torch.distributed`.
+
+    torch.distributed.init_process_group("xvcomm")
+
+No import is needed: torch finds the backend when it is imported, by the entry point `torch.backends`. Tensors may lie in
+host memory and on CUDA or ROCm GPUs, and ranks on any mix of islands. `"cpu:gloo,cuda:xvcomm"` works too; xvcomm then
+serves both. `XVCOMM_REPLACE=nccl` runs scripts that ask for NCCL on xvcomm.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "xvcomm"
+
+
+def register() -> None:
+    """Make the backend known to `torch.distributed`, and let it replace what `XVCOMM_REPLACE` names.
+
+    Called by torch when it is imported. Idempotent.
+
+    Raises:
+        ConfigError: `XVCOMM_REPLACE` names a backend that cannot be replaced.
+    """
+    import torch.distributed as dist
+
+    from xvcomm.config import replacement
+
+    if not dist.is_available() or BACKEND in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    replaced = replacement()
+    if replaced:
+        from xvcomm.adapters.torch.replace import install
+
+        install(replaced)
+
+
+def _create(options: object, backend_options: object) -> object:
+    """What torch calls to make a group."""
+    # Here, because it imports the core's compiled code, which `import torch` must not wait for.
+    from xvcomm.adapters.torch.group import create
+
+    return create(options, backend_options)

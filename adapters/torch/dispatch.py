@@ -1,0 +1,69 @@
+"""Closes gaps between torch and groups in Python.
+
+`dist.monitored_barrier` asks for Gloo by name; groups of xvcomm have one too. And C++ reaches a method of a Python group only where c10d wrote a trampoline for it. `all_gather_into_tensor_out` of the
+functional collectives, which compiled programs call, ends in an operation of the dispatcher instead, which looks for a
+C++ backend that such a group does not have. So that operation gets a kernel that looks at the group first, and passes
+everybody else's on to torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+
+from xvcomm.adapters.torch import versions
+from xvcomm.adapters.torch.group import ProcessGroup
+
+_OPERATION = "_allgather_base_"
+_libraries: list[Any] = []
+
+
+def install() -> None:
+    """Close them, as far as this release of torch can be extended. Idempotent."""
+    if _libraries:
+        return
+    library = torch.library.Library("c10d", "IMPL")
+    _libraries.append(library)
+    _open_monitored_barrier()
+    if not versions.boxes():
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every override
+        for key in ("CPU", "CUDA"):
+            theirs = versions.kernel(_OPERATION, key)
+            if theirs is not None:
+                library.impl(_OPERATION, _kernel(theirs), key, with_keyset=True, allow_override=True)
+
+
+def _kernel(theirs: Any) -> Any:
+    def all_gather_base(
+        keys: Any, output: Any, input: Any, group: Any, async_op: bool = True, timeout: int = -1
+    ) -> tuple[Any, Any]:
+        ours = dist.ProcessGroup.unbox(group)
+        if isinstance(ours, ProcessGroup):
+            # A Work of C++: nothing in C++ keeps the Python half of one of ours, without which `wait` would hang.
+            future = ours.all_gather_single(output, input).get_future()
+            return output, _create_work_from_future(future).boxed()
+        outcome: tuple[Any, Any] = theirs.call_boxed(keys, output, input, group, async_op, timeout)
+        return outcome
+
+    return all_gather_base
+
+
+def _open_monitored_barrier() -> None:
+    theirs = dist.monitored_barrier
+
+    @functools.wraps(theirs)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        ours = group or dist.distributed_c10d._get_default_group()
+        if isinstance(ours, ProcessGroup):
+            ours.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            theirs(group, timeout, wait_all_ranks)
+
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier

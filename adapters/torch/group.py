@@ -1,0 +1,371 @@
+"""The process group: every entry point that `torch.distributed` and torch's C++ call on a group.
+
+torch lets Python write a subclass of `ProcessGroup` only (`c10d::Backend` has no trampoline). It then stands for the
+whole group, whatever the devices: `"cpu:gloo,cuda:xvcomm"` too gives one of these, which serves both.
+
+Method names and arguments are c10d's, see torch/csrc/distributed/c10d/ProcessGroup.hpp. Methods return a `Work`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xvcomm.adapters.torch import collectives, messages, options, versions
+from xvcomm.adapters.torch.errors import as_torch, mapped
+from xvcomm.adapters.torch.identity import Identity
+from xvcomm.adapters.torch.joining import join
+from xvcomm.adapters.torch.options import Options
+from xvcomm.adapters.torch.planes import Plane
+from xvcomm.adapters.torch.profiling import profiling, recorded
+from xvcomm.adapters.torch.works import Done, HostWork, StreamMessage, StreamWork, Work
+from xvcomm.errors import ArgumentError, DeadlineExceeded
+
+Tensors = Sequence[Tensor]
+_NO_TENSOR: tuple[Tensor, ...] = ()
+_SECONDS = dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+class ProcessGroup(Identity):
+    """A group of ranks on any mix of devices. Made by torch, for the backend `xvcomm`."""
+
+    # Collectives.
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
+        """Reduce each tensor in place."""
+        tensors, how = _listed(tensors), options.read(op if opts is None else opts, timeout)
+        if len(tensors) == 1:
+            return self._run_one("all_reduce", collectives.all_reduce, tensors, how)
+        return self._run("all_reduce", tensors, how, lambda plane: _each(collectives.all_reduce, plane, how, tensors))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        """As `allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Work:
+        """As `allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
+        """Give all ranks the root's tensors."""
+        root = opts if isinstance(opts, int) else root
+        tensors, how = _listed(tensors), options.read(None if isinstance(opts, int) else opts, timeout, root=root)
+        if len(tensors) == 1:
+            return self._run_one("broadcast", collectives.broadcast, tensors, how)
+        return self._run("broadcast", tensors, how, lambda plane: _each(collectives.broadcast, plane, how, tensors))
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        """Reduce each tensor into the root's."""
+        if opts is None or isinstance(opts, int):
+            root, opts = opts if root is None else root, op
+        tensors, how = _listed(tensors), options.read(opts, timeout, root=root)
+        return self._run("reduce", tensors, how, lambda plane: _each(collectives.reduce, plane, how, tensors))
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Give all ranks all blocks, one tensor each."""
+        outs, ins = _paired(output_tensors, input_tensors)
+        how = options.read(opts, timeout)
+        return self._run(
+            "all_gather", outs[0], how, lambda plane: _each(collectives.all_gather, plane, how, outs, ins), ins
+        )
+
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Work:
+        """As `allgather`; rank r's tensors come as `output_lists[r]`."""
+        how = options.read(opts)
+        outs = [[ranks[i] for ranks in output_lists] for i in range(len(input_list))]
+        results = [t for ranks in output_lists for t in ranks]
+        return self._run(
+            "all_gather", results, how, lambda plane: _each(collectives.all_gather, plane, how, outs, input_list), input_list
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Work:
+        """Give all ranks all blocks in one tensor."""
+        how = options.read(opts, timeout)
+        return self._run_one("_allgather_base", collectives.all_gather_into, (output, input), how)
+
+    def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> Work:
+        """As `all_gather_single`, for each pair of tensors."""
+        how = options.read(opts)
+        return self._run(
+            "allgather_into_tensor_coalesced", output_lists, how,
+            lambda plane: _each(collectives.all_gather_into, plane, how, output_lists, input_list), input_list,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Work:
+        """Reduce and give each rank its block, one tensor each."""
+        ins, outs = _paired(input_tensors, output_tensors)
+        how = options.read(op if opts is None else opts, timeout)
+        return self._run(
+            "reduce_scatter", outs, how, lambda plane: _each(collectives.reduce_scatter, plane, how, outs, ins)
+        )
+
+    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
+        """Reduce and give each rank its block of one tensor."""
+        return self._run_one(
+            "_reduce_scatter_base", collectives.reduce_scatter_into, (outputTensor, inputTensor), options.read(opts)
+        )
+
+    def reduce_scatter_single_coalesced(self, outputTensors: Tensors, inputTensors: Tensors, opts: Any = None) -> Work:
+        """As `reduce_scatter_single`, for each pair of tensors."""
+        how = options.read(opts)
+        return self._run(
+            "reduce_scatter_tensor_coalesced", outputTensors, how,
+            lambda plane: _each(collectives.reduce_scatter_into, plane, how, outputTensors, inputTensors), inputTensors,
+        )  # fmt: skip
+
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        """Give the root all blocks, one tensor each."""
+        if isinstance(input_tensors, Tensor):
+            output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
+        root, opts = (opts, None) if isinstance(opts, int) else (root, opts)
+        how = options.read(opts, timeout, root=root)
+        outs, (x,) = (output_tensors[0] if output_tensors else _NO_TENSOR), input_tensors
+        return self._run("gather", outs, how, lambda plane: collectives.gather(plane, outs, x, how), input_tensors)
+
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        """Give each rank its block of the root's tensors."""
+        if isinstance(output_tensors, Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
+        root, opts = (opts, None) if isinstance(opts, int) else (root, opts)
+        how = options.read(opts, timeout, root=root)
+        parts, (out,) = (input_tensors[0] if input_tensors else _NO_TENSOR), output_tensors
+        return self._run("scatter", [out], how, lambda plane: collectives.scatter(plane, out, parts, how))
+
+    def all_to_all_single(
+        self, output_tensor: Tensor, input_tensor: Tensor, output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (), opts: Any = None, timeout: Any = None,
+    ) -> Work:  # fmt: skip
+        """Send rows to each rank and get rows from each."""
+        how = options.read(opts, timeout)
+        outs, ins = list(output_split_sizes), list(input_split_sizes)
+        return self._run(
+            "all_to_all", [output_tensor], how,
+            lambda plane: collectives.all_to_all_into(plane, output_tensor, input_tensor, outs, ins, how), [input_tensor],
+        )  # fmt: skip
+
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None, timeout: Any = None) -> Work:
+        """Send a tensor to each rank and get one from each."""
+        how = options.read(opts, timeout)
+        return self._run(
+            "all_to_all", output_tensors, how,
+            lambda plane: collectives.all_to_all(plane, output_tensors, input_tensors, how), input_tensors,
+        )  # fmt: skip
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        """Wait until every rank is here; with GPUs, and for the work on the current one's stream."""
+        how = options.read(opts, timeout)
+        plane = self.planes.gpu if _on_gpu(opts) else self.planes.host
+        return self._on(plane or self.planes.host, "barrier", [], how, lambda plane: collectives.barrier(plane, how))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait in the host until every rank is here.
+
+        Raises:
+            DeadlineExceeded: names the ranks that did not come; on all ranks that did.
+        """
+        left = options.seconds(timeout)
+        try:
+            self.planes.host.comm.barrier(timeout=left)
+        except DeadlineExceeded as error:
+            raise _monitored(error) from None
+
+    # Messages.
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
+        """Send one tensor."""
+        with recorded(self._backend, "send", tensors):
+            return self._noted(messages.send(self._plane(tensors), tensors, dstRank, tag))
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
+        """Receive one tensor."""
+        with recorded(self._backend, "recv", tensors):
+            return self._noted(messages.receive(self._plane(tensors), tensors, srcRank, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Receive one tensor from whoever sends first."""
+        with recorded(self._backend, "recvAnySource", tensors):
+            return self._noted(messages.receive_from_any(self._plane(tensors), tensors, tag))
+
+    # The names before torch 2.13.
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Coalescing: operations start when they are called, and never wait for each other's peers. Collectives run in order,
+    # so that only messages need be waited for.
+
+    _coalesced: list[Work] | None = None
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return self._on(self._of(device), "coalesced", [], Options(), lambda plane: _wait_for(works))
+
+    def _noted(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # Life.
+
+    def split_group(
+        self, new_ranks: Sequence[int], timeout: Any = None, opts: Any = None, group_name: str | None = None,
+        group_desc: str | None = None, device_types: Any = None,
+    ) -> ProcessGroup | None:  # fmt: skip
+        """A group of some of this group's ranks; None for the others."""
+        self._splits += 1
+        if self._rank not in new_ranks:
+            return None
+        name = group_name or f"{self._group_name}:split:{self._splits}"
+        left = options.seconds(timeout) or self.options._timeout.total_seconds()
+        with mapped():
+            planes = self.planes.subgroup(list(new_ranks), name, left)
+        store = dist.PrefixStore(f"{name}/", self._store)
+        group = ProcessGroup(planes, store, list(new_ranks).index(self._rank), len(new_ranks), left, self._backend)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
+        return group
+
+    def comm_split_count(self) -> int:
+        """How often this group was split."""
+        return self._splits
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: who is no member of a group need not take part in making it."""
+
+    def abort(self) -> None:
+        """Make every rank leave what it is in; the group is then finished."""
+        self.planes.abort("the process group was aborted")
+        self.planes.close()
+
+    def shutdown(self) -> None:
+        """Leave the group. Idempotent."""
+        self.planes.close()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations may take from now on."""
+        self.options._timeout = timeout
+        for comm in self.planes.comms.values():
+            comm.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # How an operation runs.
+
+    def _run(
+        self, what: str, results: Tensors, how: Options, job: Callable[[Plane], None], inputs: Tensors = _NO_TENSOR
+    ) -> Work:
+        """Run a collective on the plane of its tensors."""
+        shown = inputs or results
+        return self._on(self._plane(shown), what, results, how, job, shown)
+
+    def _run_one(self, what: str, operation: collectives.Operation, tensors: Tensors, how: Options) -> Work:
+        """Run a collective of one output, which comes first, and perhaps one input."""
+        plane = self._plane(tensors)
+        if how.waits or not plane.starts(tensors):
+            return self._on(plane, what, tensors[:1], how, lambda plane: operation(plane, *tensors, how), tensors[-1:])
+        self._sequence = next(self._numbers)
+        with recorded(self._backend, what, tensors[-1:]), mapped():
+            return plane.message(operation(plane, *tensors, how, async_op=True), tensors[:1], what, -1, None)
+
+    def _on(
+        self, plane: Plane, what: str, results: Tensors, how: Options, job: Callable[[Plane], None],
+        shown: Tensors = _NO_TENSOR,
+    ) -> Work:  # fmt: skip
+        self._sequence = next(self._numbers)
+        if not profiling():
+            return plane.run(job, results, what, waits=how.waits)
+        with recorded(self._backend, what, shown):
+            return plane.run(job, results, what, waits=how.waits)
+
+    def _plane(self, tensors: Tensors) -> Plane:
+        if not tensors:
+            return self.planes.host
+        first = tensors[0]
+        return self.planes.host if first.is_cpu else self._of(first.device)
+
+    def _of(self, device: torch.device) -> Plane:
+        if device.type == "cpu":
+            return self.planes.host
+        if device.type != "cuda" or self.planes.gpu is None:
+            kinds = " and ".join(d.type for d in self._device_types)
+            raise ArgumentError(f"a tensor on {device}: this group serves {kinds}; move the tensor there")
+        return self.planes.gpu
+
+
+def create(given: Any, backend_options: Any) -> ProcessGroup:
+    """What torch calls to make a group of the backend `xvcomm`; blocks until all its ranks call it.
+
+    Args:
+        given: c10d's options for extended backends: store, rank, size, timeout and more.
+        backend_options: the user's `pg_options`; none are known.
+    """
+    return make(given.store, given.group_rank, given.group_size, given.timeout, "xvcomm")
+
+
+def make(store: Any, rank: int, size: int, timeout: timedelta | None, backend: str) -> ProcessGroup:
+    """A group for the call of `torch.distributed` that is under way; blocks until all its ranks call it.
+
+    Args:
+        backend: the name that the program asked for.
+    """
+    from xvcomm.adapters.torch import dispatch
+
+    dispatch.install()
+    making = versions.making()
+    seconds = options.seconds(timeout) or _SECONDS
+    group = ProcessGroup(join(store, rank, size, seconds, making), store, rank, size, seconds, backend)
+    if making.device is not None:
+        group.bound_device_id = making.device
+    return group
+
+
+def _monitored(error: DeadlineExceeded) -> BaseException:
+    """The error of a monitored barrier, named as Gloo does."""
+    return as_torch(DeadlineExceeded(f"monitoredBarrier: {error}", rank=error.rank, peer=error.peer, op=error.op))
+
+
+def _listed(tensors: Any) -> Any:
+    return tensors if isinstance(tensors, (list, tuple)) else [tensors]  # asking for Tensor takes torch a microsecond
+
+
+def _paired(lists: Any, tensors: Any) -> tuple[Any, Any]:
+    """A list of lists and a list, also where a list and a tensor were given."""
+    return ([lists], [tensors]) if isinstance(tensors, Tensor) else (lists, tensors)
+
+
+def _each(operation: Callable[..., None], plane: Plane, how: Options, *lists: Tensors) -> None:
+    """An operation on each tensor of a list, or each pair of two lists."""
+    for tensors in zip(*lists, strict=True):
+        operation(plane, *tensors, how)
+
+
+def _wait_for(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _on_gpu(opts: Any) -> bool:
+    device = getattr(opts, "device", None)
+    return bool(getattr(opts, "device_ids", None)) or (device is not None and device.type == "cuda")
+
+
+versions.untraced(ProcessGroup, Identity, Work, Done, HostWork, StreamWork, StreamMessage)

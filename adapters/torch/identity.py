@@ -1,0 +1,117 @@
+"""What torch asks a group about itself. Its base class would ask C++ backends, of which there are none here."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xvcomm.adapters.torch.joining import Planes
+
+
+class Identity(dist.ProcessGroup):
+    """Names, numbers and abilities of a group, and what it is made of.
+
+    Attributes:
+        planes: its communicators.
+        options: what torch reads of a backend's options.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, planes: Planes, store: Any, rank: int, size: int, timeout: float, backend: str) -> None:
+        # With a store in the arguments pybind11 makes the object one that has no Python half.
+        super().__init__(rank, size)
+        self.planes = planes
+        self._store, self._rank, self._size = store, rank, size
+        self._backend = backend
+        self._group_name = self._group_desc = ""
+        self._sequence = self._splits = 0
+        self._numbers = itertools.count(1)  # one step, so that threads need no lock
+        self.options = SimpleNamespace(
+            _timeout=timedelta(seconds=timeout), global_ranks_in_group=[], group_name="", backend=backend,
+            is_high_priority_stream=False,
+        )  # fmt: skip
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")] if self.planes.gpu is None else [torch.device("cpu"), torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Identity:
+        return self
+
+    def get_group_store(self) -> Any:
+        """The store that torch made for the group."""
+        return self._store
+
+    def getBackendName(self) -> str:
+        """For torch's C++, the name the group was asked for by; but never Gloo's.
+
+        DDP's logger asks a group that says so for the number of its threads, which only a group of Gloo's own can tell.
+        """
+        return "xvcomm" if self._backend == "gloo" else self._backend
+
+    def _get_backend_name(self) -> str:
+        return self._backend
+
+    name = _get_backend_name
+
+    def getRank(self) -> int:
+        """This rank in the group."""
+        return self._rank
+
+    rank = getRank
+
+    def getSize(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    size = getSize
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch once the group is made."""
+        self._group_name = self.options.group_name = name
+
+    def getGroupName(self) -> str:
+        """The name that torch gave it."""
+        return self._group_name
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Called by torch once the group is made."""
+        self._group_desc = desc
+
+    def getGroupDesc(self) -> str:
+        """The description that torch gave it."""
+        return self._group_desc
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """False: there is no memory that suits this group better."""
+        return False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Nothing: groups connect when they are made."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        pass
+
+    def _enable_collectives_timing(self) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a process group cannot leave its process; pass its ranks, and call new_group there")

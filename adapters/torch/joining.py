@@ -1,0 +1,125 @@
+"""How a group of `torch.distributed` gets its communicators.
+
+The default group joins a job through torch's store. Groups made after it are subgroups of that job: only their members
+take part, as torch demands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xvcomm.abc.store import PrefixStore
+from xvcomm.adapters.torch.errors import mapped
+from xvcomm.adapters.torch.planes import HostPlane, Plane, StreamPlane
+from xvcomm.adapters.torch.versions import Making
+from xvcomm.bootstrap import init
+from xvcomm.communicator import Communicator
+from xvcomm.config import Config
+from xvcomm.store.wrappers import TorchStore
+
+_MAIN, _HOST = "main", "host"
+
+
+class Planes:
+    """The planes of one group.
+
+    Attributes:
+        comms: its communicators: `main` of the ranks' own devices, and `host` where all of these are GPUs.
+        name: the group's.
+        host, gpu: what serves tensors in host memory, and on a GPU; None where this rank has none.
+    """
+
+    def __init__(self, comms: dict[str, Communicator], name: str) -> None:
+        self.comms = comms
+        self.name = name
+        main = comms[_MAIN]
+        on_gpu = main.device != "host"
+        place = torch.device("cuda", main.device_index) if on_gpu else None
+        self.gpu: Plane | None = StreamPlane(main, place, bring=False) if place is not None else None
+        self.host: Plane
+        if _HOST in comms:
+            self.host = HostPlane(comms[_HOST], name)
+        elif place is not None:
+            self.host = StreamPlane(main, place, bring=True)
+        else:
+            self.host = HostPlane(main, name)
+
+    def subgroup(self, ranks: Sequence[int], name: str, timeout: float) -> Planes:
+        """Planes of some of this group's ranks; only they call it. Blocks until all have."""
+        comms = {}
+        for kind, comm in self.comms.items():
+            comms[kind] = comm.subgroup(ranks, f"{name}/{kind}", timeout=timeout)
+            comms[kind].timeout = timeout
+        return Planes(comms, name)
+
+    def abort(self, reason: str) -> None:
+        """Make every rank leave what it is in."""
+        for comm in self.comms.values():
+            comm.abort(reason)
+
+    def close(self) -> None:
+        """Leave all communicators. Idempotent."""
+        for plane in (self.host, self.gpu):
+            if plane is not None:
+                plane.close()
+        for comm in self.comms.values():
+            comm.close()
+
+
+def join(store: Any, rank: int, size: int, timeout: float, making: Making) -> Planes:
+    """Planes for a group that torch is about to make; blocks until all its ranks are there.
+
+    Args:
+        store: torch's, of this group.
+        rank, size: in the group.
+        timeout: seconds to join, and for each operation after that.
+        making: what torch has been asked to make.
+
+    Raises:
+        DeadlineExceeded: names the ranks that did not come.
+        ConfigError: two processes have one number, or a variable is wrong.
+    """
+    with mapped():
+        world = default_planes()
+        if making.ranks and world is not None:
+            return world.subgroup(making.ranks, making.name, timeout)
+        return _meet(store, rank, size, making, timeout)
+
+
+def default_planes() -> Planes | None:
+    """Those of torch's default group, if it is one of xvcomm's."""
+    if not dist.is_initialized():
+        return None
+    return getattr(dist.distributed_c10d._get_default_group(), "planes", None)
+
+
+def _meet(store: Any, rank: int, size: int, making: Making, timeout: float) -> Planes:
+    place = TorchStore(store)
+    main = init(rank=rank, size=size, store=PrefixStore(_MAIN, place), device=_device(making.device), timeout=timeout)
+    comms = {_MAIN: main}
+    if "host" not in main.devices:
+        comms[_HOST] = init(rank=rank, size=size, store=PrefixStore(_HOST, place), device="host", timeout=timeout)
+    return Planes(comms, making.name)
+
+
+def _device(bound: torch.device | None) -> str | None:
+    """This rank's device as `init` takes it: the GPU that torch is set to, unless the environment says otherwise."""
+    config = Config.from_env()
+    if not torch.cuda.is_available() or config.device == "host":
+        return config.device or "host"
+    kind = config.device or ("rocm" if torch.version.hip else "cuda")
+    return f"{kind}:{_index(config) if bound is None else bound.index}"
+
+
+def _index(config: Config) -> int:
+    """The current GPU; where nobody has chosen one, that of the launcher's local rank, as `init_process_group` guesses."""
+    if config.device_index is not None:
+        return config.device_index
+    current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
+    guess = config.local_rank if config.local_rank is not None else int(local) if local.isdigit() else 0
+    return guess if current == 0 and guess < torch.cuda.device_count() else current

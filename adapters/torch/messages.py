@@ -1,0 +1,68 @@
+"""Point-to-point messages with tags, as c10d has them.
+
+Messages of one tag between two ranks match in order, those of different tags in any order (as with Gloo): each tag has
+a channel of its own, up to as many as a communicator has. Beyond that, tags share channels, and must then match in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from xvcomm.adapters.torch.errors import mapped
+from xvcomm.adapters.torch.planes import Plane
+from xvcomm.adapters.torch.tensors import dense, room, settle
+from xvcomm.adapters.torch.versions import waits
+from xvcomm.adapters.torch.works import NOTHING_LEFT, Work
+from xvcomm.errors import ArgumentError
+from xvcomm.pointtopoint import CHANNELS
+
+
+def send(plane: Plane, tensors: Sequence[Tensor], dst: int, tag: int) -> Work:
+    """Send one tensor; it may be changed once the Work is done."""
+    x, channel = plane.view(dense(_single("send", tensors), plane.device)), tag % CHANNELS
+    with mapped():
+        if waits():
+            plane.comm.send(x, dst, tag, channel=channel)
+            return NOTHING_LEFT
+        work = plane.comm.isend(x, dst, tag, channel=channel)
+    return plane.message(work, tensors, f"send to rank {dst}", plane.comm.rank, None)
+
+
+def receive(plane: Plane, tensors: Sequence[Tensor], src: int, tag: int) -> Work:
+    """Receive one tensor from a rank."""
+    x, channel = _single("recv", tensors), tag % CHANNELS
+    buffer = room(x, plane.device)
+    with mapped():
+        if waits():
+            plane.comm.recv(plane.view(buffer), src, tag, channel=channel)
+            settle(buffer, x)
+            return NOTHING_LEFT
+        work = plane.comm.irecv(plane.view(buffer), src, tag, channel=channel)
+    then = None if buffer is x else partial(settle, buffer, x)
+    return plane.message(work, tensors, f"recv from rank {src}", src, then)
+
+
+def receive_from_any(plane: Plane, tensors: Sequence[Tensor], tag: int) -> Work:
+    """Receive one tensor from whichever rank sends with this tag first; the Work knows which."""
+    x = _single("recv", tensors)
+    return plane.from_any(partial(_take, plane, x, tag), tensors, "recv from any rank")
+
+
+def _take(plane: Plane, x: Tensor, tag: int) -> int:
+    channel = tag % CHANNELS
+    source = int(plane.comm.probe(channel=channel).src)
+    buffer = room(x, plane.device)
+    plane.comm.recv(plane.view(buffer), source, tag, channel=channel)
+    settle(buffer, x)
+    return source
+
+
+def _single(what: str, tensors: Any) -> Tensor:
+    if len(tensors) != 1:
+        raise ArgumentError(f"{what} takes one tensor at a time, not {len(tensors)}")
+    tensor: Tensor = tensors[0]
+    return tensor

@@ -1,0 +1,124 @@
+"""Tensors as the core takes them: contiguous, on the communicator's device; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xvcomm.array import ArrayView
+from xvcomm.dtype import BY_NAME, DType
+from xvcomm.errors import ArrayError, DTypeError, MismatchError
+
+_DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): found for name, found in BY_NAME.items()}
+
+
+def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
+    """A contiguous tensor's elements, in one dimension, as the core takes them.
+
+    The core could ask the tensor itself, by DLPack; that takes three times as long.
+
+    Args:
+        kind: what xvcomm calls the kind of device it lies on.
+        stream: handle of the current stream there.
+
+    Raises:
+        DTypeError: its element type is not carried.
+    """
+    dtype = _DTYPES.get(x.dtype)
+    if dtype is None:
+        raise DTypeError(f"{x.dtype} is not carried by xvcomm; convert the tensor to one of {', '.join(BY_NAME)}")
+    count = x.numel()
+    index = 0 if stream is None else x.get_device()
+    return ArrayView(
+        x.data_ptr(), (count,), dtype, count, count * dtype.itemsize, x, kind, index, stream=stream,
+        trusted=stream is not None,
+    )  # fmt: skip
+
+
+def plain(x: Tensor) -> bool:
+    """Whether a tensor's memory can be used as it is."""
+    return x.layout is torch.strided and x.is_contiguous() and not (x.is_complex() and x.is_conj())
+
+
+def dense(x: Tensor, device: torch.device | None) -> Tensor:
+    """`x` itself if its memory can be used as it is, else a contiguous copy, on `device` if one is given.
+
+    Raises:
+        ArrayError: the tensor is sparse.
+    """
+    if x.layout is not torch.strided:
+        raise ArrayError(f"a tensor of layout {x.layout} has no plain memory; only all_reduce takes sparse tensors")
+    if device is None and plain(x):
+        return x
+    with torch.no_grad():
+        return x.detach().to(device or x.device).resolve_conj().contiguous()
+
+
+def room(x: Tensor, device: torch.device | None) -> Tensor:
+    """Where a result for `x` may be written: `x` itself, or a contiguous stand-in for `settle`."""
+    if device is None and plain(x):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=device or x.device)
+
+
+def settle(result: Tensor, x: Tensor) -> None:
+    """Bring a result to where the caller wants it, if it is not there yet."""
+    if result is not x:
+        with torch.no_grad():
+            x.detach().copy_(result.view(x.shape))
+
+
+def joined(parts: Sequence[Tensor], device: torch.device | None) -> Tensor:
+    """All elements one after the other, in one flat tensor; a view where the parts already lie so."""
+    first = parts[0]
+    base = _run(parts) if device is None else None
+    if base is not None:
+        return base
+    with torch.no_grad():
+        return torch.cat([p.detach().to(device or first.device).reshape(-1) for p in parts])
+
+
+def room_for(parts: Sequence[Tensor], device: torch.device | None) -> Tensor:
+    """Flat memory for results of all parts: their own where they lie one after the other."""
+    base = _run(parts) if device is None else None
+    if base is not None:
+        return base
+    return torch.empty(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=device or parts[0].device)
+
+
+def spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
+    """Bring a flat result to the parts, if it does not lie in them."""
+    if not flat.numel() or flat.data_ptr() == parts[0].data_ptr():
+        return
+    with torch.no_grad():
+        for part, piece in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+            part.detach().copy_(piece.view(part.shape))
+
+
+def same_dtype(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise MismatchError unless all have one dtype."""
+    if len({t.dtype for t in tensors}) > 1:
+        kinds = ", ".join(sorted({str(t.dtype) for t in tensors}))
+        raise MismatchError(f"{what}: the tensors have different dtypes ({kinds}); convert them to one")
+
+
+def _run(parts: Sequence[Tensor]) -> Tensor | None:
+    """A flat view over parts that lie in memory one after the other without a gap."""
+    at = parts[0].data_ptr()
+    count = 0
+    for part in parts:
+        if part.data_ptr() != at or not plain(part):
+            return None
+        at += part.nbytes
+        count += part.numel()
+    first = parts[0].detach()
+    storage: Any = first.untyped_storage()
+    begin = first.storage_offset()
+    if not count or (begin + count) * first.element_size() > storage.nbytes():
+        return None
+    if any(p.untyped_storage().data_ptr() != storage.data_ptr() for p in parts[1:]):
+        return None
+    return first.as_strided((count,), (1,), begin)

@@ -1,0 +1,287 @@
+"""`Work` objects: what an operation gives to `torch.distributed` and to torch's C++ (DDP's reducer, functional collectives).
+
+C++ reaches only `wait` and `get_future`; everything else is for callers in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xvcomm.adapters.torch.errors import as_torch, mapped
+from xvcomm.adapters.torch.options import seconds
+from xvcomm.deadline import Deadline
+from xvcomm.errors import DeadlineExceeded, XvcommError
+
+
+# Where only C++ holds a Work, as in DDP's `join`, it must not lose its Python half: C++ would find no `wait` and wait forever.
+# So those not waited for are kept, up to a number, for programs that never wait; and of each thread the one it waited for
+# last, whose future C++ asks for next.
+_open: dict[int, Work] = {}
+_MOST_OPEN = 64
+_waited_last = threading.local()
+
+
+class Work(dist.Work):
+    """What all kinds have in common.
+
+    Attributes:
+        tensors: the operation's results; kept until it is over.
+        source: rank that a message came from; -1 for collectives.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], what: str, source: int = -1) -> None:
+        dist.Work.__init__(self)
+        self.tensors = tensors
+        self.what = what
+        self.source = source
+
+    def _hold(self) -> None:
+        _open[id(self)] = self
+        while len(_open) > _MOST_OPEN:
+            _open.pop(next(iter(list(_open))), None)
+
+    def _let_go(self) -> None:
+        _waited_last.work = _open.pop(id(self), None)
+
+    def is_success(self) -> bool:
+        """Whether it is over and went well."""
+        return bool(self.is_completed()) and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What it raised; None too while it is under way."""
+        return None
+
+    def result(self) -> list[Tensor]:
+        """The result tensors."""
+        return list(self.tensors)
+
+    def source_rank(self) -> int:
+        """The rank that a message came from."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def get_future_result(self) -> Any:
+        """As `get_future`."""
+        return self.get_future()
+
+
+class Done(Work):
+    """An operation that is over: whoever called it waited in the call."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Returns at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def get_future(self) -> Any:
+        """A future that holds the tensors."""
+        future: Any = torch.futures.Future()
+        future.set_result(list(self.tensors))
+        return future
+
+
+NOTHING_LEFT = Done((), "")
+"""For callers that have said they wait in the call and do not look at the Work."""
+
+
+class HostWork(Work):
+    """An operation that a thread carries out on host memory.
+
+    Args (of the constructor):
+        future: ends when the operation does.
+    """
+
+    def __init__(self, future: Future[Any], tensors: Sequence[Tensor], what: str, source: int = -1) -> None:
+        super().__init__(tensors, what, source)
+        self._future = future
+        self._torch_future: Any = None
+        self._gate = threading.Lock()
+        self._hold()
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Block until it is over.
+
+        Raises:
+            XvcommError: what went wrong.
+            DeadlineExceeded: it was not over in time; it goes on.
+        """
+        self._let_go()
+        left = seconds(timeout)
+        try:
+            result = self._future.result(left)
+        except XvcommError as error:  # before the other: DeadlineExceeded is a TimeoutError as well
+            raise as_torch(error) from None
+        except FutureTimeout:
+            if not self._future.done():
+                raise as_torch(_late(self.what, left)) from None
+            raise
+        if isinstance(result, int):
+            self.source = result
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        """What it raised."""
+        error = self._future.exception() if self._future.done() else None
+        return None if error is None else as_torch(error)
+
+    def get_future(self) -> Any:
+        """A future of torch that ends with the operation; callbacks run in the thread that ends it."""
+        self._let_go()
+        with self._gate:
+            if self._torch_future is None:
+                ended: Any = torch.futures.Future()
+                self._torch_future = ended.then(self._delivered)
+                self._future.add_done_callback(lambda _: ended.set_result(None))
+            return self._torch_future
+
+    def _delivered(self, _ended: Any) -> list[Tensor]:
+        """What the future holds. C++ takes for an error only what a callback raises; `set_exception` is a result to it."""
+        error = self.exception()
+        if error is not None:
+            raise error
+        return list(self.tensors)
+
+
+class StreamWork(Work):
+    """An operation that a GPU stream holds; the host went on.
+
+    Args (of the constructor):
+        event: recorded behind the operation.
+        check: raises if the communicator has failed.
+    """
+
+    def __init__(self, event: Any, stream: Any, check: Any, tensors: Sequence[Tensor], what: str, source: int = -1) -> None:
+        super().__init__(tensors, what, source)
+        self._event = event
+        self._stream = stream
+        self._check = check
+        self._hold()
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream wait; with a timeout, the host.
+
+        Raises:
+            XvcommError: what went wrong with the communicator.
+            DeadlineExceeded: it was not over in time; it goes on.
+        """
+        self._let_go()
+        self._check()
+        left = seconds(timeout)
+        if left is not None:
+            self._block(left)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        """Block the host until it is over."""
+        self._block(None)
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._event.query()) or self.exception() is not None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong with the communicator."""
+        try:
+            self._check()
+        except XvcommError as error:
+            return error
+        return None
+
+    def get_future(self) -> Any:
+        """A future of torch that is ready now; who takes its value has the current stream wait, as with NCCL."""
+        self._let_go()
+        future: Any = torch.futures.Future(devices=[self._stream.device])
+        error = self.exception()
+        if error is not None:
+            future.set_exception(error)
+            return future
+        with torch.cuda.stream(self._stream):
+            future.set_result(list(self.tensors))
+        return future
+
+    def _block(self, timeout: float | None) -> None:
+        deadline = Deadline.after(timeout)
+        while not self._event.query():
+            self._check()
+            if deadline.expired():
+                raise as_torch(_late(self.what, timeout))
+            time.sleep(0)
+        self._check()
+
+
+class StreamMessage(Work):
+    """A message to or from a GPU; the host went on.
+
+    Args (of the constructor):
+        work: the communicator's.
+        then: what to do behind it.
+    """
+
+    def __init__(self, work: Any, then: Callable[[], Any] | None, tensors: Sequence[Tensor], what: str, source: int) -> None:
+        super().__init__(tensors, what, source)
+        self._work = work
+        self._then = then
+        self._hold()
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream wait; with a timeout, the host. Raises as `StreamWork.wait`."""
+        self._let_go()
+        with mapped():
+            left = seconds(timeout)
+            if left is not None:
+                self._work.synchronize(left)
+            self._work.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._work.done())
+
+    def exception(self) -> BaseException | None:
+        """What it raised."""
+        error = self._work.exception()
+        return None if error is None else as_torch(error)
+
+    def get_future(self) -> Any:
+        """A future of torch that is ready now, and whose value orders the current stream."""
+        device = self.tensors[0].device
+        future: Any = torch.futures.Future(devices=[device])
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            try:
+                self.wait()
+            except XvcommError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(list(self.tensors))
+        return future
+
+
+def _late(what: str, timeout: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{what}: Timed out waiting {timeout or 0:g} s; wait longer, or abort the group")

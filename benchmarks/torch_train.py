@@ -1,0 +1,265 @@
+"""Training speed of a LLaMA of about a billion parameters over two islands: xvcomm beside NCCL and Gloo.
+
+    python benchmarks/torch_train.py --out docs/figures
+
+runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each way of communicating, each in a job of its
+own: xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island (a rehearsal), NCCL, NCCL
+without P2P, Gloo. The text is random tokens: only speed and the first losses count. Writes torch-train.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xvcomm.cli.run import launch
+
+WAYS = {
+    "xvcomm, one island": ("xvcomm", False, {}),
+    "xvcomm, two islands": ("xvcomm", True, {}),
+    "nccl": ("nccl", False, {}),
+    "nccl without P2P": ("nccl", False, {"NCCL_P2P_DISABLE": "1"}),
+    "gloo": ("gloo", False, {}),
+}
+MODES = ("ddp", "fsdp2", "pp")
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the model and of a step."""
+
+    dim: int = 2048
+    layers: int = 16
+    heads: int = 32
+    hidden: int = 8192
+    vocabulary: int = 16384
+    tokens: int = 2048
+    samples: int = 8
+    micro_batches: int = 8
+
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return self.layers * (4 * self.dim**2 + 3 * self.dim * self.hidden) + 2 * self.vocabulary * self.dim
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind an RMSNorm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.first, self.second = nn.RMSNorm(shape.dim), nn.RMSNorm(shape.dim)
+        self.qkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
+        self.out = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, tokens, dim) to the same."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = self.second(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def model(shape: Shape, first: int, stop: int) -> nn.Sequential:
+    """Layers `first` to `stop` - 1 in bfloat16 on the GPU; with the embedding and the head where they belong."""
+    parts: list[nn.Module] = []
+    for layer in range(shape.layers):
+        torch.manual_seed(SEED + layer)
+        if layer == 0 and first == 0:
+            parts.append(nn.Embedding(shape.vocabulary, shape.dim))
+        if first <= layer < stop:
+            parts.append(Block(shape))
+        if layer == stop - 1 == shape.layers - 1:
+            parts += [nn.RMSNorm(shape.dim), nn.Linear(shape.dim, shape.vocabulary, bias=False)]
+    return nn.Sequential(*parts).to("cuda", torch.bfloat16)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Replicated:
+    """DDP or FSDP2: every rank takes its samples through all layers."""
+
+    def __init__(self, shape: Shape, mode: str) -> None:
+        net = model(shape, 0, shape.layers)
+        if mode == "ddp":
+            self.net: nn.Module = nn.parallel.DistributedDataParallel(net, device_ids=[torch.cuda.current_device()])
+        else:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+            for part in net:
+                if isinstance(part, Block):
+                    fully_shard(part, mesh=mesh)
+            self.net = fully_shard(net, mesh=mesh)
+        self.parameters = list(self.net.parameters())
+
+    def step(self, x: Tensor, y: Tensor) -> float | Tensor:
+        """Forward and backward; gives this rank's loss."""
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        loss = loss_of(self.net(x[mine]), y[mine])
+        loss.backward()
+        return loss.detach()
+
+
+class Piped:
+    """A pipeline over all ranks, 1F1B."""
+
+    def __init__(self, shape: Shape, mode: str) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        share = shape.layers // ranks
+        net = model(shape, rank * share, (rank + 1) * share)
+        stage = PipelineStage(net, rank, ranks, torch.device("cuda"))
+        self.schedule = Schedule1F1B(stage, shape.micro_batches, loss_fn=loss_of)
+        self.first, self.last = rank == 0, rank == ranks - 1
+        self.parameters = list(net.parameters())
+
+    def step(self, x: Tensor, y: Tensor) -> float | Tensor:
+        """All micro-batches; the last rank gives the mean loss."""
+        losses: list[Tensor] = []
+        inputs = (x,) if self.first else ()
+        more: dict[str, Any] = {"target": y, "losses": losses} if self.last else {}
+        self.schedule.step(*inputs, **more)
+        return torch.stack(losses).mean() if losses else math.nan
+
+
+def rank_main(backend: str, mode: str, steps: int, shape: Shape, file: str) -> None:
+    """What each rank runs; the last one leaves speed and losses in `file`."""
+    warnings.simplefilter("ignore")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    trainer = (Piped if mode == "pp" else Replicated)(shape, mode)
+    optimizer = torch.optim.AdamW(trainer.parameters, lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(SEED)
+    losses, seconds = [], []
+    for _ in range(steps):
+        text = torch.randint(shape.vocabulary, (shape.samples, shape.tokens + 1), generator=generator).cuda()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss = trainer.step(text[:, :-1], text[:, 1:])
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        typical = statistics.median(seconds[2:])
+        Path(file).write_text(json.dumps([shape.samples * shape.tokens / typical, losses]))
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One mode with one way of communicating.
+
+    Attributes:
+        speed: tokens a second, of all ranks together.
+        losses: of the last rank, step by step.
+        rehearsal: whether islands were labels.
+        failed: whether the job ended with an error (Gloo cannot send tensors on GPUs).
+    """
+
+    way: str
+    mode: str
+    ranks: int
+    speed: float
+    losses: list[float]
+    rehearsal: bool
+    failed: bool = False
+
+
+def measure(way: str, mode: str, ranks: int, steps: int, shape: Shape) -> Figure:
+    """One job."""
+    backend, islands, environment = WAYS[way]
+    labels = [("cuda" if r < ranks // 2 else "rocm") if islands else "" for r in range(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder, "result"))
+        argv = (sys.executable, __file__, "--rank", backend, mode, str(steps), json.dumps(asdict(shape)), file)
+        if launch(argv, labels, extra={**environment, "XVCOMM_DEVICE": ""}):
+            return Figure(way, mode, ranks, 0.0, [], islands, failed=True)
+        speed, losses = json.loads(Path(file).read_text())
+    return Figure(way, mode, ranks, speed, losses, islands)
+
+
+def markdown(figures: Sequence[Figure], shape: Shape) -> str:
+    """The page."""
+    ranks = figures[0].ranks
+    lines = [
+        "# Training over two islands: figures",
+        "",
+        f"{ranks} x {torch.cuda.get_device_name()}, {datetime.now(UTC):%Y-%m-%d}. torch {torch.__version__}. A LLaMA of "
+        f"{shape.parameters() / 1e9:.2f} billion parameters, bfloat16, AdamW; {shape.samples} samples of {shape.tokens} tokens a "
+        f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands are labels: a rehearsal.",
+        "",
+        "| | " + " | ".join(WAYS) + " | two islands, part of NCCL | two islands, times NCCL without P2P | times Gloo |",
+        "| --- " * (len(WAYS) + 4) + "|",
+    ]
+    for mode in dict.fromkeys(f.mode for f in figures):
+        speed = {f.way: f.speed for f in figures if f.mode == mode}
+        mixed = speed["xvcomm, two islands"]
+        cells = [f"{speed[way]:,.0f}" if speed[way] else "fails" for way in WAYS]
+        for other in ("nccl", "nccl without P2P", "gloo"):
+            cells.append(f"{mixed / speed[other]:.2f}" if speed[other] else "")
+        lines.append(f"| {mode} | {' | '.join(cells)} |")
+    worst = max(
+        abs(a - b) / abs(b)
+        for f in figures for other in figures if (f.mode, other.way) == (other.mode, "nccl") and not f.failed
+        for a, b in zip(f.losses, other.losses, strict=True)
+    )  # fmt: skip
+    return "\n".join([*lines, "", f"Losses differ from NCCL's by at most {worst:.1e}, relative, in any step of any job.", ""])
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder for the page and its figures")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        backend, mode, steps, shape, file = arguments.rank
+        rank_main(backend, mode, int(steps), Shape(**json.loads(shape)), file)
+        return 0
+    shape, ranks = Shape(), torch.cuda.device_count()
+    if ranks < 2:
+        sys.exit("this takes two GPUs and more")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    figures = []
+    for mode in arguments.modes.split(","):
+        for way in WAYS:
+            figures.append(measure(way, mode, ranks, arguments.steps, shape))
+            print(f"{mode:6s} {way:22s} {figures[-1].speed:10,.0f} tokens/s  {figures[-1].losses}", flush=True)
+        (arguments.out / "torch-train.md").write_text(markdown(figures, shape))
+        (arguments.out / "torch-train.json").write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
