@@ -13,13 +13,13 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check bench bench-gpu docs clean
+.PHONY: help demo test test-slow test-gpu test-examples torch-suite check bench bench-gpu docs clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
 demo test test-slow bench: export XVCOMM_DEVICE := host
 
 help:
-	@awk -F ' *## *' '/^[a-z-]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ' *## *' '/^[a-z-]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Debian ships venv without ensurepip unless python3-venv is installed; there pip installs itself from outside.
 $(PY):
@@ -35,6 +35,10 @@ $(READY)-$(GPU): $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,$(GPU)]'
 	@touch $@
 
+$(READY)-examples: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,examples]'
+	@touch $@
+
 demo: $(READY)   ## train a small language model over two islands on this machine
 	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
 
@@ -46,6 +50,23 @@ test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long r
 
 test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if not cuda
 	$(PY) -m pytest -rs tests/gpu xvcomm/testing -k "cuda or rocm"
+
+test-examples: $(READY)-examples   ## programs of others, unchanged: Hugging Face's Trainer and accelerate
+	$(PY) -m pytest -rs tests/torch/test_torch_transformers.py
+
+# What gloo passes, xvcomm must pass. The runs that fail are looked at in the comparisons; gloo's own failures are no matter.
+torch-suite: SUITE := $(PY) tests/torch_suite/run.py
+torch-suite: OUT := build/torch_suite
+torch-suite: $(READY)   ## torch's own tests of process groups, all of them, on gloo and xvcomm with 2 and 4 ranks
+	mkdir -p $(OUT)
+	for backend in gloo xvcomm-as-gloo xvcomm; do for ranks in 2 4; do \
+	  rm -f $(OUT)/$$backend-$$ranks.json; \
+	  $(SUITE) --backend $$backend --ranks $$ranks --out $(OUT)/$$backend-$$ranks.json || :; \
+	done; done
+	$(SUITE) --publish $(foreach b,gloo xvcomm-as-gloo xvcomm,$(OUT)/$(b)-2.json $(OUT)/$(b)-4.json)
+	status=0; for backend in xvcomm-as-gloo xvcomm; do for ranks in 2 4; do \
+	  $(SUITE) --compare $(OUT)/gloo-$$ranks.json $(OUT)/$$backend-$$ranks.json || status=1; \
+	done; done; exit $$status
 
 check: $(READY)   ## ruff, mypy strict, import-linter
 	$(VENV)/bin/ruff check

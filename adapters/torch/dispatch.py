@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from xvcomm.adapters.torch import versions
 from xvcomm.adapters.torch.group import ProcessGroup
+from xvcomm.adapters.torch.works import Work
 
 _OPERATION = "_allgather_base_"
 _libraries: list[Any] = []
@@ -30,6 +31,7 @@ def install() -> None:
     library = torch.library.Library("c10d", "IMPL")
     _libraries.append(library)
     _open_monitored_barrier()
+    _give_reducers_a_work_of_cpp()
     if not versions.boxes():
         return
     with warnings.catch_warnings():
@@ -67,3 +69,13 @@ def _open_monitored_barrier() -> None:
             theirs(group, timeout, wait_all_ranks)
 
     dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def _give_reducers_a_work_of_cpp() -> None:
+    """DDP's `join` hands its reducer a Work and drops it; C++ waits for it later, by when ours had lost its Python half."""
+    theirs = dist.Reducer._set_forward_pass_work_handle
+
+    def set_forward_pass_work_handle(reducer: Any, work: Any, static_world_size: bool) -> None:
+        theirs(reducer, _create_work_from_future(work.get_future()) if isinstance(work, Work) else work, static_world_size)
+
+    dist.Reducer._set_forward_pass_work_handle = set_forward_pass_work_handle

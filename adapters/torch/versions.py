@@ -66,6 +66,8 @@ def untraced(*classes: type) -> None:
     """Keep `torch.compile` out of the classes' methods and of what they call: C++ calls them while frames are compiled."""
     from torch._C._dynamo import eval_frame
 
+    if not hasattr(eval_frame, "_FrameExecStrategy"):
+        return
     skip = eval_frame._FrameAction.SKIP
     for function in (f for kind in classes for f in vars(kind).values() if inspect.isfunction(f)):
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -22,14 +22,6 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import DeadlineExceeded, XvcommError
 
 
-# Where only C++ holds a Work, as in DDP's `join`, it must not lose its Python half: C++ would find no `wait` and wait forever.
-# So those not waited for are kept, up to a number, for programs that never wait; and of each thread the one it waited for
-# last, whose future C++ asks for next.
-_open: dict[int, Work] = {}
-_MOST_OPEN = 64
-_waited_last = threading.local()
-
-
 class Work(dist.Work):
     """What all kinds have in common.
 
@@ -43,14 +35,6 @@ class Work(dist.Work):
         self.tensors = tensors
         self.what = what
         self.source = source
-
-    def _hold(self) -> None:
-        _open[id(self)] = self
-        while len(_open) > _MOST_OPEN:
-            _open.pop(next(iter(list(_open))), None)
-
-    def _let_go(self) -> None:
-        _waited_last.work = _open.pop(id(self), None)
 
     def is_success(self) -> bool:
         """Whether it is over and went well."""
@@ -115,7 +99,6 @@ class HostWork(Work):
         self._future = future
         self._torch_future: Any = None
         self._gate = threading.Lock()
-        self._hold()
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until it is over.
@@ -124,7 +107,6 @@ class HostWork(Work):
             XvcommError: what went wrong.
             DeadlineExceeded: it was not over in time; it goes on.
         """
-        self._let_go()
         left = seconds(timeout)
         try:
             result = self._future.result(left)
@@ -149,20 +131,12 @@ class HostWork(Work):
 
     def get_future(self) -> Any:
         """A future of torch that ends with the operation; callbacks run in the thread that ends it."""
-        self._let_go()
         with self._gate:
             if self._torch_future is None:
                 ended: Any = torch.futures.Future()
-                self._torch_future = ended.then(self._delivered)
+                self._torch_future = ended.then(lambda _: _delivered(self.exception(), self.tensors))
                 self._future.add_done_callback(lambda _: ended.set_result(None))
             return self._torch_future
-
-    def _delivered(self, _ended: Any) -> list[Tensor]:
-        """What the future holds. C++ takes for an error only what a callback raises; `set_exception` is a result to it."""
-        error = self.exception()
-        if error is not None:
-            raise error
-        return list(self.tensors)
 
 
 class StreamWork(Work):
@@ -178,7 +152,6 @@ class StreamWork(Work):
         self._event = event
         self._stream = stream
         self._check = check
-        self._hold()
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait; with a timeout, the host.
@@ -187,7 +160,6 @@ class StreamWork(Work):
             XvcommError: what went wrong with the communicator.
             DeadlineExceeded: it was not over in time; it goes on.
         """
-        self._let_go()
         self._check()
         left = seconds(timeout)
         if left is not None:
@@ -213,12 +185,10 @@ class StreamWork(Work):
 
     def get_future(self) -> Any:
         """A future of torch that is ready now; who takes its value has the current stream wait, as with NCCL."""
-        self._let_go()
         future: Any = torch.futures.Future(devices=[self._stream.device])
         error = self.exception()
         if error is not None:
-            future.set_exception(error)
-            return future
+            return _failed(error)
         with torch.cuda.stream(self._stream):
             future.set_result(list(self.tensors))
         return future
@@ -245,11 +215,9 @@ class StreamMessage(Work):
         super().__init__(tensors, what, source)
         self._work = work
         self._then = then
-        self._hold()
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait; with a timeout, the host. Raises as `StreamWork.wait`."""
-        self._let_go()
         with mapped():
             left = seconds(timeout)
             if left is not None:
@@ -277,10 +245,24 @@ class StreamMessage(Work):
             try:
                 self.wait()
             except XvcommError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(list(self.tensors))
+                return _failed(error)
+            future.set_result(list(self.tensors))
         return future
+
+
+def _delivered(error: BaseException | None, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a future holds. C++ takes for an error only what a callback raises; `set_exception` is a result to it."""
+    if error is not None:
+        raise error
+    return list(tensors)
+
+
+def _failed(error: BaseException) -> Any:
+    """A future that raises an error wherever it is waited for."""
+    ended: Any = torch.futures.Future()
+    future = ended.then(lambda _: _delivered(error, ()))
+    ended.set_result(None)
+    return future
 
 
 def _late(what: str, timeout: float | None) -> DeadlineExceeded:
