@@ -5,6 +5,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
+# Test runs side by side: ranks often wait, so that two are through sooner than one, also on two cores.
+JOBS   ?= 2
+
 # Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
 GPU    ?= cuda
 
@@ -43,7 +46,7 @@ demo: $(READY)   ## train a small language model over two islands on this machin
 	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
 
 test: $(READY)   ## every test that is not slow
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest

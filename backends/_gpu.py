@@ -186,6 +186,10 @@ class GpuBackend(Backend):
     def bus(self, index: int) -> str:
         """PCI address of a device, by which all processes of the host know it."""
 
+    def devices(self) -> int:
+        """See `Backend.devices`."""
+        return self.runtime().count()
+
     def device(self, config: Config) -> Device:
         """See `Backend.device`."""
         with self._loading():

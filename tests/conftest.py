@@ -2,8 +2,8 @@
 
 A test leaks if, two seconds after its end, there is more than before it of:
 
-* files `xvcomm-*` in /dev/shm. A file that a process of somebody else maps is not counted: several test runs may share
-  the machine.
+* files `xvcomm-*` in /dev/shm. A file that a process of somebody else maps is not counted, nor one whose name says that
+  another test run made it: several may share the machine, and `make test` itself is two of them.
 * processes: descendants of this one, and those started by them that lost their parent (known by a variable of the
   environment). A process that ended but was never waited for counts. Python's own helpers, which live as long as the
   interpreter, do not.
@@ -19,6 +19,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ import pytest
 SHM = Path("/dev/shm")
 GRACE_SECONDS = 2.0
 MARK = "LEAK_CHECK_OF"
+# Jobs of this run have it in the names of their files, but those that tests start without any XVCOMM_ variable.
+OURS = f"test{os.getpid()}"
+os.environ["XVCOMM_JOB"] = OURS
 # Python ignores interrupts when a shell starts it in the background, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
@@ -109,7 +113,8 @@ def _fail_on(left: Belongings, who: str) -> None:
 
 
 def _shm_files() -> frozenset[str]:
-    return frozenset(name for name in os.listdir(SHM) if name.startswith("xvcomm-"))
+    names = (name for name in os.listdir(SHM) if name.startswith("xvcomm-"))
+    return frozenset(name for name in names if not re.match(r"xvcomm-test\d", name) or f"-{OURS}-" in name)
 
 
 def _sockets() -> frozenset[str]:

@@ -307,11 +307,13 @@ def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
 
 
 def _empty_on_device(x: ArrayView, shape: tuple[int, ...]) -> Any:
-    if x.immutable or not hasattr(x.array, "__array_namespace__"):
-        raise ArrayError(
-            f"cannot make a new {type(x.array).__name__} on {x.device}:{x.index}; pass out=, an array that can be written"
-        )
-    return x.array.__array_namespace__().empty(shape, dtype=x.array.dtype, device=x.array.device)
+    if not x.immutable and hasattr(x.array, "__array_namespace__"):
+        return x.array.__array_namespace__().empty(shape, dtype=x.array.dtype, device=x.array.device)
+    if not x.immutable and hasattr(x.array, "__array_function__"):
+        return np.empty_like(x.array, order="C", shape=shape)  # the framework's own, as CuPy has it
+    raise ArrayError(
+        f"cannot make a new {type(x.array).__name__} on {x.device}:{x.index}; pass out=, an array that can be written"
+    )
 
 
 def finish(x: ArrayView) -> Any:

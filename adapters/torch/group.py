@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xvcomm.adapters.torch import collectives, messages, options, versions
-from xvcomm.adapters.torch.errors import as_torch, mapped
+from xvcomm.adapters.torch.errors import mapped
 from xvcomm.adapters.torch.identity import Identity
 from xvcomm.adapters.torch.joining import join
+from xvcomm.adapters.torch.monitored import monitored_barrier
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import Plane
 from xvcomm.adapters.torch.profiling import profiling, recorded
 from xvcomm.adapters.torch.works import Done, HostWork, StreamMessage, StreamWork, Work
-from xvcomm.errors import ArgumentError, DeadlineExceeded
+from xvcomm.errors import ArgumentError
 
 Tensors = Sequence[Tensor]
 _NO_TENSOR: tuple[Tensor, ...] = ()
@@ -171,16 +172,15 @@ class ProcessGroup(Identity):
         return self._on(plane or self.planes.host, "barrier", [], how, lambda plane: collectives.barrier(plane, how))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait in the host until every rank is here.
+        """Wait in the host until every rank is here; the group goes on whether they come or not.
 
         Raises:
-            DeadlineExceeded: names the ranks that did not come; on all ranks that did.
+            DeadlineExceeded: names the ranks that did not come.
         """
-        left = options.seconds(timeout)
-        try:
-            self.planes.host.comm.barrier(timeout=left)
-        except DeadlineExceeded as error:
-            raise _monitored(error) from None
+        limit = self.options._timeout if timeout is None else timeout
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
+        self._monitored += 1
+        monitored_barrier(self._store, self._rank, self._size, self._monitored, seconds, wait_all_ranks)
 
     # Messages.
 
@@ -336,11 +336,6 @@ def make(store: Any, rank: int, size: int, timeout: timedelta | None, backend: s
     if making.device is not None:
         group.bound_device_id = making.device
     return group
-
-
-def _monitored(error: DeadlineExceeded) -> BaseException:
-    """The error of a monitored barrier, named as Gloo does."""
-    return as_torch(DeadlineExceeded(f"monitoredBarrier: {error}", rank=error.rank, peer=error.peer, op=error.op))
 
 
 def _listed(tensors: Any) -> Any:

@@ -33,7 +33,7 @@ class Identity(dist.ProcessGroup):
         self._store, self._rank, self._size = store, rank, size
         self._backend = backend
         self._group_name = self._group_desc = ""
-        self._sequence = self._splits = 0
+        self._sequence = self._splits = self._monitored = 0
         self._numbers = itertools.count(1)  # one step, so that threads need no lock
         self.options = SimpleNamespace(
             _timeout=timedelta(seconds=timeout), global_ranks_in_group=[], group_name="", backend=backend,

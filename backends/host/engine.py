@@ -54,15 +54,19 @@ class Engine:
                 while not self._incoming and not self._jobs:
                     self._arrived.wait()
                 seen = int(self._wake[0])
-                incoming, self._incoming = self._incoming, []
-            for batch, future, deadline in incoming:
-                self._jobs.append(_Job(future, list(self._batch.take(batch)), deadline))
+                self._admit()
             failure: RingStopped | None = None
             try:
                 self._batch.drive(self._wake.ctypes.data, seen)
             except RingStopped as stopped:
                 failure = stopped
             self._settle(failure)
+
+    def _admit(self) -> None:
+        """Take what has come; a method of its own, as what a thread that sleeps holds by name would live on with its arrays."""
+        for batch, future, deadline in self._incoming:
+            self._jobs.append(_Job(future, list(self._batch.take(batch)), deadline))
+        self._incoming = []
 
     def _settle(self, failure: RingStopped | None) -> None:
         """End the jobs that are done, failed or late, and drop their rows."""

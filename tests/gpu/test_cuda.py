@@ -15,6 +15,7 @@ from xvcomm.dtype import DTYPES
 from xvcomm.errors import ArgumentError, ArrayError, PeerLost
 from xvcomm.testing import (
     World,
+    adapter,
     asynchronous,
     channels,
     collectives,
@@ -146,9 +147,9 @@ def test_frameworks(alone: World, framework: str) -> None:
     why = alone.run(frameworks.missing, framework)[0]
     if why:
         pytest.skip(why)
-    alone.run(frameworks.check_collectives, framework)
-    if alone.size > 1:
-        alone.run(frameworks.check_messages, framework)
+    for check in adapter.CHECKS:
+        if alone.size > 1 or check is adapter.check_collectives:
+            alone.run(check, [framework])
 
 
 @pytest.mark.parametrize("check", [graphs.check_graphs, graphs.check_graph_of_many])

@@ -128,7 +128,7 @@ def job_environment() -> Iterator[dict[str, str]]:
     Raises:
         StoreError: the store's port cannot be taken.
     """
-    secret, job = secrets.token_hex(16), f"{os.getpid()}-{secrets.token_hex(4)}"
+    secret, job = secrets.token_hex(16), f"{os.environ.get('XVCOMM_JOB') or os.getpid()}-{secrets.token_hex(4)}"
     server = TcpServer(_LOCAL, 0, secret)
     try:
         yield {

@@ -116,7 +116,8 @@ class World:
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on one rank and do not wait; `collect` gives what comes back."""
         with contextlib.suppress(BrokenPipeError):
-            self._pipes[rank].send((inspect.getfile(function), function.__module__, function.__qualname__, args))
+            file = inspect.getfile(inspect.unwrap(function))
+            self._pipes[rank].send((file, function.__module__, function.__qualname__, args))
 
     def collect(self, timeout: float = 60.0) -> list[Any]:
         """Results or exceptions of the calls submitted, one a rank that is alive or died meanwhile."""

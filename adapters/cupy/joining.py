@@ -1,0 +1,58 @@
+"""Where the ranks of a CuPy program meet, and which GPU is whose."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from importlib import import_module
+from pathlib import Path
+
+import xvcomm
+from xvcomm.communicator import Communicator
+from xvcomm.config import Config
+from xvcomm.errors import ConfigError
+
+HOST, PORT = "127.0.0.1", 13333
+_LOOPBACK = (HOST, "::1", "localhost")
+
+
+def join(n_devices: int, rank: int, host: str, port: int, use_mpi: bool) -> Communicator:
+    """Join under this number; see `NCCLBackend`. The device is `XVCOMM_DEVICE`'s kind, and CuPy's current one of it."""
+    config = Config.from_env()
+    device = config.device
+    if device != "host":
+        cupy = import_module("cupy")
+        kind = device or ("rocm" if cupy.cuda.runtime.is_hip else "cuda")
+        device = f"{kind}:{cupy.cuda.Device().id}"
+    if use_mpi:
+        return xvcomm.init(rank=rank, size=n_devices, device=device, store=import_module("mpi4py.MPI").COMM_WORLD)
+    if config.store is not None:  # whoever started the ranks says where they meet
+        return xvcomm.init(rank=rank, size=n_devices, device=device)
+    env = {**os.environ, "XVCOMM_SECRET": config.secret or _cookie(host)}
+    return xvcomm.init(rank=rank, size=n_devices, device=device, store=f"tcp://{host}:{port}", env=env)
+
+
+def _cookie(host: str) -> str:
+    """A secret that all processes of this user can read, and nobody else: made once, and kept in the home folder.
+
+    Raises:
+        ConfigError: ranks on other hosts may not have this home folder.
+    """
+    if host not in _LOOPBACK:
+        raise ConfigError(
+            f"the ranks meet at {host}, which needs the job's secret: set XVCOMM_SECRET to the same random text on all "
+            "ranks, for instance the output of `openssl rand -hex 16`"
+        )
+    file = Path.home() / ".cache" / "xvcomm" / "secret"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(f"secret-{os.getpid()}-{secrets.token_hex(4)}")
+        draft.touch(mode=0o600)
+        draft.write_text(secrets.token_hex(16))
+        try:
+            os.link(draft, file)  # whole, and only for the first
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return file.read_text()

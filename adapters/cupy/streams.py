@@ -1,0 +1,35 @@
+"""Arrays that CuPy must not free yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from importlib import import_module
+from typing import Any
+
+from xvcomm import array
+
+
+class Kept:
+    """Arrays that operations on other streams than CuPy's current one still use."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._flights: deque[tuple[Any, tuple[Any, ...]]] = deque()
+
+    def add(self, stream: Any, *arrays: Any) -> None:
+        """Keep arrays until a stream has passed this point; those of graphs are the user's to keep."""
+        while self._flights and self._flights[0][0].done:
+            self._flights.popleft()
+        if stream is None or not self._on_gpu:
+            return
+        cupy = import_module("cupy")
+        user = external(stream)
+        if user.ptr == cupy.cuda.get_current_stream().ptr or user.is_capturing():
+            return
+        self._flights.append((user.record(cupy.cuda.Event(disable_timing=True)), arrays))
+
+
+def external(stream: Any) -> Any:
+    """A stream as CuPy's, whoever made it."""
+    cupy = import_module("cupy")
+    return stream if isinstance(stream, cupy.cuda.Stream) else cupy.cuda.ExternalStream(array.stream_handle(stream))

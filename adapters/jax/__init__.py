@@ -1,0 +1,40 @@
+"""JAX: xvcomm's operations as functions on `jax.Array`, eager and compiled.
+
+    from xvcomm.adapters import jax as xvjax
+
+    comm = xvjax.init()
+    step = jax.jit(lambda x: xvjax.all_reduce(x * 2))
+
+They keep the order in which they are called, in programs and across them, without tokens. `jax.grad`, `vmap`, `scan`,
+`cond`, `while_loop`, `checkpoint` and `shard_map` may go over them. See docs/jax.md.
+"""
+
+from __future__ import annotations
+
+from xvcomm.adapters.jax.blocks import all_gather, reduce_scatter
+from xvcomm.adapters.jax.communicators import init, use
+from xvcomm.adapters.jax.failures import cause, named_errors
+from xvcomm.adapters.jax.messages import recv, send, sendrecv
+from xvcomm.adapters.jax.moves import all_to_all, barrier, broadcast, gather, scatter
+from xvcomm.adapters.jax.reductions import all_reduce, reduce
+from xvcomm.adapters.jax.tokens import make_token
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "cause",
+    "gather",
+    "init",
+    "make_token",
+    "named_errors",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "sendrecv",
+    "use",
+]

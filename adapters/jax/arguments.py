@@ -1,0 +1,172 @@
+"""What users pass, checked: every refusal is an error that says what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xvcomm.communicator import Communicator
+from xvcomm.dtype import from_numpy
+from xvcomm.errors import ArgumentError, ArrayError, DTypeError
+from xvcomm.pointtopoint import CHANNELS
+from xvcomm.trace import call_site, pass_over
+
+TOKEN = np.dtype(np.float32)
+_SITE_BYTES = 48
+_JAX = str(Path(jax.__file__).parent)
+
+
+def array(op: str, x: Any) -> Any:
+    """`x` as JAX's array or tracer.
+
+    Raises:
+        ArrayError: it is no array.
+        DTypeError: xvcomm does not carry its dtype, or the dtype is not certain: that of a Python number is left to
+            JAX, which may choose differently on another rank; 64 bits become 32 unless JAX is told to keep them.
+    """
+    if isinstance(x, np.ndarray | np.generic) and not isinstance(x, jax.Array):
+        _check_width(op, x.dtype)
+        x = jnp.asarray(x)
+    if isinstance(x, bool | int | float | complex):
+        raise _weak(op, type(x).__name__)
+    if not isinstance(x, jax.Array):
+        raise ArrayError(f"{op}: {type(x).__name__} is no array of JAX or numpy; call it on each leaf of a tree")
+    if getattr(x, "weak_type", False):
+        raise _weak(op, f"{x.dtype}{list(x.shape)}")
+    if x.dtype == jax.dtypes.float0 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        raise DTypeError(f"{op}: arrays of {x.dtype} hold no numbers; pass jax.random.key_data(x) of a key")
+    from_numpy(np.dtype(x.dtype))
+    return x
+
+
+def like(op: str, x: Any) -> Any:
+    """What tells shape and dtype of an array to receive: an array, a tracer, or a `jax.ShapeDtypeStruct`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        _check_width(op, x.dtype)
+        return jnp.zeros(x.shape, x.dtype)
+    return array(op, x)
+
+
+def rows(op: str, x: Any) -> Any:
+    """An array that has rows."""
+    if not x.ndim:
+        raise ArrayError(f"{op}: a scalar has no rows to divide; pass an array of at least one dimension")
+    return x
+
+
+def whole(op: str, what: str, value: Any) -> int:
+    """A whole number that is known when the program is traced.
+
+    Raises:
+        ArgumentError: it is none, or a tracer.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise ArgumentError(
+            f"{op}: {what} is a tracer, but programs are compiled for given ranks and sizes; name the argument in "
+            "static_argnames, or close over it"
+        )
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{op}: {what}={value!r}: expected a whole number") from None
+
+
+def rank(op: str, what: str, value: Any, comm: Communicator) -> int:
+    """A rank of a communicator."""
+    number = whole(op, what, value)
+    if not 0 <= number < comm.size:
+        raise ArgumentError(f"{op}: {what} {number}: ranks of this communicator go from 0 to {comm.size - 1}")
+    return number
+
+
+def peer(op: str, what: str, value: Any, comm: Communicator) -> int:
+    """A rank of a communicator other than this one."""
+    number = rank(op, what, value, comm)
+    if number == comm.rank:
+        raise ArgumentError(f"{op}: {what} {number} is this rank itself; use the array as it is")
+    return number
+
+
+def channel(op: str, value: Any) -> int:
+    """A channel of messages."""
+    number = whole(op, "channel", value)
+    if not 0 <= number < CHANNELS:
+        raise ArgumentError(f"{op}: channel {number}: must be a whole number from 0 to {CHANNELS - 1}")
+    return number
+
+
+def counts(op: str, what: str, values: Any, comm: Communicator) -> tuple[int, ...]:
+    """Rows a rank."""
+    try:
+        numbers = tuple(whole(op, what, n) for n in values)
+    except TypeError:
+        raise ArgumentError(f"{op}: {what}={values!r}: expected whole numbers, one a rank") from None
+    if len(numbers) != comm.size or min(numbers) < 0:
+        raise ArgumentError(f"{op}: {what} {numbers}: expected {comm.size} numbers of rows")
+    return numbers
+
+
+def divided(op: str, what: str, x: Any, values: Any, comm: Communicator) -> tuple[int, ...]:
+    """Rows a rank of an array that holds everybody's."""
+    total = x.shape[0]
+    if values is None:
+        if total % comm.size:
+            raise ArrayError(f"{op}: {total} rows do not divide by {comm.size} ranks; pass {what}=")
+        return (total // comm.size,) * comm.size
+    numbers = counts(op, what, values, comm)
+    if sum(numbers) != total:
+        raise ArgumentError(f"{op}: {what} {numbers} add up to {sum(numbers)} rows, but the array has {total}")
+    return numbers
+
+
+def owned(op: str, x: Any, values: Any, comm: Communicator) -> tuple[int, ...]:
+    """Rows a rank where an array holds this rank's."""
+    if values is None:
+        return (x.shape[0],) * comm.size
+    numbers = counts(op, "counts", values, comm)
+    if numbers[comm.rank] != x.shape[0]:
+        raise ArgumentError(
+            f"{op}: counts {numbers} give rank {comm.rank} {numbers[comm.rank]} rows, but its array has {x.shape[0]}"
+        )
+    return numbers
+
+
+def token(op: str, given: Any) -> list[Any]:
+    """The operand for a token: none if none is given.
+
+    Raises:
+        ArgumentError: it is not what `make_token` or an operation gave.
+    """
+    if given is None:
+        return []
+    if not isinstance(given, jax.Array) or given.dtype != TOKEN or given.shape:
+        raise ArgumentError(f"{op}: token={given!r}: expected what make_token() or an operation with token= gave")
+    return [given]
+
+
+def site() -> str:
+    """Where the user called the operation that asks; JAX's own functions in between do not count."""
+    pass_over(_JAX)
+    return ctypes.string_at(call_site(1), _SITE_BYTES).rstrip(b"\0").decode(errors="replace")
+
+
+def _weak(op: str, what: str) -> DTypeError:
+    return DTypeError(
+        f"{op}: the dtype of {what} is weak, as that of a Python number: another rank may come to another; pass "
+        "jnp.asarray(x, dtype) or x.astype(dtype)"
+    )
+
+
+def _check_width(op: str, dtype: Any) -> None:
+    kind = np.dtype(dtype)
+    if kind.itemsize // (2 if kind.kind == "c" else 1) == 8 and kind.kind in "fiuc" and not jax.config.jax_enable_x64:
+        raise DTypeError(
+            f"{op}: JAX would make 32 bits of the {kind}, as 64 bits are off; set jax.config.update('jax_enable_x64', "
+            "True), or convert the array"
+        )

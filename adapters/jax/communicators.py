@@ -1,0 +1,63 @@
+"""Communicators as programs see them: by name in compiled code, and one that is meant where none is given."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import xvcomm
+from xvcomm.communicator import Communicator
+from xvcomm.errors import ArgumentError
+
+_lock = threading.Lock()
+_jobs: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+_default: Communicator | None = None
+
+
+def init(**arguments: Any) -> Communicator:
+    """Join the job as `xvcomm.init` does, whose arguments these are, and make it the default.
+
+    Where `jax.distributed` runs and no other launcher speaks, ranks are its processes, and they meet in its service.
+    """
+    comm = xvcomm.init(**arguments)
+    use(comm)
+    return comm
+
+
+def use(comm: Communicator | None) -> None:
+    """Make a communicator the one that operations without `comm=` mean; None for none."""
+    global _default
+    _default = comm
+
+
+def chosen(comm: Communicator | None) -> Communicator:
+    """The communicator of an operation.
+
+    Raises:
+        ArgumentError: none is given and there is no default, or it is something else.
+    """
+    found = _default if comm is None else comm
+    if isinstance(found, Communicator):
+        return found
+    if found is None:
+        raise ArgumentError("no communicator: pass comm=, or call xvcomm.adapters.jax.init() or use(comm) before")
+    raise ArgumentError(
+        f"comm={type(found).__name__}: expected a communicator; if it is an argument of a jitted function, name it in "
+        "static_argnames"
+    )
+
+
+def name_of(comm: Communicator) -> str:
+    """What compiled programs call a communicator: the job, counted in this process, and its path there.
+
+    The same on all ranks and from run to run if a process joins its jobs in the same order.
+    """
+    context = comm._context
+    with _lock:
+        job = _jobs.get(context.session)
+        if job is None:
+            job = _jobs[context.session] = next(_numbers)
+    return f"{job}:{context.path}"

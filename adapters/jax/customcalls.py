@@ -1,0 +1,217 @@
+"""What handlers do: each operation of a compiled program, ready to be run on the addresses that XLA gives."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xvcomm.adapters.jax import ffi
+from xvcomm.adapters.jax.failures import explain
+from xvcomm.adapters.jax.specs import CollectiveSpec, MessageSpec, Shape, Spec
+from xvcomm.array import ArrayView
+from xvcomm.calls import Call
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import UINT8, ReduceOp, Reduction, from_numpy
+from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.opcode import OpCode
+from xvcomm.trace import own_site
+
+_BARRIER = Reduction(ReduceOp.MAX)
+
+
+class CustomCall(ABC):
+    """One operation as its handler runs it. May be run by several threads at once.
+
+    Attributes:
+        spec: what it is.
+        reads, writes: whether it has an input, and an output, in memory.
+        device: number of the one device that takes part, if others must not.
+        text, number: what stands for it in compiled programs.
+    """
+
+    def __init__(self, spec: Spec, arrays: Sequence[Any], device: int | None, text: str, number: int) -> None:
+        self.spec, self.device, self.text, self.number = spec, device, text, number
+        self.reads, self.writes = bool(arrays), bool(arrays) and bool(spec.results(arrays[-1].shape))
+        self.site = own_site(spec.site)
+
+    @abstractmethod
+    def run(self, src: int, dst: int, stream: int | None) -> None:
+        """Carry it out.
+
+        Args:
+            src, dst: addresses of input and output; 0 where there is none.
+            stream: the vendor's handle of the stream that it is put on; None on host memory, where this blocks.
+        """
+
+    def _view(self, shape: Shape, dtype: Any, address: int = 0) -> ArrayView:
+        """An array of this rank's device; XLA owns its memory."""
+        kind, count = from_numpy(np.dtype(dtype)), math.prod(shape)
+        comm = self.spec.comm
+        return ArrayView(
+            address, shape, kind, count, count * kind.itemsize, None, comm.device, comm.device_index, trusted=True
+        )
+
+
+class CollectiveCall(CustomCall):
+    """A collective. Keeps the core's description of it, with the views that only addresses are missing in."""
+
+    spec: CollectiveSpec
+
+    def __init__(
+        self, spec: CollectiveSpec, arrays: Sequence[Any], device: int | None, text: str, number: int
+    ) -> None:
+        super().__init__(spec, arrays, device, text, number)
+        self._arrays = [(tuple(x.shape), x.dtype) for x in arrays]
+        self._caller, self._timeout = spec.comm._caller, spec.comm.timeout
+        self._spare: list[Call] = []
+
+    def run(self, src: int, dst: int, stream: int | None) -> None:
+        """See `CustomCall.run`."""
+        try:
+            call = self._spare.pop()
+        except IndexError:
+            call = self._make()
+        if self.reads and call.src is not None:
+            call.src.address = src
+        if self.writes and call.dst is not None:
+            call.dst.address = dst
+        self._caller.run(call, Deadline.after(self._timeout), stream)
+        self._spare.append(call)
+
+    def _make(self) -> Call:
+        spec, site = self.spec, ctypes.addressof(self.site)
+        if not self._arrays:
+            token = self._caller.token()
+            return Call(spec.op, token, token, UINT8, _BARRIER, count=1, site=site)
+        (shape, dtype), *_ = self._arrays
+        rank, root = spec.comm.rank, spec.root
+        view, results = self._view(shape, dtype), spec.results(shape)
+        src: ArrayView | None = view
+        dst = self._view(results[0], dtype) if results else None
+        counts: dict[str, Any] = {}
+        match spec.op:
+            case OpCode.BROADCAST:
+                counts["count"] = view.count
+                src = dst = view if rank == root else dst
+            case OpCode.ALL_REDUCE | OpCode.REDUCE:
+                counts["count"] = view.count
+            case OpCode.SCATTER if rank != root:
+                src = None
+        if spec.rows:
+            row = math.prod(shape[1:])
+            counts["counts"] = tuple(n * row for n in spec.rows)
+            counts["recv_counts"] = tuple(n * row for n in spec.back)
+        return Call(spec.op, src, dst, view.dtype, spec.reduction, root=root, uneven=spec.uneven, site=site, **counts)
+
+
+class MessageCall(CustomCall):
+    """A message, or one each way."""
+
+    spec: MessageSpec
+
+    def __init__(
+        self, spec: MessageSpec, arrays: Sequence[Any], device: int | None, text: str, number: int
+    ) -> None:
+        super().__init__(spec, arrays, device, text, number)
+        self._out = (tuple(arrays[0].shape), arrays[0].dtype)
+        self._back = (tuple(arrays[-1].shape), arrays[-1].dtype)
+
+    def run(self, src: int, dst: int, stream: int | None) -> None:
+        """See `CustomCall.run`."""
+        spec = self.spec
+        comm, channel = spec.comm, spec.channel
+        if spec.src < 0:
+            comm.send(self._view(*self._out, src), spec.dst, spec.send_tag, channel=channel, stream=stream)
+        elif spec.dst < 0:
+            comm.recv(self._view(*self._back, dst), spec.src, spec.recv_tag, channel=channel, stream=stream)
+        else:
+            comm.sendrecv(
+                self._view(*self._out, src), spec.dst, self._view(*self._back, dst), spec.src, spec.send_tag,
+                spec.recv_tag, channel=channel, stream=stream,
+            )  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: Shape
+    dtype: Any
+
+
+_calls: dict[int, CustomCall] = {}
+
+
+def prepared(spec: Spec, arrays: Sequence[Any], device: int | None = None) -> CustomCall:
+    """The call for a spec and its operands; the same one for the same text.
+
+    Args:
+        arrays: operands, or what tells shape and dtype of each.
+        device: number of the device that takes part, of a `lone` operation.
+    """
+    return _prepared(spec, tuple(Kind(tuple(x.shape), x.dtype) for x in arrays), device)
+
+
+@lru_cache(maxsize=4096)
+def _prepared(spec: Spec, arrays: tuple[Kind, ...], device: int | None) -> CustomCall:
+    text = spec.text(arrays, device)
+    number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), signed=True)
+    found = _calls.get(number)
+    if found is None:
+        kind: Any = CollectiveCall if isinstance(spec, CollectiveSpec) else MessageCall
+        found = _calls.setdefault(number, kind(spec, arrays, device, text, number))
+    return found
+
+
+def _lost(frame: ffi.Frame) -> ArgumentError:
+    return ArgumentError(
+        f"this program was compiled in another process (for {ffi.text(frame)}): programs with xvcomm's operations "
+        "cannot be exported or pickled, because communicators belong to a process; compile the function in this one"
+    )
+
+
+def _on_host(frame: ffi.Frame, number: int) -> None:
+    call = _calls.get(number)
+    if call is None:
+        raise _lost(frame)
+    if call.device is None or call.device == ffi.device(frame):
+        call.run(ffi.argument(frame) if call.reads else 0, ffi.result(frame) if call.writes else 0, None)
+
+
+def _on_gpu(frame: ffi.Frame, number: int) -> None:
+    """Put the call on XLA's stream. Only the first calls of a communicator make the host wait, and barriers."""
+    call, mine = _calls.get(number), ffi.device(frame)
+    if call is None:
+        raise _lost(frame)
+    if call.device is not None and call.device != mine:
+        return
+    comm = call.spec.comm
+    if mine != comm.device_index:
+        raise ArrayError(
+            f"the program runs on {comm.device}:{mine} but this rank's device is {comm.device}:{comm.device_index}; "
+            f"move its arrays, or join with xvcomm.init(device='{comm.device}:{mine}')"
+        )
+    source, result = ffi.argument(frame) if call.reads else 0, ffi.result(frame) if call.writes else 0
+    call.run(source, result, ffi.stream(frame))
+
+
+@cache
+def _handler(kind: str) -> Any:
+    return ffi.handler(_on_host if kind == "host" else _on_gpu, explain)
+
+
+PLATFORMS = {"cpu": "host", "cuda": "cuda", "rocm": "rocm"}
+"""XLA's platforms, and what their memory is called in xvcomm."""
+
+
+def target(name: str, platform: str) -> str:
+    """Name of the custom call of an operation; registers its handler for the platform when first asked for."""
+    symbol = f"xvcomm_{name}"
+    ffi.register(symbol, platform, _handler("host" if platform == "cpu" else "gpu"))
+    return symbol

@@ -1,0 +1,262 @@
+"""XLA's foreign function interface by ctypes: where things lie, one handler a platform, errors, registration.
+
+The layouts are those of `jaxlib/include/xla/ffi/api/c_api.h`, version 0.1 and newer; nothing is used of what later
+versions added. A handler reads plain words: fields of a ctypes structure take five times as long. XLA calls it on any of
+its threads; ctypes takes the interpreter lock, and the core's compiled code gives it up where it waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_void_p, sizeof
+from functools import cache
+from typing import Any
+
+import jax
+
+MAJOR, MINOR = 0, 1
+"""The oldest version of the interface that has all that is used here."""
+
+
+class Stage(enum.IntEnum):
+    """XLA_FFI_ExecutionStage; handlers do nothing in the others."""
+
+    EXECUTE = 3
+
+
+class ErrorCode(enum.IntEnum):
+    """Those of XLA_FFI_Error_Code that handlers give."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+METADATA = 1
+"""XLA_FFI_Extension_Metadata: XLA asks for the version that a handler was written for."""
+
+
+class ApiVersion(Structure):
+    """XLA_FFI_Api_Version."""
+
+    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("major", c_int32), ("minor", c_int32)]
+
+
+class Buffer(Structure):
+    """XLA_FFI_Buffer."""
+
+    _fields_ = [
+        ("struct_size", c_size_t), ("extension", c_void_p), ("dtype", c_int32), ("data", c_void_p), ("rank", c_int64),
+        ("dims", c_void_p),
+    ]  # fmt: skip
+
+
+class ByteSpan(Structure):
+    """XLA_FFI_ByteSpan: a string attribute."""
+
+    _fields_ = [("ptr", c_void_p), ("len", c_size_t)]
+
+
+class Scalar(Structure):
+    """XLA_FFI_Scalar: a number as an attribute."""
+
+    _fields_ = [("dtype", c_int32), ("value", c_void_p)]
+
+
+class Buffers(Structure):
+    """XLA_FFI_Args and XLA_FFI_Rets, which differ in names only."""
+
+    _fields_ = [
+        ("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", c_void_p), ("items", c_void_p),
+    ]  # fmt: skip
+
+
+class Attributes(Structure):
+    """XLA_FFI_Attrs."""
+
+    _fields_ = [
+        ("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", c_void_p), ("names", c_void_p),
+        ("attrs", c_void_p),
+    ]  # fmt: skip
+
+
+class CallFrame(Structure):
+    """XLA_FFI_CallFrame, up to its last required field."""
+
+    _fields_ = [
+        ("struct_size", c_size_t), ("extension", c_void_p), ("api", c_void_p), ("ctx", c_void_p), ("stage", c_int32),
+        ("args", Buffers), ("rets", Buffers), ("attrs", Attributes),
+    ]  # fmt: skip
+
+
+class Metadata(Structure):
+    """XLA_FFI_Metadata, up to what handlers fill in."""
+
+    _fields_ = [("struct_size", c_size_t), ("version", ApiVersion), ("traits", c_uint32)]
+
+
+class MetadataExtension(Structure):
+    """XLA_FFI_Metadata_Extension."""
+
+    _fields_ = [("struct_size", c_size_t), ("type", c_int32), ("next", c_void_p), ("metadata", POINTER(Metadata))]
+
+
+class Api(Structure):
+    """XLA_FFI_Api, up to the last function that is called."""
+
+    _fields_ = [
+        ("struct_size", c_size_t), ("extension", c_void_p), ("version", ApiVersion), ("internal", c_void_p),
+        ("Error_Create", c_void_p), ("Error_GetMessage", c_void_p), ("Error_Destroy", c_void_p),
+        ("Handler_Register", c_void_p), ("Stream_Get", c_void_p), ("Type_Register", c_void_p),
+        ("ExecutionContext_Get", c_void_p), ("State_Set", c_void_p), ("State_Get", c_void_p),
+        ("DeviceMemory_Allocate", c_void_p), ("DeviceMemory_Free", c_void_p), ("ThreadPool_Schedule", c_void_p),
+        ("ThreadPool_NumThreads", c_void_p), ("Future_Create", c_void_p), ("Future_SetAvailable", c_void_p),
+        ("Future_SetError", c_void_p), ("RunId_Get", c_void_p), ("DeviceOrdinal_Get", c_void_p),
+    ]  # fmt: skip
+
+
+class ErrorCreate(Structure):
+    """XLA_FFI_Error_Create_Args."""
+
+    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("errc", c_int32)]
+
+
+class ErrorDestroy(Structure):
+    """XLA_FFI_Error_Destroy_Args."""
+
+    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("error", c_void_p)]
+
+
+class StreamGet(Structure):
+    """XLA_FFI_Stream_Get_Args."""
+
+    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("ctx", c_void_p), ("stream", c_void_p)]
+
+
+class DeviceOrdinalGet(Structure):
+    """XLA_FFI_DeviceOrdinal_Get_Args."""
+
+    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("ctx", c_void_p), ("device_ordinal", c_int32)]
+
+
+_FUNCTION = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_words = (ctypes.c_ssize_t * (1 << 58)).from_address(0)
+
+# Places in words of eight bytes.
+_EXTENSION, _STAGE = CallFrame.extension.offset // 8, CallFrame.stage.offset // 8
+_API, _CTX = CallFrame.api.offset // 8, CallFrame.ctx.offset // 8
+_ARGS = (CallFrame.args.offset + Buffers.items.offset) // 8
+_RETS = (CallFrame.rets.offset + Buffers.items.offset) // 8
+_ATTRS = (CallFrame.attrs.offset + Attributes.attrs.offset) // 8
+_DATA, _VALUE = Buffer.data.offset // 8, Scalar.value.offset // 8
+_EXECUTE = int(Stage.EXECUTE)
+
+
+Frame = int
+"""Address of a call's frame, in words of eight bytes."""
+
+
+def argument(frame: Frame) -> int:
+    """Where the first operand's data lie."""
+    return _words[(_words[_words[frame + _ARGS] >> 3] >> 3) + _DATA]
+
+
+def result(frame: Frame) -> int:
+    """Where the first result's data are wanted."""
+    return _words[(_words[_words[frame + _RETS] >> 3] >> 3) + _DATA]
+
+
+def text(frame: Frame) -> str:
+    """The attribute `text`, the second by name."""
+    span = ByteSpan.from_address(_words[(_words[frame + _ATTRS] >> 3) + 1])
+    return ctypes.string_at(span.ptr, span.len).decode(errors="replace")
+
+
+def stream(frame: Frame) -> int:
+    """The vendor's handle of the stream that XLA works on.
+
+    Raises:
+        RuntimeError: the platform has none.
+    """
+    asked = StreamGet(sizeof(StreamGet), None, _words[frame + _CTX], None)
+    _ask(frame, "Stream_Get", asked)
+    return asked.stream or 0
+
+
+def device(frame: Frame) -> int:
+    """Number of the device among those of this process."""
+    asked = DeviceOrdinalGet(sizeof(DeviceOrdinalGet), None, _words[frame + _CTX], -1)
+    _ask(frame, "DeviceOrdinal_Get", asked)
+    return int(asked.device_ordinal)
+
+
+def _ask(frame: Frame, name: str, asked: Structure) -> None:
+    api = Api.from_address(_words[frame + _API])
+    error = _FUNCTION(getattr(api, name))(ctypes.addressof(asked))
+    if error:
+        destroy = ErrorDestroy(sizeof(ErrorDestroy), None, error)
+        _FUNCTION(api.Error_Destroy)(ctypes.addressof(destroy))
+        raise RuntimeError(f"XLA_FFI_{name} failed")
+
+
+Execute = Callable[[Frame, int], None]
+Explain = Callable[[BaseException], tuple[ErrorCode, str]]
+
+
+def handler(execute: Execute, explain: Explain) -> Any:
+    """A C function for XLA that calls `execute`, and turns what it raises into an error by `explain`.
+
+    It lives as long as the process: XLA never lets go of a handler.
+
+    Args:
+        execute: is given the frame and the attribute `number`, the first by name.
+        explain: gives code and text of an error.
+    """
+
+    def handle(address: int) -> int | None:
+        frame = address >> 3
+        if _words[frame + _EXTENSION] or _words[frame + _STAGE] & 0xFFFFFFFF != _EXECUTE:
+            return _prepare(frame)
+        try:
+            execute(frame, _words[_words[(_words[_words[frame + _ATTRS] >> 3] >> 3) + _VALUE] >> 3])
+        except BaseException as error:
+            return _error(frame, *explain(error))
+        return None
+
+    function = _FUNCTION(handle)
+    _kept.append(function)
+    return jax.ffi.pycapsule(ctypes.cast(function, c_void_p).value)
+
+
+_kept: list[Any] = []
+
+
+def _prepare(frame: Frame) -> int | None:
+    """Any call but one to execute: tell XLA what the handler was written for; nothing else needs preparation."""
+    if not _words[frame + _EXTENSION]:
+        return None
+    extension = MetadataExtension.from_address(_words[frame + _EXTENSION])
+    if extension.type == METADATA:
+        metadata = extension.metadata.contents
+        metadata.version.major, metadata.version.minor, metadata.traits = MAJOR, MINOR, 0
+    return None
+
+
+def _error(frame: Frame, code: ErrorCode, text: str) -> int:
+    asked = ErrorCreate(sizeof(ErrorCreate), None, text.encode(), code)
+    create = _FUNCTION(Api.from_address(_words[frame + _API]).Error_Create)
+    error: int = create(ctypes.addressof(asked))
+    return error
+
+
+@cache
+def register(target: str, platform: str, capsule: Any) -> None:
+    """Make a handler known to XLA as `target` on a platform: `cpu`, `cuda` or `rocm`; once."""
+    jax.ffi.register_ffi_target(target, capsule, platform={"cpu": "cpu"}.get(platform, platform.upper()))

@@ -1,0 +1,203 @@
+"""send, recv and sendrecv. What comes back of a message goes the other way: send and recv transpose each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from xvcomm.adapters.jax import arguments
+from xvcomm.adapters.jax.communicators import chosen
+from xvcomm.adapters.jax.derivatives import behind, cotangents_of, for_operands, links
+from xvcomm.adapters.jax.primitives import bind, primitive, tokens_of, unbatched_tokens
+from xvcomm.adapters.jax.specs import MessageSpec
+from xvcomm.adapters.jax.tokens import given_back, make_token
+from xvcomm.communicator import Communicator
+from xvcomm.errors import ArgumentError
+
+send_p = primitive("send")
+recv_p = primitive("recv")
+sendrecv_p = primitive("sendrecv")
+
+_TAGS = 1 << 60
+_TANGENT, _COTANGENT = 1 << 60, 1 << 61
+"""In the tags of what derivatives send, so that nobody takes it for the values."""
+
+
+def send(
+    x: Any, dst: int, tag: int = 0, *, channel: int = 0, comm: Communicator | None = None, token: Any = None
+) -> Any:
+    """Send an array to rank `dst`.
+
+    The derivative receives from `dst` what comes back of the array. For that the loss must depend on this call: add the
+    receipt to it. The receiver must differentiate too.
+
+    Args:
+        x: array of any dtype that xvcomm carries.
+        dst: another rank.
+        tag: checked by the receiver, not searched for; up to 2**60.
+        channel: messages of one channel between two ranks are received in the order in which they are sent.
+        comm, token: as in `all_reduce`, whose errors it raises too.
+
+    Returns:
+        A receipt, a float32 scalar that is zero; with `token`, the next token, which is as good.
+    """
+    comm, x = chosen(comm), arguments.array("send", x)
+    carrier = arguments.token("send", token)
+    spec = MessageSpec(
+        comm=comm, dst=arguments.peer("send", "dst", dst, comm), send_tag=_tag("send", tag),
+        channel=arguments.channel("send", channel), site=arguments.site(), carried=True, ordered=not carrier,
+    )  # fmt: skip
+    return bind(send_p, x, *(carrier or [make_token()]), spec=spec)[0]
+
+
+def recv(
+    like: Any, src: int, tag: int = 0, *, channel: int = 0, comm: Communicator | None = None, token: Any = None
+) -> Any:
+    """Receive an array from rank `src`.
+
+    The derivative sends what comes back of the array to `src`. For that `like` must be differentiated: let it be an
+    argument of the function, and give its number in `argnums`; its derivative is zero.
+
+    Args:
+        like: what tells shape and dtype: an array, whose elements do not matter, or a `jax.ShapeDtypeStruct`.
+        src: another rank.
+        tag, channel: as in `send`.
+        comm, token: as in `all_reduce`, whose errors it raises too.
+
+    Returns:
+        The array; with `token`, that and the next token.
+    """
+    comm, like = chosen(comm), arguments.like("recv", like)
+    carrier = arguments.token("recv", token)
+    spec = MessageSpec(
+        comm=comm, src=arguments.peer("recv", "src", src, comm), recv_tag=_tag("recv", tag),
+        channel=arguments.channel("recv", channel), site=arguments.site(), carried=bool(carrier), ordered=not carrier,
+    )  # fmt: skip
+    return given_back(bind(recv_p, like, *carrier, spec=spec), token)
+
+
+def sendrecv(
+    x: Any, dst: int, like: Any, src: int, send_tag: int = 0, recv_tag: int = 0, *, channel: int = 0,
+    comm: Communicator | None = None, token: Any = None,
+) -> Any:  # fmt: skip
+    """Send to one rank and receive from another (or the same) at once; gives the received array.
+
+    Arguments and errors as in `send` and `recv`. The derivative sends what comes back to `src` and receives from `dst`.
+    """
+    comm, x, like = chosen(comm), arguments.array("sendrecv", x), arguments.like("sendrecv", like)
+    carrier = arguments.token("sendrecv", token)
+    spec = MessageSpec(
+        comm=comm, dst=arguments.peer("sendrecv", "dst", dst, comm), src=arguments.peer("sendrecv", "src", src, comm),
+        send_tag=_tag("sendrecv", send_tag), recv_tag=_tag("sendrecv", recv_tag),
+        channel=arguments.channel("sendrecv", channel), site=arguments.site(), carried=bool(carrier),
+        ordered=not carrier,
+    )  # fmt: skip
+    return given_back(bind(sendrecv_p, x, like, *carrier, spec=spec), token)
+
+
+def _tag(op: str, tag: Any) -> int:
+    number = arguments.whole(op, "tag", tag)
+    if not 0 <= number < _TAGS:
+        raise ArgumentError(f"{op}: tag {number}: must be a whole number from 0 to 2**60 - 1")
+    return number
+
+
+def _inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _jvp_send(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageSpec) -> Any:
+    """Send the tangent too."""
+    results = bind(send_p, *primals, spec=spec)
+    if not _inexact(primals[0]):
+        return results, [tangents[1]]
+    operands, other = behind(results, tangents, spec)
+    return results, bind(send_p, *operands, spec=other.tagged(_TANGENT))
+
+
+def _transpose_send(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec) -> list[Any]:
+    """Receive the array's cotangent; the token's cotangent orders it, if the token does."""
+    like = jnp.zeros(operands[0].aval.shape, operands[0].aval.dtype)
+    other = spec.reversed().tagged(_COTANGENT)
+    if spec.ordered:
+        results = bind(recv_p, like, spec=other.but(carried=False))
+    else:
+        results = bind(recv_p, like, *cotangents_of(cotangents), *links(spec, operands), spec=other)
+    return for_operands(results, operands)
+
+
+def _jvp_recv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageSpec) -> Any:
+    """Receive the tangent too."""
+    results = bind(recv_p, *primals, spec=spec)
+    if not _inexact(primals[0]):
+        return results, [ad.Zero.from_primal_value(results[0]), *tokens_of(spec, tangents)[:1]]
+    operands, other = behind(results, tangents, spec)
+    return results, bind(recv_p, *operands, spec=other.tagged(_TANGENT))
+
+
+def _transpose_recv(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec) -> list[Any]:
+    """Send the array's cotangent. That of `like` is zero, and made of the receipt: nobody may leave the message out."""
+    x, *token = cotangents_of(cotangents)
+    other = spec.reversed().tagged(_COTANGENT).but(carried=True)
+    (receipt,) = bind(send_p, x, *(token or [make_token()]), *links(spec, operands), spec=other)
+    unused = jnp.broadcast_to((receipt * 0).astype(x.dtype), x.shape)
+    return for_operands([unused, *[receipt] * len(token)], operands)
+
+
+def _jvp_sendrecv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageSpec) -> Any:
+    """Exchange the tangents too."""
+    x, like, *_ = primals
+    results = bind(sendrecv_p, *primals, spec=spec)
+    if _inexact(x) != _inexact(like):
+        raise ArgumentError(
+            f"sendrecv of {x.dtype} for {like.dtype} has no derivative: only one of the two has; use send and recv"
+        )
+    if not _inexact(x):
+        return results, [ad.Zero.from_primal_value(results[0]), *tokens_of(spec, tangents)[:1]]
+    operands, other = behind(results, tangents, spec)
+    return results, bind(sendrecv_p, operands[0], like, *operands[2:], spec=other.tagged(_TANGENT))
+
+
+def _transpose_sendrecv(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec) -> list[Any]:
+    """Exchange the cotangents in the other direction."""
+    y, *token = cotangents_of(cotangents)
+    like = jnp.zeros(operands[0].aval.shape, operands[0].aval.dtype)
+    other = spec.reversed().tagged(_COTANGENT)
+    results = bind(sendrecv_p, y, like, *token, *links(spec, operands), spec=other)
+    return for_operands([results[0], jnp.zeros_like(y), *results[1:]], operands)
+
+
+def _batch_send(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSpec) -> Any:
+    x = operands[0] if dims[0] is None else jnp.moveaxis(operands[0], dims[0], 0)
+    return bind(send_p, x, *unbatched_tokens(spec, operands, dims), spec=spec), [None]
+
+
+def _batch_recv(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSpec) -> Any:
+    like = operands[0] if dims[0] is None else jnp.moveaxis(operands[0], dims[0], 0)
+    results = bind(recv_p, like, *unbatched_tokens(spec, operands, dims), spec=spec)
+    return results, [None if dims[0] is None else 0, *[None] * (len(results) - 1)]
+
+
+def _batch_sendrecv(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSpec) -> Any:
+    """The whole batch each way; an array without one is sent for each of its members."""
+    pairs = list(zip(operands[:2], dims[:2], strict=True))
+    size = next((x.shape[dim] for x, dim in pairs if dim is not None), None)
+    if size is not None:
+        x, like = (
+            jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs
+        )
+    else:
+        x, like = operands[:2]
+    results = bind(sendrecv_p, x, like, *unbatched_tokens(spec, operands, dims), spec=spec)
+    return results, [None if size is None else 0, *[None] * (len(results) - 1)]
+
+
+ad.primitive_jvps[send_p], ad.primitive_transposes[send_p] = _jvp_send, _transpose_send
+ad.primitive_jvps[recv_p], ad.primitive_transposes[recv_p] = _jvp_recv, _transpose_recv
+ad.primitive_jvps[sendrecv_p], ad.primitive_transposes[sendrecv_p] = _jvp_sendrecv, _transpose_sendrecv
+batching.primitive_batchers[send_p] = _batch_send
+batching.primitive_batchers[recv_p] = _batch_recv
+batching.primitive_batchers[sendrecv_p] = _batch_sendrecv

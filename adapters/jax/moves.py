@@ -1,0 +1,135 @@
+"""broadcast, gather, scatter, all_to_all and barrier: none of them has a derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from xvcomm.adapters.jax import arguments, islands
+from xvcomm.adapters.jax.communicators import chosen
+from xvcomm.adapters.jax.derivatives import no_derivative
+from xvcomm.adapters.jax.primitives import batched_as_is, batched_by_rows, bind, primitive
+from xvcomm.adapters.jax.specs import CollectiveSpec
+from xvcomm.adapters.jax.tokens import given_back
+from xvcomm.communicator import Communicator
+from xvcomm.errors import ArgumentError
+from xvcomm.opcode import OpCode
+
+broadcast_p = primitive("broadcast")
+gather_p = primitive("gather")
+scatter_p = primitive("scatter")
+all_to_all_p = primitive("all_to_all")
+barrier_p = primitive("barrier")
+
+
+def broadcast(
+    x: Any, root: int = 0, *, comm: Communicator | None = None, token: Any = None, axis_name: Any = None
+) -> Any:
+    """Give every rank the root's array.
+
+    Args:
+        x: the array on the root; elsewhere what tells shape and dtype.
+        root: rank that has it.
+        axis_name: as in `all_reduce`; the root's devices must all have the array.
+        comm, token: as in `all_reduce`, whose errors it raises too.
+
+    Returns:
+        The root's array; with `token`, that and the next token.
+    """
+    comm, x = chosen(comm), arguments.array("broadcast", x)
+    root, carrier = arguments.rank("broadcast", "root", root, comm), arguments.token("broadcast", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.BROADCAST, root=root, site=arguments.site(), carried=bool(carrier), ordered=not carrier
+    )
+    if axis_name is not None:
+        return islands.broadcast(broadcast_p, x, spec, axis_name, token)
+    results = bind(broadcast_p, x, *carrier, spec=spec)
+    return given_back([x, *results] if comm.rank == root else results, token)
+
+
+def gather(
+    x: Any, root: int = 0, *, counts: Sequence[int] | None = None, comm: Communicator | None = None, token: Any = None
+) -> Any:
+    """Give the root all blocks, one after the other along axis 0; None elsewhere. Arguments as in `all_gather`."""
+    comm, x = chosen(comm), arguments.array("gather", x)
+    x = x if x.ndim else x.reshape(1)
+    root, carrier = arguments.rank("gather", "root", root, comm), arguments.token("gather", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.GATHER, root=root, rows=arguments.owned("gather", x, counts, comm),
+        uneven=counts is not None, site=arguments.site(), carried=bool(carrier), ordered=not carrier,
+    )  # fmt: skip
+    results = bind(gather_p, x, *carrier, spec=spec)
+    return given_back(results if comm.rank == root else [None, *results], token)
+
+
+def scatter(
+    x: Any, root: int = 0, *, counts: Sequence[int] | None = None, comm: Communicator | None = None, token: Any = None
+) -> Any:
+    """Give rank i the i-th block of the root's rows.
+
+    Args:
+        x: all rows on the root; elsewhere what tells shape and dtype of them.
+        counts: rows a rank; equal if left out. All ranks give the same.
+        root, comm, token: as in `broadcast`.
+
+    Returns:
+        This rank's block; with `token`, that and the next token.
+    """
+    comm, x = chosen(comm), arguments.rows("scatter", arguments.array("scatter", x))
+    root, carrier = arguments.rank("scatter", "root", root, comm), arguments.token("scatter", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.SCATTER, root=root, rows=arguments.divided("scatter", "counts", x, counts, comm),
+        uneven=counts is not None, site=arguments.site(), carried=bool(carrier), ordered=not carrier,
+    )  # fmt: skip
+    return given_back(bind(scatter_p, x, *carrier, spec=spec), token)
+
+
+def all_to_all(
+    x: Any, *, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None,
+    comm: Communicator | None = None, token: Any = None,
+) -> Any:  # fmt: skip
+    """Send the i-th block of rows to rank i and get one block from each, in rank order.
+
+    Args:
+        x: `sum(send_counts)` rows along axis 0.
+        send_counts, recv_counts: rows for and from each rank; equal if left out. Give both or none.
+        comm, token: as in `all_reduce`, whose errors it raises too.
+
+    Returns:
+        `sum(recv_counts)` rows; with `token`, those and the next token.
+    """
+    comm, x = chosen(comm), arguments.rows("all_to_all", arguments.array("all_to_all", x))
+    if (send_counts is None) != (recv_counts is None):
+        raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
+    rows = arguments.divided("all_to_all", "send_counts", x, send_counts, comm)
+    back = rows if recv_counts is None else arguments.counts("all_to_all", "recv_counts", recv_counts, comm)
+    carrier = arguments.token("all_to_all", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.ALL_TO_ALL, rows=rows, back=back, uneven=send_counts is not None, site=arguments.site(),
+        carried=bool(carrier), ordered=not carrier,
+    )  # fmt: skip
+    return given_back(bind(all_to_all_p, x, *carrier, spec=spec), token)
+
+
+def barrier(*, comm: Communicator | None = None, token: Any = None) -> Any:
+    """Let no rank go on to its next operation before every rank is here.
+
+    In a compiled program only operations of xvcomm are ordered behind it, or what uses its token; the host does not
+    wait for a program that it has started. Outside, the host waits.
+
+    Returns:
+        Nothing; with `token`, the next one.
+    """
+    comm, carrier = chosen(comm), arguments.token("barrier", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.BARRIER, site=arguments.site(), carried=bool(carrier), ordered=not carrier
+    )
+    results = bind(barrier_p, *carrier, spec=spec)
+    return results[0] if carrier else None
+
+
+for _made in (broadcast_p, gather_p, scatter_p, all_to_all_p):
+    no_derivative(_made)
+batched_as_is(broadcast_p)
+for _made in (gather_p, scatter_p, all_to_all_p):
+    batched_by_rows(_made)

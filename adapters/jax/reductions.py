@@ -1,0 +1,102 @@
+"""all_reduce and reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.interpreters import ad
+
+from xvcomm.adapters.jax import arguments, islands
+from xvcomm.adapters.jax.communicators import chosen
+from xvcomm.adapters.jax.derivatives import cotangents_of, for_operands, linear, links, no_derivative, scaled
+from xvcomm.adapters.jax.primitives import batched_as_is, bind, primitive
+from xvcomm.adapters.jax.specs import CollectiveSpec
+from xvcomm.adapters.jax.tokens import given_back
+from xvcomm.communicator import Communicator, Op
+from xvcomm.dtype import ReduceOp, Reduction, from_numpy, reduction_on
+from xvcomm.errors import ArgumentError
+from xvcomm.opcode import OpCode
+
+all_reduce_p = primitive("all_reduce")
+reduce_p = primitive("reduce")
+
+_SUM = Reduction(ReduceOp.SUM)
+
+
+def all_reduce(
+    x: Any, op: Op = "sum", *, comm: Communicator | None = None, token: Any = None, axis_name: Any = None,
+    replicated: bool = False,
+) -> Any:  # fmt: skip
+    """Reduce elementwise over all ranks; every rank gets the same bits.
+
+    Differentiable for sum, avg and premul_sum. The derivative is that of the sum of all ranks' losses: what comes back
+    is all-reduced too.
+
+    Args:
+        x: array of any dtype that xvcomm carries.
+        op: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`, `xvcomm.premul_sum(factor)`.
+        comm: communicator; the default one if left out.
+        token: orders this operation behind the one that gave it; see `make_token`.
+        axis_name: inside `jax.shard_map`: axes of a mesh of this process's devices, over which to reduce as well.
+        replicated: of a sum: whether every rank makes the same of it, a loss for instance, so that the derivative is
+            that of this one value: what comes back is everybody's already, and passed on as it is.
+
+    Returns:
+        An array like `x`; with `token`, that array and the next token.
+
+    Raises:
+        ArrayError, DTypeError, ArgumentError: what is wrong with an argument and what to do.
+        MismatchError, PeerLost, DeadlineExceeded, Aborted, ClosedError: as in `Communicator`; out of compiled programs
+            as what JAX makes of them, see `named_errors`.
+    """
+    comm, x = chosen(comm), arguments.array("all_reduce", x)
+    how = reduction_on(op, from_numpy(np.dtype(x.dtype)))
+    if replicated and how.op is not ReduceOp.SUM:
+        raise ArgumentError(f"all_reduce: replicated= is for sums, not for {how.op}")
+    carrier = arguments.token("all_reduce", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.ALL_REDUCE, reduction=how, replicated=replicated, site=arguments.site(),
+        carried=bool(carrier), ordered=not carrier,
+    )  # fmt: skip
+    if axis_name is not None:
+        return islands.all_reduce(all_reduce_p, x, spec, axis_name, token)
+    return given_back(bind(all_reduce_p, x, *carrier, spec=spec), token)
+
+
+def reduce(x: Any, root: int = 0, op: Op = "sum", *, comm: Communicator | None = None, token: Any = None) -> Any:
+    """Reduce elementwise over all ranks; only the root gets the result, elsewhere `x` comes back as it is.
+
+    Arguments and errors as in `all_reduce`. Not differentiable.
+    """
+    comm, x = chosen(comm), arguments.array("reduce", x)
+    how, root = reduction_on(op, from_numpy(np.dtype(x.dtype))), arguments.rank("reduce", "root", root, comm)
+    carrier = arguments.token("reduce", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.REDUCE, reduction=how, root=root, site=arguments.site(), carried=bool(carrier),
+        ordered=not carrier,
+    )  # fmt: skip
+    results = bind(reduce_p, x, *carrier, spec=spec)
+    return given_back(results if comm.rank == root else [x, *results], token)
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, spec: CollectiveSpec) -> list[Any]:
+    """A sum is its own transpose; of premul_sum, each rank's factor comes behind the sum."""
+    how, back = spec.reduction, [*cotangents_of(cotangents), *links(spec, operands)]
+    assert how is not None
+    if spec.replicated:
+        results = bind(all_reduce_p, *back, spec=spec.but(identity=not spec.identity))
+    elif how.op is ReduceOp.PREMUL_SUM:
+        results = bind(all_reduce_p, *back, spec=spec.but(reduction=_SUM))
+        results[0] = scaled(results[0], how.factor)
+    else:
+        results = bind(all_reduce_p, *back, spec=spec)
+    return for_operands(results, operands)
+
+
+linear(all_reduce_p)
+ad.primitive_transposes[all_reduce_p] = _transpose
+batched_as_is(all_reduce_p)
+no_derivative(reduce_p)
+batched_as_is(reduce_p)

@@ -1,0 +1,176 @@
+"""What an operation is, without its data: the parameter of the primitives, and a line of text in compiled programs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from xvcomm.adapters.jax.communicators import name_of
+from xvcomm.communicator import Communicator
+from xvcomm.dtype import ReduceOp, Reduction
+from xvcomm.opcode import OpCode
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(ABC):
+    """One operation of one communicator. Equal specs on equal arrays are the same code in a program.
+
+    Attributes:
+        comm: the communicator.
+        carried: whether a token goes in, behind the arrays, and comes out, as the last result.
+        linked: whether another token goes in as the last operand, behind which this operation comes as well.
+        ordered: whether JAX keeps the order, by an effect.
+        lone: whether only one of a process's devices takes part; the others' results are zeros.
+        site: where the user called it, `file.py:line`.
+    """
+
+    comm: Communicator
+    carried: bool = False
+    linked: bool = False
+    ordered: bool = True
+    lone: bool = False
+    site: str = field(default="", compare=False)
+
+    @abstractmethod
+    def results(self, shape: Shape) -> list[Shape]:
+        """Shapes of the arrays that come out, one or none; `shape` is that of the last array that goes in."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the operation is called."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done: the results are the operands."""
+        return False
+
+    @property
+    def effectful(self) -> bool:
+        """Whether it has JAX's effect."""
+        return self.ordered and not self.idle
+
+    @abstractmethod
+    def details(self) -> str:
+        """What tells apart specs of one operation and communicator."""
+
+    def text(self, arrays: Sequence[Any], device: int | None) -> str:
+        """The line in compiled programs.
+
+        Args:
+            arrays: operands, or what tells shape and dtype of each.
+            device: number of the device that takes part, of a `lone` operation.
+        """
+        where = "" if device is None else f" by device {device}"
+        of = " and ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in arrays)
+        return f"{self.name} {self.details()} of {of} on {name_of(self.comm)}{where}"
+
+    def but(self, **changes: Any) -> Self:
+        """The same with changes."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSpec(Spec):
+    """A collective.
+
+    Attributes:
+        op: which.
+        reduction: for those that reduce.
+        root: for those that have one.
+        rows: rows a rank along axis 0, of the array that holds everybody's.
+        back: likewise of the output of all_to_all.
+        uneven: whether the user gave rows.
+        replicated: of all_reduce: whether every rank uses the result in the same way; see there.
+        identity: of a replicated all_reduce: whether it is the transposed one.
+    """
+
+    op: OpCode
+    reduction: Reduction | None = None
+    root: int = -1
+    rows: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+    uneven: bool = False
+    replicated: bool = False
+    identity: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.op)
+
+    @property
+    def idle(self) -> bool:
+        return self.identity
+
+    def results(self, shape: Shape) -> list[Shape]:
+        mine = self.comm.rank
+        match self.op:
+            case OpCode.ALL_REDUCE:
+                return [shape]
+            case OpCode.REDUCE:
+                return [shape] if self.root == mine else []
+            case OpCode.BROADCAST:
+                return [] if self.root == mine else [shape]
+            case OpCode.REDUCE_SCATTER | OpCode.SCATTER:
+                return [(self.rows[mine], *shape[1:])]
+            case OpCode.ALL_GATHER:
+                return [(sum(self.rows), *shape[1:])]
+            case OpCode.GATHER:
+                return [(sum(self.rows), *shape[1:])] if self.root == mine else []
+            case OpCode.ALL_TO_ALL:
+                return [(sum(self.back), *shape[1:])]
+        return []
+
+    def details(self) -> str:
+        parts = []
+        if self.reduction is not None:
+            factor = f" {self.reduction.factor.hex()}" if self.reduction.op is ReduceOp.PREMUL_SUM else ""
+            parts.append(f"{self.reduction.op}{factor}")
+        if self.root >= 0:
+            parts.append(f"root {self.root}")
+        if self.rows:
+            parts.append(f"{'uneven ' if self.uneven else ''}rows {','.join(map(str, self.rows))}")
+        if self.back:
+            parts.append(f"back {','.join(map(str, self.back))}")
+        return f"({', '.join(parts)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageSpec(Spec):
+    """A message, or one each way.
+
+    Attributes:
+        dst, src: the other ranks; -1 where there is none.
+        send_tag, recv_tag: what the messages carry.
+        channel: of both.
+    """
+
+    dst: int = -1
+    src: int = -1
+    send_tag: int = 0
+    recv_tag: int = 0
+    channel: int = 0
+
+    @property
+    def name(self) -> str:
+        return "sendrecv" if self.src >= 0 <= self.dst else "recv" if self.src >= 0 else "send"
+
+    def results(self, shape: Shape) -> list[Shape]:
+        return [] if self.src < 0 else [shape]
+
+    def details(self) -> str:
+        out = f"to {self.dst} tag {self.send_tag}" if self.dst >= 0 else ""
+        back = f"from {self.src} tag {self.recv_tag}" if self.src >= 0 else ""
+        return f"({', '.join(filter(None, (out, back)))}, channel {self.channel})"
+
+    def tagged(self, bits: int) -> MessageSpec:
+        """The same with bits of the tags inverted."""
+        return self.but(send_tag=self.send_tag ^ bits, recv_tag=self.recv_tag ^ bits)
+
+    def reversed(self) -> MessageSpec:
+        """The message that goes the other way between the same ranks."""
+        return self.but(dst=self.src, src=self.dst, send_tag=self.recv_tag, recv_tag=self.send_tag)

@@ -1,0 +1,100 @@
+"""Ranks in a grid: places, neighbours, and how to divide a number of ranks among axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xvcomm.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranks in row-major order.
+
+    Attributes:
+        dims: ranks along each axis.
+        periods: whether an axis closes to a ring.
+    """
+
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Grid:
+        """A grid of at most `size` ranks.
+
+        Raises:
+            ArgumentError: it needs more, or dims and periods do not fit.
+        """
+        extents = tuple(int(n) for n in dims)
+        rings = (bool(periods),) * len(extents) if periods is None or isinstance(periods, (bool, int)) else tuple(periods)
+        if len(rings) != len(extents) or any(n < 1 for n in extents) or math.prod(extents) > size:
+            raise ArgumentError(f"a grid of {extents}, periods {rings}: expected as many of both, and at most {size} ranks")
+        return cls(extents, tuple(bool(ring) for ring in rings))
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.dims)
+
+    def coordinates(self, rank: int) -> list[int]:
+        """Place of a rank.
+
+        Raises:
+            ArgumentError: it is not in the grid.
+        """
+        if not 0 <= rank < self.size:
+            raise ArgumentError(f"rank {rank}: the grid {self.dims} has ranks from 0 to {self.size - 1}")
+        places = []
+        for extent in reversed(self.dims):
+            rank, place = divmod(rank, extent)
+            places.append(place)
+        return places[::-1]
+
+    def rank(self, coordinates: Sequence[int]) -> int | None:
+        """The rank at a place; None outside. Along rings every place is inside."""
+        rank = 0
+        for place, extent, ring in zip(coordinates, self.dims, self.periods, strict=True):
+            if not ring and not 0 <= place < extent:
+                return None
+            rank = rank * extent + place % extent
+        return rank
+
+    def shifted(self, rank: int, axis: int, by: int) -> int | None:
+        """The rank that lies `by` places further along an axis; None outside."""
+        place = self.coordinates(rank)
+        place[axis] += by
+        return self.rank(place)
+
+    def kept(self, remain: Sequence[bool]) -> Grid:
+        """The grid of some of the axes."""
+        axes = [axis for axis, stays in enumerate(remain) if stays]
+        return Grid(tuple(self.dims[a] for a in axes), tuple(self.periods[a] for a in axes))
+
+
+def divide(ranks: int, dims: int | Sequence[int]) -> list[int]:
+    """Extents whose product is `ranks`, as equal as can be, larger ones first; those that are not 0 stay (MPI_Dims_create).
+
+    Raises:
+        ArgumentError: the given extents do not divide the number of ranks.
+    """
+    given = [0] * dims if isinstance(dims, int) else [int(n) for n in dims]
+    fixed, free = math.prod(n for n in given if n), given.count(0)
+    if fixed < 1 or ranks % fixed or (not free and fixed != ranks):
+        raise ArgumentError(f"{ranks} ranks cannot be divided into {given}, where 0 may be anything")
+    found = iter(_factors(ranks // fixed, free) or [])
+    return [n or next(found) for n in given]
+
+
+def _factors(number: int, count: int) -> list[int] | None:
+    """So many factors of a number, falling, the first as small as can be, then the second, and so on."""
+    if count <= 1:
+        return [number] if count else ([] if number == 1 else None)
+    for first in range(math.ceil(round(number ** (1 / count), 9)), number + 1):
+        if number % first == 0:
+            rest = _factors(number // first, count - 1)
+            if rest and rest[0] <= first:
+                return [first, *rest]
+    return None

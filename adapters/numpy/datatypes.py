@@ -1,0 +1,166 @@
+"""MPI's basic datatypes: names for numpy's.
+
+Types that xvcomm does not carry (extended precision) travel as bytes, and are reduced on the host.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from xvcomm import dtype as dtypes
+from xvcomm.errors import DTypeError
+
+_BYTES = ("MPI_BYTE", "MPI_PACKED")
+
+
+class Datatype:
+    """A basic datatype.
+
+    Attributes:
+        numpy: the `numpy.dtype` of its elements.
+        name: as MPI has it, `"MPI_DOUBLE"`.
+    """
+
+    def __init__(self, name: str, dtype: Any) -> None:
+        self.name = name
+        self.numpy = np.dtype(dtype)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Datatype, (self.name, self.numpy)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Datatype) and (self.name, self.numpy) == (other.name, other.numpy)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.numpy))
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return self.numpy.itemsize
+
+    extent = size
+
+    @property
+    def typechar(self) -> str:
+        """numpy's character for it."""
+        return self.numpy.char
+
+    @property
+    def typestr(self) -> str:
+        """numpy's string for it, `"<f8"`."""
+        return self.numpy.str
+
+    @cached_property
+    def carried(self) -> bool:
+        """Whether arrays of it go through xvcomm as what they are."""
+        try:
+            dtypes.from_numpy(self.numpy)
+        except DTypeError:
+            return False
+        return True
+
+    @property
+    def untyped(self) -> bool:
+        """Whether it stands for bytes of anything, so that it fits every other type."""
+        return self.name in _BYTES
+
+    def tocode(self) -> str:
+        """numpy's character for it."""
+        return self.typechar
+
+    def Get_size(self) -> int:
+        """Bytes of an element."""
+        return self.size
+
+    def Get_extent(self) -> tuple[int, int]:
+        """Lower bound, which is 0, and bytes of an element."""
+        return 0, self.size
+
+    def Get_name(self) -> str:
+        """MPI's name."""
+        return self.name
+
+    def Commit(self) -> Datatype:
+        """Nothing: basic types are ready for use."""
+        return self
+
+    @classmethod
+    def fromcode(cls, code: str) -> Datatype:
+        """The type for a string that numpy knows: `"i"`, `"<f8"`."""
+        return of(np.dtype(code))
+
+
+NAMED = {
+    name: Datatype("MPI_" + name, dtype)
+    for name, dtype in {
+        "BYTE": "u1", "PACKED": "u1", "CHAR": "i1", "SIGNED_CHAR": "b", "UNSIGNED_CHAR": "B", "SHORT": "h",
+        "UNSIGNED_SHORT": "H", "INT": "i", "UNSIGNED": "I", "LONG": "l", "UNSIGNED_LONG": "L", "LONG_LONG": "q",
+        "UNSIGNED_LONG_LONG": "Q", "FLOAT": "f", "DOUBLE": "d", "LONG_DOUBLE": "g", "C_BOOL": "?", "INT8_T": "i1",
+        "INT16_T": "i2", "INT32_T": "i4", "INT64_T": "i8", "UINT8_T": "u1", "UINT16_T": "u2", "UINT32_T": "u4",
+        "UINT64_T": "u8", "FLOAT16_T": "f2", "FLOAT32_T": "f4", "FLOAT64_T": "f8",
+        "BFLOAT16_T": dtypes.BY_NAME["bfloat16"].numpy, "C_FLOAT_COMPLEX": "F", "C_DOUBLE_COMPLEX": "D",
+        "C_LONG_DOUBLE_COMPLEX": "G", "AINT": "p", "OFFSET": "i8", "COUNT": "i8", "WCHAR": "i4", "CHARACTER": "i1",
+        "LOGICAL": "i4", "INTEGER": "i4", "REAL": "f4", "DOUBLE_PRECISION": "f8", "COMPLEX": "F",
+        "DOUBLE_COMPLEX": "D", "INTEGER1": "i1", "INTEGER2": "i2", "INTEGER4": "i4", "INTEGER8": "i8", "REAL2": "f2",
+        "REAL4": "f4", "REAL8": "f8", "COMPLEX8": "F", "COMPLEX16": "D",
+    }.items()
+}  # fmt: skip
+"""MPI's names, without the prefix."""
+
+NAMED.update(
+    {
+        alias: NAMED[name]
+        for alias, name in {
+            "BOOL": "C_BOOL", "CXX_BOOL": "C_BOOL", "UNSIGNED_INT": "UNSIGNED", "SIGNED_SHORT": "SHORT", "SIGNED_INT": "INT",
+            "SIGNED_LONG": "LONG", "SIGNED_LONG_LONG": "LONG_LONG", "SINT8_T": "INT8_T", "SINT16_T": "INT16_T",
+            "SINT32_T": "INT32_T", "SINT64_T": "INT64_T", "C_COMPLEX": "C_FLOAT_COMPLEX",
+            "CXX_FLOAT_COMPLEX": "C_FLOAT_COMPLEX", "CXX_DOUBLE_COMPLEX": "C_DOUBLE_COMPLEX", "F_INT": "INTEGER",
+            "F_FLOAT": "REAL", "F_DOUBLE": "DOUBLE_PRECISION", "F_COMPLEX": "COMPLEX", "F_DOUBLE_COMPLEX": "DOUBLE_COMPLEX",
+        }.items()
+    }
+)  # fmt: skip
+
+BYTE = NAMED["BYTE"]
+_C_TYPES = (
+    "SIGNED_CHAR", "UNSIGNED_CHAR", "SHORT", "UNSIGNED_SHORT", "INT", "UNSIGNED", "LONG", "UNSIGNED_LONG", "LONG_LONG",
+    "UNSIGNED_LONG_LONG", "FLOAT16_T", "FLOAT", "DOUBLE", "LONG_DOUBLE", "C_BOOL", "C_FLOAT_COMPLEX", "C_DOUBLE_COMPLEX",
+    "C_LONG_DOUBLE_COMPLEX", "BFLOAT16_T",
+)  # fmt: skip
+_found = {NAMED[name].numpy.char: NAMED[name] for name in _C_TYPES}
+
+
+def of(dtype: np.dtype[Any]) -> Datatype:
+    """The type of a numpy dtype; of one that has no name in MPI, one of its own.
+
+    Raises:
+        DTypeError: the elements are Python objects, of other byte order, or have fields.
+    """
+    if dtype.hasobject or not dtype.isnative or dtype.names is not None:
+        raise DTypeError(
+            f"dtype {dtype} has no MPI datatype: send it by the lower-case methods, or as bytes: [buf, MPI.BYTE]"
+        )
+    # Equal characters may stand for different types of ml_dtypes.
+    found = _found.get(dtype.char)
+    return found if found is not None and found.numpy == dtype else Datatype(f"MPI_{dtype.name.upper()}", dtype)
+
+
+def resolve(spec: Any) -> Datatype:
+    """The type that a buffer specification names: a Datatype, or a string that numpy knows.
+
+    Raises:
+        DTypeError: it is neither.
+    """
+    try:
+        found = spec if isinstance(spec, Datatype) else of(np.dtype(spec))
+    except TypeError:
+        found = None
+    if found is None or not found.size:
+        raise DTypeError(f"{spec!r} is no datatype; pass MPI.DOUBLE, or a string such as 'd' or '<f8'")
+    return found

@@ -1,0 +1,75 @@
+"""What all views of one communicator share: its matcher, and the order of its collectives."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from xvcomm.adapters.numpy.matching import Matcher, busy, wait_until
+from xvcomm.communicator import Communicator
+from xvcomm.deadline import NEVER
+from xvcomm.errors import ArgumentError
+from xvcomm.work import OrderedWorker
+
+_CLOSE_SECONDS = 2.0
+
+
+class Part:
+    """One communicator, seen as MPI sees it.
+
+    Attributes:
+        comm: the communicator.
+        matcher: of its messages.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        if communicator.device != "host":
+            raise ArgumentError(
+                f"this rank's device is {communicator.device}, and MPI's buffers lie in host memory: join with "
+                "xvcomm.init(device='host'), or use the Communicator's own operations, which take arrays of the device"
+            )
+        self.comm = communicator
+        self.matcher = Matcher(communicator)
+        self._queue = OrderedWorker("xvcomm-collectives")
+        self._order = threading.Lock()
+
+    @classmethod
+    def of(cls, communicator: Communicator) -> Part:
+        """The one of a communicator, made when first asked for."""
+        with _making:
+            found = _parts.get(communicator)
+            if found is None:
+                found = _parts[communicator] = cls(communicator)
+            return found
+
+    def run(self, action: Callable[[], Any]) -> Any:
+        """Do a collective, behind those that were started."""
+        if self._queue.idle and not busy():
+            with self._order:
+                return action()
+        future = self.start(action)
+        wait_until(future.done, NEVER)  # the action has deadlines of its own
+        return future.result()
+
+    def start(self, action: Callable[[], Any]) -> Future[Any]:
+        """Let a collective be done, behind those that were started before, while this thread goes on."""
+
+        def ordered() -> Any:
+            with self._order:
+                return action()
+
+        return self._queue.submit(ordered)
+
+    def finish(self) -> None:
+        """Wait for what nobody waits for, and end the thread."""
+        try:
+            self.matcher.close()
+        finally:
+            self._queue.close(_CLOSE_SECONDS)
+
+
+_making = threading.Lock()
+_parts: weakref.WeakKeyDictionary[Communicator, Part] = weakref.WeakKeyDictionary()

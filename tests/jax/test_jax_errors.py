@@ -1,0 +1,243 @@
+"""Bad input, ranks that disagree or die, programs that left their process: each a named error with the remedy."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxchecks import equal, separate, started
+
+from xvcomm.adapters import jax as xvjax
+from xvcomm.errors import (
+    Aborted,
+    ArgumentError,
+    ArrayError,
+    ClosedError,
+    DTypeError,
+    MismatchError,
+    PeerLost,
+    XvcommError,
+)
+
+SOON = 4.0
+
+
+@separate
+def bad_arrays(comm):
+    reduce = partial(xvjax.all_reduce, comm=comm)
+    for value in (1, 2.0, 3j, True):
+        with pytest.raises(DTypeError, match=rf"{type(value).__name__} is weak.*jnp.asarray\(x, dtype\)"):
+            reduce(value)
+    with pytest.raises(DTypeError, match=r"float32\[3\] is weak"):
+        reduce(jnp.full(3, 1.0))
+    with pytest.raises(DTypeError, match=r"int32\[\] is weak"):
+        jax.jit(reduce)(1)
+    with pytest.raises(DTypeError, match=r"float32 is weak|float32.* is weak"):
+        jax.jit(reduce)(2.0)
+    for wide in (np.ones(3), np.arange(3), np.float64(1), np.ones(3, np.uint64), np.ones(3, np.complex128)):
+        with pytest.raises(DTypeError, match=r"64 bits are off.*jax_enable_x64"):
+            reduce(wide)
+    with pytest.raises(DTypeError, match="64 bits are off"):
+        xvjax.recv(jax.ShapeDtypeStruct((3,), np.float64), 1 - comm.rank, comm=comm)
+    with pytest.raises(ArrayError, match=r"list is no array.*each leaf"):
+        reduce([jnp.ones(3)])
+    with pytest.raises(ArrayError, match="NoneType is no array"):
+        reduce(None)
+    with pytest.raises(DTypeError, match="key_data"):
+        reduce(jax.random.key(0))
+    with pytest.raises(DTypeError, match="int4 is not carried"):
+        reduce(jnp.ones(4, jnp.int4))
+    with pytest.raises(DTypeError, match=r"bitwise|band is defined on integers"):
+        reduce(jnp.ones(3), "band")
+    with pytest.raises(DTypeError, match="unknown reduction 'mean'"):
+        reduce(jnp.ones(3), "mean")
+    with pytest.raises(ArrayError, match="a scalar has no rows"):
+        xvjax.reduce_scatter(jnp.ones(()), comm=comm)
+    with pytest.raises(ArrayError, match=r"3 rows do not divide by 2 ranks; pass counts="):
+        xvjax.reduce_scatter(jnp.ones(3), comm=comm)
+
+
+@separate
+def bad_arguments(comm):
+    x, other = jnp.ones(4), 1 - comm.rank
+    with pytest.raises(ArgumentError, match="root 2: ranks of this communicator go from 0 to 1"):
+        xvjax.broadcast(x, 2, comm=comm)
+    with pytest.raises(ArgumentError, match="is this rank itself"):
+        xvjax.send(x, comm.rank, comm=comm)
+    with pytest.raises(ArgumentError, match=r"dst is a tracer.*static_argnames"):
+        jax.jit(lambda x, dst: xvjax.send(x, dst, comm=comm))(x, other)
+    with pytest.raises(ArgumentError, match=r"root=0.5: expected a whole number"):
+        xvjax.gather(x, 0.5, comm=comm)
+    with pytest.raises(ArgumentError, match="tag -1"):
+        xvjax.send(x, other, -1, comm=comm)
+    with pytest.raises(ArgumentError, match="channel 99: must be a whole number from 0 to 31"):
+        xvjax.recv(x, other, channel=99, comm=comm)
+    with pytest.raises(ArgumentError, match=r"add up to 3 rows, but the array has 4"):
+        xvjax.scatter(x, counts=[1, 2], comm=comm)
+    with pytest.raises(ArgumentError, match=r"expected 2 numbers of rows"):
+        xvjax.all_gather(x, counts=[4], comm=comm)
+    with pytest.raises(ArgumentError, match="both send_counts and recv_counts"):
+        xvjax.all_to_all(x, send_counts=[2, 2], comm=comm)
+    with pytest.raises(ArgumentError, match=r"expected what make_token\(\)"):
+        xvjax.all_reduce(x, comm=comm, token=jnp.ones(3))
+    with pytest.raises(ArgumentError, match="replicated= is for sums"):
+        xvjax.all_reduce(x, "max", comm=comm, replicated=True)
+    with pytest.raises(ArgumentError, match="no communicator: pass comm="):
+        xvjax.all_reduce(x)
+    with pytest.raises(ArgumentError, match="static_argnames"):
+        xvjax.all_reduce(x, comm=jnp.ones(3))
+    kept = []
+    jax.jit(lambda x: kept.append(x) or x)(x)
+    with pytest.raises(ArrayError, match="tracer that was kept outside of the function"):
+        xvjax.all_reduce(kept[0], comm=comm)
+    with pytest.raises(ArrayError, match=r"tracer.*xvcomm\.adapters\.jax"):
+        jax.jit(lambda x: comm.all_reduce(x))(x)
+    equal(xvjax.all_reduce(x, comm=comm), np.full(4, 2, np.float32))  # nothing of this reached the other rank
+
+
+def test_bad_arrays(pair):
+    pair.run(bad_arrays)
+
+
+def test_bad_arguments(pair):
+    pair.run(bad_arguments)
+
+
+def mismatch(comm, form):
+    """Rank 1 calls it with another shape; both raise, what both called is said, and JAX goes on."""
+    sub, x = comm.split(0), jnp.ones(4 + comm.rank, jnp.float32)
+    call = partial(xvjax.all_reduce, comm=sub)
+    started = time.monotonic()
+    if form == "eager":
+        with pytest.raises(MismatchError) as caught:
+            call(x)
+        error = caught.value
+    else:
+        operation = call if form == "jit" else lambda x: call(x, token=xvjax.make_token())[0]
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="MismatchError") as outer:
+            jax.jit(operation)(x).block_until_ready()
+        error = xvjax.cause(outer.value)
+        with pytest.raises(MismatchError), xvjax.named_errors():
+            jax.jit(operation)(x).block_until_ready()
+    assert isinstance(error, MismatchError)
+    assert "4 x float32" in str(error) and "5 x float32" in str(error), error
+    assert time.monotonic() - started < SOON
+    sub.close()
+    equal(jax.jit(lambda x: x + 1)(jnp.zeros(2)), np.ones(2, np.float32))
+    equal(xvjax.all_reduce(jnp.ones(2), comm=comm), np.full(2, comm.size, np.float32))
+    jax.effects_barrier()
+
+
+@pytest.mark.parametrize("form", ["eager", "jit", "token"])
+def test_ranks_that_disagree(pair, form):
+    pair.run(mismatch, form)
+
+
+def closed(comm):
+    sub, x = comm.split(0), jnp.ones(3)
+    program = jax.jit(lambda x: xvjax.all_reduce(x, comm=sub))
+    equal(program(x), np.full(3, 2, np.float32))
+    sub.close()
+    with pytest.raises(ClosedError), xvjax.named_errors():
+        program(x).block_until_ready()
+    with pytest.raises(ClosedError):
+        xvjax.all_reduce(x, comm=sub)
+    other = comm.split(0)
+    if comm.rank == 0:
+        other.abort("enough")
+    with pytest.raises(Aborted, match="enough"), xvjax.named_errors():
+        for _ in range(100):
+            jax.jit(lambda x: xvjax.all_reduce(x, comm=other))(x).block_until_ready()
+    other.close()
+    with pytest.raises(ValueError, match="not mine"), xvjax.named_errors():
+        raise ValueError("not mine")
+
+
+def test_closed_and_aborted(pair):
+    pair.run(closed)
+
+
+def waiting(comm, form):
+    """The last rank dies while the others wait for it in a program."""
+    if comm.rank == comm.size - 1:
+        time.sleep(60)
+    program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
+    try:
+        with xvjax.named_errors():
+            (program if form == "jit" else partial(xvjax.all_reduce, comm=comm))(jnp.ones(3)).block_until_ready()
+    except XvcommError as error:
+        # JAX goes on: what does not communicate still runs.
+        equal(jax.jit(lambda x: x + 1)(jnp.zeros(2)), np.ones(2, np.float32))
+        return type(error).__name__, error.peer
+    return None
+
+
+@pytest.mark.parametrize(("islands", "form"), [("a:2", "jit"), ("a,b", "jit"), ("a,b", "eager")])
+def test_a_rank_that_dies(islands, form):
+    with started(islands) as ranks:
+        for rank in range(2):
+            ranks.submit(rank, waiting, form)
+        time.sleep(1.5)
+        ranks.kill(1)
+        since = time.monotonic()
+        assert ranks.collect()[0] == (PeerLost.__name__, 1)
+        assert time.monotonic() - since < SOON
+
+
+@separate
+def exported(comm):
+    from jax import export
+
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    checks = [export.DisabledSafetyCheck.custom_call("xvcomm_all_reduce")]
+    for operation in (
+        partial(xvjax.all_reduce, comm=comm),
+        lambda x: xvjax.all_reduce(x, comm=comm, token=xvjax.make_token())[0],
+    ):
+        with pytest.raises(ArgumentError, match=r"cannot be exported.*compile ahead of time"):
+            export.export(jax.jit(operation), disabled_checks=checks)(shape)
+    with pytest.raises(Exception, match="pickle"):
+        pickle.dumps(comm)
+
+
+def test_export(pair):
+    pair.run(exported)
+
+
+def serialized(comm):
+    """Compiled programs as bytes. Those with JAX's effects are refused at once; others work in their own process."""
+    from jax.experimental import serialize_executable
+
+    program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm)).lower(jnp.ones(4)).compile()
+    with pytest.raises(ArgumentError, match=r"cannot be pickled.*trace and compile"):
+        serialize_executable.serialize(program)
+    program = jax.jit(lambda x: xvjax.all_reduce(x, token=xvjax.make_token(), comm=comm)).lower(jnp.ones(4)).compile()
+    parts = serialize_executable.serialize(program)
+    equal(serialize_executable.deserialize_and_load(*parts)(jnp.ones(4))[0], np.ones(4, np.float32))
+    return pickle.dumps(parts)
+
+
+def loaded(comm, data, used):
+    """The same bytes elsewhere."""
+    from jax.experimental import serialize_executable
+
+    if used:
+        xvjax.all_reduce(jnp.ones(3), comm=comm)
+        jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))(jnp.ones(3)).block_until_ready()
+    with pytest.raises(Exception, match=r"xvcomm_all_reduce|cannot be exported or pickled") as caught:
+        serialize_executable.deserialize_and_load(*pickle.loads(data))(jnp.ones(4))[0].block_until_ready()
+    return str(caught.value)
+
+
+def test_pickled_programs():
+    with started("a") as one:
+        data = one.run(serialized)[0]
+    with started("b") as other:
+        assert "xvcomm_all_reduce" in other.run(loaded, data, False)[0]
+        message = other.run(loaded, data, True)[0]
+    assert "ArgumentError: this program was compiled in another process (for all_reduce (sum) of float32[4]" in message

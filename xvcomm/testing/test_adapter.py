@@ -1,0 +1,54 @@
+"""Arrays of each framework, and of each beside each other one, on every registered backend: within an island and across."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from xvcomm.testing import World, adapter, frameworks
+from xvcomm.testing.cases import environment, kinds, too_few_devices
+
+ISLANDS = ("a:2", "a:2,b:1")
+PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
+NAMES = sorted({*frameworks.ON_HOST, *frameworks.ON_GPUS})
+CASES: list[tuple[adapter.Check, tuple[str, ...]]] = [(check, (name,)) for name in NAMES for check in adapter.CHECKS]
+CASES += [(check, pair) for pair in itertools.permutations(NAMES, 2) for check in adapter.MEETING]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Device kind and islands of the ranks under test."""
+    where: tuple[str, str] = request.param
+    why = too_few_devices(*where)
+    if why:
+        pytest.skip(why)
+    return where
+
+
+@pytest.fixture(scope="module")
+def world(place: tuple[str, str]) -> Iterator[World]:
+    """Ranks that serve all tests of this module."""
+    kind, islands = place
+    with World(islands=islands, env=environment(kind)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def absent(world: World, place: tuple[str, str]) -> dict[str, str]:
+    """Why frameworks cannot be tested here."""
+    there = frameworks.ON_HOST if place[0] == "host" else frameworks.ON_GPUS
+    why = {name: f"{name} has no arrays on {place[0]}" for name in NAMES if name not in there}
+    return why | {name: world.run(adapter.missing, [name])[0] for name in there}
+
+
+@pytest.mark.parametrize(
+    ("check", "names"), [pytest.param(check, names, id="-".join((*names, check.__name__))) for check, names in CASES]
+)
+def test_arrays_meet(world: World, absent: dict[str, str], check: adapter.Check, names: Sequence[str]) -> None:
+    """Every element type that the frameworks have in common; of two, the ranks have one each in turns."""
+    why = "; ".join(absent[name] for name in names if absent[name])
+    if why:
+        pytest.skip(why)
+    world.run(check, names)
