@@ -11,6 +11,7 @@ from jax.interpreters import ad
 
 from xvcomm.adapters.jax.primitives import arrays_of, bind, tokens_of
 from xvcomm.adapters.jax.specs import CollectiveSpec, Spec
+from xvcomm.adapters.jax.versions import zero_tangent
 from xvcomm.dtype import ReduceOp
 from xvcomm.errors import ArgumentError
 
@@ -47,7 +48,7 @@ def _unless_constant(made: Primitive, primals: Sequence[Any], tangents: Sequence
             "one: all_reduce and reduce_scatter of sum, avg or premul_sum, all_gather, send, recv, sendrecv"
         )
     results = bind(made, *primals, spec=spec)
-    zeros = [ad.Zero.from_primal_value(y) for y in results]
+    zeros = [zero_tangent(y) for y in results]
     return results, [*zeros[:-1], tokens_of(spec, tangents)[0]] if spec.carried else zeros
 
 

@@ -14,6 +14,7 @@ from xvcomm.adapters.jax.derivatives import behind, cotangents_of, for_operands,
 from xvcomm.adapters.jax.primitives import bind, primitive, tokens_of, unbatched_tokens
 from xvcomm.adapters.jax.specs import MessageSpec
 from xvcomm.adapters.jax.tokens import given_back, make_token
+from xvcomm.adapters.jax.versions import zero_tangent
 from xvcomm.communicator import Communicator
 from xvcomm.errors import ArgumentError
 
@@ -133,7 +134,7 @@ def _jvp_recv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageS
     """Receive the tangent too."""
     results = bind(recv_p, *primals, spec=spec)
     if not _inexact(primals[0]):
-        return results, [ad.Zero.from_primal_value(results[0]), *tokens_of(spec, tangents)[:1]]
+        return results, [zero_tangent(results[0]), *tokens_of(spec, tangents)[:1]]
     operands, other = behind(results, tangents, spec)
     return results, bind(recv_p, *operands, spec=other.tagged(_TANGENT))
 
@@ -156,7 +157,7 @@ def _jvp_sendrecv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Mess
             f"sendrecv of {x.dtype} for {like.dtype} has no derivative: only one of the two has; use send and recv"
         )
     if not _inexact(x):
-        return results, [ad.Zero.from_primal_value(results[0]), *tokens_of(spec, tangents)[:1]]
+        return results, [zero_tangent(results[0]), *tokens_of(spec, tangents)[:1]]
     operands, other = behind(results, tangents, spec)
     return results, bind(sendrecv_p, operands[0], like, *operands[2:], spec=other.tagged(_TANGENT))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax.interpreters import batching
+
 from xvcomm.adapters.jax import arguments, islands
 from xvcomm.adapters.jax.communicators import chosen
 from xvcomm.adapters.jax.derivatives import no_derivative
-from xvcomm.adapters.jax.primitives import batched_as_is, batched_by_rows, bind, primitive
+from xvcomm.adapters.jax.primitives import batched_as_is, batched_by_rows, bind, primitive, unbatched_tokens
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import given_back
 from xvcomm.communicator import Communicator
@@ -128,7 +130,13 @@ def barrier(*, comm: Communicator | None = None, token: Any = None) -> Any:
     return results[0] if carrier else None
 
 
-for _made in (broadcast_p, gather_p, scatter_p, all_to_all_p):
+def _batch_barrier(operands: Sequence[Any], dims: Sequence[Any], *, spec: CollectiveSpec) -> Any:
+    results = bind(barrier_p, *unbatched_tokens(spec, operands, dims), spec=spec)
+    return results, [None] * len(results)
+
+
+batching.primitive_batchers[barrier_p] = _batch_barrier
+for _made in (broadcast_p, gather_p, scatter_p, all_to_all_p, barrier_p):
     no_derivative(_made)
 batched_as_is(broadcast_p)
 for _made in (gather_p, scatter_p, all_to_all_p):

@@ -9,7 +9,7 @@ JAX orders them by an effect.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def _evaluate(made: Primitive, *operands: Any, spec: Spec) -> list[Any]:
     return list(_compiled(made, spec)(*operands))
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _compiled(made: Primitive, spec: Spec) -> Any:
     return jax.jit(partial(made.bind, spec=spec))
 

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from xvcomm.errors import ArgumentError, BackendUnavailable
 
@@ -135,6 +135,11 @@ def devices(context: Any) -> tuple[tuple[Any, ...], bool]:
     count = getattr(axes, "num_devices", 1)
     assigned = getattr(axes, "device_assignment", None) or ()
     return tuple(assigned) or tuple(jax.local_devices()[:count]), count == 1
+
+
+def zero_tangent(x: Any) -> Any:
+    """The tangent of what is not differentiated."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def varying(x: Any, axis_name: Any) -> Any:

@@ -220,6 +220,13 @@ def block(spec: Any, ranks: int = 0) -> Block:
     return Block(raw, found, _inferred(raw, found) // _dividing(raw, found, ranks))
 
 
+def vector(spec: Any) -> Array:
+    """All elements that a specification means for one rank, as a vector. Raises as `block` does."""
+    if type(spec) is np.ndarray and spec.dtype in datatypes.PLAIN and spec.flags.c_contiguous:
+        return spec.reshape(-1)  # the usual case, at a tenth of the time
+    return block(spec).flat()
+
+
 def _dividing(raw: Bytes, found: Datatype, ranks: int) -> int:
     elements = raw.size // found.size
     if ranks > 1 and elements % ranks:

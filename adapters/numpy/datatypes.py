@@ -13,8 +13,6 @@ import numpy as np
 from xvcomm import dtype as dtypes
 from xvcomm.errors import DTypeError
 
-_BYTES = ("MPI_BYTE", "MPI_PACKED")
-
 
 class Datatype:
     """A basic datatype.
@@ -65,11 +63,6 @@ class Datatype:
         except DTypeError:
             return False
         return True
-
-    @property
-    def untyped(self) -> bool:
-        """Whether it stands for bytes of anything, so that it fits every other type."""
-        return self.name in _BYTES
 
     def tocode(self) -> str:
         """numpy's character for it."""
@@ -134,6 +127,9 @@ _C_TYPES = (
     "C_LONG_DOUBLE_COMPLEX", "BFLOAT16_T",
 )  # fmt: skip
 _found = {NAMED[name].numpy.char: NAMED[name] for name in _C_TYPES}
+
+PLAIN = frozenset(kind.numpy for kind in _found.values())
+"""Dtypes that may be sent as they are."""
 
 
 def of(dtype: np.dtype[Any]) -> Datatype:

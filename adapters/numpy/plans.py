@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xvcomm.adapters.numpy.buffers import IN_PLACE, Blocks, block, blocks, carried
+from xvcomm.adapters.numpy.buffers import IN_PLACE, Blocks, block, blocks, carried, vector
 from xvcomm.adapters.numpy.ops import NAMED, Op
 from xvcomm.communicator import Communicator
 from xvcomm.errors import ArgumentError
@@ -35,27 +35,27 @@ class Plans:
 
     def bcast(self, buf: Any, root: int) -> Plan:
         """Give everybody the root's buffer."""
-        x = carried(block(buf).flat())
+        x = carried(vector(buf))
         return lambda: self._comm.broadcast(x, root)
 
     def gather(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
         """Equal blocks to the root."""
         if self._rank != root:
-            x = carried(block(sendbuf).flat())
+            x = carried(vector(sendbuf))
             return lambda: self._comm.gather(x, root)
         target = block(recvbuf, self._size)
         out = carried(target.flat(self._size))
-        mine = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(block(sendbuf).flat())
+        mine = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(vector(sendbuf))
         _check_equal("Gather", mine, out, self._size)
         return lambda: self._comm.gather(mine, root, out=out)
 
     def gatherv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
         """Blocks of any length to the root, which alone knows the lengths."""
         if self._rank != root:
-            x = carried(block(sendbuf).flat())
+            x = carried(vector(sendbuf))
             return lambda: self._comm.gather(x, root, counts=self._told(None, root))
         target = blocks(recvbuf, self._size)
-        mine = target.part(root).copy() if _in_place(sendbuf) else block(sendbuf).flat()
+        mine = target.part(root).copy() if _in_place(sendbuf) else vector(sendbuf)
         room = target.room()
 
         def run() -> None:
@@ -67,34 +67,34 @@ class Plans:
     def scatter(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
         """Equal blocks from the root."""
         if self._rank != root:
-            out = carried(block(recvbuf).flat())
+            out = carried(vector(recvbuf))
             return lambda: self._comm.scatter(None, root, out=out)
         source = carried(block(sendbuf, self._size).flat(self._size))
-        room = np.empty(source.size // self._size, source.dtype) if _in_place(recvbuf) else carried(block(recvbuf).flat())
+        room = np.empty(source.size // self._size, source.dtype) if _in_place(recvbuf) else carried(vector(recvbuf))
         _check_equal("Scatter", room, source, self._size)
         return lambda: self._comm.scatter(source, root, out=room)
 
     def scatterv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
         """Blocks of any length from the root, which alone knows the lengths."""
         if self._rank != root:
-            out = carried(block(recvbuf).flat())
+            out = carried(vector(recvbuf))
             return lambda: self._comm.scatter(None, root, out=out, counts=self._told(None, root))
         source = blocks(sendbuf, self._size)
         x = carried(source.gathered())
-        mine = np.empty(source.counts[root], source.type.numpy) if _in_place(recvbuf) else block(recvbuf).flat()
+        mine = np.empty(source.counts[root], source.type.numpy) if _in_place(recvbuf) else vector(recvbuf)
         return lambda: self._comm.scatter(x, root, out=carried(mine), counts=self._told(_lengths(source), root))
 
     def allgather(self, sendbuf: Any, recvbuf: Any) -> Plan:
         """Equal blocks to everybody."""
         out = carried(block(recvbuf, self._size).flat(self._size))
-        x = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(block(sendbuf).flat())
+        x = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(vector(sendbuf))
         _check_equal("Allgather", x, out, self._size)
         return lambda: self._comm.all_gather(x, out=out)
 
     def allgatherv(self, sendbuf: Any, recvbuf: Any) -> Plan:
         """Blocks of any length to everybody."""
         target = blocks(recvbuf, self._size)
-        x = target.part(self._rank).copy() if _in_place(sendbuf) else block(sendbuf).flat()
+        x = target.part(self._rank).copy() if _in_place(sendbuf) else vector(sendbuf)
         room = target.room()
 
         def run() -> None:
@@ -128,36 +128,36 @@ class Plans:
     def reduce(self, sendbuf: Any, recvbuf: Any, op: Op, root: int) -> Plan:
         """Reduce to the root."""
         if self._rank != root:
-            x = block(sendbuf).flat()
+            x = vector(sendbuf)
             return lambda: self._reduce(x, None, op, root)
-        out = block(recvbuf).flat()
-        x = out if _in_place(sendbuf) else block(sendbuf).flat()
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
         _check_equal("Reduce", x, out, 1)
         return lambda: self._reduce(x, out, op, root)
 
     def allreduce(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
         """Reduce to everybody."""
-        out = block(recvbuf).flat()
-        x = out if _in_place(sendbuf) else block(sendbuf).flat()
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
         _check_equal("Allreduce", x, out, 1)
         return lambda: self._allreduce(x, out, op)
 
     def reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
         """Reduce, and give everybody an equal block."""
         if _in_place(sendbuf):
-            x = block(recvbuf).flat()
+            x = vector(recvbuf)
             if x.size % self._size:
                 raise ArgumentError(f"Reduce_scatter_block: {x.size} elements do not divide by {self._size} ranks")
             out = x[: x.size // self._size]
         else:
-            x, out = block(sendbuf).flat(), block(recvbuf).flat()
+            x, out = vector(sendbuf), vector(recvbuf)
         _check_equal("Reduce_scatter_block", out, x, self._size)
         return lambda: self._reduce_scatter(x, out, op, (out.size,) * self._size)
 
     def reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None, op: Op) -> Plan:
         """Reduce, and give everybody a block of any length; without counts everybody tells its own."""
-        out = block(recvbuf).flat()
-        x = out if _in_place(sendbuf) else block(sendbuf).flat()
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
         if recvcounts is None and x is out:
             raise ArgumentError("Reduce_scatter: counts cannot be told from the buffer in place; pass recvcounts")
         counts = None if recvcounts is None else tuple(int(n) for n in recvcounts)
@@ -172,8 +172,8 @@ class Plans:
 
     def scan(self, sendbuf: Any, recvbuf: Any, op: Op, *, inclusive: bool) -> Plan:
         """Reduce over the ranks up to this one, itself included or not. Gathers everybody's buffer on every rank."""
-        out = block(recvbuf).flat()
-        x = out if _in_place(sendbuf) else block(sendbuf).flat()
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
         _check_equal("Scan", x, out, 1)
 
         def run() -> None:

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.adapters.numpy.buffers import Array, block, carried
-from xvcomm.adapters.numpy.datatypes import Datatype
+from xvcomm.adapters.numpy.buffers import Array, carried, vector
 from xvcomm.adapters.numpy.matching import Matcher, wait_until
 from xvcomm.adapters.numpy.messages import ANY_SOURCE, ANY_TAG, Arrived, Envelope, Receive, Room, scratch
 from xvcomm.adapters.numpy.part import Part
 from xvcomm.adapters.numpy.requests import Both, Done, Fetching, Prequest, Receiving, Request, Sending, Started
 from xvcomm.adapters.numpy.status import Status
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import UINT8, from_numpy
+from xvcomm.dtype import UINT8
 from xvcomm.errors import ArgumentError, ArrayError, DTypeError, XvcommError
 
 PROC_NULL = -2
@@ -47,8 +46,8 @@ class Target:
     """A buffer to receive into; gives the vector that a message goes to."""
 
     def __init__(self, buf: Any) -> None:
-        self._block = block(buf)
-        self._memory, self._type = self._block.flat().view("u1"), self._block.type
+        x = vector(buf)
+        self._memory, self._dtype = x.view(np.uint8), x.dtype
         if not self._memory.flags.writeable:
             raise ArrayError("the buffer to receive into is read-only; pass a writable one")
 
@@ -62,20 +61,15 @@ class Target:
         if envelope.nbytes > self._memory.size:
             raise ArrayError(
                 f"rank {envelope.source} sent {envelope.nbytes // envelope.dtype.itemsize} x {envelope.dtype}, tag "
-                f"{envelope.tag}, more than the buffer has room for: {self._block.each} x {self._type}; the message is lost"
+                f"{envelope.tag}, more than the buffer's {self._memory.size} bytes, {self._memory.size // self._dtype.itemsize} x "
+                f"{self._dtype}; the message is lost"
             )
-        if not _fits(self._type, envelope):
+        if envelope.dtype is not UINT8 and self._dtype != np.uint8 and self._dtype != envelope.dtype.numpy:
             raise DTypeError(
-                f"rank {envelope.source} sent {envelope.dtype}, tag {envelope.tag}, and the buffer holds {self._type}; "
-                "both must be the same, or one MPI.BYTE; the message is lost"
+                f"rank {envelope.source} sent {envelope.dtype}, tag {envelope.tag}, and the buffer holds {self._dtype}; "
+                "both must be the same, or one of bytes; the message is lost"
             )
         return self._memory[: envelope.nbytes].view(envelope.dtype.numpy)
-
-
-def _fits(kind: Datatype, envelope: Envelope) -> bool:
-    if kind.untyped or not kind.carried or envelope.dtype is UINT8:
-        return True
-    return from_numpy(kind.numpy) is envelope.dtype
 
 
 class Message:
@@ -147,7 +141,7 @@ class PointToPoint:
     def _sending(self, buf: Any, dest: int, tag: int, *, copy: bool = False, synchronous: bool = False) -> Started:
         if dest == PROC_NULL:
             return Done()
-        x = carried(block(buf).flat())
+        x = carried(vector(buf))
         send = self._matcher.send(x.copy() if copy else x, dest, tag, synchronous=synchronous)
         if send is not None and not copy:
             return Sending(send)
@@ -229,7 +223,7 @@ class PointToPoint:
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
     ) -> Request:
         """`Sendrecv_replace` without waiting."""
-        outgoing = None if dest == PROC_NULL else block(buf).flat().copy()
+        outgoing = None if dest == PROC_NULL else vector(buf).copy()
         return self.Isendrecv(outgoing, dest, sendtag, buf, source, recvtag)
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:

@@ -129,13 +129,15 @@ def reducing(communicator: Communicator) -> None:
     rank, size, root = comm.rank, comm.size, comm.size - 1
     arithmetic, bitwise = (MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN), (MPI.BAND, MPI.BOR, MPI.BXOR)
     logical = (MPI.LAND, MPI.LOR, MPI.LXOR)
-    for kind in (*TYPES, "?"):
+    for kind in ("b", "Q", "d", "g", "F", "?"):
         ops = (*(arithmetic if kind not in "FD?" else arithmetic[: 2 * (kind != "?")]), *logical)
         for op in (*ops, *(bitwise if np.dtype(kind).kind in "iu" else ())):
             table = rows(comm, kind, 2 * size)
             want, mine, out = folded(op, table), table[rank], np.zeros_like(table[rank])
             comm.Allreduce(mine, out, op)
             assert (out == want).all(), (op, kind, out, want)
+            if op not in (MPI.SUM, MPI.MAX, MPI.LXOR):
+                continue
             out[:] = mine
             comm.Allreduce(MPI.IN_PLACE, out, op=op)
             assert (out == want).all()

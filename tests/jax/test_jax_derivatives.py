@@ -252,6 +252,39 @@ def along_tokens(comm):
     close(value, one(x))
     close(dx, jax.grad(one)(x))
     assert np.isfinite(dtoken)
+    batch = jax.jit(jax.vmap(jax.grad(loss), in_axes=(0, None)))(jnp.stack([x, x]), xvjax.make_token())
+    close(batch, np.stack([dx, dx]))
+
+
+@separate
+def past_constants(comm):
+    """What is not differentiated may stand in the chain."""
+    other, n = 1 - comm.rank, jnp.arange(3)
+
+    def loss(x, token):
+        y, token = xvjax.all_reduce(x * x, token=token, comm=comm)
+        total, token = xvjax.all_reduce(n, token=token, comm=comm)
+        token = xvjax.barrier(token=token, comm=comm)
+        largest, token = xvjax.all_reduce(jax.lax.stop_gradient(x), "max", token=token, comm=comm)
+        swapped, token = xvjax.sendrecv(n + comm.rank, other, n, other, token=token, comm=comm)
+        token = xvjax.send(n, other, token=token, comm=comm)
+        received, token = xvjax.recv(n, other, token=token, comm=comm)
+        z, token = xvjax.all_reduce(jnp.sin(y), token=token, comm=comm)
+        factor = total.sum() + largest.sum() + swapped.sum() + received.sum()
+        return z.sum() * factor + token
+
+    x = jnp.asarray([0.5, 1.0], jnp.float32)
+    factor = 6 + 1.5 + (3 + 3 * other) + 3
+    # Both ranks' losses count, each with its factor.
+    factors = 2 * (6 + 1.5 + 3) + 3 + 3 + 3
+    for wrap in (lambda f: f, jax.jit):
+        value, (dx, _) = wrap(jax.value_and_grad(loss, argnums=(0, 1)))(x, xvjax.make_token())
+        close(value, (2 * np.sin(2 * x * x)).sum() * factor)
+        close(dx, factors * 2 * np.cos(2 * x * x) * 2 * x)
+
+
+def test_past_constants(pair):
+    pair.run(past_constants)
 
 
 def test_along_tokens(pair):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import jax
@@ -177,6 +178,34 @@ def barriers(comm):
 
 def test_barrier(world):
     world.run(barriers)
+
+
+@separate
+def others_go_on(comm):
+    """While a program waits for another rank, Python's threads run."""
+    program, x = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm)), jnp.ones(3)
+    program(x).block_until_ready()
+    over, turns = threading.Event(), []
+
+    def count():
+        while not over.wait(0.002):
+            turns.append(time.monotonic())
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    begin = time.monotonic()
+    if comm.rank:
+        time.sleep(0.5)
+    program(x).block_until_ready()
+    end = time.monotonic()
+    over.set()
+    thread.join()
+    assert end - begin > 0.4 or comm.rank
+    assert sum(begin < turn < end for turn in turns) > 10
+
+
+def test_threads_of_python_go_on(pair):
+    pair.run(others_go_on)
 
 
 @separate

@@ -35,7 +35,7 @@ CASES = ("functional", "mesh", "dtensor", "fsdp", "pipelining", "checkpoint")
 MODULES = ("shipped", *(f"cases_{name}" for name in CASES))
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_TEST = 60
-OUTPUT_KEPT = 8000
+OUTPUT_KEPT = 20_000
 Error = tuple[type[BaseException], BaseException, TracebackType]
 
 

@@ -43,6 +43,7 @@ def absent(world: World, place: tuple[str, str]) -> dict[str, str]:
     return why | {name: world.run(adapter.missing, [name])[0] for name in there}
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("check", "names"), [pytest.param(check, names, id="-".join((*names, check.__name__))) for check, names in CASES]
 )
@@ -51,4 +52,4 @@ def test_arrays_meet(world: World, absent: dict[str, str], check: adapter.Check,
     why = "; ".join(absent[name] for name in names if absent[name])
     if why:
         pytest.skip(why)
-    world.run(check, names)
+    world.run(check, names, timeout=180.0)  # JAX compiles a program for every shape, which takes long on a busy machine
