@@ -5,7 +5,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# Test runs side by side: ranks often wait, so that two are through sooner than one, also on two cores.
+# Test runs side by side: ranks often wait, so that two are through sooner than one, also on two cores. Those of faults
+# look at the clock, and come alone afterwards.
 JOBS   ?= 2
 
 # Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
@@ -46,7 +47,8 @@ demo: $(READY)   ## train a small language model over two islands on this machin
 	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
 
 test: $(READY)   ## every test that is not slow
-	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile --ignore-glob='*/test_faults_*.py'
+	$(PY) -m pytest -m "not slow" $(wildcard tests/ranks/test_faults_*.py)
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest

@@ -13,12 +13,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from xvcomm import bootstrap
 from xvcomm.abc.store import Store
 from xvcomm.deadline import Deadline
 from xvcomm.store import FileStore, MemoryStore, TcpServer, TcpStore
 from xvcomm.store.wrappers import TorchStore
+
+# Two test runs share the machine: how long an example takes says nothing.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 SOON = 10.0
 
