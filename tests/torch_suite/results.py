@@ -47,10 +47,6 @@ class Run:
         """How many tests ended in each state."""
         return Counter(outcome.state for outcome in self.outcomes.values())
 
-    def seconds(self) -> float:
-        """How long the tests took together."""
-        return sum(outcome.seconds for outcome in self.outcomes.values())
-
 
 def differences(reference: Run, other: Run) -> list[str]:
     """Each test that passed in `reference` and did not in `other`, with the reason, a line each.
@@ -78,26 +74,43 @@ def gained(reference: Run, other: Run) -> list[str]:
     ]
 
 
+KINDS = (  # of torch's reasons not to run a test, by words in them; the first that fits
+    ("kept for other backends by name", ("requires backend", "does not support", "gloo", "only supported on")),
+    ("need GPUs", ("gpu", "cuda", "nccl")),
+    ("need more ranks", ("ranks", "world size")),
+    ("kept for other backends by name", ("only mpi", "backend")),
+    ("skipped by torch itself", ("",)),
+)
+
+
 def page(runs: Iterable[Run]) -> str:
-    """The table of docs/torch-suite.md, and under it what failed and what does not apply."""
+    """The table of docs/torch-suite.md, and under it what failed, what was excluded, and why others do not apply."""
     runs = list(runs)
-    head = ("backend", "ranks", *STATES[:4], "seconds")
+    head = ("backend", "ranks", *STATES[:4])
     rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for run in runs:
         counts = run.counts()
-        numbers = [str(run.ranks), *(str(counts[state]) for state in STATES[:4]), f"{run.seconds():.0f}"]
-        rows.append(f"| {run.backend} | {' | '.join(numbers)} |")
+        rows.append(f"| {run.backend} | {run.ranks} | {' | '.join(str(counts[state]) for state in STATES[:4])} |")
     versions = ", ".join(f"{name} {version}" for name, version in runs[0].versions.items())
-    parts = ["\n".join(rows), f"Run on {runs[0].date}; {versions}."]
+    parts = ["\n".join(rows), f"Run on {runs[-1].date}; {versions}."]
     for run in runs:
-        failed = [f"* `{name}`: {outcome.reason.splitlines()[-1]}"
-                  for name, outcome in run.outcomes.items() if outcome.state in (FAILED, NOT_RUN)]  # fmt: skip
-        if failed:
-            parts.append(f"Failed with {run.backend} on {run.ranks} ranks:\n\n" + "\n".join(failed))
-        excluded = [f"* `{name}`: {o.reason}" for name, o in run.outcomes.items() if o.state == EXCLUDED]
-        if excluded:
-            parts.append(f"Excluded with {run.backend} on {run.ranks} ranks:\n\n" + "\n".join(excluded))
-        reasons = Counter(o.reason for o in run.outcomes.values() if o.state == NOT_APPLICABLE)
-        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
-        parts.append(f"Not applicable with {run.backend} on {run.ranks} ranks: {listed}.")
-    return "\n\n".join(parts)
+        parts += listed(f"Failed with {run.backend} on {run.ranks} ranks:", run.outcomes, FAILED, NOT_RUN)
+    for backend in dict.fromkeys(run.backend for run in runs):
+        every = {name: outcome for run in runs if run.backend == backend for name, outcome in run.outcomes.items()}
+        parts += listed(f"Excluded with {backend}:", every, EXCLUDED)
+    reasons = [f"* {run.backend}, {run.ranks} ranks: {', '.join(why_not(run))}" for run in runs]
+    return "\n\n".join([*parts, "Not applicable:\n\n" + "\n".join(reasons)])
+
+
+def listed(title: str, outcomes: dict[str, Outcome], *states: str) -> list[str]:
+    """A list of the tests that ended so, under a title; none if there are none."""
+    found = [(name, o.reason.splitlines()) for name, o in outcomes.items() if o.state in states]
+    lines = [f"* `{name}`: {reason[-1] if reason else ''}" for name, reason in found]
+    return [f"{title}\n\n" + "\n".join(lines)] if lines else []
+
+
+def why_not(run: Run) -> list[str]:
+    """How many tests do not apply for which kind of reason."""
+    texts = [outcome.reason.lower() for outcome in run.outcomes.values() if outcome.state == NOT_APPLICABLE]
+    kinds = Counter(next(kind for kind, words in KINDS if any(word in text for word in words)) for text in texts)
+    return [f"{count} {kind}" for kind, count in kinds.most_common()]
