@@ -5,9 +5,10 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# Test runs side by side: ranks often wait, so that two are through sooner than one, also on two cores. Those of faults
-# look at the clock, and come alone afterwards.
+# Test runs side by side: ranks often wait, so that two are through sooner than one, also on two cores. Alone afterwards
+# come the tests of faults, which look at the clock, and those that leave something behind on purpose.
 JOBS   ?= 2
+ALONE  := $(wildcard tests/ranks/test_faults_*.py) tests/house/test_house_leaks.py
 
 # Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
 GPU    ?= cuda
@@ -47,8 +48,8 @@ demo: $(READY)   ## train a small language model over two islands on this machin
 	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
 
 test: $(READY)   ## every test that is not slow
-	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile --ignore-glob='*/test_faults_*.py'
-	$(PY) -m pytest -m "not slow" $(wildcard tests/ranks/test_faults_*.py)
+	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(ALONE))
+	$(PY) -m pytest -m "not slow" $(ALONE)
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest
