@@ -111,7 +111,7 @@ def _run_by_hand(case, buffers):
             case "sendrecv":
                 dst[...] = src[(rank - 1) % case.ranks]
             case "p2p":
-                dst[...] = src[1 - rank] if rank < 2 else dst
+                dst[...] = src[0] if rank < 2 else dst
             case "send":
                 dst[...] = src[0] if rank == 1 else dst
 
@@ -168,13 +168,20 @@ def test_sizes_count_as_in_nccl_tests():
     assert OPS["all_reduce"](4) == 1.5 and OPS["all_gather"](4) == 0.75
 
 
-def test_who_sends_first():
+def test_a_message_goes_there_and_back_and_is_sent_on_from_where_it_came():
     order = []
-    for rank in (0, 1):
-        calls = (lambda: order.append("send")), (lambda: order.append("recv"))
-        one_way(rank, *calls)()
-        ping_pong(rank, *calls)()
-    assert order == ["send", "send", "recv", "recv", "recv", "send"]
+
+    def turns(operation, rank, times):
+        call = operation(rank, lambda x: order.append(f"send {x}"), lambda x: order.append(f"recv {x}"), "in", "out")
+        for _ in range(times):
+            call()
+        done = list(order)
+        order.clear()
+        return done
+
+    assert turns(one_way, 0, 2) == ["send in"] * 2 and turns(one_way, 1, 2) == ["recv out"] * 2
+    assert turns(ping_pong, 0, 3) == ["send in", "recv out", "send out", "recv in", "send in", "recv out"]
+    assert turns(ping_pong, 1, 2) == ["recv out", "send out"] * 2
 
 
 class Sleeper:

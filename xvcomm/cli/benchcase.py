@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,9 @@ OPS: dict[str, Callable[[int], float]] = {
     "p2p": lambda n: 1.0,
     "barrier": lambda n: 0.0,
 }
+M = TypeVar("M")
+"""What a library's calls take for a message."""
+
 _DIVIDED = frozenset(("all_gather", "reduce_scatter", "all_to_all"))
 _PAIR = frozenset(("p2p", "send"))
 _PERIOD = 3 << 16
@@ -119,7 +123,7 @@ def _expected(case: Case, rank: int) -> Iterator[tuple[int, NDArray[Any]]]:
         case "sendrecv":
             yield 0, _pattern(case, (rank - 1) % n, 0)
         case "p2p" if rank < 2:
-            yield 0, _pattern(case, 1 - rank, 0)
+            yield 0, _pattern(case, 0, 0)
         case "send" if rank == 1:
             yield 0, _pattern(case, 0, 0)
 
@@ -137,17 +141,31 @@ def _index(case: Case, start: int) -> NDArray[Any]:
     return np.arange(start, start + max(1, min(case.count, _PERIOD)))
 
 
-def one_way(rank: int, send: Callable[[], object], recv: Callable[[], object]) -> Callable[[], object]:
-    """The operation `send`, of a library's calls."""
-    return send if rank == 0 else recv
+def one_way(
+    rank: int, send: Callable[[M], object], recv: Callable[[M], object], src: M, dst: M
+) -> Callable[[], object]:
+    """The operation `send`, of a library's calls, on what they take for the input and the output."""
+    return partial(send, src) if rank == 0 else partial(recv, dst)
 
 
-def ping_pong(rank: int, send: Callable[[], object], recv: Callable[[], object]) -> Callable[[], object]:
-    """The operation `p2p`, of a library's calls: a round trip."""
-    first, second = (send, recv) if rank == 0 else (recv, send)
+def ping_pong(
+    rank: int, send: Callable[[M], object], recv: Callable[[M], object], src: M, dst: M
+) -> Callable[[], object]:
+    """The operation `p2p`, as `one_way`: a round trip.
 
-    def there_and_back() -> None:
-        first()
-        second()
+    Each rank sends what it received last, so that a message has just been written, as programs' messages have. One that
+    is sent over and over stays in the receiver's caches, where a library that copies once then finds it: 64 KiB 9.9 -> 4.5 µs.
+    """
+    out, into = (src, dst) if rank == 0 else (dst, dst)
 
-    return there_and_back
+    def there() -> None:
+        nonlocal out, into
+        send(out)
+        recv(into)
+        out, into = into, out
+
+    def back() -> None:
+        recv(into)
+        send(out)
+
+    return there if rank == 0 else back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from xvcomm.cli.benchcase import Buffers, Case, one_way, ping_pong
@@ -51,15 +52,16 @@ class CupyNccl:
 
             return together
 
-        def send(to: int, part: int = 0) -> Callable[[], object]:
-            at = src + part * case.block * case.dtype.itemsize
-            return lambda: comm.send(at, block, kind, to, stream)
+        def send(address: int, to: int = 1 - rank) -> None:
+            comm.send(address, block, kind, to, stream)
 
-        def recv(source: int, part: int = 0) -> Callable[[], object]:
-            at = dst + part * case.block * case.dtype.itemsize
-            return lambda: comm.recv(at, block, kind, source, stream)
+        def recv(address: int, source: int = 1 - rank) -> None:
+            comm.recv(address, block, kind, source, stream)
 
-        blocks = [call for r in range(size) for call in (send(r, r), recv(r, r))]
+        step = case.block * case.dtype.itemsize
+        blocks = [
+            call for r in range(size) for call in (partial(send, src + r * step, r), partial(recv, dst + r * step, r))
+        ]
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: comm.allReduce(src, dst, block, kind, add, stream),
             "reduce": lambda: comm.reduce(src, dst, block, kind, add, 0, stream),
@@ -67,9 +69,9 @@ class CupyNccl:
             "all_gather": lambda: comm.allGather(src, dst, block, kind, stream),
             "reduce_scatter": lambda: comm.reduceScatter(src, dst, block, kind, add, stream),
             "all_to_all": grouped(*blocks),
-            "sendrecv": grouped(send(right), recv(left)),
-            "send": one_way(rank, send(1 - rank), recv(1 - rank)),
-            "p2p": ping_pong(rank, send(1 - rank), recv(1 - rank)),
+            "sendrecv": grouped(partial(send, src, right), partial(recv, dst, left)),
+            "send": one_way(rank, send, recv, src, dst),
+            "p2p": ping_pong(rank, send, recv, src, dst),
         }
         return calls[case.op]
 

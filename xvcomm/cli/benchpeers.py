@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +35,11 @@ class Xvcomm:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         out = None if dst is src else dst
 
-        def send() -> None:
-            comm.send(src, 1 - comm.rank)
+        def send(array: Any) -> None:
+            comm.send(array, 1 - comm.rank)
 
-        def recv() -> None:
-            comm.recv(dst, 1 - comm.rank)
+        def recv(array: Any) -> None:
+            comm.recv(array, 1 - comm.rank)
 
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: comm.all_reduce(src, out=out),
@@ -48,8 +49,8 @@ class Xvcomm:
             "reduce_scatter": lambda: comm.reduce_scatter(src, out=dst),
             "all_to_all": lambda: comm.all_to_all(src, out=dst),
             "sendrecv": lambda: comm.sendrecv(src, right, dst, left),
-            "send": one_way(comm.rank, send, recv),
-            "p2p": ping_pong(comm.rank, send, recv),
+            "send": one_way(comm.rank, send, recv, src, dst),
+            "p2p": ping_pong(comm.rank, send, recv, src, dst),
             "barrier": comm.barrier,
         }
         return calls[case.op]
@@ -86,11 +87,11 @@ class Mpi:
         src, dst = buffers.src, buffers.dst
         first = place if dst is src else src
 
-        def send() -> None:
-            comm.Send(src, 1 - rank)
+        def send(array: Any) -> None:
+            comm.Send(array, 1 - rank)
 
-        def recv() -> None:
-            comm.Recv(dst, 1 - rank)
+        def recv(array: Any) -> None:
+            comm.Recv(array, 1 - rank)
 
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: comm.Allreduce(first, dst),
@@ -100,8 +101,8 @@ class Mpi:
             "reduce_scatter": lambda: comm.Reduce_scatter_block(src, dst),
             "all_to_all": lambda: comm.Alltoall(src, dst),
             "sendrecv": lambda: comm.Sendrecv(src, right, recvbuf=dst, source=left),
-            "send": one_way(rank, send, recv),
-            "p2p": ping_pong(rank, send, recv),
+            "send": one_way(rank, send, recv, src, dst),
+            "p2p": ping_pong(rank, send, recv, src, dst),
             "barrier": comm.Barrier,
         }
         return calls[case.op]

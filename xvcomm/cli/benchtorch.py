@@ -80,11 +80,11 @@ class TorchLibrary:
             for work in works:
                 work.wait()
 
-        def send() -> None:
-            dist.send(src, 1 - rank, group)
+        def send(tensor: Any) -> None:
+            dist.send(tensor, 1 - rank, group)
 
-        def recv() -> None:
-            dist.recv(dst, 1 - rank, group)
+        def recv(tensor: Any) -> None:
+            dist.recv(tensor, 1 - rank, group)
 
         return {
             "all_reduce": summed(lambda: dist.all_reduce(dst, group=group)),
@@ -94,8 +94,8 @@ class TorchLibrary:
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(dst, src, group=group),
             "all_to_all": lambda: dist.all_to_all_single(dst, src, group=group),
             "sendrecv": exchange,
-            "send": one_way(rank, send, recv),
-            "p2p": ping_pong(rank, send, recv),
+            "send": one_way(rank, send, recv, src, dst),
+            "p2p": ping_pong(rank, send, recv, src, dst),
             "barrier": lambda: dist.barrier(group),
         }
 
@@ -129,19 +129,19 @@ class Gloo(TorchLibrary):
         back = out if dst is src else self._torch.empty_like(dst, device="cpu", pin_memory=True)
         calls = self._calls(out, back)
 
-        def send() -> None:
-            self._dist.send(out.copy_(src), 1 - rank, self._group)
+        def send(tensor: Any) -> None:
+            self._dist.send(out.copy_(tensor), 1 - rank, self._group)
 
-        def recv() -> None:
+        def recv(tensor: Any) -> None:
             self._dist.recv(back, 1 - rank, self._group)
-            dst.copy_(back)
+            tensor.copy_(back)
 
         def staged() -> None:
             out.copy_(src)
             calls[case.op]()
             dst.copy_(back)
 
-        pairs = {"send": one_way(rank, send, recv), "p2p": ping_pong(rank, send, recv)}
+        pairs = {"send": one_way(rank, send, recv, src, dst), "p2p": ping_pong(rank, send, recv, src, dst)}
         return pairs.get(case.op, staged)
 
 
@@ -169,9 +169,8 @@ class Copies:
         src, dst = buffers.src, buffers.dst
         out, back = (self._torch.empty_like(x, device="cpu", pin_memory=True) for x in (src, dst))
         if case.op == "send":
-            return one_way(
-                self._rank, lambda: out.copy_(src, non_blocking=True), lambda: dst.copy_(back, non_blocking=True)
-            )
+            source, target = (src, out) if self._rank == 0 else (back, dst)
+            return lambda: target.copy_(source, non_blocking=True)
 
         def both_ways() -> None:
             with stream(one):
