@@ -18,12 +18,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 from xvcomm.atomics import copy_bytes, load, store, store_release
 from xvcomm.dtype import BY_CODE
+from xvcomm.jit import brief as brief
 from xvcomm.jit import compiling
 from xvcomm.opcode import OpCode
 
@@ -91,16 +92,6 @@ class Record:
 def region_bytes(records: int) -> int:
     """Bytes a rank needs."""
     return HEADER + records * RECORD
-
-
-def brief(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function of a few instructions for calls from Python that keep the interpreter lock.
-
-    Giving the lock up and taking it again would take longer than the function, and of this process no other thread
-    of Python does anything meanwhile.
-    """
-    compiler: Callable[[Callable[..., Any]], Any] = njit(signature, cache=True, error_model="numpy")
-    return compiler
 
 
 @intrinsic  # type: ignore[untyped-decorator]
