@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -94,6 +95,7 @@ def measure(ranks: int, sizes: Sequence[str], seconds: float) -> tuple[list[Reco
 def startup(ranks: int, rounds: int) -> float:
     """Seconds from the last rank's imports to the last rank's first all-reduce; median, caches warm."""
     took = []
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every rank compiles every module: no warm cache
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "startup.py"
         script.write_text(STARTUP)
@@ -159,7 +161,7 @@ def markdown(records: Sequence[Record], setting: Setting, reached: Sequence[Bar]
         f"{setting.machine}, {setting.cores} cores, {setting.date}. {versions}.",
         "",
         "One run of `python benchmarks/host.py`; the libraries take turns in the same processes. Times are medians of the "
-        "slowest rank in µs, float32, in place; p2p is one way of a ping-pong. `~` marks figures of a busy machine.",
+        "slowest rank in µs, float32, in place; p2p is one way of a ping-pong that sends back what it received. `~` marks figures of a busy machine.",
         "",
         "| bar | bound | measured | |",
         "| --- | --- | --- | --- |",
