@@ -10,7 +10,7 @@ from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.errors import ArgumentError, BackendUnavailable, ResourceError, XvcommError
 
 OUT_OF_MEMORY = 2
-_CAPTURE_ERRORS = range(900, 910)
+CAPTURE_ERRORS = range(900, 910)
 _ARGUMENT_ERRORS = (1, 17, 400, 709)  # invalid value, device pointer and handle; a context that was destroyed
 _MISSING = (-1, 34, 35, 36, 500)  # a library or a function that is not there, or too old for the other
 
@@ -60,7 +60,7 @@ def told(error: VendorError, kind: str, index: int) -> XvcommError:
     text = f"{kind} device {index}: {error}"
     if error.code == OUT_OF_MEMORY:
         return ResourceError(f"{text}; free memory of the framework, or use smaller arrays")
-    if error.code in _CAPTURE_ERRORS:
+    if error.code in CAPTURE_ERRORS:
         return ArgumentError(f"{text}; it cannot be captured in a graph: call it once before, and again outside")
     if error.code in _ARGUMENT_ERRORS:
         return ArgumentError(f"{text}; an array or a stream is not this device's, or is gone")

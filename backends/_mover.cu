@@ -465,6 +465,7 @@ static_assert(sizeof(State) == XV_STATE_BYTES, "as _kernels.py allocates it");
 // One transfer; _kernels.py packs it.
 struct Row {
     char* ring;
+    char* slots_at;  // behind the ring's ledger, or in the memory of either end's GPU
     State* state;
     char* data;
     i64 nbytes;
@@ -472,7 +473,8 @@ struct Row {
     i64 op, dtype, tag, detail;
     u32 blame;
     u32 producer, reduction, remote_first;  // the second as `code_of` has it, or 0
-    u32 slots, slot_bytes, ledger, first_slot;
+    u32 slots, slot_bytes, ledger;
+    u32 put_warps;  // that write a large message to the ring
     u32 chunk, lanes;
     u32 block, blocks;  // the first block that works for it, and how many do
 };
@@ -481,7 +483,7 @@ static_assert(sizeof(Row) == XV_ROW_BYTES, "as _kernels.py packs it");
 struct Batch {
     Row rows[XV_ROWS];
 };
-static_assert(sizeof(Batch) < 4096, "what a kernel takes at most as arguments");
+static_assert(sizeof(Batch) <= 4096, "what a kernel takes at most as arguments");
 
 enum Verdict : u32 { OPEN, EQUAL, DIFFERENT };
 
@@ -779,7 +781,7 @@ XV_DEVICE Part part_of(const Row& row, Board& board, u32 lane) {
     const i64 nbytes = high > low ? high - low : 0;
     const u32 pieces = static_cast<u32>((nbytes + row.chunk - 1) / row.chunk);
     const u32 warps = alone() ? 1 : blockDim.x / WIDTH - 1;
-    const bool few = producer && pieces > 4 && warps > XV_PUT_WARPS && is_aligned(row.data);
+    const bool few = producer && pieces > 4 && warps > row.put_warps && is_aligned(row.data);
     u64* head = word(row, XV_COUNTERS + 2 * static_cast<i64>(lane) * XV_LINE);
     u64* tail = head + XV_LINE / sizeof(u64);
     if (threadIdx.x < sizeof(board.copied) / sizeof(u32)) board.copied[threadIdx.x] = 0;
@@ -789,9 +791,9 @@ XV_DEVICE Part part_of(const Row& row, Board& board, u32 lane) {
         board.verdict = producer ? EQUAL : OPEN;
         board.left = stopped;
     }
-    char* slots = row.ring + row.first_slot + static_cast<i64>(lane) * row.slots * row.slot_bytes;
+    char* slots = row.slots_at + static_cast<i64>(lane) * row.slots * row.slot_bytes;
     return {row, board, sequence, counts.moved, counts.seen, producer ? head : tail, producer ? tail : head,
-            row.data + low, slots, nbytes, pieces, few ? XV_PUT_WARPS : warps, lane == 0};
+            row.data + low, slots, nbytes, pieces, few ? row.put_warps : warps, lane == 0};
 }
 
 // Both ends differ about a message: with this end's words in place, stop the ring.

@@ -6,6 +6,7 @@ waits for the device unless it says so. Calls act on the calling thread's curren
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -67,6 +68,30 @@ class Runtime(ABC):
     @abstractmethod
     def free(self, address: int) -> None:
         """Give it back. May wait for the device."""
+
+    @abstractmethod
+    def shareable(self, nbytes: int) -> int:
+        """The same, of which a peer sees at once what a running kernel writes."""
+
+    @abstractmethod
+    def export(self, address: int) -> bytes:
+        """A handle of shareable memory, for `open` in another process."""
+
+    @abstractmethod
+    def open(self, handle: bytes) -> int:
+        """Map another process's memory on the current device. Does not wait for kernels."""
+
+    @abstractmethod
+    def close(self, address: int) -> None:
+        """Unmap it. May wait for the device, with the interpreter lock let go."""
+
+    @abstractmethod
+    def reaches(self, index: int, other: int) -> bool:
+        """Whether kernels of a device can read and write another one's memory."""
+
+    @abstractmethod
+    def bus(self, index: int) -> str:
+        """PCI address of a device, by which all processes of the host know it."""
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> int:
@@ -144,6 +169,18 @@ class Runtime(ABC):
     def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
         """Enqueue a kernel; `params` is the address of an array of pointers to its arguments, read before this returns."""
 
+    @abstractmethod
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the vendor's functions lie that compiled code calls: is a stream capturing, launch a kernel, record an event."""
+
+    @abstractmethod
+    def failure(self, code: int) -> VendorError:
+        """The error that one of these gave."""
+
+    @abstractmethod
+    def recorded(self, event: int, stream: int) -> None:
+        """Hear that compiled code will let an event mark what is on a stream."""
+
 
 class Library(ABC):
     """NCCL, or RCCL. Functions that enqueue give the library's result code; the others raise VendorError.
@@ -173,6 +210,14 @@ class Library(ABC):
     @abstractmethod
     def explain(self, code: int, comm: int) -> str:
         """A result code in words, with the library's last error text."""
+
+    @abstractmethod
+    def path(self) -> str:
+        """The file of the library that is loaded."""
+
+    def address(self, function: str) -> int:
+        """Where one of its functions lies, by its name in NCCL's manual."""
+        return ctypes.cast(getattr(ctypes.CDLL(self.path()), function), ctypes.c_void_p).value or 0
 
     @abstractmethod
     def unique_id(self) -> bytes:

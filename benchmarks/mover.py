@@ -120,7 +120,7 @@ class Link:
         end, data = self.ends[number], (self.side.data if producer else self.side.target) + offset
         message = Message(OpCode.SEND, FLOAT32.code, nbytes, 0)
         return Transfer(
-            self.rings[number], self.states[number], end.geometry, producer, data, message, end.peer, op
+            self.rings[number], 0, self.states[number], end.geometry, producer, data, message, end.peer, op
         )  # fmt: skip
 
     def one_way(self, nbytes: int, op: ReduceOp | None = None, offset: int = 0) -> Callable[[], None]:

@@ -40,6 +40,10 @@ class Config:
     gpu_ring_lanes: int = _var(8, "Lanes of a ring with a GPU at one end or both, at most 64.", least=1, most=64)
     gpu_ring_slots: int = _var(4, "Slots a lane there.", least=2)
     gpu_ring_slot_bytes: int = _var(256 << 10, "Bytes a slot there; a multiple of 4096.", least=4096)
+    peer_memory: int = _var(1, "Whether rings between GPUs of one island lie in GPU memory where these reach each other; 0: never.", least=0, most=1)
+    peer_ring_lanes: int = _var(16, "Lanes of such a ring, at most 64.", least=1, most=64)
+    peer_ring_slots: int = _var(4, "Slots a lane there.", least=2)
+    peer_ring_slot_bytes: int = _var(256 << 10, "Bytes a slot there; a multiple of 4096.", least=4096)
     kernel_cache: str | None = _var(None, "Folder of compiled GPU kernels; `~/.cache/xvcomm` if unset.")
     stage_bytes: int = _var(256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096)
     segment_bytes: int = _var(4 << 20, "Bytes that each border link carries of one segment of a hierarchical collective.", least=4096)
@@ -48,7 +52,7 @@ class Config:
     trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
 
     def __post_init__(self) -> None:
-        for name in ("ring_slot_bytes", "gpu_ring_slot_bytes", "stage_bytes"):
+        for name in ("ring_slot_bytes", "gpu_ring_slot_bytes", "peer_ring_slot_bytes", "stage_bytes"):
             if getattr(self, name) % 4096:
                 raise ConfigError(f"XVCOMM_{name.upper()}={getattr(self, name)}: must be a multiple of 4096")
 

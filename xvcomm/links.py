@@ -1,15 +1,22 @@
-"""The rings of one communicator: one for each direction of a pair, use and channel, opened when first needed."""
+"""The rings of one communicator: one for each direction of a pair, use and channel, opened when first needed.
+
+Rings lie in host memory, and between GPUs of one island that reach each other's memory in a GPU's. Between islands they
+lie in host memory also in a rehearsal, which stands for a job whose islands share no other.
+"""
 
 from __future__ import annotations
 
 import enum
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from xvcomm.abc.device import PeerMemory
 from xvcomm.abc.store import Store
-from xvcomm.abc.transport import Capabilities, Transport, choose
+from xvcomm.abc.transport import Capabilities, Transport, choose, peer_refusal
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
+from xvcomm.lending import Lending
 from xvcomm.ring import RingEnd, RingLayout
 from xvcomm.shm import PAGE, round_up
 
@@ -26,6 +33,24 @@ class Use(enum.IntEnum):
     __hash__ = int.__hash__  # an enumeration's own is a function in Python, and rings are looked up by these
 
 
+class Member(NamedTuple):
+    """What decides about rings to and from a rank.
+
+    Attributes:
+        rank: its number in the whole job.
+        offers: what its transports can do.
+        kind: of its device.
+        island: equal for ranks of one island.
+        memory: with whom its device shares memory.
+    """
+
+    rank: int
+    offers: Sequence[Capabilities]
+    kind: str
+    island: str
+    memory: PeerMemory | None = None
+
+
 class Links:
     """Opens, keeps and closes ring ends.
 
@@ -33,24 +58,27 @@ class Links:
         job: what the names of shared memory made for it begin with.
         transports: this rank's, by scheme.
         store: the communicator's; waiting in it ends when the communicator does.
-        offers: what every rank's transports can do, in rank order.
-        kinds: every rank's kind of device.
+        lending: this process's.
+        members: all ranks, in order.
     """
 
     def __init__(
         self, config: Config, job: str, store: Store, rank: int, transports: Sequence[Transport],
-        offers: Sequence[Sequence[Capabilities]], kinds: Sequence[str],
+        lending: Lending, members: Sequence[Member],
     ) -> None:  # fmt: skip
         self._job = job
         self._store = store
         self._rank = rank
         self._transports = {t.capabilities().scheme: t for t in transports}
-        self._offers = offers
+        self._lending = lending
+        self._members = members
         self._word = 0
         self._left: dict[int, int] = {}
-        self._kinds = kinds
         self.gpu_layout = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
         self._host_layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
+        self._peer_layout = RingLayout(
+            config.peer_ring_lanes, config.peer_ring_slots, config.peer_ring_slot_bytes, apart=True
+        )
         self._ends: dict[tuple[Use, int, bool, int], RingEnd] = {}
         self._opening = threading.Lock()
 
@@ -59,36 +87,45 @@ class Links:
 
         Raises:
             ResourceError: no memory for it.
+            RingStopped: its slots are in the peer's GPU, and the peer has left.
         """
         found = self._ends.get((use, peer, producer, channel))
         return found if found is not None else self._open(peer, use, deadline, producer, channel)
 
     def _transport(self, peer: int) -> Transport:
-        return self._transports[choose(self._offers[self._rank], self._offers[peer]).scheme]
+        return self._transports[choose(self._members[self._rank].offers, self._members[peer].offers).scheme]
 
     def _layout(self, peer: int, channel: int) -> RingLayout:
-        """A pure function of the channel and both ends' kinds, so that it does not matter who makes the ring.
+        """A pure function of the channel and of both ends, so that it does not matter who makes the ring.
 
         Further channels have less memory each, as there may be many: enough to carry small messages that nobody waits
-        for yet, and large ones at most of the speed. A GPU pins a quarter of what channel 0 has.
+        for yet, and large ones at most of the speed. With GPUs it is a quarter of what channel 0 has.
         """
-        if {self._kinds[self._rank], self._kinds[peer]} == {"host"}:
+        me, other = self._members[self._rank], self._members[peer]
+        if me.kind == other.kind == "host":
             full = self._host_layout
             return RingLayout(full.lanes, max(2, full.slots // 3), full.slot_bytes) if channel else full
-        full = self.gpu_layout
+        apart = me.island == other.island and not peer_refusal(me.memory, other.memory)
+        full = self._peer_layout if apart else self.gpu_layout
         half = round_up(full.slot_bytes // 2, PAGE)
-        return RingLayout(max(1, full.lanes // 2), full.slots, half) if channel else full
+        return RingLayout(max(1, full.lanes // 2), full.slots, half, apart) if channel else full
 
     def _open(self, peer: int, use: Use, deadline: Deadline, producer: bool, channel: int) -> RingEnd:
         with self._opening:
             key = (use, peer, producer, channel)
             if key not in self._ends:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
+                name = f"ring/{use.name.lower()}/{source}-{target}/{channel}"
                 end = self._transport(peer).open_ring(
-                    f"ring/{use.name.lower()}/{source}-{target}/{channel}", peer, self._layout(peer, channel),
-                    self._store, deadline, producer=producer, job=self._job,
-                )  # fmt: skip
+                    name, peer, self._layout(peer, channel), self._store, deadline, producer=producer, job=self._job
+                )
                 end.channel = channel
+                if end.layout.apart:
+                    try:
+                        self._lending.furnish(end, self._members[peer].rank, self._store, name, deadline)
+                    except BaseException:
+                        end.close()
+                        raise
                 # First listed, then looked: who stops all rings at this moment does one of the two in time.
                 self._ends[key] = end
                 word = self._word or self._left.get(peer, 0)

@@ -1,13 +1,14 @@
 """The ring: where things lie in its memory, how a message is cut, and what both ends write about it.
 
-    page 0   line 0: magic, protocol version, lanes, slots, slot bytes
+    page 0   line 0: magic, protocol version, lanes, slots, slot bytes, whether the slots are apart
              line 1: abort word (0, or why everybody must stop)
              line 2: messages consumed
              lines 3, 4: turn of the producer, of the consumer: the messages n it has finished; -1 - n once it gave up
                          the next one
+             line 5: who has mapped slots that are apart; see `lending`
     then     head[lane], tail[lane]: slots produced and consumed since the start, each alone on its line
     then     ledger: LEDGER entries of the producer, LEDGER of the consumer, one cache line each
-    then     slots, page-aligned, lane by lane
+    then     slots, page-aligned, lane by lane; or apart from all this, in a GPU's memory
 
 Counters only grow. A line is 128 bytes: neighbouring counters never share what a core or a GPU fetches at once.
 `header()` gives the same numbers to kernels written in C++.
@@ -26,16 +27,19 @@ from xvcomm.errors import ResourceError
 from xvcomm.shm import PAGE, Segment, round_up
 
 MAGIC = 0x78_76_63_6F_6D_6D
-VERSION = 2
+VERSION = 3
 LINE = 128
 ABORT = LINE
 CONSUMED = 2 * LINE
 TURNS = 3 * LINE
+BORROWER = 5 * LINE
 COUNTERS = PAGE
 LEDGER = 64
 ENTRY = 64
 ALIGN = 16
 LEAST_CHUNK = 16 << 10
+LEAST_APART_CHUNK = 64 << 10
+"""The same of slots in a GPU's memory, where copying is fast and the hand-over through host memory is not."""
 
 
 class Reason(enum.IntEnum):
@@ -69,11 +73,16 @@ class Reason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """The shape of a ring; both ends use the one of whoever made it."""
+    """The shape of a ring; both ends use the one of whoever made it.
+
+    Attributes:
+        apart: whether the slots lie in a GPU's memory instead of behind the ledger.
+    """
 
     lanes: int
     slots: int
     slot_bytes: int
+    apart: bool = False
 
     @property
     def ledger(self) -> int:
@@ -87,8 +96,13 @@ class RingLayout:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
-        return self.data + self.lanes * self.slots * self.slot_bytes
+        """Bytes of shared memory."""
+        return self.data if self.apart else self.data + self.capacity
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of all slots."""
+        return self.lanes * self.slots * self.slot_bytes
 
     @property
     def at_once(self) -> int:
@@ -113,12 +127,12 @@ def header() -> str:
     return "".join(f"constexpr long long XV_{name} = {+value};\n" for name, value in names.items())
 
 
-def chunk_bytes(nbytes: int, lanes: int, slot_bytes: int) -> int:
+def chunk_bytes(nbytes: int, lanes: int, slot_bytes: int, least: int = LEAST_CHUNK) -> int:
     """Bytes of a message that one slot carries: a quarter of a lane's part, so that both ends copy at the same time,
     but no less than is worth a hand-over. Movers compile this very function."""
     pieces = 4 * lanes
     quarter = (nbytes + pieces * PAGE - 1) // (pieces * PAGE) * PAGE
-    return min(slot_bytes, max(LEAST_CHUNK, quarter))
+    return min(slot_bytes, max(least, quarter))
 
 
 def lanes_used(nbytes: int, lanes: int, chunk: int) -> int:
@@ -172,17 +186,27 @@ class RingEnd:
         channel: which of the pair's channels of messages it is, as `Links` opened it.
         counter: address of the number of the next message, for compiled code; `sequence` in memory.
         geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
+        slots: where this process's device sees the slots, if they are apart; else 0.
+        made: whether this end made the ring.
+        stuck: whether something on the device may still use the ring when it is closed.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
         closing: called before the memory is unmapped, by whoever pinned it.
+        dispose: unmaps it, at once or later.
     """
 
-    def __init__(self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> None:
+    def __init__(
+        self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool, made: bool = False
+    ) -> None:
         self._segment = segment
+        self.made = made
+        self.stuck = False
+        self.dispose: Callable[[Segment], None] = Segment.close
         self.layout = layout
         self.peer = peer
         self.producer = producer
         self.channel = 0
         self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
+        self.slots = 0
         self._sequence = ctypes.c_int64()
         self.counter = ctypes.addressof(self._sequence)
         self.address = segment.address
@@ -192,10 +216,10 @@ class RingEnd:
     @classmethod
     def create(cls, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> RingEnd:
         """An end in a fresh segment; writes page 0."""
-        words = (ctypes.c_int64 * 5).from_address(segment.address)
-        words[1:] = [VERSION, layout.lanes, layout.slots, layout.slot_bytes]
+        words = (ctypes.c_int64 * 6).from_address(segment.address)
+        words[1:] = [VERSION, layout.lanes, layout.slots, layout.slot_bytes, layout.apart]
         words[0] = MAGIC
-        return cls(segment, layout, peer=peer, producer=producer)
+        return cls(segment, layout, peer=peer, producer=producer, made=True)
 
     @classmethod
     def open(cls, segment: Segment, *, peer: int, producer: bool) -> RingEnd:
@@ -204,12 +228,12 @@ class RingEnd:
         Raises:
             ResourceError: the segment holds no ring, or one of another protocol version.
         """
-        magic, version, lanes, slots, slot_bytes = (ctypes.c_int64 * 5).from_address(segment.address)
+        magic, version, lanes, slots, slot_bytes, apart = (ctypes.c_int64 * 6).from_address(segment.address)
         if (magic, version) != (MAGIC, VERSION):
             raise ResourceError(
                 f"rank {peer} offers ring protocol {version}, this rank speaks {VERSION}; install one xvcomm everywhere"
             )
-        return cls(segment, RingLayout(lanes, slots, slot_bytes), peer=peer, producer=producer)
+        return cls(segment, RingLayout(lanes, slots, slot_bytes, bool(apart)), peer=peer, producer=producer)
 
     @property
     def sequence(self) -> int:
@@ -263,7 +287,9 @@ class RingEnd:
         """Unmap this end. After a good end the other one can still open the ring and read what was sent. Idempotent."""
         while self.closing:
             self.closing.pop()()
+        if not self.address:
+            return
         if Reason.bad(self.abort_word()):
             self._segment.unlink()
         self.address = 0
-        self._segment.close()
+        self.dispose(self._segment)

@@ -16,12 +16,14 @@ import msgspec
 
 from xvcomm import registry, trace
 from xvcomm.abc.backend import Backend
-from xvcomm.abc.device import Device
+from xvcomm.abc.device import Device, PeerMemory
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.errors import BackendUnavailable, PeerLost, ResourceError, XvcommError
+from xvcomm.lending import Lending
+from xvcomm.links import Member
 from xvcomm.shm import Segment, sweep
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.store.join import join_barrier, refuse
@@ -38,12 +40,14 @@ class Joining(msgspec.Struct, frozen=True):
     Attributes:
         job: what the names of its shared memory begin with; of this session alone.
         processes: its namespace of process numbers.
+        memory: with whom its device shares memory.
     """
 
     info: RankInfo
     offers: list[Capabilities]
     job: str
     processes: str
+    memory: PeerMemory | None
 
 
 def host_identity(folder: str) -> str:
@@ -59,8 +63,8 @@ class Session:
     Attributes:
         rank, size: in the whole job.
         infos: every rank's RankInfo, in rank order.
-        offers: every rank's transports.
         recorder: this rank's flight recorder.
+        lending: for rings with slots in a GPU's memory.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class Session:
         everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
         self._joined = [msgspec.msgpack.decode(data, type=Joining) for data in everybody]
         self.infos = tuple(j.info for j in self._joined)
-        self.offers = tuple(tuple(j.offers) for j in self._joined)
+        self.lending = Lending(self.device, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         atexit.register(self.close)
         self._start(mine.processes, deadline)
@@ -103,8 +107,9 @@ class Session:
             refuse(join, self.rank, error)
             raise
         return Joining(
-            self._describe(host), [t.capabilities() for t in self.transports], self.job, os.readlink("/proc/self/ns/pid")
-        )
+            self._describe(host), [t.capabilities() for t in self.transports], self.job,
+            os.readlink("/proc/self/ns/pid"), self.device.capabilities().peers,
+        )  # fmt: skip
 
     def _start(self, processes: str, deadline: Deadline) -> None:
         others = [j.info for j in self._joined if j.processes == processes and j.info.rank in self.neighbours]
@@ -129,6 +134,7 @@ class Session:
         self._cleanup.callback(self.recorder.close)
         self._cleanup.callback(self._sweep_if_last)
         self._cleanup.callback(watch.close)
+        self._cleanup.callback(self.lending.linger)
 
     @staticmethod
     def _choose_backend(config: Config) -> Backend:
@@ -207,6 +213,11 @@ class Session:
             return f"{info.island}@{info.hostname}"
         return info.island
 
+    def member(self, rank: int) -> Member:
+        """What decides about rings to and from a rank."""
+        joined = self._joined[rank]
+        return Member(rank, joined.offers, joined.info.device, self.collective_label(rank), joined.memory)
+
     def add(self, context: Context) -> None:
         """Watch over a communicator from now on, and close it with the session."""
         with self._lock:
@@ -260,6 +271,13 @@ class Session:
             return None if region is None else trace.last(region)
         except ValueError:  # released
             return None
+
+    def site(self, record: int) -> str:
+        """Where the user called an operation of this rank, by its number in the flight recorder; nothing if unknown."""
+        try:
+            return trace.read(self._regions[self.rank], record).site
+        except ValueError:  # released
+            return ""
 
     def last_words(self, rank: int) -> str:
         """The same in words, for messages."""

@@ -14,6 +14,7 @@ from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 1 | 2
 _PLAIN_SHARED_BYTES = 48 << 10
+_MAP_FOR_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 _HIGHEST = -1000  # the driver takes the highest there is
 _DEFAULT_STREAMS = (0, runtime.streamLegacy)
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor, -Minor
@@ -46,12 +47,16 @@ class CudaRuntime(Runtime):
         self._contexts: dict[int, int] = {}
         self._devices = {0: -1}
         driver = ctypes.PyDLL("libcuda.so.1")  # too short calls to let the interpreter lock go
+        self._close = ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle  # CuPy's holds the lock while it waits
         self._exchange = driver.cuThreadExchangeStreamCaptureMode
         self._capture_info = driver.cuStreamGetCaptureInfo_v2
         self._finish_loading = getattr(driver, "cuFuncLoad", None)  # CUDA 12.4
 
     count = _bound("cudaGetDeviceCount", runtime.getDeviceCount)
     allocate = _bound("cudaMalloc", runtime.malloc)
+    shareable = allocate
+    export = _bound("cudaIpcGetMemHandle", runtime.ipcGetMemHandle)
+    open = _bound("cudaIpcOpenMemHandle", runtime.ipcOpenMemHandle, _MAP_FOR_PEERS)
     free = _bound("cudaFree", runtime.free)
     unregister = _bound("cudaHostUnregister", runtime.hostUnregister)
     stream = _bound("cudaStreamCreateWithPriority", runtime.streamCreateWithPriority, runtime.streamNonBlocking, _HIGHEST)
@@ -66,6 +71,7 @@ class CudaRuntime(Runtime):
     _context = _bound("cuCtxGetCurrent", driver.ctxGetCurrent)
     _enter = _bound("cuCtxSetCurrent", driver.ctxSetCurrent)
     _device = _bound("cudaGetDevice", runtime.getDevice)
+    _reaches = _bound("cudaDeviceCanAccessPeer", runtime.deviceCanAccessPeer)
     _bus = _bound("cudaDeviceGetPCIBusId", runtime.deviceGetPCIBusId)
     _attribute = _bound("cudaDeviceGetAttribute", runtime.deviceGetAttribute)
     _register = _bound("cudaHostRegister", runtime.hostRegister)
@@ -101,13 +107,37 @@ class CudaRuntime(Runtime):
         self._contexts[index], self._devices[context] = context, index
         return context
 
+    def addresses(self) -> tuple[int, int, int]:
+        """See `Runtime.addresses`."""
+        library = ctypes.CDLL("libcuda.so.1")
+        calls = library.cuStreamIsCapturing, library.cuLaunchKernel, library.cuEventRecord
+        capturing, launch, record = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+        return capturing, launch, record
+
+    def recorded(self, event: int, stream: int) -> None:
+        """See `Runtime.recorded`; CUDA need not know."""
+
+    def failure(self, code: int) -> VendorError:
+        """See `Runtime.failure`."""
+        return _failure("cuLaunchKernel", driver.CUDADriverError(code))
+
     def architecture(self, index: int) -> str:
         """See `Runtime.architecture`."""
         return f"sm_{self._attribute(_MAJOR, index)}{self._attribute(_MINOR, index)}"
 
     def bus(self, index: int) -> str:
-        """PCI address of a device."""
+        """See `Runtime.bus`."""
         return str(self._bus(index))
+
+    def reaches(self, index: int, other: int) -> bool:
+        """See `Runtime.reaches`."""
+        return bool(self._reaches(index, other))
+
+    def close(self, address: int) -> None:
+        """See `Runtime.close`."""
+        status = self._close(ctypes.c_uint64(address))
+        if status != SUCCESS:
+            raise _failure("cuIpcCloseMemHandle", runtime.CUDARuntimeError(status))
 
     def register(self, address: int, nbytes: int) -> int:
         """See `Runtime.register`."""

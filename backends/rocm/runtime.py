@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rocm.bindings import hip, hiprtc
+from rocm.bindings.util.paths import get_library_path
 
 from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
 
@@ -16,6 +19,8 @@ _PORTABLE_AND_MAPPED = int(hip.hipHostRegisterPortable) | int(hip.hipHostRegiste
 _ON_DEVICE = (int(hip.hipMemoryType.hipMemoryTypeDevice), int(hip.hipMemoryType.hipMemoryTypeManaged))
 _ANY_DIRECTION = hip.hipMemcpyKind.hipMemcpyDefault
 _HIGHEST = -1000  # HIP takes the highest there is
+_UNCACHED = 3  # hipDeviceMallocUncached: else running kernels do not see what a peer writes
+_HANDLE_BYTES = 64
 
 
 def _text(found: Any) -> str:
@@ -71,6 +76,9 @@ class HipRuntime(Runtime):
     current = _bound(hip.hipGetDevice)
     use = _bound(hip.hipSetDevice)
     allocate = _bound(hip.hipMalloc, give=int)
+    shareable = _bound(hip.hipExtMallocWithFlags, _UNCACHED, give=int)
+    close = _bound(hip.hipIpcCloseMemHandle)
+    reaches = _bound(hip.hipDeviceCanAccessPeer, give=bool)
     free = _bound(hip.hipFree)
     unregister = _bound(hip.hipHostUnregister)
     stream = _bound(hip.hipStreamCreateWithPriority, hip.hipStreamNonBlocking, _HIGHEST, give=int)
@@ -82,6 +90,8 @@ class HipRuntime(Runtime):
     destroy_event = _bound(hip.hipEventDestroy)
     wait = _bound(hip.hipStreamWaitEvent, 0)
     load = _bound(hip.hipModuleLoadData, give=int)
+    _export = _bound(hip.hipIpcGetMemHandle)
+    _open = _bound(hip.hipIpcOpenMemHandle, hip.hipIpcMemLazyEnablePeerAccess, give=int)
     _properties = _bound(hip.hipGetDeviceProperties)
     _register = _bound(hip.hipHostRegister, _PORTABLE_AND_MAPPED)
     _mapped = _bound(hip.hipHostGetDevicePointer, 0, give=int)
@@ -100,14 +110,40 @@ class HipRuntime(Runtime):
     _log = _bound(hiprtc.hiprtcGetProgramLog)
     _destroy = _bound(hiprtc.hiprtcDestroyProgram)
 
+    def addresses(self) -> tuple[int, int, int]:
+        """See `Runtime.addresses`."""
+        library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
+        calls = library.hipStreamIsCapturing, library.hipModuleLaunchKernel, library.hipEventRecord
+        capturing, launch, record = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+        return capturing, launch, record
+
+    def failure(self, code: int) -> VendorError:
+        """See `Runtime.failure`."""
+        return _failure("hipModuleLaunchKernel", code)
+
+    def recorded(self, event: int, stream: int) -> None:
+        """See `Runtime.recorded`."""
+        self._streams[event] = stream
+
     def architecture(self, index: int) -> str:
         """See `Runtime.architecture`; without `:sramecc+:xnack-`, so that one image serves all settings."""
         return _text(self._properties(index).gcnArchName).partition(":")[0]
 
     def bus(self, index: int) -> str:
-        """PCI address of a device."""
+        """See `Runtime.bus`."""
         found = self._properties(index)
         return f"{found.pciDomainID:04x}:{found.pciBusID:02x}:{found.pciDeviceID:02x}"
+
+    def export(self, address: int) -> bytes:
+        """See `Runtime.export`."""
+        made = self._export(address)
+        return ctypes.string_at(int(made), _HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        """See `Runtime.open`."""
+        made = hip.hipIpcMemHandle_t()
+        ctypes.memmove(int(made), handle, _HANDLE_BYTES)
+        return int(self._open(made))
 
     def register(self, address: int, nbytes: int) -> int:
         """See `Runtime.register`."""
@@ -131,7 +167,7 @@ class HipRuntime(Runtime):
     def record(self, event: int, stream: int) -> None:
         """See `Runtime.record`."""
         self._record(event, stream)
-        self._streams[event] = stream
+        self.recorded(event, stream)
 
     def reached(self, event: int) -> bool:
         """See `Runtime.reached`; not before a graph is complete that is captured from the event's stream.

@@ -25,7 +25,8 @@ from xvcomm.testing import (
     pointtopoint,
     refusals,
 )
-from xvcomm.testing.cases import assert_same_bits, reductions
+from xvcomm.testing.cases import SMALL_GPU_RINGS, assert_same_bits, reductions
+from xvcomm.testing.signals import meet
 
 pytestmark = pytest.mark.gpu
 
@@ -139,6 +140,37 @@ def test_dtypes(job: Job, name: str) -> None:
             ranks.run(collectives.check_reductions, dtype.name, [str(op) for op in reductions(dtype)])
             ranks.run(collectives.check_all_gather, dtype.name, 1001)
             ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("one island of 2", [[1], [0]]),
+        ("1 and 1", [[], []]),
+        ("2 and 2", [[1], [0], [3], [2]]),
+        ("cuda and rocm", [[], []]),
+        ("2 cuda and 2 rocm", [[1], [0], [3], [2]]),
+    ],
+)
+def test_rings_in_gpu_memory(job: Job, name: str, wanted: list[list[int]]) -> None:
+    """Inside an island, as far as its GPUs reach each other."""
+    with job(*TABLE[name]) as ranks:
+        assert ranks.run(pointtopoint.rings_in_gpu_memory, 1_000_003) == wanted
+
+
+def test_rings_in_gpu_memory_of_rocm(job: Job) -> None:
+    """By HIP's handles for memory, which are CUDA's here."""
+    with job("rocm:2") as ranks:
+        assert ranks.run(pointtopoint.rings_in_gpu_memory, 1_000_003) == [[1], [0]]
+
+
+def test_rings_of_full_size(job: Job) -> None:
+    """Messages of many times a ring, by as many blocks as there are for it; the same with host memory."""
+    small = dict.fromkeys(SMALL_GPU_RINGS, "")
+    for env, wanted in (({}, [[1], [0]]), ({"XVCOMM_PEER_MEMORY": "0"}, [[], []])):
+        with job("cuda:2", "a:2", small | env) as ranks:
+            assert ranks.run(pointtopoint.rings_in_gpu_memory, 30_000_001) == wanted
+            ranks.run(pointtopoint.check_exchange, "float32", 30_000_001)
 
 
 @pytest.mark.parametrize("framework", frameworks.ON_GPUS)
@@ -286,6 +318,8 @@ def test_one_connection(job: Job, name: str) -> None:
 def test_death(job: Job, name: str) -> None:
     """What waits for a rank that is killed ends with its name; the streams go on."""
     with job(*TABLE[name]) as ranks:
+        ranks.run(meet)
+        ranks.run(pointtopoint.rings_in_gpu_memory, 1000)
         victim = ranks.size - 1
         for rank in range(victim):
             ranks.submit(rank, failures.wait_for_last)

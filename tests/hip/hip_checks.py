@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -377,6 +378,43 @@ def bad_captures() -> None:
     ok(hip.hipStreamBeginCapture(origin, modes.hipStreamCaptureModeRelaxed))
     assert code(hip.hipStreamWaitEvent(origin, event, 0)) == "StreamCaptureIsolation"
     ok(hip.hipStreamEndCapture(origin))
+
+
+def peers() -> None:
+    """Another process reads and writes memory by its handle, which ends with the memory; a device is no peer of itself."""
+    assert [ok(hip.hipDeviceCanAccessPeer(0, other)) for other in (0, 1)] == [0, 1]
+    assert code(hip.hipDeviceCanAccessPeer(0, 2)) == "InvalidDevice"
+    assert code(hip.hipExtMallocWithFlags(8, 4)) == "InvalidValue"
+    address = int(ok(hip.hipExtMallocWithFlags(10_000, 3)))
+    ok(hip.hipMemset(address, 7, 10_000))
+    handle = ok(hip.hipIpcGetMemHandle(address))
+    assert code(hip.hipIpcGetMemHandle(address + 256)) == "InvalidValue"
+    assert code(hip.hipIpcOpenMemHandle(handle, 1)) == "InvalidValue"
+    assert code(hip.hipIpcCloseMemHandle(address)) == "InvalidHandle"
+    command, raw = [sys.executable, __file__, "map_memory"], ctypes.string_at(int(handle), 64)
+    assert subprocess.run(command, input=raw, check=True, capture_output=True).stdout == b"\x07" * 10_000
+    seen = np.zeros(10_000, np.uint8)
+    ok(hip.hipMemcpy(seen, address, 10_000, TO_HOST))
+    assert (seen == 9).all()
+    ok(hip.hipFree(address))
+    assert subprocess.run(command, input=raw, check=True, capture_output=True).stdout == b"InvalidHandle"
+
+
+def map_memory() -> None:
+    """Show and overwrite the memory of the handle that comes in; the second process of `peers`."""
+    handle = hip.hipIpcMemHandle_t()
+    ctypes.memmove(int(handle), sys.stdin.buffer.read(64), 64)
+    found = hip.hipIpcOpenMemHandle(handle, 1)
+    if code(found) == "InvalidHandle":
+        sys.stdout.write(code(found))
+        return
+    address, seen = int(ok(found)), np.zeros(10_000, np.uint8)
+    ok(hip.hipMemcpy(seen, address, 10_000, TO_HOST))
+    ok(hip.hipMemset(address, 9, 10_000))
+    sys.stdout.buffer.write(seen.tobytes())
+    assert code(hip.hipFree(address)) == "InvalidValue"
+    ok(hip.hipIpcCloseMemHandle(address))
+    assert code(hip.hipMemset(address, 9, 1)) == "InvalidValue"
 
 
 if __name__ == "__main__":

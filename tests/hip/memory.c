@@ -9,10 +9,14 @@
  * Pinned memory is seen by the device at another address than by the host, also closed. Private pages cannot be mapped
  * twice: only for them are the two addresses the same.
  *
- * Settings: HIPHOST_STRICT (1), with 0 everything is open always; opening takes about 0.1 ms a megabyte. */
+ * Other processes map device memory by its handle: a process, and one of its file descriptors.
+ *
+ * Settings: HIPHOST_PEERS (1), with 0 no device reaches another one's memory; HIPHOST_STRICT (1), with 0 everything is open always; opening takes about 0.1 ms a megabyte. */
 #define _GNU_SOURCE
 #include "hiphost.h"
+#include <fcntl.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -26,6 +30,7 @@ typedef struct block {
     char *mapping; /* what is opened and closed */
     size_t mapped;
     int owner, pinned;
+    int file; /* of device memory: what is mapped, or -1 if it is another process's */
 } block_t;
 
 static block_t *blocks;
@@ -128,26 +133,43 @@ static int take(const void *address, int pinned, block_t *taken) {
     return b != NULL;
 }
 
+/* Maps a file of device memory twice. */
+static hipError_t map_twice(int file, size_t bytes, int kept, void **out) {
+    size_t aligned = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, pages = (aligned + PAGE - 1) / PAGE * PAGE;
+    /* One page beyond the end of the file: touching it is a bus error. */
+    char *closed = mmap(NULL, pages + PAGE, PROT_NONE, MAP_SHARED, file, 0);
+    char *ours = mmap(NULL, pages, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (closed == MAP_FAILED || ours == MAP_FAILED) return fail(hipErrorOutOfMemory);
+    size_t start = pages - aligned;
+    add(&(block_t){.device = closed + start, .host = ours + start, .bytes = bytes, .mapping = closed,
+                   .mapped = pages + PAGE, .owner = current_device, .file = kept});
+    *out = closed + start;
+    return hipSuccess;
+}
+
+static void unmap_twice(const block_t *b) {
+    munmap(b->mapping, b->mapped);
+    munmap(b->host - (b->device - b->mapping), b->mapped - PAGE);
+}
+
 API hipError_t hipMalloc(void **out, size_t bytes) {
     *out = NULL;
     if (!device_count()) return fail(hipErrorNoDevice);
     if (!bytes) return hipSuccess;
     if (bytes > (size_t)16 << 30) return fail(hipErrorOutOfMemory);
     if (capture_forbids(NULL)) return fail(hipErrorStreamCaptureUnsupported);
-    size_t aligned = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, pages = (aligned + PAGE - 1) / PAGE * PAGE;
     int file = memfd_create("hip-on-host", MFD_CLOEXEC);
-    if (file < 0 || ftruncate(file, pages)) return fail(hipErrorOutOfMemory);
-    /* One page beyond the end of the file: touching it is a bus error. */
-    char *closed = mmap(NULL, pages + PAGE, PROT_NONE, MAP_SHARED, file, 0);
-    char *ours = mmap(NULL, pages, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    if (closed == MAP_FAILED || ours == MAP_FAILED) return fail(hipErrorOutOfMemory);
-    memset(ours, POISON, pages);
-    size_t start = pages - aligned;
-    add(&(block_t){.device = closed + start, .host = ours + start, .bytes = bytes, .mapping = closed,
-                   .mapped = pages + PAGE, .owner = current_device});
-    *out = closed + start;
-    return hipSuccess;
+    if (file < 0 || ftruncate(file, (bytes + PAGE - 1) / PAGE * PAGE)) return fail(hipErrorOutOfMemory);
+    hipError_t error = map_twice(file, bytes, file, out);
+    void *ours;
+    if (error) close(file);
+    else if (place(*out, bytes, &ours) == ON_DEVICE) memset(ours, POISON, bytes);
+    return error;
+}
+
+API hipError_t hipExtMallocWithFlags(void **out, size_t bytes, unsigned flags) {
+    enum { DEFAULT, FINE_GRAINED, SIGNAL, UNCACHED };
+    return flags > UNCACHED ? fail(hipErrorInvalidValue) : hipMalloc(out, bytes);
 }
 
 API hipError_t hipFree(void *address) {
@@ -155,13 +177,61 @@ API hipError_t hipFree(void *address) {
     if (capture_forbids(NULL)) return fail(hipErrorStreamCaptureUnsupported);
     pthread_mutex_lock(&lock);
     block_t *found = find(address);
-    int device = found && !found->pinned ? found->owner : -1;
+    int device = found && !found->pinned && found->file >= 0 ? found->owner : -1;
     pthread_mutex_unlock(&lock);
     block_t b;
     if (device >= 0) synchronize_device(device);
     if (device < 0 || !take(address, 0, &b)) return fail(hipErrorInvalidValue);
-    munmap(b.mapping, b.mapped);
-    munmap(b.host - (b.device - b.mapping), b.mapped - PAGE);
+    unmap_twice(&b);
+    close(b.file);
+    return hipSuccess;
+}
+
+typedef union {
+    char reserved[64];
+    struct {
+        int process, file;
+        size_t bytes;
+    } of;
+} hipIpcMemHandle_t;
+
+API hipError_t hipIpcGetMemHandle(hipIpcMemHandle_t *handle, void *address) {
+    pthread_mutex_lock(&lock);
+    block_t *b = find(address);
+    int known = b && !b->pinned && b->file >= 0 && address == b->device;
+    if (known) handle->of.process = getpid(), handle->of.file = b->file, handle->of.bytes = b->bytes;
+    pthread_mutex_unlock(&lock);
+    return known ? hipSuccess : fail(hipErrorInvalidValue);
+}
+
+API hipError_t hipIpcOpenMemHandle(void **out, hipIpcMemHandle_t handle, unsigned flags) {
+    enum { LAZY_ENABLE_PEER_ACCESS = 1 };
+    if (flags != LAZY_ENABLE_PEER_ACCESS || handle.of.process == getpid()) return fail(hipErrorInvalidValue);
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.of.process, handle.of.file);
+    int file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0) return fail(hipErrorInvalidHandle);
+    hipError_t error = map_twice(file, handle.of.bytes, -1, out);
+    close(file);
+    return error;
+}
+
+API hipError_t hipIpcCloseMemHandle(void *address) {
+    pthread_mutex_lock(&lock);
+    block_t *found = find(address);
+    int device = found && !found->pinned && found->file < 0 ? found->owner : -1;
+    pthread_mutex_unlock(&lock);
+    block_t b;
+    if (device >= 0) synchronize_device(device); /* as measured with CUDA's */
+    if (device < 0 || !take(address, 0, &b)) return fail(hipErrorInvalidHandle);
+    unmap_twice(&b);
+    return hipSuccess;
+}
+
+API hipError_t hipDeviceCanAccessPeer(int *can, int device, int other) {
+    int devices = device_count();
+    if (device < 0 || other < 0 || device >= devices || other >= devices) return fail(hipErrorInvalidDevice);
+    *can = device != other && setting("HIPHOST_PEERS", 1);
     return hipSuccess;
 }
 

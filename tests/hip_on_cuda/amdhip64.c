@@ -145,6 +145,14 @@ API hipError_t hipPointerGetAttributes(hipPointerAttribute_t *to, const void *at
                                               from.type == cudaMemoryTypeManaged, 0};
     return hip_error(error);
 }
+FORWARD(hipDeviceCanAccessPeer, cudaDeviceCanAccessPeer, (int *can, int device, int other), (can, device, other))
+FORWARD(hipIpcGetMemHandle, cudaIpcGetMemHandle, (hipIpcMemHandle_st *handle, void *at), ((cudaIpcMemHandle_t *)handle, at))
+API hipError_t hipIpcOpenMemHandle(void **at, hipIpcMemHandle_st handle, unsigned int flags) {
+    cudaIpcMemHandle_t same;
+    memcpy(&same, &handle, sizeof same);
+    return hip_error(cudaIpcOpenMemHandle(at, same, flags));
+}
+FORWARD(hipIpcCloseMemHandle, cudaIpcCloseMemHandle, (void *at), (at))
 API hipError_t hipMemGetAddressRange(void **base, size_t *bytes, void *at) {
     return DRIVER(cuMemGetAddressRange, ((CUdeviceptr *)base, bytes, (CUdeviceptr)at));
 }

@@ -11,7 +11,7 @@ from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
 
-STRUCTS = ("hipUUID_t", "hipDeviceArch_t", "hipDeviceProp_t", "hipPointerAttribute_t")
+STRUCTS = ("hipIpcMemHandle_st", "hipUUID_t", "hipDeviceArch_t", "hipDeviceProp_t", "hipPointerAttribute_t")
 BIT_FIELDS = ("hipDeviceArch_t",)  # Cython has no word for them
 
 

@@ -57,7 +57,7 @@ def test_without_a_compiler_says_what_to_do(builder: dict[str, Any], monkeypatch
 @pytest.mark.parametrize(
     "check",
     [
-        "devices", "memory", "pinned", "order", "default_stream", "blocks", "compiler", "graph", "bad_captures",
+        "devices", "memory", "pinned", "order", "default_stream", "blocks", "compiler", "graph", "bad_captures", "peers",
     ],
 )  # fmt: skip
 def test_hip(run: Run, check: str) -> None:

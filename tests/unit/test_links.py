@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import cast
 
 import pytest
 
+from xvcomm.abc.device import Device, PeerMemory
 from xvcomm.abc.store import Store
-from xvcomm.abc.transport import Capabilities, Transport
+from xvcomm.abc.transport import Capabilities, Transport, peer_refusal
 from xvcomm.config import Config
 from xvcomm.deadline import NEVER, Deadline
-from xvcomm.links import CHANNELS, Links, Use
+from xvcomm.lending import Lending
+from xvcomm.links import CHANNELS, Links, Member, Use
 from xvcomm.ring import Reason, RingEnd, RingLayout
 from xvcomm.shm import Segment
 from xvcomm.store.memory import MemoryStore
 
-OFFERS = [[Capabilities("own", "here", 0)]] * 3
+OFFERS = [Capabilities("own", "here", 0)]
+FIRST = PeerMemory("cuda", "here", "bus 0", ("bus 0", "bus 1"))
+LENDING = Lending(cast(Device, None), lambda rank: False)
+SECOND = replace(FIRST, device="bus 1", reaches=("bus 1", "bus 0"))
 
 
 class Recording(Transport):
@@ -25,7 +32,7 @@ class Recording(Transport):
         self.opened: dict[str, tuple[int, RingLayout, bool]] = {}
 
     def capabilities(self) -> Capabilities:
-        return OFFERS[0][0]
+        return OFFERS[0]
 
     def open_ring(
         self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool, job: str
@@ -42,7 +49,8 @@ class Recording(Transport):
 
 
 def links(transport: Transport, rank: int, kinds: tuple[str, ...] = ("host", "host", "cuda"), **config: int) -> Links:
-    return Links(Config(**config), "links", MemoryStore(), rank, [transport], OFFERS, kinds)
+    members = [Member(number, OFFERS, kind, kind) for number, kind in enumerate(kinds)]
+    return Links(Config(**config), "links", MemoryStore(), rank, [transport], LENDING, members)
 
 
 def test_each_channel_has_a_ring_of_its_own() -> None:
@@ -90,3 +98,53 @@ def test_further_channels_have_less_memory() -> None:
     assert [data[f"ring/point_to_point/0-{peer}/{channel}"] for peer in (1, 2) for channel in (0, 1)] == [
         96 * 16384, 32 * 16384, 8 << 20, 2 << 20
     ]  # fmt: skip
+
+
+def shape(ours: Member, theirs: Member, rank: int, channel: int = 0) -> RingLayout:
+    """What a ring between two ranks is asked to be."""
+    transport = Recording()
+    mine = Links(Config(), "links", MemoryStore(), rank, [transport], LENDING, [ours, theirs])
+    mine.end(1 - rank, Use.POINT_TO_POINT, NEVER, producer=True, channel=channel)
+    mine.close()
+    return next(iter(transport.opened.values()))[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slots_lie_in_gpu_memory_inside_an_island(rank: int) -> None:
+    ours, theirs = Member(4, OFFERS, "cuda", "a", FIRST), Member(7, OFFERS, "cuda", "a", SECOND)
+    assert shape(ours, theirs, rank) == RingLayout(16, 4, 256 << 10, apart=True)
+    assert shape(ours, theirs, rank, 3) == RingLayout(8, 4, 128 << 10, apart=True)
+    assert shape(ours, theirs, rank).size < shape(ours, theirs, rank).capacity
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slots_lie_in_host_memory_elsewhere(rank: int) -> None:
+    """Across islands of a rehearsal too, whose GPUs do reach each other."""
+    ours = Member(4, OFFERS, "cuda", "a", FIRST)
+    for theirs in (
+        Member(7, OFFERS, "cuda", "b", SECOND),
+        Member(7, OFFERS, "cuda", "a", replace(SECOND, refused="switched off")),
+        Member(7, OFFERS, "cuda", "a"),
+        Member(7, OFFERS, "host", "a"),
+    ):
+        assert shape(ours, theirs, rank) == RingLayout(8, 4, 256 << 10)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "refusal"),
+    [
+        (SECOND, ""),
+        (FIRST, ""),
+        (None, "not both ranks have GPUs"),
+        (replace(SECOND, refused="switched off"), "switched off"),
+        (replace(SECOND, runtime="rocm"), "different vendors"),
+        (replace(SECOND, processes="container"), "--ipc=host"),
+        (replace(SECOND, reaches=("bus 1",)), "bus 0 and bus 1 do not reach"),
+        (replace(SECOND, device="bus 2"), "bus 0 and bus 2 do not reach"),
+    ],
+)
+def test_why_two_gpus_share_no_memory(theirs: PeerMemory | None, refusal: str) -> None:
+    """Both ends come to the same."""
+    found = peer_refusal(FIRST, theirs)
+    assert found == peer_refusal(theirs, FIRST)
+    assert refusal in found and bool(refusal) == bool(found)

@@ -24,7 +24,7 @@ from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp
 from xvcomm.opcode import OpCode
-from xvcomm.ring import LEDGER, Message, Reason, RingEnd, RingLayout
+from xvcomm.ring import LEAST_APART_CHUNK, LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.shm import Segment
 from xvcomm.testing.cases import distinct, reductions
 
@@ -65,6 +65,9 @@ class PlainRuntime:
         if done.returncode:
             raise VendorError("g++", done.returncode, "compilation", done.stderr)
         return image.read_bytes()
+
+    def addresses(self) -> tuple[int, int, int]:
+        return 0, 0, 0
 
     def load(self, image: bytes) -> int:
         file = self._folder / f"loaded{len(self._libraries)}.so"
@@ -119,7 +122,7 @@ class Ring:
         """A transfer through one end."""
         end, state = (self.producer, self.states[0]) if producer else (self.consumer, self.states[1])
         aligned = -(-state.ctypes.data // 128) * 128
-        return Transfer(end.address, aligned, end.geometry, producer, data.ctypes.data, message, end.peer, **how)
+        return Transfer(end.address, end.slots, aligned, end.geometry, producer, data.ctypes.data, message, end.peer, **how)
 
     def move(self, *args: Any, **how: Any) -> None:
         """One transfer by a kernel."""
@@ -257,6 +260,23 @@ def test_the_producer_waits_for_the_ledger(bench: Bench) -> None:
     assert ring.producer.finished() == (LEDGER, True)
     bench.both(lambda: run(False), ahead.result)
     assert ring.consumer.finished() == (count, True)
+    ring.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 65_536, 1_000_003])
+def test_slots_may_lie_elsewhere(bench: Bench, nbytes: int) -> None:
+    """Counters and descriptions are in the ring's memory, which then ends with them; the bytes go through the slots alone."""
+    layout = RingLayout(3, 2, 128 << 10, apart=True)
+    ring, data, target = Ring(bench, layout), distinct(UINT8, nbytes, 1), np.zeros(nbytes, np.uint8)
+    slots = np.zeros(layout.capacity, np.uint8)
+    assert ring.consumer.layout == layout and layout.size == layout.data
+    ring.producer.slots = ring.consumer.slots = slots.ctypes.data
+    bench.both(lambda: ring.move(True, data, message(nbytes)), lambda: ring.move(False, target, message(nbytes)))
+    assert_bits(target, data)
+    if nbytes <= LEAST_APART_CHUNK:  # one slot takes it
+        assert_bits(slots[:nbytes], data)
+        assert not slots[layout.slot_bytes :].any()
+    assert ring.producer.finished() == ring.consumer.finished() == (1, True)
     ring.close()
 
 

@@ -26,6 +26,10 @@ class Backend(ABC):
         """How many devices of the kind this host has; asked only where nothing refuses."""
         return 1
 
+    def peer_memory(self) -> str:
+        """Whether its devices reach each other's memory, in words; asked only where there are several."""
+        return ""
+
     @abstractmethod
     def device(self, config: Config) -> Device:
         """This rank's device."""

@@ -8,7 +8,7 @@ collects border transfers and moves them all together when it is waited for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,25 @@ from typing import Any, Protocol
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp
 from xvcomm.ring import Message, RingEnd
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """What decides whether a device and one of another process reach each other's memory; see `transport.peer_refusal`.
+
+    Attributes:
+        runtime: whose handles for memory it takes: `cuda`, `rocm`.
+        processes: equal for processes that may pass such handles to each other.
+        device: the device's name on the host's bus.
+        reaches: names of the devices whose memory it reads and writes, itself included.
+        refused: why this rank shares no memory; empty if it does.
+    """
+
+    runtime: str
+    processes: str
+    device: str
+    reaches: tuple[str, ...]
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +48,7 @@ class DeviceCapabilities:
         index: number of the device in this process, as DLPack has it.
         asynchronous: whether streams go on behind the host, so that operations return when they are enqueued.
         dmabuf: whether its memory can be registered with a NIC.
+        peers: with whom it shares memory, if it is of a kind that can.
     """
 
     kind: str
@@ -37,6 +57,7 @@ class DeviceCapabilities:
     index: int = 0
     asynchronous: bool = False
     dmabuf: bool = False
+    peers: PeerMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +67,15 @@ class Allocation:
     address: int
     nbytes: int
     owner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Memory of a device that devices of other processes can map, by its handle."""
+
+    address: int
+    nbytes: int
+    handle: bytes
 
 
 class Mark(Protocol):
@@ -63,6 +93,11 @@ class Stream(ABC):
 
     deadline: Deadline
     """Until when the host may wait for what is on it; set by whoever enqueues."""
+
+    @property
+    def handle(self) -> int:
+        """The vendor's handle, for whoever enqueues something now; 0 where streams have none."""
+        return 0
 
     @abstractmethod
     def mark(self) -> object:
@@ -207,6 +242,30 @@ class Device(ABC):
             recorder, communicator: `Recorder.handle`, and the communicator's number in the records.
             stop: address of the communicator's abort word.
         """
+        raise NotImplementedError
+
+    def lend(self, nbytes: int) -> Loan:
+        """Memory for the slots of a ring. Only devices whose capabilities name `peers` have this and the next three.
+
+        Raises:
+            ResourceError: there is not enough.
+        """
+        raise NotImplementedError
+
+    def take_back(self, loan: Loan, returned: Callable[[], bool]) -> None:
+        """Use memory for something else as soon as `returned` says that nobody has it mapped any more."""
+        raise NotImplementedError
+
+    def borrow(self, handle: bytes) -> int:
+        """Map memory that another process's device has lent; its address here. Does not wait for what runs.
+
+        Raises:
+            ResourceError: it cannot be mapped.
+        """
+        raise NotImplementedError
+
+    def give_back(self, address: int) -> None:
+        """Unmap it. May wait for what runs on the device."""
         raise NotImplementedError
 
     @abstractmethod

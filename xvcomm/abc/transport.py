@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xvcomm.abc.device import PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
@@ -41,6 +42,28 @@ def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capa
             "ranks on one host must share /dev/shm (containers: --ipc=host)"
         )
     return min(both, key=lambda c: (c.rank_order, c.scheme))
+
+
+def peer_refusal(ours: PeerMemory | None, theirs: PeerMemory | None) -> str:
+    """Why rings between two ranks of one island lie in host memory, or "" if they lie in either one's GPU memory.
+
+    A pure function of what both ends offer, and the same from either side.
+    """
+    if ours is None or theirs is None:
+        return "not both ranks have GPUs"
+    for end in (ours, theirs):
+        if end.refused:
+            return end.refused
+    if ours.runtime != theirs.runtime:
+        return "the GPUs are of different vendors"
+    if ours.processes != theirs.processes:
+        return "the processes share no namespaces of processes and IPC (containers: --ipc=host --pid=host)"
+    if ours.device not in theirs.reaches or theirs.device not in ours.reaches:
+        return (
+            f"the GPUs {' and '.join(sorted((ours.device, theirs.device)))} do not reach each other's memory, or a process "
+            "does not see the other's GPU (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES)"
+        )
+    return ""
 
 
 class Transport(ABC):

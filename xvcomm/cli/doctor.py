@@ -87,7 +87,7 @@ def examine(env: Mapping[str, str]) -> Report:
         machine["launcher"] = f"{launch.launcher}: rank {launch.rank} of {launch.size}"
     except ConfigError as error:
         problems.append(Problem(str(error), "start the ranks with a launcher, or unset the variable", fatal=True))
-    backends = [_found(f) | {"devices": f.load()().devices() if f.usable else 0} for f in registry.backends()]
+    backends = [_found(f) | _devices(f) for f in registry.backends()]
     transports = [_found(f) for f in registry.transports()]
     problems += _missing("backend", "host", backends) + _missing("transport", "shm", transports)
     shared_memory = _shared_memory(Path(config.shm_dir), problems)
@@ -105,6 +105,15 @@ def examine(env: Mapping[str, str]) -> Report:
 
 def _found(found: registry.Found) -> dict[str, Any]:
     return {"name": found.name, "usable": found.usable, "reason": found.reason, "remedy": found.remedy}
+
+
+def _devices(found: registry.Found) -> dict[str, Any]:
+    """How many devices a backend has, and whether they reach each other's memory."""
+    if not found.usable:
+        return {"devices": 0, "peer_memory": ""}
+    backend = found.load()()
+    count = backend.devices()
+    return {"devices": count, "peer_memory": backend.peer_memory() if count > 1 else ""}
 
 
 def _missing(kind: str, name: str, found: list[dict[str, Any]]) -> list[Problem]:
@@ -227,8 +236,8 @@ def show(report: Report, console: Console) -> None:
     console.print(_pairs("Shared memory", ((k.replace("_", " "), str(v)) for k, v in shm.items())))
     console.print(_pairs("Limits", report.limits.items()))
     for title, found in (("Backends", report.backends), ("Transports", report.transports)):
-        rows = ((f["name"], _usable(f), f["reason"], f["remedy"]) for f in found)
-        console.print(_table(title, ("name", "usable", "reason", "remedy"), rows))
+        rows = ((f["name"], _usable(f), f["reason"] or f.get("peer_memory", ""), f["remedy"]) for f in found)
+        console.print(_table(title, ("name", "usable", "remarks", "remedy"), rows))
     settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in report.variables)
     console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
     for problem in report.problems:

@@ -31,7 +31,11 @@ EVERY_WAY = ("a:2", "a:3", "a:1,b:1", "a,b,c")
 COUNTS = (0, 1, 3, 7, 1000, 65_537, 1_000_003)
 """Elements of an array; the last go round every ring and stage several times."""
 
-SMALL_GPU_RINGS = {"XVCOMM_GPU_RING_SLOTS": "8", "XVCOMM_GPU_RING_SLOT_BYTES": "8192"}
+SMALL_GPU_RINGS = {
+    "XVCOMM_GPU_RING_SLOTS": "8", "XVCOMM_GPU_RING_SLOT_BYTES": "8192",
+    "XVCOMM_PEER_RING_SLOTS": "8", "XVCOMM_PEER_RING_SLOT_BYTES": "8192",
+}  # fmt: skip
+
 
 def kinds() -> list[str]:
     """Device kinds of all registered backends that work here."""

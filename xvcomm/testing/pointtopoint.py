@@ -33,6 +33,24 @@ def check_blocking(comm: Communicator, dtype: str, count: int) -> None:
                 room.check()
 
 
+def rings_in_gpu_memory(comm: Communicator, count: int) -> list[int]:
+    """Exchange with every other rank; gives those with whom the slots of both rings lie in a GPU's memory."""
+    a, found = arrays(comm), []
+    for peer in range(comm.size):
+        if peer != comm.rank:
+            sent, room = a.put(np.full(count, comm.rank, np.float32)), Room(a, BY_NAME["float32"], count)
+            with comm.group():
+                comm.send(sent, peer)
+                comm.recv(room.array, peer)
+            assert (a.get(room.array) == peer).all()
+            room.check()
+            ends = [end for end in comm._context.links.ends() if end.peer == peer]
+            assert len({end.layout.apart for end in ends}) == 1
+            assert all(bool(end.slots) == end.layout.apart for end in ends)
+            found += [peer] if ends[0].layout.apart else []
+    return found
+
+
 def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
     """All ranks send to the next and receive from the one before: at once, in the background, as a group."""
     a, kind = arrays(comm), BY_NAME[dtype]

@@ -1,0 +1,246 @@
+"""Slots in GPU memory: who lends them, who maps them, and when the memory may serve another ring."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from xvcomm.abc.device import Device, PeerMemory, RingStopped
+from xvcomm.abc.transport import Capabilities
+from xvcomm.backends._peer import PeerPool, apart, reached
+from xvcomm.backends._vendor import Runtime, VendorError
+from xvcomm.backends.shm import ShmTransport
+from xvcomm.config import Config
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.errors import DeadlineExceeded, ResourceError
+from xvcomm.lending import Lending
+from xvcomm.links import Links, Member, Use
+from xvcomm.ring import ABORT, BORROWER, CONSUMED, TURNS, Reason, RingEnd, RingLayout
+from xvcomm.shm import Segment, sweep
+from xvcomm.store.memory import MemoryStore
+
+WORD = 8
+MEMORY = PeerMemory("counting", "here", "bus 0", ("bus 0",))
+JOB = "lending"
+SOON = 5.0
+
+
+class CountingRuntime:
+    """Three devices, the last of which reaches no other; memory is a number that grows."""
+
+    kind = "counting"
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.opened: list[int] = []
+        self.fails = False
+
+    def count(self) -> int:
+        return 3
+
+    def bus(self, index: int) -> str:
+        return f"bus {index}"
+
+    def reaches(self, index: int, other: int) -> bool:
+        if other == 2:
+            raise VendorError("reaches", 1, "unknown", "")
+        return index != 2
+
+    def shareable(self, nbytes: int) -> int:
+        self._fail()
+        self.made.append((len(self.made) + 1) << 20)
+        return self.made[-1]
+
+    def export(self, address: int) -> bytes:
+        return b"%d" % address
+
+    def open(self, handle: bytes) -> int:
+        self._fail()
+        self.opened.append(int(handle) + 1)
+        return self.opened[-1]
+
+    def close(self, address: int) -> None:
+        self.opened.remove(address)
+
+    def _fail(self) -> None:
+        if self.fails:
+            raise VendorError("counting", 2, "outOfMemory", "no more")
+
+
+class Pair:
+    """Both ends of rings between two ranks of an island, in one process."""
+
+    def __init__(self) -> None:
+        self.runtimes = [CountingRuntime(), CountingRuntime()]
+        self.pools = [PeerPool(cast(Runtime, runtime)) for runtime in self.runtimes]
+        self.gone: set[int] = set()
+        self.lending = [Lending(cast(Device, pool), self.gone.__contains__) for pool in self.pools]
+        self.renew()
+
+    def _links(self, rank: int) -> Links:
+        members = [Member(10 + n, [Capabilities("shm", "here", 0)], "counting", "a", MEMORY) for n in range(2)]
+        transport = ShmTransport(Config(), "here")
+        return Links(Config(), JOB, self.store, rank, [transport], self.lending[rank], members)
+
+    def renew(self) -> None:
+        """Another communicator of the same ranks."""
+        self.store = MemoryStore()
+        self.links = [self._links(rank) for rank in range(2)]
+
+    def end(self, rank: int, *, producer: bool, deadline: Deadline = NEVER) -> RingEnd:
+        return self.links[rank].end(1 - rank, Use.POINT_TO_POINT, deadline, producer=producer)
+
+    def close(self) -> None:
+        for links in self.links:
+            links.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Afterwards without the names of rings that only one end has opened, as a session does."""
+    yield Pair()
+    sweep(Config().shm_dir, JOB)
+
+
+def write(ring: Segment, offset: int, value: int) -> None:
+    ring.view[offset : offset + WORD] = value.to_bytes(WORD, sys.byteorder, signed=True)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_end_lends_and_the_second_maps(pair: Pair, first: int) -> None:
+    """Whichever of producer and consumer comes first: neither waits."""
+    lender = pair.end(first, producer=first == 0)
+    borrower = pair.end(1 - first, producer=first != 0)
+    assert lender.made and not borrower.made
+    assert lender.layout == borrower.layout == RingLayout(16, 4, 256 << 10, apart=True)
+    assert (lender.slots, borrower.slots) == (1 << 20, (1 << 20) + 1)
+    assert [len(runtime.made) for runtime in pair.runtimes] == [1 - first, first]
+    pair.close()
+    assert not pair.runtimes[0].opened + pair.runtimes[1].opened
+
+
+def test_memory_is_lent_again_when_the_other_end_is_closed(pair: Pair) -> None:
+    for rank in (0, 1):
+        pair.end(rank, producer=rank == 0)
+    pair.links[0].close()
+    old = pair.links[1]
+    pair.renew()
+    assert pair.end(0, producer=True).slots == 2 << 20  # the other one is still mapped
+    old.close()
+    pair.links[0].close()
+    pair.renew()
+    assert {pair.end(0, producer=producer).slots for producer in (True, False)} == {1 << 20, 2 << 20}
+    pair.close()
+    assert len(pair.runtimes[0].made) == 2
+
+
+def test_memory_is_lent_again_when_nobody_came(pair: Pair) -> None:
+    """Who comes later learns that the other end has closed, and maps nothing."""
+    word = Reason.LEFT.word(0)
+    pair.end(0, producer=True)
+    pair.links[0].abort(word)
+    pair.links[0].close()
+    with pytest.raises(RingStopped) as stopped:
+        pair.end(1, producer=False)
+    assert stopped.value.word == word and stopped.value.end.peer == 0
+    assert not pair.runtimes[1].opened
+    pair.renew()
+    assert pair.end(0, producer=True).slots == 1 << 20
+    pair.close()
+
+
+def test_memory_is_lent_again_when_the_borrower_is_dead(pair: Pair) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    write(pair.end(0, producer=True)._segment, BORROWER, child.pid)
+    pair.links[0].close()
+    pair.renew()
+    assert pair.end(0, producer=True).slots == 1 << 20
+    pair.close()
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_memory_that_a_kernel_may_still_use_serves_no_other_ring(pair: Pair, stuck: int) -> None:
+    """Of the lender, or of the borrower, which keeps it mapped."""
+    ends = [pair.end(rank, producer=rank == 0) for rank in (0, 1)]
+    ends[stuck].stuck = True
+    pair.links[1].close()
+    pair.links[0].close()
+    assert len(pair.runtimes[1].opened) == stuck
+    pair.renew()
+    assert pair.end(0, producer=True).slots == 2 << 20
+    pair.close()
+
+
+def test_without_memory_says_what_to_do(pair: Pair) -> None:
+    """And leaves no end behind, nor a file."""
+    pair.runtimes[0].fails = True
+    with pytest.raises(ResourceError, match=r"outOfMemory.*16777216 bytes.*_RING_SLOTS.*XVCOMM_PEER_MEMORY=0"):
+        pair.end(0, producer=True)
+    with pytest.raises(DeadlineExceeded):
+        pair.end(1, producer=False, deadline=Deadline.after(0.01))
+    pair.renew()
+    pair.runtimes[0].fails, pair.runtimes[1].fails = False, True
+    pair.end(0, producer=True)
+    with pytest.raises(ResourceError, match="cannot be mapped; set XVCOMM_PEER_MEMORY=0"):
+        pair.end(1, producer=False)
+    assert not pair.links[1].ends()
+    pair.close()
+    pair.renew()
+    assert pair.end(0, producer=True).slots == 1 << 20
+    pair.close()
+
+
+@pytest.mark.parametrize("borrowed", [False, True])
+@pytest.mark.parametrize("ends", ["received", "closed", "aborted", "gone"])
+def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, borrowed: bool, ends: str) -> None:
+    """Or will not be. At the end of the job the process waits for it."""
+    end = pair.end(0, producer=True)
+    ring = Segment.attach(Config().shm_dir, end._segment.name)
+    write(ring, TURNS, 3)
+    if borrowed:
+        write(ring, BORROWER, os.getpid())
+    pair.links[0].close()
+    pair.renew()
+    assert pair.end(0, producer=True).slots == 2 << 20
+    waiting = threading.Thread(target=pair.lending[0].linger)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    if ends == "gone":
+        pair.gone.add(11)
+    else:
+        offset, value = {
+            "received": (CONSUMED, 3),
+            "closed": (BORROWER, -1),
+            "aborted": (ABORT, Reason.ABORTED.word(0)),
+        }[ends]
+        write(ring, offset, value)
+    begun = time.monotonic()
+    waiting.join()
+    assert time.monotonic() - begun < SOON
+    write(ring, BORROWER, -1)
+    pair.links[0].close()
+    pair.renew()
+    assert {pair.end(0, producer=producer).slots for producer in (True, False)} == {1 << 20, 2 << 20}
+    pair.close()
+    ring.close()
+
+
+def test_what_a_device_reaches() -> None:
+    """Itself and others; what the vendor does not know is out of reach."""
+    runtime = cast(Runtime, CountingRuntime())
+    first, last = reached(runtime, 0, True), reached(runtime, 2, True)
+    assert (first.device, first.reaches) == ("bus 0", ("bus 0", "bus 1"))
+    assert (last.device, last.reaches) == ("bus 2", ("bus 2",))
+    assert first.processes == last.processes and first.runtime == "counting" and not first.refused
+    assert reached(runtime, 0, False) == replace(first, refused="XVCOMM_PEER_MEMORY=0")
+    assert apart(runtime) == [(0, 2), (1, 2)]
