@@ -74,6 +74,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare the losses with those of one process")
     arguments = parser.parse_args()
     comm = xvjax.init()
+    if comm.device != "host":
+        mine = next(d for d in jax.local_devices() if d.local_hardware_id == comm.device_index)
+        jax.config.update("jax_default_device", mine)
+        jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round products to fewer bits
     text, parameters, everything = corpus(1 << 20), initial(0), initial(0)
     worst, loss = 0.0, float("nan")
     for number in range(arguments.steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
@@ -14,12 +13,14 @@ import numpy as np
 from xvcomm import array
 from xvcomm.abc.device import Stream
 from xvcomm.array import ArrayView
+from xvcomm.atomics import READY
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp, Reduction
 from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation, pack_detail
+from xvcomm.prepared import BUSY, Gate, PreparedCall
 from xvcomm.ring import Message
 from xvcomm.schedule.steps import Collective as Op
 from xvcomm.schedule.steps import Request
@@ -28,8 +29,9 @@ from xvcomm.work import OrderedWorker, Work
 
 _NO_REDUCTION = Reduction(ReduceOp.SUM)
 _CLOSE_SECONDS = 2.0
-_INSIDE_START = 4
-"""Functions of xvcomm that are under way at the least when an asynchronous collective asks for the call site."""
+_SHAPES = 1000
+_INSIDE_RUN, _INSIDE_START = 3, 4
+"""Functions of xvcomm that are under way at the least when a collective asks for the call site: blocking, asynchronous."""
 _REQUESTS = {
     OpCode.BROADCAST: Op.BROADCAST, OpCode.REDUCE: Op.REDUCE, OpCode.ALL_REDUCE: Op.ALL_REDUCE,
     OpCode.BARRIER: Op.ALL_REDUCE, OpCode.REDUCE_SCATTER: Op.REDUCE_SCATTER, OpCode.ALL_GATHER: Op.ALL_GATHER,
@@ -37,7 +39,7 @@ _REQUESTS = {
 }  # fmt: skip
 
 
-class Call(msgspec.Struct, eq=False):
+class Call(msgspec.Struct, eq=False, gc=False):
     """One collective as this rank calls it; counts are elements.
 
     Attributes:
@@ -102,7 +104,9 @@ class Caller:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._order = threading.Lock()
+        self._gate = Gate(context)
+        self._once: set[object] = set()
+        self._prepared: dict[object, PreparedCall | None] = {}
         self._worker = OrderedWorker(f"xvcomm-{context.path}")
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._alone = context.topology.size == 1
@@ -124,8 +128,35 @@ class Caller:
         self._admit(call)
         if not self._worker.idle:
             return Work(self._submit(call, deadline), str(call.op)).wait()
-        with self._order:
+        prepared = self._known(call) if self._native_only else None
+        if prepared is not None:
+            src, dst = array.address(call.src), array.address(call.dst)
+            code = prepared.run(src, dst, call.site or call_site(_INSIDE_RUN))
+            if code != BUSY:
+                if code != READY:
+                    prepared.finish(src, dst, deadline)
+                return self._result(call)
+        with self._gate:
             return self._run(call, deadline)
+
+    def _known(self, call: Call) -> PreparedCall | None:
+        """The collective prepared, from its second time in this shape on; None if it cannot be."""
+        how = call.reduction
+        shape = (
+            call.op, call.dtype.code, how and how.op, call.count, call.counts, call.recv_counts, call.root, call.uneven,
+        )  # fmt: skip
+        try:
+            return self._prepared[shape]
+        except KeyError:
+            again = shape in self._once
+        if not again:
+            if len(self._once) >= _SHAPES:
+                self._once.clear()
+                self._prepared.clear()
+            self._once.add(shape)
+            return None
+        found = self._prepared[shape] = self.prepare(call)
+        return found
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Run a collective behind those that were started before."""
@@ -136,18 +167,31 @@ class Caller:
         kind, src, dst = self._context.kind, call.src, call.dst
         if src is not None and (src.device != kind or kind != "host"):
             self._context.admit(src)
-        if dst is not None and (dst.device != kind or kind != "host"):
+        if dst is not None and dst is not src and (dst.device != kind or kind != "host"):
             self._context.admit(dst)
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
         site = call.site or call_site(_INSIDE_START)  # asked for here: the worker has no caller
 
         def locked() -> Any:
-            with self._order:
-                return self._run(call, deadline, site)
+            try:
+                with self._gate:
+                    return self._run(call, deadline, site)
+            finally:
+                self._gate.queue(-1)
 
         self._context.ensure_open(call.op)
+        self._gate.queue(1)
         return self._worker.submit(locked)
+
+    def prepare(self, call: Call) -> PreparedCall | None:
+        """The same collective for compiled code, on any addresses; None before one has run, or if compiled code cannot."""
+        native = self._context.joined_native()
+        if native is None or not self._native_only:
+            return None
+        counts = call.counts or (call.count,)
+        found = native.prepare(call.op, counts, call.recv_counts, call.dtype, call.how(), call.root)
+        return self._gate.admit(call.op, call.message(), call.site, found) if found is not None else None
 
     def _run(self, call: Call, deadline: Deadline, site: int = 0) -> Any:
         context = self._context
@@ -175,8 +219,7 @@ class Caller:
         native = self._context.native(deadline)
         dtype, op = call.dtype, call.how()
         stream.deadline = deadline
-        src = call.src.address if call.src is not None else 0
-        dst = call.dst.address if call.dst is not None else 0
+        src, dst = array.address(call.src), array.address(call.dst)
         match call.op:
             case OpCode.ALL_REDUCE | OpCode.BARRIER:
                 native.all_reduce(src, dst, call.count, dtype, op, stream)
@@ -197,8 +240,7 @@ class Caller:
 
     def _scheduled(self, call: Call, operation: Operation, deadline: Deadline) -> None:
         plan = self._context.planner.plan(call.request())
-        src = call.src.address if call.src is not None else 0
-        dst = call.dst.address if call.dst is not None else 0
+        src, dst = array.address(call.src), array.address(call.dst)
         self._executor.run(
             plan.schedule, Buffers(src, dst), call.dtype, call.how(), operation, deadline
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Courier, RingStalled, RingStopped
@@ -13,7 +14,7 @@ from xvcomm.array import ArrayView
 from xvcomm.blame import Blame
 from xvcomm.board import Board
 from xvcomm.deadline import Deadline
-from xvcomm.errors import ArgumentError, ArrayError, ClosedError, DeadlineExceeded, XvcommError
+from xvcomm.errors import ArrayError, ClosedError, DeadlineExceeded, XvcommError
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
 from xvcomm.operation import NO_PEER, Operation
@@ -23,12 +24,10 @@ from xvcomm.ring import Message, Reason, RingEnd
 from xvcomm.session import Session
 from xvcomm.shm import Segment
 from xvcomm.store.guarded import GuardedStore
-from xvcomm.topology import Topology
+from xvcomm.topology import Topology, check_kinds
 from xvcomm.trace import DONE, State, call_site, hooks
 
-_DRAIN_SECONDS = 10.0
-_SETTLE_SECONDS = 1.0
-_PAUSE_SECONDS = 0.0005
+_DRAIN_SECONDS, _SETTLE_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 0.0005
 _INSIDE_SEND, _INSIDE_COLLECTIVE = 4, 5
 """Functions of xvcomm that are under way at the least when `begin` asks for the call site, itself included."""
 _NOTHING = Message(0, 0, 0, 0)
@@ -45,6 +44,8 @@ class Context:
         index: number of this rank's device, as DLPack has it.
         asynchronous: whether operations go on behind the host.
         pending: those that do.
+        sequence: number of the next collective.
+        place: address of the board for compiled code; see `Board.place`.
         closing: called by `close` when operations have been stopped and before memory is unmapped.
     """
 
@@ -60,14 +61,14 @@ class Context:
         self._closed = False
         self._word = 0
         self._departed: set[int] = set()
-        self._sequence = 0
+        self.sequence = 0
         self._board: Board | None = None
         self._native: Collective | None = None
         self.store = GuardedStore(f"comm/{path}", session.store, self.check)
         labels = [session.collective_label(r) for r in ranks]
-        self._check_islands(labels)
-        self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         kinds = [session.infos[r].device for r in ranks]
+        check_kinds(labels, kinds)
+        self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         self.planner = Planner(self.topology, self.rank, session.config, gpus=set(kinds) != {"host"})
         self.device = session.device
         able = session.device.capabilities()
@@ -75,11 +76,10 @@ class Context:
         self.pending = Pending(self)
         self._recorder = session.recorder
         self.kind = session.backend.kind
-        offers = [session.offers[r] for r in ranks]
         self._part = f"-{self.ident:x}"
         self.links = Links(
-            session.config, session.job + self._part, self.store, self.rank, session.transports, offers,
-            kinds,
+            session.config, session.job + self._part, self.store, self.rank, session.transports, session.lending,
+            [session.member(r) for r in ranks],
         )  # fmt: skip
         self._blame = Blame(session, ranks, self.rank, self.ident, self.links)
         session.add(self)
@@ -89,16 +89,6 @@ class Context:
         except BaseException:
             self.close()
             raise
-
-    def _check_islands(self, labels: list[str]) -> None:
-        kinds: dict[str, str] = {}
-        for rank, label in zip(self.ranks, labels, strict=True):
-            kind = self.session.infos[rank].device
-            if kinds.setdefault(label, kind) != kind:
-                raise ArgumentError(
-                    f"island {label!r} holds ranks on {kinds[label]} and on {kind}: no native library joins them; "
-                    "give them different labels (XVCOMM_ISLAND)"
-                )
 
     def _open_board(self, deadline: Deadline) -> None:
         infos = self.session.infos
@@ -111,6 +101,7 @@ class Context:
         else:
             segment = self.session.attach(self.store, key, deadline)
         board = Board(segment, here, self.rank, self._recorder, self.ident)
+        self.place = board.place
         with self._gate:
             self._board = self._blame.board = board
             if self._word:
@@ -167,9 +158,7 @@ class Context:
     def ensure_open(self, name: OpCode) -> None:
         """Raise ClosedError after `close`."""
         if self._closed:
-            raise ClosedError(
-                f"{name} on a communicator that this rank has closed", rank=self.rank, op=str(name)
-            )
+            raise ClosedError(f"{name} on a communicator that this rank has closed", rank=self.rank, op=str(name))
 
     def courier(self, end: RingEnd, name: OpCode) -> Courier:
         """What sends (`name` SEND) or receives single messages of a ring end; for its use see `enter`."""
@@ -186,7 +175,7 @@ class Context:
         if self._closed:
             self._active.discard(courier)
             self.ensure_open(name)
-        return self._sequence
+        return self.sequence
 
     def leave(self, courier: Courier | Operation, *, moved: bool = True) -> None:
         """A courier has `moved` a message, or has begun none."""
@@ -198,22 +187,25 @@ class Context:
 
     def replace(self, courier: Courier, name: OpCode, message: Message, peer: int) -> Operation:
         """An operation in place of a courier that gave its message up; it must come to `fail`."""
-        operation = Operation(name, self._sequence, message, peer, courier.record)
+        operation = Operation(name, self.sequence, message, peer, courier.record)
         self._active.add(operation)
         self._active.discard(courier)
         return operation
 
-    def begin(self, name: OpCode, message: Message, peer: int = NO_PEER, site: int = 0) -> Operation:
+    def begin(
+        self, name: OpCode, message: Message, peer: int = NO_PEER, site: int = 0, launch: tuple[Any, ...] = ()
+    ) -> Operation:
         """Start an operation: number it, record it, and for collectives compare it with the others'; `end` or `fail` it.
 
         Args:
             site: where the user called it, from `call_site`; 0 if that is this thread's caller.
+            launch: of a collective that the native library enqueues at once: what follows the site in `Board.launch`.
 
         Raises:
             MismatchError, PeerLost, Aborted, DeadlineExceeded, ClosedError: the communicator is finished.
         """
         site = site or call_site(_INSIDE_COLLECTIVE if peer == NO_PEER else _INSIDE_SEND)
-        operation = Operation(name, self._sequence, message, peer)
+        operation = Operation(name, self.sequence, message, peer)
         self._active.add(operation)
         board = self._board
         if self._closed or board is None:
@@ -226,8 +218,9 @@ class Context:
             operation.record = recorder.begin(self.ident, sequence, +name, dtype, nbytes, peer, tag, site)
             stopped = board.abort_word() != 0
         else:
-            self._sequence += 1
-            number = board.post(operation.sequence, message, site)
+            self.sequence += 1
+            number = operation.sequence
+            number = board.launch(number, site, *launch) if launch else board.post(number, message, site)
             stopped = number < 0
             operation.record = ~number if stopped else number
         if stopped:
@@ -244,6 +237,13 @@ class Context:
             self._recorder.end(operation.record, state)
         finally:
             self._active.discard(operation)
+
+    def end_all(self, operations: Sequence[Operation], state: int = DONE) -> None:
+        """`end` of several at once."""
+        try:
+            self._recorder.end_all([operation.record for operation in operations], state)
+        finally:
+            self._active.difference_update(operations)
 
     def fail(self, error: BaseException, operation: Operation) -> BaseException:
         """An operation ended by an error from below: finishes the communicator and gives the error for the user."""

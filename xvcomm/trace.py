@@ -11,7 +11,7 @@ import itertools
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,8 +24,7 @@ from numba.extending import intrinsic, register_jitable
 
 from xvcomm.atomics import copy_bytes, load, store, store_release
 from xvcomm.dtype import BY_CODE
-from xvcomm.jit import brief as brief
-from xvcomm.jit import compiling
+from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
 
 RECORD = 128
@@ -135,7 +134,14 @@ def note_end(handle, number, state):  # type: ignore[no-untyped-def]
         store_release(record + 8 * _STATE, state)
 
 
+def _note_ends(handle: int, numbers: int, count: int, state: int) -> None:
+    """`note_end` of several operations."""
+    for i in range(count):
+        note_end(handle, load(numbers + 8 * i), state)
+
+
 with compiling():
+    _ends_kernel = brief("void(int64, int64, int64, int64)")(_note_ends)
     _note_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(note)
     _end_kernel = brief("void(int64, int64, int64)")(note_end)
 
@@ -171,6 +177,14 @@ class Recorder:
         _end_kernel(self.handle, number, +state)
         if hooks:
             self.tell(number)
+
+    def end_all(self, numbers: Sequence[int], state: int = DONE) -> None:
+        """Note that several ended, in that order."""
+        words = (ctypes.c_int64 * len(numbers))(*numbers)
+        _ends_kernel(self.handle, ctypes.addressof(words), len(numbers), +state)
+        if hooks:
+            for number in numbers:
+                self.tell(number)
 
     def tell(self, number: int) -> None:
         """Call the hooks with the record of an operation that ended."""

@@ -11,6 +11,7 @@ They keep the order in which they are called, in programs and across them, witho
 
 from __future__ import annotations
 
+from xvcomm.adapters.jax import versions  # noqa: F401  # first of all: it refuses a JAX that is too old
 from xvcomm.adapters.jax.blocks import all_gather, reduce_scatter
 from xvcomm.adapters.jax.communicators import init, use
 from xvcomm.adapters.jax.failures import cause, named_errors

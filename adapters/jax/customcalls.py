@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xvcomm.adapters.jax import ffi
+from xvcomm.adapters.jax import compiled, ffi
 from xvcomm.adapters.jax.failures import explain
 from xvcomm.adapters.jax.specs import CollectiveSpec, MessageSpec, Shape, Spec
 from xvcomm.array import ArrayView
@@ -21,6 +22,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.dtype import UINT8, ReduceOp, Reduction, from_numpy
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.opcode import OpCode
+from xvcomm.prepared import PreparedCall
 from xvcomm.trace import own_site
 
 _BARRIER = Reduction(ReduceOp.MAX)
@@ -50,6 +52,13 @@ class CustomCall(ABC):
             stream: the vendor's handle of the stream that it is put on; None on host memory, where this blocks.
         """
 
+    def prepare(self) -> None:  # noqa: B027
+        """Let compiled code run it on host memory from now on, if it can. Called when it has run there."""
+
+    def finish(self, src: int, dst: int) -> None:
+        """End what compiled code has begun. Arguments as in `run`."""
+        raise NotImplementedError
+
     def _view(self, shape: Shape, dtype: Any, address: int = 0) -> ArrayView:
         """An array of this rank's device; XLA owns its memory."""
         kind, count = from_numpy(np.dtype(dtype)), math.prod(shape)
@@ -71,9 +80,33 @@ class CollectiveCall(CustomCall):
         self._arrays = [(tuple(x.shape), x.dtype) for x in arrays]
         self._caller, self._timeout = spec.comm._caller, spec.comm.timeout
         self._spare: list[Call] = []
+        self._asked = False
+        self._prepared: PreparedCall | None = None
 
     def run(self, src: int, dst: int, stream: int | None) -> None:
         """See `CustomCall.run`."""
+        call = self._aimed(src, dst)
+        self._caller.run(call, Deadline.after(self._timeout), stream)
+        self._spare.append(call)
+
+    def prepare(self) -> None:
+        """See `CustomCall.prepare`; on one device, in one island."""
+        with _preparing:
+            if self._asked or self.device is not None:
+                return
+            self._asked = True
+            call = self._aimed(compiled.ARGUMENT, compiled.RESULT)
+            self._prepared = self._caller.prepare(call)
+            if self._prepared is not None:
+                compiled.add(self.number, self._prepared.address, *_addresses(call))
+
+    def finish(self, src: int, dst: int) -> None:
+        """See `CustomCall.finish`."""
+        assert self._prepared is not None
+        self._prepared.finish(*_addresses(self._aimed(src, dst)), Deadline.after(self._timeout))
+
+    def _aimed(self, src: int, dst: int) -> Call:
+        """The core's description with the addresses of input and output."""
         try:
             call = self._spare.pop()
         except IndexError:
@@ -82,8 +115,7 @@ class CollectiveCall(CustomCall):
             call.src.address = src
         if self.writes and call.dst is not None:
             call.dst.address = dst
-        self._caller.run(call, Deadline.after(self._timeout), stream)
-        self._spare.append(call)
+        return call
 
     def _make(self) -> Call:
         spec, site = self.spec, ctypes.addressof(self.site)
@@ -125,17 +157,21 @@ class MessageCall(CustomCall):
 
     def run(self, src: int, dst: int, stream: int | None) -> None:
         """See `CustomCall.run`."""
-        spec = self.spec
+        spec, transfers = self.spec, []
         comm, channel = spec.comm, spec.channel
-        if spec.src < 0:
-            comm.send(self._view(*self._out, src), spec.dst, spec.send_tag, channel=channel, stream=stream)
-        elif spec.dst < 0:
-            comm.recv(self._view(*self._back, dst), spec.src, spec.recv_tag, channel=channel, stream=stream)
+        if spec.dst >= 0:
+            view = self._view(*self._out, src)
+            transfers.append(comm._sending(view, spec.dst, spec.send_tag, channel, None, stream))
+        if spec.src >= 0:
+            view = self._view(*self._back, dst)
+            transfers.append(comm._receiving(view, spec.src, spec.recv_tag, channel, None, stream))
+        for transfer in transfers:
+            transfer.site = ctypes.addressof(self.site)
+        # Not by way of `send` and the like: these would ask this thread where the user is, and whether it has a group.
+        if len(transfers) > 1:
+            comm._transfers.run(transfers)
         else:
-            comm.sendrecv(
-                self._view(*self._out, src), spec.dst, self._view(*self._back, dst), spec.src, spec.send_tag,
-                spec.recv_tag, channel=channel, stream=stream,
-            )  # fmt: skip
+            comm._transfers.run_alone(transfers[0])
 
 
 class Kind(NamedTuple):
@@ -146,6 +182,7 @@ class Kind(NamedTuple):
 
 
 _calls: dict[int, CustomCall] = {}
+_preparing = threading.Lock()
 
 
 def prepared(spec: Spec, arrays: Sequence[Any], device: int | None = None) -> CustomCall:
@@ -169,6 +206,10 @@ def _prepared(spec: Spec, arrays: tuple[Kind, ...], device: int | None) -> Custo
     return found
 
 
+def _addresses(call: Call) -> tuple[int, int]:
+    return call.src.address if call.src is not None else 0, call.dst.address if call.dst is not None else 0
+
+
 def _lost(frame: ffi.Frame) -> ArgumentError:
     return ArgumentError(
         f"this program was compiled in another process (for {ffi.text(frame)}): programs with xvcomm's operations "
@@ -176,15 +217,21 @@ def _lost(frame: ffi.Frame) -> ArgumentError:
     )
 
 
-def _on_host(frame: ffi.Frame, number: int) -> None:
+def _on_host(frame: ffi.Frame, number: int, begun: bool) -> None:
     call = _calls.get(number)
     if call is None:
         raise _lost(frame)
-    if call.device is None or call.device == ffi.device(frame):
-        call.run(ffi.argument(frame) if call.reads else 0, ffi.result(frame) if call.writes else 0, None)
+    if call.device is not None and call.device != ffi.device(frame):
+        return
+    source, result = ffi.argument(frame) if call.reads else 0, ffi.result(frame) if call.writes else 0
+    if begun:
+        call.finish(source, result)
+    else:
+        call.run(source, result, None)
+        call.prepare()
 
 
-def _on_gpu(frame: ffi.Frame, number: int) -> None:
+def _on_gpu(frame: ffi.Frame, number: int, begun: bool) -> None:
     """Put the call on XLA's stream. Only the first calls of a communicator make the host wait, and barriers."""
     call, mine = _calls.get(number), ffi.device(frame)
     if call is None:
@@ -203,7 +250,7 @@ def _on_gpu(frame: ffi.Frame, number: int) -> None:
 
 @cache
 def _handler(kind: str) -> Any:
-    return ffi.handler(_on_host if kind == "host" else _on_gpu, explain)
+    return ffi.handler(_on_host, explain, compiled.handler) if kind == "host" else ffi.handler(_on_gpu, explain)
 
 
 PLATFORMS = {"cpu": "host", "cuda": "cuda", "rocm": "rocm"}

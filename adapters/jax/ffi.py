@@ -2,7 +2,8 @@
 
 The layouts are those of `jaxlib/include/xla/ffi/api/c_api.h`, version 0.1 and newer; nothing is used of what later
 versions added. A handler reads plain words: fields of a ctypes structure take five times as long. XLA calls it on any of
-its threads; ctypes takes the interpreter lock, and the core's compiled code gives it up where it waits.
+its threads; ctypes takes the interpreter lock, and the core's compiled code gives it up where it waits. On host memory
+compiled code stands in front of it, and mostly leaves nothing to it.
 """
 
 from __future__ import annotations
@@ -147,15 +148,16 @@ class DeviceOrdinalGet(Structure):
 
 
 _FUNCTION = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_BEHIND = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_int64)
 _words = (ctypes.c_ssize_t * (1 << 58)).from_address(0)
 
 # Places in words of eight bytes.
-_EXTENSION, _STAGE = CallFrame.extension.offset // 8, CallFrame.stage.offset // 8
-_API, _CTX = CallFrame.api.offset // 8, CallFrame.ctx.offset // 8
-_ARGS = (CallFrame.args.offset + Buffers.items.offset) // 8
-_RETS = (CallFrame.rets.offset + Buffers.items.offset) // 8
-_ATTRS = (CallFrame.attrs.offset + Attributes.attrs.offset) // 8
-_DATA, _VALUE = Buffer.data.offset // 8, Scalar.value.offset // 8
+EXTENSION, STAGE = CallFrame.extension.offset // 8, CallFrame.stage.offset // 8
+API, CTX = CallFrame.api.offset // 8, CallFrame.ctx.offset // 8
+ARGS = (CallFrame.args.offset + Buffers.items.offset) // 8
+RETS = (CallFrame.rets.offset + Buffers.items.offset) // 8
+ATTRS = (CallFrame.attrs.offset + Attributes.attrs.offset) // 8
+DATA, VALUE = Buffer.data.offset // 8, Scalar.value.offset // 8
 _EXECUTE = int(Stage.EXECUTE)
 
 
@@ -165,17 +167,17 @@ Frame = int
 
 def argument(frame: Frame) -> int:
     """Where the first operand's data lie."""
-    return _words[(_words[_words[frame + _ARGS] >> 3] >> 3) + _DATA]
+    return _words[(_words[_words[frame + ARGS] >> 3] >> 3) + DATA]
 
 
 def result(frame: Frame) -> int:
     """Where the first result's data are wanted."""
-    return _words[(_words[_words[frame + _RETS] >> 3] >> 3) + _DATA]
+    return _words[(_words[_words[frame + RETS] >> 3] >> 3) + DATA]
 
 
 def text(frame: Frame) -> str:
     """The attribute `text`, the second by name."""
-    span = ByteSpan.from_address(_words[(_words[frame + _ATTRS] >> 3) + 1])
+    span = ByteSpan.from_address(_words[(_words[frame + ATTRS] >> 3) + 1])
     return ctypes.string_at(span.ptr, span.len).decode(errors="replace")
 
 
@@ -185,20 +187,20 @@ def stream(frame: Frame) -> int:
     Raises:
         RuntimeError: the platform has none.
     """
-    asked = StreamGet(sizeof(StreamGet), None, _words[frame + _CTX], None)
+    asked = StreamGet(sizeof(StreamGet), None, _words[frame + CTX], None)
     _ask(frame, "Stream_Get", asked)
     return asked.stream or 0
 
 
 def device(frame: Frame) -> int:
     """Number of the device among those of this process."""
-    asked = DeviceOrdinalGet(sizeof(DeviceOrdinalGet), None, _words[frame + _CTX], -1)
+    asked = DeviceOrdinalGet(sizeof(DeviceOrdinalGet), None, _words[frame + CTX], -1)
     _ask(frame, "DeviceOrdinal_Get", asked)
     return int(asked.device_ordinal)
 
 
 def _ask(frame: Frame, name: str, asked: Structure) -> None:
-    api = Api.from_address(_words[frame + _API])
+    api = Api.from_address(_words[frame + API])
     error = _FUNCTION(getattr(api, name))(ctypes.addressof(asked))
     if error:
         destroy = ErrorDestroy(sizeof(ErrorDestroy), None, error)
@@ -206,33 +208,35 @@ def _ask(frame: Frame, name: str, asked: Structure) -> None:
         raise RuntimeError(f"XLA_FFI_{name} failed")
 
 
-Execute = Callable[[Frame, int], None]
+Execute = Callable[[Frame, int, bool], None]
 Explain = Callable[[BaseException], tuple[ErrorCode, str]]
 
 
-def handler(execute: Execute, explain: Explain) -> Any:
+def handler(execute: Execute, explain: Explain, front: Callable[[Any], int] | None = None) -> Any:
     """A C function for XLA that calls `execute`, and turns what it raises into an error by `explain`.
 
     It lives as long as the process: XLA never lets go of a handler.
 
     Args:
-        execute: is given the frame and the attribute `number`, the first by name.
+        execute: is given the frame, the attribute `number`, the first by name, and whether the operation was begun.
         explain: gives code and text of an error.
+        front: gives the address of the handler that stands in front of a C function of a frame and whether the operation
+            was begun.
     """
 
-    def handle(address: int) -> int | None:
+    def handle(address: int, begun: int = 0) -> int | None:
         frame = address >> 3
-        if _words[frame + _EXTENSION] or _words[frame + _STAGE] & 0xFFFFFFFF != _EXECUTE:
+        if _words[frame + EXTENSION] or _words[frame + STAGE] & 0xFFFFFFFF != _EXECUTE:
             return _prepare(frame)
         try:
-            execute(frame, _words[_words[(_words[_words[frame + _ATTRS] >> 3] >> 3) + _VALUE] >> 3])
+            execute(frame, _words[_words[(_words[_words[frame + ATTRS] >> 3] >> 3) + VALUE] >> 3], bool(begun))
         except BaseException as error:
             return _error(frame, *explain(error))
         return None
 
-    function = _FUNCTION(handle)
+    function = _FUNCTION(handle) if front is None else _BEHIND(handle)
     _kept.append(function)
-    return jax.ffi.pycapsule(ctypes.cast(function, c_void_p).value)
+    return jax.ffi.pycapsule(ctypes.cast(function, c_void_p).value if front is None else front(function))
 
 
 _kept: list[Any] = []
@@ -240,9 +244,9 @@ _kept: list[Any] = []
 
 def _prepare(frame: Frame) -> int | None:
     """Any call but one to execute: tell XLA what the handler was written for; nothing else needs preparation."""
-    if not _words[frame + _EXTENSION]:
+    if not _words[frame + EXTENSION]:
         return None
-    extension = MetadataExtension.from_address(_words[frame + _EXTENSION])
+    extension = MetadataExtension.from_address(_words[frame + EXTENSION])
     if extension.type == METADATA:
         metadata = extension.metadata.contents
         metadata.version.major, metadata.version.minor, metadata.traits = MAJOR, MINOR, 0
@@ -251,7 +255,7 @@ def _prepare(frame: Frame) -> int | None:
 
 def _error(frame: Frame, code: ErrorCode, text: str) -> int:
     asked = ErrorCreate(sizeof(ErrorCreate), None, text.encode(), code)
-    create = _FUNCTION(Api.from_address(_words[frame + _API]).Error_Create)
+    create = _FUNCTION(Api.from_address(_words[frame + API]).Error_Create)
     error: int = create(ctypes.addressof(asked))
     return error
 

@@ -1,4 +1,4 @@
-"""All that depends on JAX's release. Written for 0.6 to 0.12.
+"""All that depends on JAX's release. Written for 0.7 to 0.12.
 
 What JAX has no public name for stands here and nowhere else:
 
@@ -26,8 +26,25 @@ _REGISTRIES = (
     "control_flow_allowed_effects",
     "custom_derivatives_allowed_effects",
     "remat_allowed_effects",
+    "partial_eval_kept_effects",
 )
-_KEPT = "partial_eval_kept_effects"  # from 0.7 on
+
+
+OLDEST = (0, 7)
+
+
+def _require(release: str) -> None:
+    """Refuse a JAX that the adapter was not written for.
+
+    Raises:
+        BackendUnavailable: it is older than OLDEST.
+    """
+    if tuple(map(int, release.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendUnavailable(f"xvcomm.adapters.jax needs JAX {oldest} or newer, and found {release}: pip install -U jax jaxlib")
+
+
+_require(jax.__version__)
 
 
 class Effects(NamedTuple):
@@ -65,9 +82,6 @@ def effects() -> Effects:
         raise BackendUnavailable(
             f"JAX {jax.__version__} does not let others order effects ({missing}); pass token= to every operation"
         ) from None
-
-    if hasattr(module, _KEPT):
-        registries.append(getattr(module, _KEPT))
 
     def made(name: str, registries: list[Any]) -> Any:
         kind = type(name, (base,), {
@@ -145,7 +159,7 @@ def zero_tangent(x: Any) -> Any:
 def varying(x: Any, axis_name: Any) -> Any:
     """`x`, known to differ along an axis of `jax.shard_map`."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    kind = jax.typeof(x)
     known: Any = getattr(getattr(kind, "mat", None), "varying", None) or getattr(kind, "vma", ())
     missing = tuple(name for name in names if name not in known)
     if not missing:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
+from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped, PreparedCollective
 from xvcomm.abc.device import Stream
 from xvcomm.abc.store import Store
 from xvcomm.atomics import READY, STOPPED
@@ -19,6 +20,7 @@ from xvcomm.backends.host.reducers import BLOCK, kit, scaler
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp, Reduction
+from xvcomm.opcode import OpCode
 from xvcomm.ring import ABORT, LINE, Reason
 from xvcomm.shm import PAGE, Segment, round_up
 
@@ -85,14 +87,7 @@ class HostCollective(Collective):
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """See `Collective.all_reduce`."""
-        plan = self._plans.get((count, dtype.code, op.op))
-        if plan is None:
-            if count * dtype.itemsize <= min(ONE_SHOT // max(1, self._ranks - 1) ** 2, self._stage):
-                plan = self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op)
-            else:
-                shares = fair_blocks(count, self._ranks, dtype.itemsize)
-                plan = self._reduction(kernels.reduce, shares, Mode.ALL, 0, count, dtype, op)
-            self._keep((count, dtype.code, op.op), plan)
+        plan = self._plans.get((OpCode.ALL_REDUCE, count, dtype.code, op.op)) or self._all_reduce(count, dtype, op)
         if plan.scales_input:
             self._run_scaled(plan, src, dst, count, dtype, op, stream)
         else:
@@ -100,64 +95,119 @@ class HostCollective(Collective):
 
     def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
         """See `Collective.reduce`."""
-        shares = fair_blocks(count, self._ranks, dtype.itemsize)
-        plan = self._reduction(kernels.reduce, shares, Mode.ROOT, root, count, dtype, op)
-        self._run_scaled(plan, src, dst, count, dtype, op, stream)
+        self._run_scaled(self._reduce(count, dtype, op, root), src, dst, count, dtype, op, stream)
 
     def reduce_scatter(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
         """See `Collective.reduce_scatter`."""
-        key = ("reduce_scatter", tuple(counts), dtype.code, op.op)
-        plan, total = self._plans.get(key), sum(counts)
-        if plan is None:
-            table = blocks(counts, dtype.itemsize)
-            plan = self._keep(key, self._reduction(kernels.reduce, table, Mode.SCATTER, 0, total, dtype, op))
-        self._run_scaled(plan, src, dst, total, dtype, op, stream)
+        self._run_scaled(self._reduce_scatter(counts, dtype, op), src, dst, sum(counts), dtype, op, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
         """See `Collective.all_gather`."""
-        key = ("all_gather", tuple(counts), dtype.itemsize)
+        self._run(self._all_gather(counts, dtype), src, dst, stream)
+
+    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.broadcast`."""
+        self._run(self._broadcast(count, dtype, root, in_place=src == dst), src, dst, stream)
+
+    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.gather`."""
+        self._run(self._gather(counts, dtype, root), src, dst, stream)
+
+    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.scatter`."""
+        self._run(self._scatter(counts, dtype, root), src, dst, stream)
+
+    def all_to_all(
+        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
+    ) -> None:
+        """See `Collective.all_to_all`."""
+        self._run(self._all_to_all(counts, recv_counts, dtype), src, dst, stream)
+
+    def prepare(
+        self, op: OpCode, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, reduction: Reduction, root: int
+    ) -> PreparedCollective | None:
+        """See `Collective.prepare`; none for an operation that scales its input."""
+        match op:
+            case OpCode.ALL_REDUCE | OpCode.BARRIER:
+                plan = self._all_reduce(counts[0], dtype, reduction)
+            case OpCode.REDUCE:
+                plan = self._reduce(counts[0], dtype, reduction, root)
+            case OpCode.REDUCE_SCATTER:
+                plan = self._reduce_scatter(counts, dtype, reduction)
+            case OpCode.ALL_GATHER:
+                plan = self._all_gather(counts, dtype)
+            case OpCode.BROADCAST:
+                plan = self._broadcast(counts[0], dtype, root, in_place=True)
+            case OpCode.GATHER:
+                plan = self._gather(counts, dtype, root)
+            case OpCode.SCATTER:
+                plan = self._scatter(counts, dtype, root)
+            case OpCode.ALL_TO_ALL:
+                plan = self._all_to_all(counts, recv_counts, dtype)
+            case _:
+                return None
+        if plan.scales_input:
+            return None
+        return PreparedCollective(kernels.address(plan.kernel), plan.address, partial(self._run, plan))
+
+    def _all_reduce(self, count: int, dtype: DType, op: Reduction) -> Plan:
+        if count * dtype.itemsize <= min(ONE_SHOT // max(1, self._ranks - 1) ** 2, self._stage):
+            plan = self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op)
+        else:
+            shares = fair_blocks(count, self._ranks, dtype.itemsize)
+            plan = self._reduction(kernels.reduce, shares, Mode.ALL, 0, count, dtype, op)
+        return self._keep((OpCode.ALL_REDUCE, count, dtype.code, op.op), plan)
+
+    def _reduce(self, count: int, dtype: DType, op: Reduction, root: int) -> Plan:
+        shares = fair_blocks(count, self._ranks, dtype.itemsize)
+        return self._reduction(kernels.reduce, shares, Mode.ROOT, root, count, dtype, op)
+
+    def _reduce_scatter(self, counts: Sequence[int], dtype: DType, op: Reduction) -> Plan:
+        key = (OpCode.REDUCE_SCATTER, tuple(counts), dtype.code, op.op)
+        plan = self._plans.get(key)
+        if plan is None:
+            table = blocks(counts, dtype.itemsize)
+            plan = self._keep(key, self._reduction(kernels.reduce, table, Mode.SCATTER, 0, sum(counts), dtype, op))
+        return plan
+
+    def _all_gather(self, counts: Sequence[int], dtype: DType) -> Plan:
+        key = (OpCode.ALL_GATHER, tuple(counts), dtype.itemsize)
         plan = self._plans.get(key)
         if plan is None:
             parts = np.zeros((4, self._ranks), np.int64)
             parts[1, 0] = counts[self._me] * dtype.itemsize
             parts[2:] = blocks(counts, dtype.itemsize)
             plan = self._keep(key, self._exchange(parts, 1))
-        self._run(plan, src, dst, stream)
+        return plan
 
-    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.broadcast`."""
+    def _broadcast(self, count: int, dtype: DType, root: int, *, in_place: bool) -> Plan:
         parts = np.zeros((4, self._ranks), np.int64)
         if self._me == root:
             parts[1, 0] = count * dtype.itemsize
-        if self._me != root or src != dst:
+        if self._me != root or not in_place:
             parts[3, root] = count * dtype.itemsize
-        self._run(self._exchange(parts, 1), src, dst, stream)
+        return self._exchange(parts, 1)
 
-    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.gather`."""
+    def _gather(self, counts: Sequence[int], dtype: DType, root: int) -> Plan:
         parts = np.zeros((4, self._ranks), np.int64)
         if self._me == root:
             parts[2:] = blocks(counts, dtype.itemsize)
         else:
             parts[1, 0] = counts[self._me] * dtype.itemsize
-        self._run(self._exchange(parts, 1), src, dst, stream)
+        return self._exchange(parts, 1)
 
-    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.scatter`."""
+    def _scatter(self, counts: Sequence[int], dtype: DType, root: int) -> Plan:
         parts = np.zeros((4, self._ranks), np.int64)
         if self._me == root:
             parts[:2] = blocks(counts, dtype.itemsize)
         parts[3, root] = counts[self._me] * dtype.itemsize
-        self._run(self._exchange(parts, self._ranks), src, dst, stream)
+        return self._exchange(parts, self._ranks)
 
-    def all_to_all(
-        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
-    ) -> None:
-        """See `Collective.all_to_all`."""
+    def _all_to_all(self, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType) -> Plan:
         parts = np.concatenate([blocks(counts, dtype.itemsize), blocks(recv_counts, dtype.itemsize)])
-        self._run(self._exchange(parts, self._ranks), src, dst, stream)
+        return self._exchange(parts, self._ranks)
 
     def abort(self, word: int) -> None:
         """See `Collective.abort`."""

@@ -18,11 +18,11 @@ from xvcomm.backends.host import mover
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.mover import WIDTH, Kind, drive_all, take, try_row
 from xvcomm.deadline import Deadline
-from xvcomm.jit import compiling, kernel
+from xvcomm.jit import brief, compiling, kernel
 from xvcomm.opcode import OpCode
 from xvcomm.ring import RingEnd
 from xvcomm.trace import DONE as ENDED
-from xvcomm.trace import brief, note, note_end
+from xvcomm.trace import note, note_end
 
 HELD_BYTES = 128 << 10
 """Messages up to here may be copied with the interpreter lock held: about as long as it takes to hand it over."""

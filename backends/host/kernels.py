@@ -12,6 +12,7 @@ numbers. Every kernel resumes: it returns PENDING after a while without progress
 from __future__ import annotations
 
 import enum
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from numba.extending import register_jitable
 
 from xvcomm.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, load_acquire, store
 from xvcomm.backends.host.reducers import call_scale, reduce_many
-from xvcomm.jit import compiling, kernel
+from xvcomm.jit import compiling, kernel, native
 from xvcomm.ring import ABORT, LINE
 from xvcomm.shm import PAGE
 
-__all__ = ["Mode", "Word", "exchange", "join", "one_shot", "plan_words", "reduce", "scale", "stage_count", "stages"]
+__all__ = [
+    "Mode", "Word", "address", "exchange", "join", "one_shot", "plan_words", "reduce", "scale", "stage_count", "stages",
+]  # fmt: skip
 
 
 class Mode(enum.IntEnum):
@@ -282,3 +285,10 @@ with compiling():
     exchange = kernel("int64(int64, int64, int64)")(_exchange)
     reduce = kernel("int64(int64, int64, int64)")(_reduce)
     one_shot = kernel("int64(int64, int64, int64)")(_one_shot)
+
+
+@cache
+def address(function: Any) -> int:
+    """Address of `exchange`, `reduce` or `one_shot` for compiled code; compiles it once more when first asked for."""
+    with compiling():
+        return native("int64(int64, int64, int64)", function.py_func)

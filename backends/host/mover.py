@@ -27,8 +27,7 @@ from xvcomm.atomics import (
     stream_bytes,
 )
 from xvcomm.backends.host.reducers import call_combine
-from xvcomm.jit import compiling, kernel
-from xvcomm.trace import brief
+from xvcomm.jit import brief, compiling, kernel
 
 MISMATCH, SOME = 3, 4
 """Further results of `drive`, beside READY, PENDING and STOPPED: descriptions differ; at least one row is done."""

@@ -20,6 +20,7 @@ from xvcomm.errors import (
     ClosedError,
     DTypeError,
     MismatchError,
+    NotPicklable,
     PeerLost,
     XvcommError,
 )
@@ -126,6 +127,7 @@ def mismatch(comm, form):
             jax.jit(operation)(x).block_until_ready()
     assert isinstance(error, MismatchError)
     assert "4 x float32" in str(error) and "5 x float32" in str(error), error
+    assert "raised in all_reduce" in str(error) and "at test_jax_errors.py:" in str(error), error
     assert time.monotonic() - started < SOON
     sub.close()
     equal(jax.jit(lambda x: x + 1)(jnp.zeros(2)), np.ones(2, np.float32))
@@ -136,6 +138,28 @@ def mismatch(comm, form):
 @pytest.mark.parametrize("form", ["eager", "jit", "token"])
 def test_ranks_that_disagree(pair, form):
     pair.run(mismatch, form)
+
+
+def mismatched_message(comm, good):
+    """Rank 0 sends from a program, in the end what numpy's user on rank 1 does not expect: both are told who called what."""
+    sub = comm.split(0)
+    program = jax.jit(lambda x: xvjax.send(x, 1, 7, comm=sub))
+    with pytest.raises(MismatchError) as caught, xvjax.named_errors():
+        for turn in range(good + 1):
+            if comm.rank:
+                sub.recv(np.zeros(4 if turn < good else 5, np.float32), 0, 7)
+            else:
+                jax.block_until_ready(program(jnp.ones(4, jnp.float32)))
+        sub.barrier()
+    sub.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_messages_that_disagree(pair, good):
+    for text in pair.run(mismatched_message, good):
+        assert "sent 4 x float32, tag 7" in text and "expected 5 x float32, tag 7" in text
+        assert "at test_jax_errors.py:" in text
 
 
 def closed(comm):
@@ -201,7 +225,7 @@ def exported(comm):
     ):
         with pytest.raises(ArgumentError, match=r"cannot be exported.*compile ahead of time"):
             export.export(jax.jit(operation), disabled_checks=checks)(shape)
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(NotPicklable, match=r"belongs to its process.*xvcomm\.init"):
         pickle.dumps(comm)
 
 

@@ -13,6 +13,7 @@ import pytest
 from jaxchecks import equal
 
 from xvcomm.adapters.jax import ffi, versions
+from xvcomm.errors import BackendUnavailable
 
 STRUCTURES = {
     "XLA_FFI_Api_Version": ffi.ApiVersion,
@@ -115,7 +116,7 @@ def test_what_a_handler_is_told():
     """Attributes, addresses and device of a call; errors come back with their code and text."""
     seen = []
 
-    def execute(frame, number):
+    def execute(frame, number, begun):
         seen.append((number, ffi.text(frame), ffi.device(frame)))
         with pytest.raises(RuntimeError, match="Stream_Get"):
             ffi.stream(frame)  # the host has none
@@ -133,6 +134,15 @@ def test_what_a_handler_is_told():
     assert seen == [(-(2**62), "some text", 0)]
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="DEADLINE_EXCEEDED: so: below zero"):
         call(x - 1).block_until_ready()
+
+
+def test_old_releases_are_refused():
+    major, minor = versions.OLDEST
+    for release in (f"{major}.{minor - 1}.9", "0.4.35", "0.0.1.dev1+g1"):
+        with pytest.raises(BackendUnavailable, match=rf"needs JAX {major}\.{minor} or newer, and found {release[:4]}.*pip install"):
+            versions._require(release)
+    for release in (f"{major}.{minor}.0", "0.12.0.dev20260101", "1.0", jax.__version__):
+        versions._require(release)
 
 
 def test_this_release_has_what_versions_needs():

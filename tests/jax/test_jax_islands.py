@@ -218,3 +218,16 @@ def test_many_devices_on_one_core(devices):
             assert ranks.run(threads) == [(devices, 1)] * 2
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def stays(comm):
+    """The core's own operations give results where the operands lie, bound to a device if those are."""
+    for home in jax.local_devices():
+        y = comm.all_reduce(jax.device_put(np.ones(3, np.float32), home))
+        equal(y, np.full(3, comm.size, np.float32))
+        assert y.devices() == {home} and y.committed
+    assert not comm.all_reduce(jnp.ones(3, jnp.float32)).committed
+
+
+def test_results_stay_on_their_device(hosts):
+    hosts.run(stays)

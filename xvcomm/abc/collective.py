@@ -8,10 +8,44 @@ when the operation is done. In place means `dst` is `src`, or this member's part
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 from xvcomm.abc.device import Stream
 from xvcomm.dtype import DType, Reduction
+from xvcomm.opcode import OpCode
+
+
+class PreparedCollective(NamedTuple):
+    """An operation of fixed shape for compiled code, which blocks. Calls take turns with all others.
+
+    Attributes:
+        function: address of a C function of three words, `argument`, `src` and `dst`, that needs no interpreter lock. It
+            returns READY of `xvcomm.atomics`, or PENDING or STOPPED when `resume` must end the operation.
+        argument: its first word.
+        resume: goes on with an operation on these addresses; raises as the collective does.
+    """
+
+    function: int
+    argument: int
+    resume: Callable[[int, int, Stream], None]
+
+
+class EnqueuedCollective(NamedTuple):
+    """An operation of fixed shape that compiled code enqueues; the library works behind the host. One call at a time.
+
+    Attributes:
+        function: address of a C function: the word `argument`, input and output, the stream's handle, and the bits
+            of the float `Deadline.at` until when it may be busy. It is called with the interpreter lock, lets it go where it may wait,
+            and returns 0 if the operation is enqueued.
+        argument: address of what must live as long: `keep`.
+        failed: raises what another result means.
+    """
+
+    function: int
+    argument: int
+    keep: object
+    failed: Callable[[int], NoReturn]
 
 
 class Collective(ABC):
@@ -58,6 +92,28 @@ class Collective(ABC):
         self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
     ) -> None:
         """Member i gets everybody's i-th block; blocks lie one after the other on both sides."""
+
+    def prepare(
+        self, op: OpCode, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, reduction: Reduction, root: int
+    ) -> PreparedCollective | None:
+        """An operation for compiled code; None if this library has none.
+
+        Args:
+            counts: of each member, or the one number of operations that have one; a barrier is an all-reduce.
+            recv_counts, root: of operations that have them.
+        """
+        return None
+
+    def enqueued(
+        self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int
+    ) -> EnqueuedCollective | None:
+        """An operation for compiled code, on a device's stream; None if this library has none, or needs several calls.
+
+        Args:
+            count: of each member where every one gives or gets as many.
+            root: of operations that have one.
+        """
+        return None
 
     @abstractmethod
     def abort(self, word: int) -> None:

@@ -1,0 +1,128 @@
+"""The handler on host memory: compiled code, which runs prepared operations by itself and leaves the others to Python.
+
+XLA calls it with a frame; the operation's number leads to the prepared call by a table. Neither the table nor the
+function in Python has the same address in every process, while compiled code is kept on disk: both are symbols, which
+get their addresses when the code is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+from xvcomm.adapters.jax import ffi
+from xvcomm.atomics import READY, load, load_acquire, store, store_release
+from xvcomm.jit import brief, compiling, native
+from xvcomm.prepared import BUSY, run
+
+ROOM = 1 << 16
+"""Entries of the table, number and address of a prepared call. Half of them are used; what comes later stays in Python."""
+
+ARGUMENT, RESULT = -1, -2
+"""In place of an address: where the first operand's data lie, and where the first result's are wanted."""
+
+_TABLE, _PYTHON = "xvcomm_jax_table", "xvcomm_jax_python"
+_CALL, _SRC, _DST = 0, 8, 16
+_EXTENSION, _STAGE, _ATTRS, _ARGS, _RETS = (
+    8 * place for place in (ffi.EXTENSION, ffi.STAGE, ffi.ATTRS, ffi.ARGS, ffi.RETS)
+)
+_DATA, _VALUE, _EXECUTE = 8 * ffi.DATA, 8 * ffi.VALUE, int(ffi.Stage.EXECUTE)
+_in_python = types.ExternalFunction(_PYTHON, types.int64(types.int64, types.int64))
+
+
+@intrinsic
+def _table(typingctx: Any) -> Any:
+    """Address of the table."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        known = builder.module.globals.get(_TABLE) or ir.GlobalVariable(builder.module, word, _TABLE)
+        return builder.ptrtoint(known, word)
+
+    return types.int64(), generate
+
+
+@register_jitable
+def _entry(table: int, number: int) -> int:
+    """Address of the entry of an operation; of an empty one if it is not there."""
+    place = number & (ROOM - 1)
+    while True:
+        entry = table + 16 * place
+        if load_acquire(entry + 8) == 0 or load(entry) == number:
+            return entry
+        place = (place + 1) & (ROOM - 1)
+
+
+@register_jitable
+def _find(table: int, number: int) -> int:
+    return load_acquire(_entry(table, number) + 8)
+
+
+@register_jitable
+def _where(place: int, frame: int) -> int:
+    """The address that a prepared operation reads from or writes to."""
+    if place == ARGUMENT:
+        return load(load(load(frame + _ARGS)) + _DATA)
+    if place == RESULT:
+        return load(load(load(frame + _RETS)) + _DATA)
+    return place
+
+
+def _handle(frame: int) -> int:
+    """What XLA calls; gives XLA's error, or 0."""
+    if load(frame + _EXTENSION) != 0 or load(frame + _STAGE) & 0xFFFFFFFF != _EXECUTE:
+        return _in_python(frame, 0)
+    operation = _find(_table(), load(load(load(load(frame + _ATTRS)) + _VALUE)))
+    if operation == 0:
+        return _in_python(frame, 0)
+    code = run(load(operation + _CALL), _where(load(operation + _SRC), frame), _where(load(operation + _DST), frame), 0)
+    if code == READY:
+        return 0
+    return _in_python(frame, 0 if code == BUSY else 1)
+
+
+def _insert(table: int, number: int, operation: int) -> None:
+    entry = _entry(table, number)
+    store(entry, number)
+    store_release(entry + 8, operation)
+
+
+with compiling():
+    insert = brief("void(int64, int64, int64)")(_insert)
+    find = brief("int64(int64, int64)")(_find)
+
+_entries = np.zeros(2 * ROOM, np.int64)
+_adding = threading.Lock()
+_kept: dict[int, Any] = {}
+
+
+def handler(function: Any) -> int:
+    """Address of the handler.
+
+    Args:
+        function: C function of a frame and whether the operation was begun; what the handler calls where it cannot go on.
+    """
+    binding.add_symbol(_TABLE, _entries.ctypes.data)
+    binding.add_symbol(_PYTHON, ctypes.cast(function, ctypes.c_void_p).value)
+    with compiling():
+        return native("int64(int64)", _handle)
+
+
+def add(number: int, call: int, src: int, dst: int) -> None:
+    """Let the handler run an operation from now on.
+
+    Args:
+        number: attribute of its custom call.
+        call: address of the prepared call.
+        src, dst: addresses, or ARGUMENT or RESULT.
+    """
+    with _adding:
+        if len(_kept) < ROOM // 2 and number not in _kept:
+            operation = _kept[number] = (ctypes.c_int64 * 3)(call, src, dst)
+            insert(_entries.ctypes.data, number, ctypes.addressof(operation))
