@@ -12,6 +12,7 @@ moment for a call to come out, and then aborts the library beside it: that is wh
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import threading
 import time
@@ -19,15 +20,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
-from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
+from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped, EnqueuedCollective
 from xvcomm.abc.device import Allocation, Device, Stream
 from xvcomm.abc.store import Store
+from xvcomm.backends._calls import ENQUEUE, FUNCTIONS, State, prepared
 from xvcomm.backends._join import Member, join, meet
 from xvcomm.backends._vendor import IN_PROGRESS, SUCCESS, Library, Runtime, VendorError
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
 from xvcomm.errors import Aborted, BackendUnavailable
+from xvcomm.opcode import OpCode
 from xvcomm.ring import Reason
 
 _STAGE_BYTES = 32 << 20
@@ -131,8 +134,10 @@ class CclCollective(Collective):
         self._library, self._runtime, self._device = library, runtime, device
         self._index = device.capabilities().index
         self._lock = threading.RLock()  # a signal handler may close in the middle of anything
-        self._word, self._stalled, self.failure = 0, False, ""
-        self._inside: Deadline | None = None
+        self._stalled, self.failure = False, ""
+        self._state = (ctypes.c_int64 * len(State))()
+        self._inside = ctypes.c_double.from_buffer(self._state, 8 * State.INSIDE)
+        self._word = ctypes.c_int64.from_buffer(self._state, 8 * State.ABORT)
         self._freeing: threading.Thread | None = None
         self._premuls: dict[tuple[float, int], int] = {}
         self._share_bytes = max(_ALIGN, _STAGE_BYTES // members // _ALIGN * _ALIGN)
@@ -254,32 +259,44 @@ class CclCollective(Collective):
         """See `Collective.all_to_all`."""
         self._exchange(parts(src, counts, dtype.itemsize), parts(dst, recv_counts, dtype.itemsize), stream)
 
+    def enqueued(self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int) -> EnqueuedCollective | None:
+        """See `Collective.enqueued`."""
+        native, plain = self._native.get(dtype.code << 4 | reduction.op), (count * dtype.itemsize, self._bytes)
+        calls: dict[OpCode, tuple[int, ...]] = {OpCode.ALL_GATHER: plain, OpCode.BROADCAST: (*plain, root)}
+        if native is not None and not native[3]:
+            reduced = count * native[2], native[0], native[1]
+            calls |= dict.fromkeys((OpCode.ALL_REDUCE, OpCode.BARRIER, OpCode.REDUCE_SCATTER), reduced)
+        if not count or op not in calls or not self._comm:
+            return None
+        words = prepared(ctypes.addressof(self._state), self._library.address(FUNCTIONS[op]), *calls[op], self._comm)
+        return EnqueuedCollective(ENQUEUE, int(words.ctypes.data), words, self._fail)
+
     def abort(self, word: int) -> None:
         """See `Collective.abort`; of a member that merely left, what is under way goes on, but nothing new begins."""
         with self._lock:
-            if not self._word or (Reason.bad(word) and not Reason.bad(self._word)):
-                self._word = word
+            if not self._word.value or (Reason.bad(word) and not Reason.bad(self._word.value)):
+                self._word.value = word
         if Reason.bad(word):
             self._free(self._library.abort)
 
     def error(self) -> int:
         """See `Collective.error`; also breaks off a call that is inside the library past its deadline."""
-        inside = self._inside
-        if inside is not None and inside.expired() and not Reason.bad(self._word):
+        inside = self._inside.value
+        if inside and time.monotonic() >= inside and not Reason.bad(self._word.value):
             self._stalled = True
             self.abort(Reason.DEADLINE.word(self._me))
             return 0  # the call tells
         with self._lock:
             state = self._library.state(self._comm) if self._comm else SUCCESS
-            if state not in (SUCCESS, IN_PROGRESS) and not Reason.bad(self._word):
+            if state not in (SUCCESS, IN_PROGRESS) and not Reason.bad(self._word.value):
                 self.failure = self._explain(state)
-                self._word = Reason.ABORTED.word(self._me)
-        return self._word
+                self._word.value = Reason.ABORTED.word(self._me)
+        return self._word.value
 
     def close(self) -> None:
         """See `Collective.close`; if members are late to close too, their waiting for each other goes on behind it."""
         with self._lock:
-            self._word = self._word or Reason.LEFT.word(self._me)
+            self._word.value = self._word.value or Reason.LEFT.word(self._me)
         self._free(self._library.destroy)
         if self._freeing is not None:
             self._freeing.join(_CLOSE_SECONDS)
@@ -290,7 +307,7 @@ class CclCollective(Collective):
 
         def work() -> None:
             late = Deadline.after(_GRACE_SECONDS)
-            while self._inside is not None and not late.expired():
+            while self._inside.value and not late.expired():
                 time.sleep(_PAUSE_SECONDS)
             with contextlib.suppress(VendorError):  # there is nothing left to do about it
                 self._runtime.use(self._index)
@@ -304,13 +321,13 @@ class CclCollective(Collective):
 
     def _call(self, stream: Stream, function: Callable[..., int], *arguments: int) -> None:
         """Enqueue one call of the library."""
-        self._inside = stream.deadline
+        self._inside.value = stream.deadline.at
         try:
-            if self._word:
-                raise CollectiveStopped(self._word)
-            code = function(*arguments, self._comm, stream.handle)  # type: ignore[attr-defined]
+            if self._word.value:
+                raise CollectiveStopped(self._word.value)
+            code = function(*arguments, self._comm, stream.handle)
         finally:
-            self._inside = None
+            self._inside.value = 0.0
         if code:
             self._fail(code)
 
@@ -320,11 +337,11 @@ class CclCollective(Collective):
             for function, arguments in calls:
                 self._call(stream, function, *arguments)
             return
-        self._inside = stream.deadline
+        self._inside.value = stream.deadline.at
         try:
-            if self._word:
-                raise CollectiveStopped(self._word)
-            comm, handle, library = self._comm, stream.handle, self._library  # type: ignore[attr-defined]
+            if self._word.value:
+                raise CollectiveStopped(self._word.value)
+            comm, handle, library = self._comm, stream.handle, self._library
             code = library.group_start()
             try:
                 for function, arguments in calls:
@@ -332,7 +349,7 @@ class CclCollective(Collective):
             finally:
                 code = library.group_end() or code
         finally:
-            self._inside = None
+            self._inside.value = 0.0
         if code:
             self._fail(code)
 
@@ -340,12 +357,12 @@ class CclCollective(Collective):
         """Say why a call failed."""
         if code == _REMOTE_ERROR:  # somebody watches over the peers, and is about to say which one it was
             told = Deadline.after(_TOLD_SECONDS)
-            while not self._word and not told.expired():
+            while not self._word.value and not told.expired():
                 time.sleep(_PAUSE_SECONDS)
         if self._stalled:
             raise CollectiveStalled(())
-        if self._word:
-            raise CollectiveStopped(self._word)
+        if self._word.value:
+            raise CollectiveStopped(self._word.value)
         with self._lock:
             raise Aborted(f"{self._explain(code)}; NCCL_DEBUG=INFO tells more")
 
@@ -359,8 +376,8 @@ class CclCollective(Collective):
             return None
         number = self._numbers[how.native.name]
         with self._lock:
-            if self._word:
-                raise CollectiveStopped(self._word)
+            if self._word.value:
+                raise CollectiveStopped(self._word.value)
             code = self._premuls.get((op.factor, number))
             if code is None:
                 if len(self._premuls) >= _PREMULS_KEPT:

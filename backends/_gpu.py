@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
+from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Loan, Stream
 from xvcomm.abc.store import Store
 from xvcomm.backends._ccl import CclCollective
 from xvcomm.backends._guard import on_device
 from xvcomm.backends._kernels import Kernels
+from xvcomm.backends._peer import PeerPool, apart, reached
 from xvcomm.backends._streams import Engine, GpuStream
 from xvcomm.backends._vendor import Library, Runtime, VendorError
 from xvcomm.config import Config
@@ -46,20 +47,22 @@ class GpuDevice(Device):
 
     def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
         self.runtime, self.index = runtime, index
-        kernels = self._kernels = self._load(config)
-        self._engine = Engine(runtime, index, kernels, config.spin_us * 1e-6)
+        self._kernels, self._engine = self._prepare(config)
         self._adopted = _Adopted()
         self._able = DeviceCapabilities(
-            runtime.kind, runtime.architecture(index), runtime.kind, index, asynchronous=True
-        )
+            runtime.kind, runtime.architecture(index), runtime.kind, index, asynchronous=True,
+            peers=reached(runtime, index, bool(config.peer_memory)),
+        )  # fmt: skip
+        self._shared = PeerPool(runtime)
         before = runtime.current()
         runtime.use(index)  # starts it, which takes long
         runtime.use(before)
 
     @on_device
-    def _load(self, config: Config) -> Kernels:
+    def _prepare(self, config: Config) -> tuple[Kernels, Engine]:
         cache = Path(config.kernel_cache) if config.kernel_cache else Path.home() / ".cache" / "xvcomm"
-        return Kernels(self.runtime, self.index, cache)
+        kernels = Kernels(self.runtime, self.index, cache)
+        return kernels, Engine(self.runtime, self.index, kernels, config.spin_us * 1e-6)
 
     def capabilities(self) -> DeviceCapabilities:
         """See `Device.capabilities`."""
@@ -140,6 +143,25 @@ class GpuDevice(Device):
         cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
 
     @on_device
+    def lend(self, nbytes: int) -> Loan:
+        """See `Device.lend`."""
+        return self._shared.lend(nbytes)
+
+    def take_back(self, loan: Loan, returned: Callable[[], bool]) -> None:
+        """See `Device.take_back`."""
+        self._shared.take_back(loan, returned)
+
+    @on_device
+    def borrow(self, handle: bytes) -> int:
+        """See `Device.borrow`."""
+        return self._shared.borrow(handle)
+
+    @on_device
+    def give_back(self, address: int) -> None:
+        """See `Device.give_back`."""
+        self._shared.give_back(address)
+
+    @on_device
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
         """See `Device.reduce`."""
         self._kernels.reduce(dst, srcs, count, dtype, op, cast(GpuStream, stream).handle)
@@ -184,11 +206,19 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def bus(self, index: int) -> str:
-        """PCI address of a device, by which all processes of the host know it."""
+        """See `Runtime.bus`."""
 
     def devices(self) -> int:
         """See `Backend.devices`."""
         return self.runtime().count()
+
+    def peer_memory(self) -> str:
+        """See `Backend.peer_memory`."""
+        pairs = apart(self.runtime())
+        if not pairs:
+            return "its devices reach each other's memory"
+        names = ", ".join(f"{a} and {b}" for a, b in pairs)
+        return f"rings in host memory between devices that do not reach each other's: {names}"
 
     def device(self, config: Config) -> Device:
         """See `Backend.device`."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import hashlib
 import inspect
 import os
@@ -18,9 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xvcomm import ring
+from xvcomm.atomics import load, store
 from xvcomm.backends._vendor import Runtime, VendorError
+from xvcomm.calling import call_11, let_go, take_back
 from xvcomm.dtype import DTYPES, DType, ReduceOp
 from xvcomm.errors import BackendUnavailable
+from xvcomm.jit import brief, compiling
 from xvcomm.ring import Message
 
 MAX_LANES = 64
@@ -34,15 +38,21 @@ TERMS = 256
 """Most operands of one reduction."""
 
 THREADS = 512
-PUT_WARPS = 2
-"""Warps of a block that write a large message to a ring: they keep PCIe full, more would hold up those that read."""
+WARPS = 15
+"""Warps of a block that copy; one more watches. Where warps are wider there are fewer, and all of them copy."""
+
+HOST_PUT_WARPS = 2
+"""Of these, how many write a large message to host memory: they keep PCIe full, more would hold up those that read."""
 
 MOST_BLOCKS = 64
 """Blocks of one launch of movers: all must run at the same time, beside the native library's and the user's kernels."""
 
 LOCAL_BLOCKS = 512
 NAMES = ("xv::move", "xv::reduce", "xv::scale")
-_ROW = struct.Struct("=3Q6q12I")
+_ROW = struct.Struct("=4Q6q12I")
+_DATA, _TAG = 24, 64
+"""Where array and tag lie in a row."""
+
 _TERMS = struct.Struct("=Q4q")
 _SCALE = struct.Struct("=2Qqd3q")
 _ALIGN = 16
@@ -50,11 +60,32 @@ _LOG_LINES = 12
 _DIGEST = 32
 
 
+class Word(enum.IntEnum):
+    """Words of a prepared transfer."""
+
+    ASK = 0  # these three: the vendor's functions, see `Runtime.addresses`
+    LAUNCH = 1
+    RECORD = 2
+    KERNEL = 3
+    BLOCKS = 4
+    ROW = 5  # address of the row
+    PARAMS = 6  # address of the launch's parameters
+    STATUS = 7  # whether the stream is capturing
+
+
+_ASK, _LAUNCH, _RECORD, _KERNEL, _BLOCKS, _ROW_AT, _PARAMS, _STATUS = (8 * int(w) for w in Word)
+CAPTURING = -1
+"""Result of `start`: nothing was launched, because the stream is being captured."""
+
+DEFAULT_STREAMS = (0, 1)
+
+
 class Transfer(NamedTuple):
     """One message through one ring end, as a kernel needs it; addresses are the device's.
 
     Attributes:
         ring: the ring's memory.
+        slots: memory of its slots, if that is a GPU's; 0 if they lie behind the ledger.
         state: STATE_BYTES of this end.
         geometry: as in `RingEnd.geometry`.
         producer: whether this end fills the ring.
@@ -66,6 +97,7 @@ class Transfer(NamedTuple):
     """
 
     ring: int
+    slots: int
     state: int
     geometry: tuple[int, int, int, int, int]
     producer: bool
@@ -74,6 +106,52 @@ class Transfer(NamedTuple):
     blame: int
     op: ReduceOp | None = None
     remote_first: bool = False
+
+
+def _start(words: int, data: int, tag: int, stream: int, event: int) -> int:
+    """Launch a `Prepared` transfer and let an event mark the stream behind it, with the interpreter lock let go.
+
+    Returns:
+        0, CAPTURING, or what one of the vendor's functions gave.
+    """
+    row, status = load(words + _ROW_AT), words + _STATUS
+    store(row + _DATA, data)
+    store(row + _TAG, tag)
+    store(status, 0)
+    thread = let_go()
+    code = 0
+    if stream not in DEFAULT_STREAMS:  # whose question would end a capture that goes on elsewhere
+        code = call_11(load(words + _ASK), stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        if load(status) != 0:
+            code = CAPTURING
+    if code == 0:
+        blocks, params = load(words + _BLOCKS), load(words + _PARAMS)
+        code = call_11(load(words + _LAUNCH), load(words + _KERNEL), blocks, 1, 1, THREADS, 1, 1, 0, stream, params, 0)
+    if code == 0:
+        code = call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    take_back(thread)
+    return code
+
+
+with compiling():
+    start = brief("int64(int64, int64, int64, int64, int64)")(_start)
+
+
+class Prepared:
+    """A transfer through one ring end, of one shape: from launch to launch only array and tag differ.
+
+    Attributes:
+        address: what `start` takes.
+        blocks: of its launch.
+    """
+
+    __slots__ = ("_arguments", "_words", "address", "blocks")
+
+    def __init__(self, arguments: _Arguments, kernel: int, blocks: int, calls: tuple[int, int, int]) -> None:
+        row = ctypes.addressof(arguments.buffer)
+        self._arguments, self.blocks = arguments, blocks
+        self._words = (ctypes.c_int64 * len(Word))(*calls, kernel, blocks, row, arguments.params, 0)
+        self.address = ctypes.addressof(self._words)
 
 
 class Kernels:
@@ -88,28 +166,24 @@ class Kernels:
         self._runtime = runtime
         self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), ImageCache(cache))
         self._local = threading.local()
+        self._calls = runtime.addresses()
 
-    def move(self, transfers: Sequence[Transfer], stream: int) -> None:
-        """Start up to ROWS transfers together, at most one of each ring end."""
-        count = len(transfers)
-        assert 0 < count <= ROWS
+    def prepare(self, transfer: Transfer, most: int) -> Prepared:
+        """A transfer for `start`, of at most so many blocks."""
+        arguments = _Arguments()
+        return Prepared(arguments, self._move, _pack(arguments.buffer, [transfer], most), self._calls)
+
+    def move(self, transfers: Sequence[Transfer], stream: int, most: int = MOST_BLOCKS) -> int:
+        """Start up to ROWS transfers together, at most one of each ring end; by `most` blocks if that is one for each.
+
+        Returns:
+            How many blocks it took.
+        """
+        assert 0 < len(transfers) <= ROWS
         arguments = self._arguments()
-        buffer, share = arguments.buffer, MOST_BLOCKS // count or 1
-        block = 0
-        for number, transfer in enumerate(transfers):
-            message, (_, slots, slot_bytes, ledger, data) = transfer.message, transfer.geometry
-            chunk, lanes, part = _cut(message.nbytes, transfer.geometry[0], slot_bytes)
-            blocks = lanes if lanes < share else share
-            reduction = 0 if transfer.op is None else _code(message.dtype, transfer.op)
-            _ROW.pack_into(
-                buffer, number * _ROW.size,
-                transfer.ring, transfer.state, transfer.data,
-                message.nbytes, part, message.op, message.dtype, message.tag, message.detail,
-                transfer.blame, transfer.producer, reduction, transfer.remote_first,
-                slots, slot_bytes, ledger, data, chunk, lanes, block, blocks,
-            )  # fmt: skip
-            block += blocks
-        self._runtime.launch(self._move, block, THREADS, 0, arguments.params, stream)
+        blocks = _pack(arguments.buffer, transfers, most)
+        self._runtime.launch(self._move, blocks, THREADS, 0, arguments.params, stream)
+        return blocks
 
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int) -> None:
         """See `Device.reduce`."""
@@ -139,6 +213,26 @@ class Kernels:
         except AttributeError:
             self._local.arguments = _Arguments()
             return self._local.arguments  # type: ignore[no-any-return]
+
+
+def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], most: int) -> int:
+    """Write the rows of a launch, and give its blocks: `most` of them, shared by the transfers, or one for each."""
+    share = most // len(transfers) or 1
+    block = 0
+    for number, transfer in enumerate(transfers):
+        message, (_, slots, slot_bytes, ledger, data) = transfer.message, transfer.geometry
+        chunk, lanes, part = _cut(message.nbytes, transfer.geometry[0], slot_bytes, transfer.slots != 0)
+        blocks = lanes if lanes < share else share
+        reduction = 0 if transfer.op is None else _code(message.dtype, transfer.op)
+        _ROW.pack_into(
+            buffer, number * _ROW.size,
+            transfer.ring, transfer.slots or transfer.ring + data, transfer.state, transfer.data,
+            message.nbytes, part, message.op, message.dtype, message.tag, message.detail,
+            transfer.blame, transfer.producer, reduction, transfer.remote_first,
+            slots, slot_bytes, ledger, WARPS if transfer.slots else HOST_PUT_WARPS, chunk, lanes, block, blocks,
+        )  # fmt: skip
+        block += blocks
+    return block
 
 
 def _code(dtype: int, op: int) -> int:
@@ -221,9 +315,9 @@ class _Arguments:
 
 
 @lru_cache(maxsize=4096)
-def _cut(nbytes: int, lanes: int, slot_bytes: int) -> tuple[int, int, int]:
-    """How a message is cut: bytes a slot, lanes, bytes a lane."""
-    chunk = ring.chunk_bytes(nbytes, lanes, slot_bytes)
+def _cut(nbytes: int, lanes: int, slot_bytes: int, apart: bool) -> tuple[int, int, int]:
+    """How a message is cut: bytes a slot, lanes, bytes a lane; `apart` says where the slots are, see `RingLayout`."""
+    chunk = ring.chunk_bytes(nbytes, lanes, slot_bytes, ring.LEAST_APART_CHUNK if apart else ring.LEAST_CHUNK)
     used = ring.lanes_used(nbytes, lanes, chunk)
     return chunk, used, ring.part_bytes(nbytes, used)
 
@@ -233,7 +327,7 @@ def source() -> str:
     """The kernels' source with the constants it is written for; a runtime's own lines go before it."""
     sizes = {
         "ROWS": ROWS, "ROW_BYTES": _ROW.size, "STATE_BYTES": STATE_BYTES, "MAX_LANES": MAX_LANES, "TERMS": TERMS,
-        "THREADS": THREADS, "PUT_WARPS": PUT_WARPS,
+        "THREADS": THREADS,
     }  # fmt: skip
     codes = {d.name: d.code for d in DTYPES} | {op.name: int(op) for op in ReduceOp}
     constants = "".join(f"constexpr int XV_{name} = {value};\n" for name, value in (sizes | codes).items())

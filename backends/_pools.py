@@ -41,14 +41,18 @@ class Events:
 
     def record(self, stream: int, captured: int) -> Mark:
         """Mark what a stream holds now; `captured` is the number of the capture that it takes part in, or 0."""
+        mark = self.take(captured)
+        self._runtime.record(mark.event, stream)
+        return mark
+
+    def take(self, captured: int = 0) -> Mark:
+        """A mark that is nowhere yet."""
         try:
             event = self._free.pop()
         except IndexError:
             self._free.extend(self._runtime.event() for _ in range(_EVENTS_AT_ONCE))
             event = self._free.pop()
-        mark = Mark(event, captured, self._free)
-        self._runtime.record(event, stream)
-        return mark
+        return Mark(event, captured, self._free)
 
 
 class _Block:

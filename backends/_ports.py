@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 from xvcomm.abc.device import Allocation, RingStalled, RingStopped
 from xvcomm.backends._guard import told
+from xvcomm.backends._kernels import Prepared
 from xvcomm.backends._pools import Mark
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import Deadline
@@ -26,15 +27,19 @@ class Port:
         state: the device memory in which kernels keep their place.
         queue, mark: which stream the last transfer is on, and the point behind it.
         captured: whether a graph has transfers of it, which count when the graph runs.
+        own: the mark behind transfers that compiled code launches, over and over.
+        prepared: such transfers by their shape.
     """
 
-    __slots__ = ("_closed", "captured", "end", "mark", "queue", "ring", "state")
+    __slots__ = ("_closed", "captured", "end", "mark", "own", "prepared", "queue", "ring", "state")
 
     def __init__(self, end: RingEnd, ring: int, state: Allocation) -> None:
         self.end, self.ring, self.state = end, ring, state
         self.queue: tuple[int, int] = (0, 0)
         self.mark: Mark | None = None
         self.captured = False
+        self.own: Mark | None = None
+        self.prepared: dict[object, Prepared] = {}
         self._closed: tuple[tuple[int, bool], int] | None = None
 
     def finished(self) -> tuple[int, bool]:

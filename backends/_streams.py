@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import cast
 
 from xvcomm.abc.device import Stream
 from xvcomm.backends._guard import on_device, told
-from xvcomm.backends._kernels import ROWS, STATE_BYTES, Kernels, Transfer
+from xvcomm.backends._kernels import CAPTURING, MOST_BLOCKS, ROWS, STATE_BYTES, Kernels, Transfer, start
 from xvcomm.backends._pools import Events, Mark, Memory
 from xvcomm.backends._ports import Port, Tail, Watcher
 from xvcomm.backends._vendor import Runtime, VendorError
@@ -20,10 +21,17 @@ from xvcomm.dtype import ReduceOp
 from xvcomm.errors import ArgumentError, ResourceError, XvcommError
 from xvcomm.ring import Message, RingEnd
 
+STREAMS = 128
+"""Streams made with a device: to make one later may wait for all kernels that run."""
+
+AT_ONCE = 128
+"""Blocks of movers on all streams that leave room for further ones; beyond, each launch gets half of what is left."""
+
 _PER_THREAD = 2
 _LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
 _LEAVE_SECONDS = 5.0
 _KEPT = 32
+_SHAPES = 256
 
 
 class Engine:
@@ -31,7 +39,7 @@ class Engine:
 
     Attributes:
         spin: seconds that the host spins for a stream before it sleeps.
-        idle: handles of the device's own streams that are not in use.
+        idle: handles of the device's own streams that are not in use; those that never were come last.
         outside: the newest mark on each stream that is somebody else's.
     """
 
@@ -40,9 +48,11 @@ class Engine:
         self.events = Events(runtime)
         self.memory = Memory(runtime, self._points)
         self.watcher = Watcher(runtime, index)
-        self.idle: list[int] = []
+        self.idle = deque(runtime.stream() for _ in range(STREAMS))
         self.outside: dict[int, Mark] = {}
-        self._own: list[int] = []
+        self._own: set[int] = set()
+        self._blocks: dict[int, tuple[Port, int, int]] = {}
+        self._taken = 0
         self._ports: dict[RingEnd, Port] = {}
         self._opening = threading.Lock()
         self._stranded: list[Port] = []
@@ -50,11 +60,32 @@ class Engine:
     def stream(self) -> GpuStream:
         """A stream of the device's own. They are never destroyed, which might wait for what is on them."""
         try:
-            handle = self.idle.pop()
+            handle = self.idle.popleft()
         except IndexError:
             handle = self.runtime.stream()
-            self._own.append(handle)
+        self._own.add(handle)
         return GpuStream(self, handle, owned=True)
+
+    def room(self, stream: int) -> int:
+        """Blocks that a launch of movers on a stream may take: where many wait for peers, all must find some."""
+        mine = self._blocks.get(stream)
+        others = self._taken - mine[2] if mine is not None else self._taken
+        if others > AT_ONCE - MOST_BLOCKS:
+            self._blocks = {at: it for at, it in list(self._blocks.items()) if at == stream or _under_way(*it[:2])}
+            self._taken = sum(blocks for _, _, blocks in list(self._blocks.values()))
+            others = self._taken - mine[2] if mine is not None else self._taken
+        half = max(1, min(MOST_BLOCKS, (AT_ONCE - others) // 2))
+        return 1 << half.bit_length() - 1  # few different numbers, by which launches are prepared
+
+    def take(self, stream: int, port: Port, blocks: int) -> None:
+        """Remember the blocks of the newest launch on a stream, and one of its ports."""
+        before = self._blocks.get(stream)
+        self._taken += blocks - (before[2] if before is not None else 0)
+        self._blocks[stream] = port, port.end.sequence, blocks
+
+    def known(self, end: RingEnd) -> Port | None:
+        """The port of a ring end that was used before."""
+        return self._ports.get(end)
 
     def port(self, end: RingEnd, stream: int, captured: int) -> Port:
         """The port of a ring end; pins the ring's memory on first use, whose transfer will be on `stream`.
@@ -102,6 +133,7 @@ class Engine:
         while not self._left(port):
             port.stop()
             if deadline.expired():
+                port.end.stuck = True
                 self._stranded.append(port)  # unmapped but pinned, the memory still serves a kernel that does not leave
                 return
             time.sleep(_MOST_PAUSE)
@@ -120,6 +152,20 @@ class Engine:
         return [*own, *(mark for mark in list(self.outside.values()) if not mark.captured)]
 
 
+def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> Transfer:
+    """A transfer as the kernels take it."""
+    end = port.end
+    return Transfer(
+        port.ring, end.slots, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
+    )
+
+
+def _under_way(port: Port, following: int) -> bool:
+    """Whether a port's message before number `following` may still wait."""
+    finished, goes_on = port.finished()
+    return goes_on and finished < following
+
+
 class GpuStream(Stream):
     """A vendor's stream, the device's own or somebody else's. One thread at a time."""
 
@@ -136,7 +182,7 @@ class GpuStream(Stream):
 
     def __del__(self) -> None:
         if self._owned:
-            self._engine.idle.append(self._handle)
+            self._engine.idle.appendleft(self._handle)
 
     @property
     def handle(self) -> int:
@@ -198,11 +244,12 @@ class GpuStream(Stream):
 
     def transfer(self, end: RingEnd, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> None:
         """Enqueue one message through a ring end; the device is the thread's current one."""
+        known = self._engine.known(end)
+        if known is not None and self._starts(known, data, message, op, remote_first):
+            return
         captured = self.runtime.capture(self._handle)
         port = self._engine.port(end, self._handle, captured)
-        row = Transfer(
-            port.ring, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
-        )
+        row = _row(port, data, message, op, remote_first)
         if captured:
             port.captured = True
         else:
@@ -212,6 +259,35 @@ class GpuStream(Stream):
             self._launch([(port, row)], captured)
         else:
             self._together.append((port, row))
+
+    def _starts(self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> bool:
+        """Have compiled code launch a transfer that follows another one of its port here; whether it could."""
+        if self._together is not None or port.captured or port.mark is None or port.queue != self._queue:
+            return False
+        engine, handle = self._engine, self._handle
+        most = engine.room(handle)
+        shape = message.nbytes, message.dtype, message.op, message.detail, op, remote_first, most
+        prepared = port.prepared.get(shape)
+        if prepared is None:
+            if len(port.prepared) >= _SHAPES:
+                port.prepared.clear()
+            row = _row(port, data, message, op, remote_first)
+            prepared = port.prepared[shape] = engine.kernels.prepare(row, most)
+        own = port.own
+        if port.mark is not own or own is None:
+            own = port.own = own or engine.events.take()
+            self.runtime.recorded(own.event, handle)
+        code = start(prepared.address, data, message.tag, handle, own.event)
+        if code == CAPTURING:
+            return False
+        if code:
+            raise self.runtime.failure(code)
+        self._count(port)
+        self._empty, self._newest, port.mark = False, None, own
+        if not self._owned:
+            engine.outside[handle] = own
+        engine.take(handle, port, prepared.blocks)
+        return True
 
     def _count(self, port: Port) -> None:
         """Give the transfer its number, and remember to look what became of it."""
@@ -244,7 +320,9 @@ class GpuStream(Stream):
     def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: int) -> None:
         for port, _ in rows:
             self._follow(port, captured)
-        self._engine.kernels.move([row for _, row in rows], self._handle)
+        engine, handle = self._engine, self._handle
+        blocks = engine.kernels.move([row for _, row in rows], handle, engine.room(handle))
+        engine.take(handle, rows[-1][0], blocks)
         mark = self._record(captured)
         for port, _ in rows:
             port.queue, port.mark = self._queue, mark

@@ -14,16 +14,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numba import types
 
 from xvcomm import dtype as dtypes
+from xvcomm.atomics import load, store
+from xvcomm.calling import call_11
 from xvcomm.dtype import DType
 from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.jit import brief, compiling
 
 CPU, CUDA, CUDA_HOST, ROCM, ROCM_HOST = 1, 2, 3, 10, 11
 _KINDS = {CPU: "host", CUDA_HOST: "host", ROCM_HOST: "host", CUDA: "cuda", ROCM: "rocm"}
 
 
-class ArrayView(msgspec.Struct, eq=False):
+class ArrayView(msgspec.Struct, eq=False, gc=False):
     """A contiguous array, borrowed.
 
     Attributes:
@@ -93,7 +97,7 @@ class _ExchangeAPI(ctypes.Structure):
 
 _READ_ONLY = 1
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
-_CurrentStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.c_void_p)
+_clear = types.ExternalFunction("PyErr_Clear", types.void())
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
@@ -103,17 +107,53 @@ _name_of.argtypes = [ctypes.py_object]
 
 
 class _Exchange(NamedTuple):
-    """Functions of a type's C exchange API: `dltensor_from_py_object_no_sync`, and `current_work_stream` if it has one."""
+    """What there is to know of a type's C exchange API.
 
-    tensor: Any
-    stream: Any
+    Attributes:
+        tensor, stream: addresses of `dltensor_from_py_object_no_sync` and of `current_work_stream`, 0 if it has none.
+        lazy: whether its arrays may be noted down only as the conjugate or negation of others.
+    """
+
+    tensor: int
+    stream: int
+    lazy: bool
+
+
+def _see(tensor: int, stream: int, x: int, out: int) -> int:
+    """Have a framework describe an array, and say on which stream it works.
+
+    Args:
+        x: the object's address.
+        out: of a DLTensor; behind it come the stream and the number of elements.
+
+    Returns:
+        Whether the elements lie one after the other; -1 if the framework raised something.
+    """
+    if call_11(tensor, x, out, 0, 0, 0, 0, 0, 0, 0, 0, 0) != 0:
+        _clear()
+        return -1
+    place, ndim, shape, strides = load(out + 8), load(out + 16) & 0xFFFFFFFF, load(out + 24), load(out + 32)
+    if stream != 0 and place & 0xFFFFFFFF not in (CPU, CUDA_HOST, ROCM_HOST):
+        call_11(stream, place & 0xFFFFFFFF, place >> 32, out + 48, 0, 0, 0, 0, 0, 0, 0, 0)
+    count, contiguous = 1, 1
+    for axis in range(ndim - 1, -1, -1):
+        n = load(shape + 8 * axis)
+        if strides != 0 and n != 1 and load(strides + 8 * axis) != count:
+            contiguous = 0
+        count *= n
+    store(out + 56, count)
+    return contiguous if count > 1 else 1
+
+
+with compiling():
+    _see_kernel = brief("int64(int64, int64, int64, int64)")(_see)
 
 
 class _Scratch(threading.local):
-    """Where a thread lets C functions write: a DLTensor, and behind it a stream's handle."""
+    """Where a thread lets C functions write; see `_see`."""
 
     def __init__(self) -> None:
-        self.words = (ctypes.c_int64 * (_TENSOR_WORDS + 1))()
+        self.words = (ctypes.c_int64 * (_TENSOR_WORDS + 2))()
         self.address = ctypes.addressof(self.words)
 
 
@@ -128,8 +168,7 @@ def _exchange_of(kind: type) -> _Exchange | None:
     if capsule is not None and _name_of(capsule) == b"dlpack_exchange_api":
         api = _ExchangeAPI.from_address(_pointer_of(capsule, b"dlpack_exchange_api"))
         if api.tensor_from_object:
-            stream = _CurrentStream(api.current_stream) if api.current_stream else None
-            found = _Exchange(_FromObject(api.tensor_from_object), stream)
+            found = _Exchange(api.tensor_from_object, api.current_stream or 0, hasattr(kind, "is_neg"))
     _exchange[kind] = found
     return found
 
@@ -159,28 +198,37 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
 
 
 def _exchanged(x: Any, functions: _Exchange) -> ArrayView:
-    """By the C exchange API. Read as plain words: fields of a ctypes structure take three times as long."""
+    """By the C exchange API. Read as plain words, in a slice: fields of a ctypes structure take three times as long."""
     words, address = _scratch.words, _scratch.address
-    try:
-        functions.tensor(x, address)
-    except Exception as error:
-        raise _refused(type(x), error) from error
-    if _lazy(x):
+    contiguous = _see_kernel(functions.tensor, functions.stream, id(x), address)
+    if contiguous < 0:
+        raise _refused(type(x), _complaint(x, functions, address))
+    if functions.lazy and (x.is_neg() or x.is_conj()):  # torch has noted this only, which DLPack does not show
         raise ArrayError(
             "the tensor is the conjugate or negation of another, not yet computed; pass x.resolve_conj().resolve_neg()"
         )
-    data, place, what, shape_at, strides_at, offset = words[:_TENSOR_WORDS]
-    ndim, kind, index = what & 0xFFFFFFFF, place & 0xFFFFFFFF, place >> 32
+    data, place, what, shape_at, _, offset, stream, count = words[:]
+    ndim = what & 0xFFFFFFFF
+    shape = (count,) if ndim == 1 else tuple(_words[shape_at >> 3 : (shape_at >> 3) + ndim])
+    if not contiguous:
+        raise _scattered(shape)
     dtype = dtypes.from_dlpack(what >> 32 & 0xFF, what >> 40 & 0xFF, what >> 48)
-    shape = tuple(_words[shape_at >> 3 : (shape_at >> 3) + ndim])
-    strides = _words[strides_at >> 3 : (strides_at >> 3) + ndim] if strides_at else None
-    found = _described(data + offset, shape, strides, dtype, kind, index, x, None, False)
-    if found.device != "host":
-        found.trusted = True
-        if functions.stream is not None:
-            functions.stream(kind, index, address + 8 * _TENSOR_WORDS)
-            found.stream = words[_TENSOR_WORDS]
-    return found
+    device = _KINDS.get(place & 0xFFFFFFFF)
+    if device is None:
+        raise _unknown(place & 0xFFFFFFFF)
+    nbytes, known = count * dtype.itemsize, None if functions.stream == 0 or device == "host" else stream
+    return ArrayView(
+        data + offset, shape, dtype, count, nbytes, x, device, place >> 32, False, None, False, known, device != "host"
+    )
+
+
+def _complaint(x: Any, functions: _Exchange, address: int) -> Exception:
+    """What the framework raises when it is asked for a tensor that it does not show."""
+    try:
+        _FromObject(functions.tensor)(x, address)
+    except Exception as error:
+        return error
+    return ArrayError("no reason given")
 
 
 def _from_numpy(x: np.ndarray[Any, Any], array: Any) -> ArrayView:
@@ -218,10 +266,10 @@ def _described(
 ) -> ArrayView:  # fmt: skip
     count = math.prod(shape)
     if strides and count > 1 and not _contiguous(shape, strides):
-        raise ArrayError(f"array of shape {shape} is not contiguous; pass a contiguous copy (x.contiguous())")
+        raise _scattered(shape)
     device = _KINDS.get(kind)
     if device is None:
-        raise ArrayError(f"DLPack device type {kind} is not one that xvcomm knows")
+        raise _unknown(kind)
     return ArrayView(address, shape, dtype, count, count * dtype.itemsize, array, device, index, immutable, keep)
 
 
@@ -271,9 +319,12 @@ def _capsule(x: Any, keywords: dict[str, Any]) -> Any:
         raise _refused(type(x), error) from error
 
 
-def _lazy(x: Any) -> bool:
-    """Whether torch has only noted that the elements are to be conjugated or negated, which DLPack does not show."""
-    return hasattr(x, "is_neg") and (x.is_neg() or x.is_conj())
+def _scattered(shape: tuple[int, ...]) -> ArrayError:
+    return ArrayError(f"array of shape {shape} is not contiguous; pass a contiguous copy (x.contiguous())")
+
+
+def _unknown(kind: int) -> ArrayError:
+    return ArrayError(f"DLPack device type {kind} is not one that xvcomm knows")
 
 
 def _refused(kind: type, error: Exception) -> ArrayError:
@@ -318,7 +369,17 @@ def _empty_on_device(x: ArrayView, shape: tuple[int, ...]) -> Any:
 
 def finish(x: ArrayView) -> Any:
     """The user's array: the one behind the view, or a new one of its kind with the contents of a staged view."""
-    return x.array.__array_namespace__().asarray(x.keep) if x.staged else x.array
+    if not x.staged:
+        return x.array
+    array = x.array
+    # As JAX does it, what comes out is bound to a device only if what went in was; else it goes where arrays go.
+    where = {"device": array.device} if getattr(array, "committed", True) else {}
+    return array.__array_namespace__().asarray(x.keep, **where)
+
+
+def address(x: ArrayView | None) -> int:
+    """Where an array begins; 0 where there is none."""
+    return x.address if x is not None else 0
 
 
 def stream_now(x: ArrayView, given: int | None) -> int | None:

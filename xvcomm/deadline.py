@@ -8,7 +8,7 @@ from time import monotonic
 import msgspec
 
 
-class Deadline(msgspec.Struct, eq=False):
+class Deadline(msgspec.Struct, eq=False, gc=False):
     """A point on the monotonic clock, `at`; `math.inf` means none."""
 
     # A Struct, because every call makes one: a dataclass takes twice as long.

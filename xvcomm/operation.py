@@ -13,7 +13,7 @@ from xvcomm.ring import Message
 NO_PEER, ANY_PEER = -1, -2
 
 
-class Operation(msgspec.Struct, eq=False):
+class Operation(msgspec.Struct, eq=False, gc=False):
     """An operation that a rank is in.
 
     Attributes:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 64
 """Flights that may be behind the host before an operation looks after them itself: asking the device takes a while."""
 
-_TOGETHER = 16
+_TOGETHER = 32
 """Blocking operations that share a mark."""
 
 _SPINS = 200
@@ -114,8 +114,7 @@ class Pending:
     def add(self, flight: Flight) -> Flight:
         """Look after a flight from now on; not if it went into a graph, which is the user's to look after."""
         if flight.mark.captured:
-            for operation in flight.operations:
-                self._context.end(operation)
+            self._context.end_all(flight.operations)
             return flight
         self._streams.setdefault(flight.stream, deque()).append(flight)
         self._count += 1
@@ -124,7 +123,7 @@ class Pending:
         return flight
 
     def board(
-        self, operation: Operation, handle: int, deadline: Deadline, native: Collective | None, ends: Ends
+        self, operation: Operation, handle: int, deadline: Deadline, native: Collective | None, ends: Ends | None
     ) -> None:
         """Look after a blocking operation on a framework's stream, together with others there: marks take time."""
         with self._gate:
@@ -133,9 +132,11 @@ class Pending:
                 boarding = self._boarding[handle] = _Boarding(deadline, native)
             elif deadline.at < boarding.deadline.at:
                 boarding.deadline = deadline
-            boarding.native = native or boarding.native
+            if native is not None:
+                boarding.native = native
             boarding.operations.append(operation)
-            boarding.ends.extend(ends)
+            if ends:
+                boarding.ends.extend(ends)
             if len(boarding.operations) >= _TOGETHER:
                 self._depart(handle)
 
@@ -191,8 +192,10 @@ class Pending:
         if failure is not None and flight.error is None:
             flight.error = self._context.explain(*failure)
         state = State.DONE if flight.error is None else State.FAILED
-        for operation in flight.operations:
-            self._context.end(operation, state)
+        if len(flight.operations) == 1:
+            self._context.end(flight.operations[0], state)
+        else:
+            self._context.end_all(flight.operations, state)
         flight.keep = None
         flight.over = True
         if flight.landed is not None:
@@ -236,6 +239,7 @@ class StreamWork(Work):
 
     Attributes:
         flight: the operation, once it was enqueued.
+        let_go: has it enqueued now, if it waits on the host for its turn.
     """
 
     def __init__(
@@ -246,6 +250,7 @@ class StreamWork(Work):
         self._what = what
         self._error: BaseException | None = None
         self.flight = flight
+        self.let_go: Callable[[], None] | None = None
 
     def give_up(self, error: BaseException) -> None:
         """The operation will never be enqueued."""
@@ -289,6 +294,8 @@ class StreamWork(Work):
 
     def _under_way(self) -> Flight:
         """The operation, if nothing is wrong with it."""
+        if self.flight is None and self.let_go is not None:
+            self.let_go()
         error = self._error or (self.flight.error if self.flight is not None else None)
         if error is not None:
             raise error

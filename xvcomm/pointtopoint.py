@@ -202,7 +202,9 @@ class PointToPoint:
                 raise ArgumentError(f"src {src} is this rank itself, which cannot send to itself")
         if self._groups and self._open_group() is not None:
             raise ArgumentError("probe inside group(): what the group holds starts at its end; probe before or behind it")
-        return peer, _channel(channel)
+        channel = _channel(channel)
+        self._transfers.settle(range(self.size) if peer == ANY_PEER else (peer,), channel)
+        return peer, channel
 
     def _misdirected(self, what: str, peer: int, tag: int) -> ArgumentError:
         if not 0 <= peer < self.size:

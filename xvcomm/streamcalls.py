@@ -9,18 +9,24 @@ from typing import Any, cast
 import numpy as np
 
 from xvcomm import array
-from xvcomm.abc.collective import Collective
+from xvcomm.abc.collective import Collective, EnqueuedCollective
 from xvcomm.abc.device import Mark, Stream
-from xvcomm.array import ArrayView
+from xvcomm.board import NativeCall
 from xvcomm.calls import Call, Caller
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
-from xvcomm.operation import Operation
+from xvcomm.operation import NO_PEER, Operation
 from xvcomm.pending import Ends, Flight, StreamWork
 from xvcomm.staging import Staging
+from xvcomm.trace import call_site
 from xvcomm.work import Work
+
+_Shape = tuple[OpCode, int, int, int, tuple[int, ...], int]
+_SHAPES_KEPT = 1000
+_INSIDE = 5
+"""Functions of xvcomm that are under way at the least when a blocking collective is enqueued."""
 
 
 class StreamCaller(Caller):
@@ -33,6 +39,7 @@ class StreamCaller(Caller):
         self._executor = Executor(context)
         self._own = context.device.streams(1)[0]
         self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
+        self._launches: dict[_Shape, tuple[NativeCall, EnqueuedCollective] | None] = {}
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
@@ -83,12 +90,15 @@ class StreamCaller(Caller):
         """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
         context = self._context
         with self._order:
+            ready = self._ready(call) if self._native_only else None
+            if ready is not None:
+                return self._enqueue(call, *ready, deadline, carrier.handle), None, []
             operation = context.begin(call.op, call.message(), site=call.site)
             try:
                 if self._native_only:
                     self._native(call, deadline, carrier)
                     return operation, None, []
-                plan, buffers = context.planner.plan(call.request()), Buffers(_address(call.src), _address(call.dst))
+                plan, buffers = context.planner.plan(call.request()), Buffers(array.address(call.src), array.address(call.dst))
                 mark, ends = self._executor.launch(plan, buffers, call.dtype, call.how(), operation, deadline, carrier)
             except BaseException as error:
                 raised = context.fail(error, operation)
@@ -97,15 +107,51 @@ class StreamCaller(Caller):
                 raise raised from None
         return operation, mark, ends
 
+    def _enqueue(
+        self, call: Call, launch: NativeCall, native: EnqueuedCollective, deadline: Deadline, handle: int
+    ) -> Operation:
+        """Begin a collective that is one call of the native library, and let compiled code make the call."""
+        src, dst = array.address(call.src), array.address(call.dst)
+        site = call.site or call_site(_INSIDE)
+        begin = self._context.begin
+        operation = begin(call.op, launch.message, NO_PEER, site, (launch, src, dst, handle, deadline.at))
+        if launch.result:
+            try:
+                native.failed(launch.result)
+            except BaseException as error:
+                raised = self._context.fail(error, operation)
+                if raised is error:
+                    raise
+                raise raised from None
+        return operation
+
+    def _ready(self, call: Call) -> tuple[NativeCall, EnqueuedCollective] | None:
+        """How compiled code makes a call of this shape; None before one has run, or if it cannot."""
+        how = call.reduction
+        shape = call.op, call.dtype.code, 0 if how is None else how.op, call.count, call.counts, call.root
+        try:
+            return self._launches[shape]
+        except KeyError:
+            return self._prepare(call, shape)
+
+    def _prepare(self, call: Call, shape: _Shape) -> tuple[NativeCall, EnqueuedCollective] | None:
+        native = self._joined()
+        if native is None:
+            return None
+        if len(self._launches) >= _SHAPES_KEPT:
+            self._launches.clear()
+        counts = call.counts or (call.count,)
+        found = None
+        if not call.uneven and counts.count(counts[0]) == len(counts):
+            found = native.enqueued(call.op, counts[0], call.dtype, call.how(), call.root)
+        self._launches[shape] = (NativeCall(call.message(), found.function, found.argument), found) if found else None
+        return self._launches[shape]
+
     def _joined(self) -> Collective | None:
         return self._context.joined_native()
 
     def _close(self) -> None:
         """Nothing: streams end by themselves."""
-
-
-def _address(view: ArrayView | None) -> int:
-    return view.address if view is not None else 0
 
 
 def _stream_of(call: Call, given: int | None) -> int | None:

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from xvcomm import array
 from xvcomm.abc.device import Mark, Stream
 from xvcomm.deadline import Deadline
-from xvcomm.opcode import OpCode
 from xvcomm.pending import Ends, Flight, StreamWork
+from xvcomm.ring import RingEnd
 from xvcomm.transfers import Transfer, Transfers
+from xvcomm.turns import Start, Turns
 from xvcomm.work import Work
 
 if TYPE_CHECKING:
     from xvcomm.context import Context
 
+_RING_STREAMS = 64
+"""Rings of a communicator that keep a stream: a device has only so many that were made before anything ran."""
+
 
 class StreamTransfers(Transfers):
-    """Blocking messages go on their arrays' stream; asynchronous ones on one of their ring's, groups on one of their own.
-
-    A device runs only so many kernels at once (128 on NVIDIA's), and those that wait for a peer count. Messages of one ring
-    follow one another anyway: on one stream only the first of them is a kernel that runs.
-    """
+    """Blocking messages go on their arrays' stream; asynchronous ones, in turns, on their ring's or on one that is free."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._free: list[Stream] = []
-        self._of_rings: dict[tuple[OpCode, int, int], Stream] = {}
+        self._of_rings: dict[RingEnd, Stream] = {}
+        self._turns = Turns(context.pending, self._go)
+        context.closing.append(self._turns.close)
 
     def run_alone(self, t: Transfer) -> None:
         """See `Transfers.run_alone`."""
@@ -39,8 +42,11 @@ class StreamTransfers(Transfers):
         look = () if view.trusted or not view.count else (view.address,)
         user = context.device.adopt(t.stream, *look)
         try:
+            end = self._begin(t)
+            if self._turns:
+                self._turns.let_go([end])
             with context.enqueueing:
-                end = self._enqueue(t, user)
+                self._enqueue(t, user)
         except BaseException as error:
             user.discard()
             self._fail([t], error)
@@ -53,6 +59,9 @@ class StreamTransfers(Transfers):
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream."""
         user, *others = self._streams(transfers)
+        self._begin_all(transfers)
+        if self._turns:
+            self._turns.let_go(_ends(transfers))
         for other in others:
             user.wait(other.mark())
         flight = self._launch(transfers, user)
@@ -72,10 +81,23 @@ class StreamTransfers(Transfers):
         return work
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        """See `Transfers.start`."""
-        alone = len(transfers) == 1
-        own = self._stream_of_ring(transfers[0]) if alone else self._take_stream()
-        self._launch(transfers, own, self._streams(transfers), background=True, taken=not alone)
+        """See `Transfers.start`; what goes into a graph starts at once."""
+        users = self._streams(transfers)
+        self._begin_all(transfers)
+        ends = _ends(transfers)
+        launch = Start(transfers, [cast(Mark, user.mark()) for user in users], ends, _soonest(transfers))
+        if any(mark.captured for mark in launch.behind):
+            self._turns.let_go(ends)
+            self._go(launch)
+            return
+        for t in transfers:
+            t.promise.let_go = partial(self._turns.let_go, ends)
+        self._turns.add(launch)
+
+    def settle(self, peers: Collection[int], channel: int) -> None:
+        """See `Transfers.settle`."""
+        if self._turns:
+            self._turns.let_go_to(peers, channel)
 
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
         """See `Transfers.give_up`."""
@@ -92,16 +114,32 @@ class StreamTransfers(Transfers):
             found[adopt(t.stream, *look)] = t
         return list(found)
 
-    def _stream_of_ring(self, t: Transfer) -> Stream:
-        ring = t.name, t.peer, t.channel
-        found = self._of_rings.get(ring)
-        return found or self._of_rings.setdefault(ring, self._context.device.streams(1)[0])
+    def _begin_all(self, transfers: Sequence[Transfer]) -> None:
+        try:
+            for t in transfers:
+                self._begin(t)
+        except BaseException as error:
+            self._fail(transfers, error)
 
     def _take_stream(self) -> Stream:
         return self._free.pop() if self._free else self._context.device.streams(1)[0]
 
+    def _go(self, launch: Start) -> None:
+        """Let asynchronous messages start."""
+        stream = self._stream_of_ring(launch) if len(launch.ends) == 1 else None
+        taken = stream is None
+        self._launch(launch.transfers, stream or self._take_stream(), launch.behind, background=True, taken=taken)
+
+    def _stream_of_ring(self, launch: Start) -> Stream | None:
+        """The stream of a ring, on which a launch need not be told to follow the one before; not all rings get one."""
+        (end,) = launch.ends
+        found = self._of_rings.get(end)
+        if found is None and len(self._of_rings) < _RING_STREAMS:
+            found = self._of_rings[end] = self._context.device.streams(1)[0]
+        return found
+
     def _launch(
-        self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Stream] = (), *, background: bool = False,
+        self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Mark] = (), *, background: bool = False,
         taken: bool = False,
     ) -> Flight:  # fmt: skip
         """Let messages go on a stream, those of further channels each on one beside it.
@@ -109,7 +147,7 @@ class StreamTransfers(Transfers):
         Messages of one ring follow one another, in several launches; on one stream they would wait for other channels'.
 
         Args:
-            behind: what is on these now comes first.
+            behind: what comes first.
             background: whether they have Works.
             taken: whether the stream is one of `_take_stream`.
         """
@@ -117,9 +155,9 @@ class StreamTransfers(Transfers):
         further = {t.channel for t in transfers if t.channel != transfers[0].channel}
         beside = {channel: self._take_stream() for channel in further}
         try:
-            with self._context.enqueueing:  # threads may have messages for one ring, and so for its stream
-                for user in behind:
-                    stream.wait(user.mark())
+            with self._context.enqueueing:  # threads may have messages for one ring
+                for before in behind:
+                    stream.wait(before)
                 if beside:
                     start = stream.mark()
                 for other in beside.values():
@@ -149,11 +187,14 @@ class StreamTransfers(Transfers):
 
     @staticmethod
     def _flight(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Flight:
-        deadline = min((t.deadline for t in transfers), key=_point)
         operations = [operation for _, _, operation in ends]
         keep = [t.view for t in transfers] if background else None
-        return Flight(operations, stream, mark, deadline, ends, None, not background, keep)
+        return Flight(operations, stream, mark, _soonest(transfers), ends, None, not background, keep)
 
 
-def _point(deadline: Deadline) -> float:
-    return deadline.at
+def _ends(transfers: Sequence[Transfer]) -> frozenset[RingEnd]:
+    return frozenset(t.end for t in transfers if t.end is not None)
+
+
+def _soonest(transfers: Sequence[Transfer]) -> Deadline:
+    return transfers[0].deadline if len(transfers) == 1 else min((t.deadline for t in transfers), key=attrgetter("at"))

@@ -115,6 +115,17 @@ class Topology:
         return cls.from_labels([i.island for i in infos], [i.host for i in infos])
 
 
+def check_kinds(labels: Sequence[str], kinds: Sequence[str]) -> None:
+    """Raise ArgumentError if an island holds ranks on unlike kinds of device; both one a rank."""
+    found: dict[str, str] = {}
+    for label, kind in zip(labels, kinds, strict=True):
+        if found.setdefault(label, kind) != kind:
+            raise ArgumentError(
+                f"island {label!r} holds ranks on {found[label]} and on {kind}: no native library joins them; "
+                "give them different labels (XVCOMM_ISLAND)"
+            )
+
+
 def parse_islands(text: str) -> tuple[str, ...]:
     """Labels in rank order from `"cuda:2,rocm:2"` (the form of `xvcomm run --islands`).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -100,16 +100,26 @@ class Transfers(ABC):
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
         """Let the Works of messages that will never move raise an error."""
 
-    def _enqueue(self, t: Transfer, stream: Stream) -> RingEnd:
-        """Put one transfer on a stream; the caller holds `Context.enqueueing`."""
+    @abstractmethod
+    def settle(self, peers: Collection[int], channel: int) -> None:
+        """Let all receives of a channel that were posted be counted by the rings, before somebody looks what is left."""
+
+    def _begin(self, t: Transfer) -> RingEnd:
+        """Begin the operation of one transfer; gives its ring end."""
         context = self._context
-        view, sending = t.view, t.name is _SEND
-        message = _message(view.dtype, view.nbytes, t.tag)
+        message = _message(t.view.dtype, t.view.nbytes, t.tag)
         operation = t.operation = context.begin(t.name, message, t.peer, t.site)
         operation.channel = t.channel
-        end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=sending, channel=t.channel)
-        move = context.device.put if sending else context.device.get
-        move(end, view.address, message, stream)
+        end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
+        return end
+
+    def _enqueue(self, t: Transfer, stream: Stream) -> RingEnd:
+        """Put one transfer on a stream, and begin it if need be; the caller holds `Context.enqueueing`."""
+        end = t.end if t.end is not None else self._begin(t)
+        assert t.operation is not None
+        device = self._context.device
+        move = device.put if end.producer else device.get
+        move(end, t.view.address, t.operation.message, stream)
         return end
 
     def _fail(self, transfers: Sequence[Transfer], error: BaseException) -> NoReturn:
@@ -148,7 +158,7 @@ class HostTransfers(Transfers):
             couriers.append(context.courier(t.end, t.name))
             return
         courier = couriers.pop()
-        site = call_site(_INSIDE)
+        site = t.site or call_site(_INSIDE)
         try:
             collective = context.enter(courier, t.name)
             if not courier.begin(collective, view.address, view.dtype.code, view.nbytes, t.tag, site):
@@ -202,6 +212,9 @@ class HostTransfers(Transfers):
         for t in transfers:
             if t.promise is not None and not t.promise.done():
                 t.promise.set_exception(error)
+
+    def settle(self, peers: Collection[int], channel: int) -> None:
+        """See `Transfers.settle`: they are counted when they are posted."""
 
     def _take_stream(self) -> Stream:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from nccl.bindings import nccl
+from nccl.bindings._internal.nccl import _inspect_loaded_library_path
 
 from xvcomm.backends._vendor import SUCCESS, Library, VendorError
 from xvcomm.dtype import BY_NAME, ReduceOp
@@ -99,6 +100,10 @@ class NcclLibrary(Library):
         """See `Library.explain`."""
         last = nccl.get_last_error(self._comms[comm])
         return f"{nccl.Result(code).name} ({code}): {nccl.get_error_string(code)}" + (f": {last}" if last else "")
+
+    def path(self) -> str:
+        """See `Library.path`."""
+        return str(_inspect_loaded_library_path())
 
     def unique_id(self) -> bytes:
         """See `Library.unique_id`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from rocm.bindings import rccl as _rccl
+from rocm.bindings.util.paths import get_library_path
 
 from xvcomm.backends._vendor import Library, VendorError
 from xvcomm.dtype import BY_NAME, ReduceOp
@@ -57,6 +59,10 @@ class RcclLibrary(Library):
         result = rccl.ncclResult_t(code)
         last = str(rccl.ncclGetLastError(self._comms[comm])[1] or "")
         return f"{result.name} ({code}): {rccl.ncclGetErrorString(result)[1]}" + (f": {last}" if last else "")
+
+    def path(self) -> str:
+        """See `Library.path`."""
+        return os.fsdecode(get_library_path("rccl"))
 
     def unique_id(self) -> bytes:
         """See `Library.unique_id`."""

@@ -35,6 +35,9 @@ class CountingRuntime:
     def architecture(self, index: int) -> str:
         return f"arch_{index}"
 
+    def addresses(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
         if self.fails:
             raise VendorError("compile", 6, "COMPILATION", "first line\n" + "line\n" * 100)
@@ -120,16 +123,17 @@ def test_a_launch_shares_its_blocks(tmp_path: Path) -> None:
     layout = RingLayout(16, 8, 65536)
     geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
     big, small = message(64 << 20), message(100, BY_NAME["bfloat16"])
-    put = Transfer(1 << 40, 256, geometry, True, 4096, big, 3)
-    get = Transfer(2 << 40, 512, geometry, False, 8192, small, 3, ReduceOp.SUM, remote_first=True)
+    put = Transfer(1 << 40, 0, 256, geometry, True, 4096, big, 3)
+    get = Transfer(2 << 40, 3 << 40, 512, geometry, False, 8192, small, 3, ReduceOp.SUM, remote_first=True)
     kernels.move([put], 5)
     kernels.move([put, get], 5)
     kernels.move([put] * 32, 5)
     assert [launch[1] for launch in runtime.launched] == [16, 17, 64]
     rows = [_kernels._ROW.unpack_from(runtime.launched[1][3], number * _kernels._ROW.size) for number in range(2)]
-    assert rows[0][:4] == (1 << 40, 256, 4096, 64 << 20) and rows[1][:4] == (2 << 40, 512, 8192, 100)
+    assert rows[0][:5] == (1 << 40, (1 << 40) + layout.data, 256, 4096, 64 << 20)
+    assert rows[1][:5] == (2 << 40, 3 << 40, 512, 8192, 100)
     assert [row[-2:] for row in rows] == [(0, 16), (16, 1)]
-    assert [row[10:13] for row in rows] == [(1, 0, 0), (0, 4 * 16 + 1, 1)]
+    assert [row[11:14] for row in rows] == [(1, 0, 0), (0, 4 * 16 + 1, 1)]
     assert runtime.launched[1][0] == 1010 and runtime.launched[1][4] == 5
 
 

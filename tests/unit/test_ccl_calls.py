@@ -1,0 +1,141 @@
+"""NCCL's and RCCL's calls from compiled code: what reaches the library, and how a call is kept out or broken off."""
+
+from __future__ import annotations
+
+import ctypes
+import runpy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
+from xvcomm.backends._ccl import CclCollective
+from xvcomm.board import Board, NativeCall
+from xvcomm.deadline import Deadline
+from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction
+from xvcomm.errors import Aborted
+from xvcomm.opcode import OpCode
+from xvcomm.ring import Message, Reason
+from xvcomm.shm import Segment
+
+_shared = runpy.run_path(str(Path(__file__).with_name("test_ccl.py")))
+a_library, joined, until = _shared["a_library"], _shared["joined"], _shared["until"]
+SOON, PLAIN, SUM, F32 = _shared["SOON"], _shared["PLAIN"], _shared["SUM"], _shared["F32"]
+Native = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 7)
+
+
+class Caller:
+    """Makes compiled code post collectives on a board of one rank, and enqueue them."""
+
+    def __init__(self) -> None:
+        self.board = Board(Segment.create("/dev/shm", "ccl", Board.size(1)), (0,), 0, _nobody(), 0)
+        self._sequence = 0
+
+    def prepare(
+        self, comm: CclCollective, op: OpCode, how: Reduction = SUM, dtype: DType = F32
+    ) -> Callable[..., int]:
+        """A call on two arrays, with a deadline."""
+        ready = comm.enqueued(op, 10, dtype, how, 0)
+        assert ready is not None
+        launch = NativeCall(Message(int(op), 0, 0, 0), ready.function, ready.argument)
+
+        def call(src: int, dst: int, seconds: float = SOON) -> int:
+            self.board.launch(self._sequence, 0, launch, src, dst, 99, Deadline.after(seconds).at)
+            self._sequence += 1
+            if launch.result:
+                ready.failed(launch.result)
+            return launch.result
+
+        return call
+
+
+def _nobody() -> Any:
+    """A recorder whose records nobody keeps."""
+    words = (ctypes.c_int64 * 3)()
+    return SimpleNamespace(words=words, handle=ctypes.addressof(words))
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    made = Caller()
+    yield made
+    made.board.close()
+
+
+def address(function: Any) -> int:
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def test_compiled_code_calls_the_library_with_its_own_numbers(caller: Caller) -> None:
+    seen: list[tuple[int, ...]] = []
+    function = Native(lambda *words: seen.append(words) or 0)
+    library = a_library(address=address(function))
+    comm = joined(library, members=2)
+    f32, u8 = PLAIN.index("float32"), PLAIN.index("uint8")
+    for op in (OpCode.ALL_REDUCE, OpCode.REDUCE_SCATTER, OpCode.BROADCAST, OpCode.ALL_GATHER):
+        caller.prepare(comm, op)(16, 32)
+    caller.prepare(comm, OpCode.ALL_REDUCE, dtype=BY_NAME["complex64"])(16, 32)
+    assert [words[:7] for words in seen[:3]] == [
+        (16, 32, 10, f32, 0, 7, 99), (16, 32, 10, f32, 0, 7, 99), (16, 32, 40, u8, 0, 7, 99)
+    ]  # fmt: skip
+    assert seen[3][:6] == (16, 32, 40, u8, 7, 99) and seen[4][2:4] == (20, f32)
+    assert [made.args[0] for made in library.address.call_args_list] == [
+        "ncclAllReduce", "ncclReduceScatter", "ncclBroadcast", "ncclAllGather", "ncclAllReduce"
+    ]  # fmt: skip
+    comm.close()
+
+
+def test_what_takes_several_calls_is_not_for_compiled_code() -> None:
+    comm = joined(a_library(address=0), members=2)
+    average, factor = Reduction(ReduceOp.AVG), Reduction(ReduceOp.PREMUL_SUM, 2.0)
+    assert comm.enqueued(OpCode.ALL_REDUCE, 10, BY_NAME["int32"], average, 0) is None
+    assert comm.enqueued(OpCode.ALL_REDUCE, 10, F32, factor, 0) is None
+    assert comm.enqueued(OpCode.ALL_REDUCE, 10, BY_NAME["uint16"], SUM, 0) is None
+    assert comm.enqueued(OpCode.ALL_REDUCE, 0, F32, SUM, 0) is None
+    assert comm.enqueued(OpCode.ALL_TO_ALL, 10, F32, SUM, 0) is None
+    comm.close()
+    assert comm.enqueued(OpCode.ALL_REDUCE, 10, F32, SUM, 0) is None
+
+
+def test_compiled_code_does_not_enter_a_library_that_was_stopped_and_tells_what_failed(caller: Caller) -> None:
+    codes = iter((0, 3))
+    seen: list[int] = []
+    function = Native(lambda *words: seen.append(1) or next(codes))
+    comm = joined(a_library(address=address(function)))
+    call = caller.prepare(comm, OpCode.ALL_REDUCE)
+    assert call(16, 32) == 0
+    with pytest.raises(Aborted, match="ncclInternalError"):
+        call(16, 32)
+    comm.abort(Reason.LEFT.word(2))
+    with pytest.raises(CollectiveStopped) as caught:
+        call(16, 32)
+    assert caught.value.word == Reason.LEFT.word(2) and len(seen) == 2
+    comm.close()
+
+
+def test_compiled_code_that_blocks_in_the_library_is_broken_off_and_others_go_on_meanwhile(caller: Caller) -> None:
+    inside, aborted = threading.Event(), threading.Event()
+
+    def enter(*words: int) -> int:
+        inside.set()
+        assert aborted.wait(SOON)
+        return 3
+
+    function = Native(enter)
+    library = a_library(address=address(function), abort=lambda comm: aborted.set())
+    comm = joined(library)
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(caller.prepare(comm, OpCode.ALL_REDUCE), 16, 32, 0.1)
+        assert inside.wait(SOON)
+        until(lambda: comm.error() or under_way.done())
+        with pytest.raises(CollectiveStalled):
+            under_way.result(SOON)
+    assert Reason.parse(comm.error())[0] is Reason.DEADLINE
+    comm.close()

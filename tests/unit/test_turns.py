@@ -1,0 +1,166 @@
+"""Asynchronous messages that wait on the host: one launch of a ring at a time, in order, and nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+from unittest.mock import create_autospec
+
+import pytest
+
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.pending import Pending
+from xvcomm.ring import RingEnd
+from xvcomm.turns import AT_ONCE, Start, Turns
+
+SOON = 10.0
+
+
+class End:
+    """A ring end: messages that were put on the device, and those that are through."""
+
+    def __init__(self, peer: int = 1, channel: int = 0, *, producer: bool = True) -> None:
+        self.peer, self.channel, self.producer = peer, channel, producer
+        self.sequence, self.through, self.goes_on = 0, 0, True
+
+    def finished(self) -> tuple[int, bool]:
+        return self.through, self.goes_on
+
+
+class Device:
+    """Notes what was started; `fails` is raised instead."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.fails: set[str] = set()
+        self.turns = Turns(create_autospec(Pending, instance=True), self._go)
+
+    def _go(self, launch: Start) -> None:
+        (name,) = cast(list[str], launch.transfers)
+        if name in self.fails:
+            raise ValueError(name)
+        for end in cast(set[End], launch.ends):
+            end.sequence += 1
+        self.started.append(name)
+
+    def add(self, name: str, *ends: End, deadline: Deadline = NEVER) -> None:
+        """A Start of that name."""
+        self.turns.add(Start(cast(Any, [name]), [], cast(frozenset[RingEnd], frozenset(ends)), deadline))
+
+    def let_go(self, *ends: End) -> None:
+        self.turns.let_go(cast(list[RingEnd], list(ends)))
+
+
+@pytest.fixture
+def device() -> Any:
+    made = Device()
+    yield made
+    made.turns.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = Deadline.after(SOON)
+    while not condition():
+        assert not deadline.expired()
+        time.sleep(0.001)
+
+
+def test_a_ring_that_is_through_starts_at_once_and_needs_no_thread(device: Device) -> None:
+    one, other = End(), End()
+    threads = threading.active_count()
+    device.add("a", one)
+    device.add("b", other)
+    one.through = 1
+    device.add("c", one)
+    assert device.started == ["a", "b", "c"] and not device.turns
+    assert threading.active_count() == threads
+
+
+def test_nothing_is_put_behind_what_may_wait(device: Device) -> None:
+    one, other = End(), End()
+    device.add("a", one)
+    device.add("b", one)
+    device.add("c", one, other)
+    device.add("d", other)  # behind c, though its ring is free
+    assert device.started == ["a"] and device.turns
+    one.through = 1
+    until(lambda: device.started == ["a", "b"])
+    one.through = 2
+    until(lambda: device.started == ["a", "b", "c"])
+    other.through = 1
+    until(lambda: device.started == ["a", "b", "c", "d"])
+    assert not device.turns
+
+
+def test_who_cannot_wait_lets_a_ring_go_with_what_comes_before_it(device: Device) -> None:
+    one, other, third = End(), End(), End()
+    for end in (one, other, third):
+        device.add("under way", end)
+    device.add("a", one)
+    device.add("b", one, other)
+    device.add("c", third)
+    device.add("d", other)
+    device.add("e", one)
+    device.let_go(other)
+    assert device.started[3:] == ["a", "b", "d"]
+    device.let_go(End())
+    assert device.started[3:] == ["a", "b", "d"]
+    device.turns.let_go_to([1], 0)  # receives only, and these are sends
+    assert device.started[3:] == ["a", "b", "d"]
+    device.let_go(one, third)
+    assert device.started[3:] == ["a", "b", "d", "c", "e"]
+
+
+def test_receives_of_a_channel_are_let_go(device: Device) -> None:
+    ends = [End(1, 3, producer=False), End(2, 3, producer=False), End(1, 4, producer=False)]
+    for name, end in zip("abc", ends, strict=True):
+        device.add("under way", end)
+        device.add(name, end)
+    device.turns.let_go_to([1, 2], 3)
+    assert device.started[3:] == ["a", "b"]
+
+
+@pytest.mark.parametrize("how", ["late", "given up"])
+def test_what_is_late_or_behind_what_was_given_up_goes_to_be_told(device: Device, how: str) -> None:
+    end = End()
+    device.add("a", end)
+    device.add("b", end, deadline=Deadline.after(0.05) if how == "late" else NEVER)
+    assert device.started == ["a"]
+    end.goes_on = how == "late"
+    until(lambda: device.started == ["a", "b"])
+
+
+def test_what_fails_at_once_is_raised_and_what_fails_later_holds_up_nobody(device: Device) -> None:
+    device.fails = {"bad", "later"}
+    with pytest.raises(ValueError, match="bad"):
+        device.add("bad", End())
+    end = End()
+    for name in ("a", "later", "b"):
+        device.add(name, end)
+    end.through = 1
+    until(lambda: device.started == ["a", "b"])
+
+
+def test_the_device_is_not_given_more_than_it_runs_at_once(device: Device) -> None:
+    ends = [End() for _ in range(AT_ONCE + 2)]
+    for number, end in enumerate(ends):
+        device.add(str(number), end)
+    assert len(device.started) == AT_ONCE
+    ends[7].through = 1
+    until(lambda: len(device.started) == AT_ONCE + 1)
+    assert device.started[-1] == str(AT_ONCE)
+    ends[8].through = 1
+    until(lambda: len(device.started) == AT_ONCE + 2)
+
+
+def test_closing_leaves_nothing_behind() -> None:
+    device, end = Device(), End()
+    for name in "abc":
+        device.add(name, end)
+    thread = next(t for t in threading.enumerate() if t.name == "xvcomm-turns")
+    device.turns.close()
+    assert device.started == ["a", "b", "c"]
+    thread.join(SOON)
+    assert not thread.is_alive()

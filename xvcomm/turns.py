@@ -1,0 +1,144 @@
+"""Asynchronous messages of a device that wait on the host for their turn.
+
+A kernel that stands on the device behind one that waits for a peer holds up its hardware queue, which several streams
+share; and what the peer waits for may stand behind it there. So of each ring one launch at a time is on the device, and
+none stands behind a message that may wait: it stays here until the ring is through with what came before. A thread looks
+after those that stay. Whoever cannot wait for that lets them go on at once, in order, for the device to sort out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xvcomm.abc.device import Mark
+from xvcomm.deadline import Deadline
+from xvcomm.ring import RingEnd
+
+if TYPE_CHECKING:
+    from xvcomm.pending import Pending
+    from xvcomm.transfers import Transfer
+
+_PAUSE_SECONDS = 0.00005
+
+AT_ONCE = 96
+"""Launches that may be under way: NVIDIA's GPUs run 128 kernels at once, and those that wait for a peer count."""
+
+
+@dataclass(slots=True, eq=False)
+class Start:
+    """Messages that start together.
+
+    Attributes:
+        behind: what comes first on the device: marks on the arrays' streams.
+        ends: the rings that they use.
+        deadline: the soonest of theirs.
+    """
+
+    transfers: Sequence[Transfer]
+    behind: Sequence[Mark]
+    ends: frozenset[RingEnd]
+    deadline: Deadline
+
+
+class Turns:
+    """The queue of one communicator. Any thread.
+
+    Args:
+        go: puts a Start on the device. What it raises, the messages' Works raise too.
+    """
+
+    def __init__(self, pending: Pending, go: Callable[[Start], None]) -> None:
+        self._pending, self._go = pending, go
+        self._arrived = threading.Condition()
+        self._queue: list[Start] = []
+        self._under_way: dict[RingEnd, None] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._queue)
+
+    def add(self, launch: Start) -> None:
+        """Let messages start when it is their turn; at once if it is, and then this raises what goes wrong."""
+        with self._arrived:
+            if all(launch.ends.isdisjoint(earlier.ends) for earlier in self._queue) and self._ready(launch):
+                self._start(launch)
+                return
+            self._queue.append(launch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="xvcomm-turns", daemon=True)
+                self._thread.start()
+            self._arrived.notify()
+
+    def let_go(self, ends: Collection[RingEnd]) -> None:
+        """Start all that waits for these rings, and what comes before it on others."""
+        with self._arrived:
+            concerned, chosen = set(ends), []
+            for launch in reversed(self._queue):
+                if not launch.ends.isdisjoint(concerned):
+                    concerned |= launch.ends
+                    chosen.append(launch)
+            for launch in reversed(chosen):
+                self._take(launch)
+
+    def let_go_to(self, peers: Collection[int], channel: int) -> None:
+        """The same for the receives of a channel from some ranks."""
+        with self._arrived:
+            ends = {end for launch in self._queue for end in launch.ends}
+            self.let_go([e for e in ends if e.channel == channel and e.peer in peers and not e.producer])
+
+    def close(self) -> None:
+        """Let everything go, to leave the rings that were stopped, and end the thread."""
+        with self._arrived:
+            self._closed = True
+            for launch in list(self._queue):
+                self._take(launch)
+            self._arrived.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._arrived:
+                while not self._queue:
+                    if self._closed:
+                        return
+                    self._arrived.wait()
+                self._sweep()
+            self._pending.poll()
+            time.sleep(_PAUSE_SECONDS)
+
+    def _sweep(self) -> None:
+        """Start what has its turn, or is late: then it is told as any other that is under way."""
+        before: set[RingEnd] = set()
+        for launch in list(self._queue):
+            if before.isdisjoint(launch.ends) and (self._ready(launch) or launch.deadline.expired()):
+                self._take(launch)
+            before |= launch.ends
+
+    def _take(self, launch: Start) -> None:
+        """Start one of those that wait."""
+        self._queue.remove(launch)
+        with contextlib.suppress(Exception):  # the messages' Works raise it
+            self._start(launch)
+
+    def _start(self, launch: Start) -> None:
+        self._under_way.update(dict.fromkeys(launch.ends))
+        self._go(launch)
+
+    def _ready(self, launch: Start) -> bool:
+        """Whether the rings are through with what came before, and the device has room."""
+        if len(self._under_way) + len(launch.ends) > AT_ONCE:
+            self._under_way = {end: None for end in self._under_way if _busy(end)}
+        room = not self._under_way or len(self._under_way) + len(launch.ends) <= AT_ONCE
+        return room and not any(_busy(end) for end in launch.ends)
+
+
+def _busy(end: RingEnd) -> bool:
+    """Whether messages of a ring end are under way."""
+    finished, goes_on = end.finished()
+    return goes_on and finished < end.sequence
