@@ -4,7 +4,8 @@
     XVCOMM_REPLACE=gloo torchrun --nproc-per-node 2 examples/transformers_finetune.py
 
 Nothing in it knows of xvcomm. It asks torch for Gloo, or for NCCL where there are GPUs; the second line puts xvcomm in
-Gloo's place. Nothing is downloaded: the model starts at random, and the tokenizer has a token for each byte.
+Gloo's place, and `XVCOMM_REPLACE=nccl` in NCCL's. Nothing is downloaded: the model starts at random, and the tokenizer
+has a token for each byte.
 """
 
 import argparse

@@ -3,42 +3,49 @@
 c10d passes lists where xvcomm passes one array: blocks that do not lie one after the other are brought together first,
 and results spread. Blocks may differ in size, as with NCCL.
 
-`async_op` starts an operation and gives the communicator's Work; only for tensors that need no copy.
+`all_reduce`, `broadcast`, `all_gather_into` and `reduce_scatter_into` take tensors as the communicator does; for others there
+is `on_any`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from xvcomm.adapters.torch.options import Options
-from xvcomm.adapters.torch.planes import Plane
+from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.sparse import all_reduce_sparse
 from xvcomm.adapters.torch.tensors import dense, joined, room, room_for, same_dtype, settle, spread
 from xvcomm.errors import ArgumentError
 
-Operation = Callable[..., Any]
+
+def on_any(operation: Operation, plane: Plane, tensors: Sequence[Tensor], how: Options) -> None:
+    """Run `all_reduce`, `broadcast`, `all_gather_into` or `reduce_scatter_into` on tensors of any layout, anywhere.
+
+    Args:
+        tensors: the output, and the input where that is another.
+    """
+    out, *inputs = tensors
+    if plane.takes(tensors):
+        operation(plane, *tensors, how)
+    elif operation is all_reduce and out.layout is not torch.strided:
+        all_reduce_sparse(plane, out, how)
+    else:
+        result = room(out, plane.device) if inputs else dense(out, plane.device)
+        operation(plane, result, *(dense(x, plane.device) for x in inputs), how)
+        settle(result, out)
 
 
-def all_reduce(plane: Plane, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
+def all_reduce(plane: Plane, x: Tensor, how: Options) -> None:
     """Reduce in place on all ranks."""
-    if x.layout is not torch.strided:
-        return all_reduce_sparse(plane, x, how)
-    buffer = dense(x, plane.device)
-    work = plane.comm.all_reduce(plane.view(buffer), how.op, timeout=how.timeout, async_op=async_op)
-    settle(buffer, x)
-    return work
+    plane.comm.all_reduce(plane.view(x), how.op, timeout=how.timeout)
 
 
-def broadcast(plane: Plane, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
+def broadcast(plane: Plane, x: Tensor, how: Options) -> None:
     """Give all ranks the root's tensor."""
-    buffer = dense(x, plane.device)
-    work = plane.comm.broadcast(plane.view(buffer), how.root, timeout=how.timeout, async_op=async_op)
-    settle(buffer, x)
-    return work
+    plane.comm.broadcast(plane.view(x), how.root, timeout=how.timeout)
 
 
 def reduce(plane: Plane, x: Tensor, how: Options) -> None:
@@ -49,16 +56,11 @@ def reduce(plane: Plane, x: Tensor, how: Options) -> None:
         settle(buffer, x)
 
 
-def all_gather_into(plane: Plane, out: Tensor, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
+def all_gather_into(plane: Plane, out: Tensor, x: Tensor, how: Options) -> None:
     """Give all ranks all blocks in one tensor."""
     same_dtype((out, x), "all_gather")
     _fits("all_gather", "output", out.numel(), plane.comm.size * x.numel())
-    buffer = room(out, plane.device)
-    work = plane.comm.all_gather(
-        plane.view(dense(x, plane.device)), out=plane.view(buffer), timeout=how.timeout, async_op=async_op
-    )
-    settle(buffer, out)
-    return work
+    plane.comm.all_gather(plane.view(x), out=plane.view(out), timeout=how.timeout)
 
 
 def all_gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) -> None:
@@ -72,16 +74,11 @@ def all_gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) ->
     spread(whole, outs)
 
 
-def reduce_scatter_into(plane: Plane, out: Tensor, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
+def reduce_scatter_into(plane: Plane, out: Tensor, x: Tensor, how: Options) -> None:
     """Reduce and give each rank its block of one tensor."""
     same_dtype((out, x), "reduce_scatter")
     _fits("reduce_scatter", "input", x.numel(), plane.comm.size * out.numel())
-    buffer = room(out, plane.device)
-    work = plane.comm.reduce_scatter(
-        plane.view(dense(x, plane.device)), how.op, out=plane.view(buffer), timeout=how.timeout, async_op=async_op
-    )
-    settle(buffer, out)
-    return work
+    plane.comm.reduce_scatter(plane.view(x), how.op, out=plane.view(out), timeout=how.timeout)
 
 
 def reduce_scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Options) -> None:

@@ -1,24 +1,29 @@
 """Closes gaps between torch and groups in Python.
 
-`dist.monitored_barrier` asks for Gloo by name; groups of xvcomm have one too. And C++ reaches a method of a Python group only where c10d wrote a trampoline for it. `all_gather_into_tensor_out` of the
-functional collectives, which compiled programs call, ends in an operation of the dispatcher instead, which looks for a
-C++ backend that such a group does not have. So that operation gets a kernel that looks at the group first, and passes
-everybody else's on to torch's own.
+`dist.monitored_barrier` and `_set_pg_timeout` ask for Gloo by name; groups of xvcomm have them too. And C++ reaches a method of a
+Python group only where c10d wrote a trampoline for it. `all_gather_into_tensor_out` of the functional collectives, which compiled
+programs call, ends in an operation of the dispatcher instead, which looks for a C++ backend that such a group does not have. So
+that operation gets a kernel that looks at the group first, and passes everybody else's on to torch's own.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from xvcomm.adapters.torch import versions
 from xvcomm.adapters.torch.group import ProcessGroup
 from xvcomm.adapters.torch.works import Work
+from xvcomm.trace import pass_over
 
 _OPERATION = "_allgather_base_"
 _libraries: list[Any] = []
@@ -28,9 +33,12 @@ def install() -> None:
     """Close them, as far as this release of torch can be extended. Idempotent."""
     if _libraries:
         return
+    pass_over(str(Path(torch.__file__).parent))
     library = torch.library.Library("c10d", "IMPL")
     _libraries.append(library)
     _open_monitored_barrier()
+    _let_timeouts_be_set()
+    _give_builtin_hooks_a_future()
     _give_reducers_a_work_of_cpp()
     if not versions.boxes():
         return
@@ -55,6 +63,36 @@ def _kernel(theirs: Any) -> Any:
         return outcome
 
     return all_gather_base
+
+
+def _let_timeouts_be_set() -> None:
+    """`_set_pg_timeout`, which asks for Gloo's and NCCL's groups by their classes."""
+    theirs = dist.distributed_c10d._set_pg_timeout
+
+    @functools.wraps(theirs)
+    def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        ours = group or dist.distributed_c10d._get_default_group()
+        if isinstance(ours, ProcessGroup):
+            ours.set_timeout(timeout)
+        else:
+            theirs(timeout, group)
+
+    dist.distributed_c10d._set_pg_timeout = set_pg_timeout
+
+
+def _give_builtin_hooks_a_future() -> None:
+    """DDP's FP16 hook of C++ wants its future to hold a list of C++, and one of Python cannot: the hook of Python does the same."""
+    theirs = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(theirs)
+    def register(self: Any, comm_hook_type: Any) -> None:
+        if comm_hook_type is dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(self.process_group, ProcessGroup):
+            self.logger._set_comm_hook_name(str(comm_hook_type))
+            dist._register_comm_hook(self.reducer, self.process_group, fp16_compress_hook)
+        else:
+            theirs(self, comm_hook_type)
+
+    DistributedDataParallel._register_builtin_comm_hook = register
 
 
 def _open_monitored_barrier() -> None:

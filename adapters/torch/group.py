@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xvcomm.adapters.torch import collectives, messages, options, versions
-from xvcomm.adapters.torch.errors import mapped
+from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.identity import Identity
 from xvcomm.adapters.torch.joining import join
 from xvcomm.adapters.torch.monitored import monitored_barrier
 from xvcomm.adapters.torch.options import Options
-from xvcomm.adapters.torch.planes import Plane
+from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.profiling import profiling, recorded
-from xvcomm.adapters.torch.works import Done, HostWork, StreamMessage, StreamWork, Work
-from xvcomm.errors import ArgumentError
+from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamMessage, StreamWork, Work
+from xvcomm.errors import ArgumentError, XvcommError
 
 Tensors = Sequence[Tensor]
 _NO_TENSOR: tuple[Tensor, ...] = ()
@@ -42,7 +43,7 @@ class ProcessGroup(Identity):
         tensors, how = _listed(tensors), options.read(op if opts is None else opts, timeout)
         if len(tensors) == 1:
             return self._run_one("all_reduce", collectives.all_reduce, tensors, how)
-        return self._run("all_reduce", tensors, how, lambda plane: _each(collectives.all_reduce, plane, how, tensors))
+        return self._run("all_reduce", tensors, how, lambda plane: _each_alone(collectives.all_reduce, plane, how, tensors))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """As `allreduce`."""
@@ -58,7 +59,7 @@ class ProcessGroup(Identity):
         tensors, how = _listed(tensors), options.read(None if isinstance(opts, int) else opts, timeout, root=root)
         if len(tensors) == 1:
             return self._run_one("broadcast", collectives.broadcast, tensors, how)
-        return self._run("broadcast", tensors, how, lambda plane: _each(collectives.broadcast, plane, how, tensors))
+        return self._run("broadcast", tensors, how, lambda plane: _each_alone(collectives.broadcast, plane, how, tensors))
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
@@ -96,7 +97,7 @@ class ProcessGroup(Identity):
         how = options.read(opts)
         return self._run(
             "allgather_into_tensor_coalesced", output_lists, how,
-            lambda plane: _each(collectives.all_gather_into, plane, how, output_lists, input_list), input_list,
+            lambda plane: _each_alone(collectives.all_gather_into, plane, how, output_lists, input_list), input_list,
         )  # fmt: skip
 
     def reduce_scatter(
@@ -120,7 +121,7 @@ class ProcessGroup(Identity):
         how = options.read(opts)
         return self._run(
             "reduce_scatter_tensor_coalesced", outputTensors, how,
-            lambda plane: _each(collectives.reduce_scatter_into, plane, how, outputTensors, inputTensors), inputTensors,
+            lambda plane: _each_alone(collectives.reduce_scatter_into, plane, how, outputTensors, inputTensors), inputTensors,
         )  # fmt: skip
 
     def gather(
@@ -277,30 +278,41 @@ class ProcessGroup(Identity):
         shown = inputs or results
         return self._on(self._plane(shown), what, results, how, job, shown)
 
-    def _run_one(self, what: str, operation: collectives.Operation, tensors: Tensors, how: Options) -> Work:
-        """Run a collective of one output, which comes first, and perhaps one input."""
-        plane = self._plane(tensors)
-        if how.waits or not plane.starts(tensors):
-            return self._on(plane, what, tensors[:1], how, lambda plane: operation(plane, *tensors, how), tensors[-1:])
+    def _run_one(self, what: str, operation: Operation, tensors: Tensors, how: Options) -> Work:
+        """Run a collective of one output, which comes first, and perhaps one input: what is called most, by the shortest way."""
+        if profiling():
+            with recorded(self._backend, what, tensors[-1:]):
+                return self._one(what, operation, tensors, how)
+        return self._one(what, operation, tensors, how)
+
+    def _one(self, what: str, operation: Operation, tensors: Tensors, how: Options) -> Work:
         self._sequence = next(self._numbers)
-        with recorded(self._backend, what, tensors[-1:]), mapped():
-            return plane.message(operation(plane, *tensors, how, async_op=True), tensors[:1], what, -1, None)
+        plane = self._plane(tensors)
+        if plane.takes(tensors):
+            if not how.waits:
+                return plane.start(operation, tensors, how, what)
+            if plane.ready:
+                try:
+                    operation(plane, *tensors, how)
+                except XvcommError as error:
+                    raise as_torch(error) from None
+                return NOTHING_LEFT
+        job = partial(collectives.on_any, operation, tensors=tensors, how=how)
+        return plane.run(job, tensors[:1], what, waits=how.waits, inputs=tensors[1:])
 
     def _on(
         self, plane: Plane, what: str, results: Tensors, how: Options, job: Callable[[Plane], None],
         shown: Tensors = _NO_TENSOR,
     ) -> Work:  # fmt: skip
         self._sequence = next(self._numbers)
-        if not profiling():
-            return plane.run(job, results, what, waits=how.waits)
         with recorded(self._backend, what, shown):
-            return plane.run(job, results, what, waits=how.waits)
+            return plane.run(job, results, what, waits=how.waits, inputs=shown)
 
     def _plane(self, tensors: Tensors) -> Plane:
-        if not tensors:
+        if not tensors or tensors[0].is_cpu:
             return self.planes.host
-        first = tensors[0]
-        return self.planes.host if first.is_cpu else self._of(first.device)
+        gpu = self.planes.gpu
+        return gpu if gpu is not None and tensors[0].is_cuda else self._of(tensors[0].device)
 
     def _of(self, device: torch.device) -> Plane:
         if device.type == "cpu":
@@ -351,6 +363,12 @@ def _each(operation: Callable[..., None], plane: Plane, how: Options, *lists: Te
     """An operation on each tensor of a list, or each pair of two lists."""
     for tensors in zip(*lists, strict=True):
         operation(plane, *tensors, how)
+
+
+def _each_alone(operation: Operation, plane: Plane, how: Options, *lists: Tensors) -> None:
+    """As `_each`, for operations that `collectives.on_any` runs."""
+    for tensors in zip(*lists, strict=True):
+        collectives.on_any(operation, plane, tensors, how)
 
 
 def _wait_for(works: Sequence[Work]) -> None:

@@ -7,8 +7,9 @@ by whoever uses a group object directly.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
@@ -19,9 +20,9 @@ _OPS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,
     "BAND": ReduceOp.BAND, "BOR": ReduceOp.BOR, "BXOR": ReduceOp.BXOR,
 }  # fmt: skip
-_REDUCTIONS = {int(getattr(dist.ReduceOp, name)): Reduction(op) for name, op in _OPS.items()}
+_REDUCTIONS = {hash(getattr(dist.ReduceOp, name)): Reduction(op) for name, op in _OPS.items()}
 _UNSET = timedelta(milliseconds=-1)
-_PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)
+_PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
 SUM = Reduction(ReduceOp.SUM)
 # Which options objects there are, and whether they hold a reduction and a root.
 _PARTS = {
@@ -30,7 +31,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-class Options(NamedTuple):
+class Options(msgspec.Struct, frozen=True):
     """One call's options.
 
     Attributes:
@@ -46,19 +47,17 @@ class Options(NamedTuple):
     waits: bool = False
 
 
-
-
 def read(given: Any, timeout: Any = None, *, root: int | None = None) -> Options:
     """Options from an object of c10d, or from `op` (or nothing) and `timeout`."""
-    kind = type(given)
-    parts = _PARTS.get(kind)
-    if parts is not None:
-        reduces, rooted = parts
-        return Options(
-            reduction(given.reduceOp) if reduces else SUM, given.rootRank if rooted else 0, seconds(given.timeout),
-            not given.asyncOp,
-        )  # fmt: skip
-    return Options(SUM if given is None else reduction(given), root or 0, seconds(timeout))
+    parts = _PARTS.get(type(given))
+    if parts is None:
+        return Options(SUM if given is None else reduction(given), root or 0, seconds(timeout))
+    reduces, rooted = parts
+    limit = given.timeout
+    return Options(
+        reduction(given.reduceOp) if reduces else SUM, given.rootRank if rooted else 0,
+        None if limit == _UNSET else seconds(limit), not given.asyncOp,
+    )  # fmt: skip
 
 
 def seconds(timeout: Any) -> float | None:
@@ -72,12 +71,12 @@ def seconds(timeout: Any) -> float | None:
 def reduction(op: Any) -> Reduction:
     """xvcomm's reduction for one of `torch.distributed.ReduceOp`."""
     try:
-        code = int(getattr(op, "op", op))
-    except (TypeError, ValueError):
+        code = hash(op)  # its number, which takes five times as long to read in other ways
+    except TypeError:
         raise ArgumentError(f"op={op!r}: pass one of torch.distributed.ReduceOp") from None
+    found = _REDUCTIONS.get(code)
+    if found is not None:
+        return found
     if code == _PREMUL_SUM:
         return premul_sum(float(op.__getstate__()[1]))
-    found = _REDUCTIONS.get(code)
-    if found is None:
-        raise ArgumentError(f"op={op!r}: xvcomm has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM")
-    return found
+    raise ArgumentError(f"op={op!r}: xvcomm has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM")

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from xvcomm.adapters.torch.errors import as_torch, mapped
+from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.tensors import plain, view
-from xvcomm.adapters.torch.works import NOTHING_LEFT, HostWork, StreamMessage, StreamWork, Work
+from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamMessage, StreamWork, Work
 from xvcomm.array import ArrayView
 from xvcomm.communicator import Communicator
 from xvcomm.errors import XvcommError
@@ -27,6 +28,7 @@ from xvcomm.work import OrderedWorker
 
 _CLOSE_SECONDS = 2.0
 Job = Callable[["Plane"], Any]
+Operation = Callable[..., Any]
 
 
 class Plane(ABC):
@@ -46,14 +48,30 @@ class Plane(ABC):
     def view(self, x: Tensor) -> ArrayView:
         """A contiguous tensor on this plane's device, as the communicator takes it: in one dimension."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether an operation of the calling thread would be the next."""
+        return True
+
+    def takes(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the communicator takes these, one or two, as they are."""
+        return self.device is None and plain(tensors[0]) and (len(tensors) == 1 or plain(tensors[1]))
+
     @abstractmethod
-    def run(self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool) -> Work:
+    def run(
+        self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool, inputs: Sequence[Tensor] = ()
+    ) -> Work:
         """Run `job(self)`, which calls the communicator's blocking operations, in order with the group's other jobs.
 
         Args:
             tensors: the results.
             waits: whether the caller waits for it at once.
+            inputs: what else it uses.
         """
+
+    def start(self, operation: Operation, tensors: Sequence[Tensor], how: Options, what: str) -> Work:
+        """Run one of the operations of `collectives.on_any` on tensors that `takes` takes, for a caller who does not wait."""
+        return self.run(lambda plane: operation(plane, *tensors, how), tensors[:1], what, waits=False, inputs=tensors[1:])
 
     @abstractmethod
     def message(self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None) -> Work:
@@ -62,10 +80,6 @@ class Plane(ABC):
         Args:
             then: what to do once it is over.
         """
-
-    def starts(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether an operation on these is best started as one of the communicator's own asynchronous ones."""
-        return False
 
     @abstractmethod
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str) -> Work:
@@ -84,22 +98,30 @@ class HostPlane(Plane):
         self._worker = OrderedWorker(f"xvcomm-{name}")
         self._receiver = OrderedWorker(f"xvcomm-{name}-any")
 
+    @property
+    def ready(self) -> bool:
+        """See `Plane.ready`."""
+        return self._worker.idle
+
     def view(self, x: Tensor) -> ArrayView:
         """See `Plane.view`."""
         return view(x, "host")
 
-    def run(self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool) -> Work:
-        """See `Plane.run`. In the calling thread if it waits and nothing is under way."""
-        if not waits:
+    def run(
+        self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool, inputs: Sequence[Tensor] = ()
+    ) -> Work:
+        """See `Plane.run`. In the calling thread if it waits and nothing is under way, or if there is nobody to wait for."""
+        alone = self.comm.size == 1
+        if not (waits or alone):
             return HostWork(self._worker.submit(partial(job, self)), tensors, what)
         try:
-            if self._worker.idle:
+            if alone or self._worker.idle:
                 job(self)
             else:
                 self._worker.submit(partial(job, self)).result()
         except XvcommError as error:
             raise as_torch(error) from None
-        return NOTHING_LEFT
+        return NOTHING_LEFT if waits else Done(tensors, what)
 
     def message(self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None) -> Work:
         """See `Plane.message`."""
@@ -130,41 +152,71 @@ class HostPlane(Plane):
 
 
 class StreamPlane(Plane):
-    """Tensors on a GPU: on the current stream, or beside it on a stream of the group's own."""
+    """Tensors on a GPU: on the current stream, or beside it on a stream of the group's own. The host never waits.
 
-    def __init__(self, comm: Communicator, device: torch.device, *, bring: bool) -> None:
+    Args (of the constructor):
+        device: the GPU.
+        bring: whether tensors lie elsewhere, and must be brought there.
+        stream: where the communicator puts operations, in place of the current stream.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, *, bring: bool, stream: Any = None) -> None:
         super().__init__(comm)
         self._place = device
         self.device = device if bring else None
+        self._kind, self._index, self._bring = comm.device, device.index, bring
+        self._handle = None if stream is None else stream.cuda_stream
+        self._current_stream = torch._C._cuda_getCurrentRawStream
+        self._streams: dict[int, Any] = {}
         self._side: Any = None
+        self._beside: StreamPlane = self
+        self._begun: Any = None
+        self._events: list[Any] = []
+        event = torch._C._CudaEventBase
+        self._record, self._wait = event.record, event.wait  # what `Event` comes to, in half the time
         self._gate = threading.Lock()
 
     def view(self, x: Tensor) -> ArrayView:
         """See `Plane.view`."""
-        return view(x, self.comm.device, torch._C._cuda_getCurrentRawStream(self._place.index))
+        handle = self._handle
+        return view(x, self._kind, self._current_stream(self._index) if handle is None else handle)
 
-    def run(self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool) -> Work:
-        """See `Plane.run`. The host never waits."""
+    def run(
+        self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool, inputs: Sequence[Tensor] = ()
+    ) -> Work:
+        """See `Plane.run`."""
         if waits:
-            try:
+            with mapped():
                 job(self)
-            except XvcommError as error:
-                raise as_torch(error) from None
             return NOTHING_LEFT
-        with self._gate:
-            side = self._side = self._side or torch.cuda.Stream(self._place, priority=-1)
-            side.wait_stream(torch.cuda.current_stream(self._place))
-            with torch.cuda.stream(side), mapped():
-                job(self)
-                event = side.record_event()
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(side)
-        return StreamWork(event, side, self._check, tensors, what)
+        with self._gate, mapped():
+            side = self._branched()
+            with torch.cuda.stream(side):
+                job(self._beside)
+            return self._work(tensors, what, (*tensors, *inputs))
 
-    def starts(self, tensors: Sequence[Tensor]) -> bool:
-        """See `Plane.starts`. Yes, if nothing is to be copied: one stream of the communicator's does with fewer events."""
-        return self.device is None and all(plain(t) for t in tensors)
+    def start(self, operation: Operation, tensors: Sequence[Tensor], how: Options, what: str) -> Work:
+        """See `Plane.start`. The same as `run`, with less for torch to do."""
+        with self._gate, mapped():
+            self._branched()
+            operation(self._beside, *tensors, how)
+            return self._work(tensors[:1], what, tensors)
+
+    def _branched(self) -> Any:
+        """The stream beside, behind what the current one holds; the caller holds the gate."""
+        if self._side is None:
+            side = self._side = torch.cuda.Stream(self._place, priority=-1)
+            self._beside = StreamPlane(self.comm, self._place, bring=self._bring, stream=side)
+            self._begun = torch.cuda.Event()
+        self._record(self._begun, self.current())  # one for all: who was told to wait for it waits for what it was then
+        self._wait(self._begun, self._side)
+        return self._side
+
+    def _work(self, tensors: Sequence[Tensor], what: str, used: Sequence[Tensor]) -> Work:
+        """A Work for what the stream beside holds now."""
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        self._record(event, self._side)
+        return StreamWork(self, event, self._side, tensors, what, used=used)
 
     def message(self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None) -> Work:
         """See `Plane.message`."""
@@ -174,10 +226,30 @@ class StreamPlane(Plane):
         """See `Plane.from_any`. The host waits here until a message is announced: before that nobody knows what to enqueue."""
         with mapped():
             source = job()
-        event = torch.cuda.current_stream(self._place).record_event()
-        return StreamWork(event, torch.cuda.current_stream(self._place), self._check, tensors, what, source)
+        current = self.current()
+        return StreamWork(self, current.record_event(), current, tensors, what, source)
 
-    def _check(self) -> None:
-        with mapped():
+    def current(self) -> Any:
+        """The current stream; torch takes a while to make an object for it."""
+        handle = self._current_stream(self._index)
+        found = self._streams.get(handle)
+        if found is None:
+            found = self._streams[handle] = torch.cuda.current_stream(self._place)
+        return found
+
+    def follow(self, event: Any) -> None:
+        """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
+        self.check()
+        self._wait(event, self.current())
+
+    def give_back(self, event: Any) -> None:
+        """Nobody looks at an event any more: it can be that of another operation."""
+        self._events.append(event)
+
+    def check(self) -> None:
+        """Raise what has finished the communicator, if anything has."""
+        try:
             self.comm.check()
+        except XvcommError as error:
+            raise as_torch(error) from None
 

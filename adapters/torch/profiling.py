@@ -12,10 +12,12 @@ from torch import Tensor
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Whether somebody records."""
 
+_NOBODY: AbstractContextManager[Any] = nullcontext()
+
 
 def recorded(backend: str, what: str, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """A block that shows as an event, if somebody records."""
     if not profiling():
-        return nullcontext()
+        return _NOBODY
     event: AbstractContextManager[Any] = torch.profiler.record_function(f"{backend}:{what}")
     return event

@@ -12,6 +12,7 @@ from xvcomm.array import ArrayView
 from xvcomm.dtype import BY_NAME, DType
 from xvcomm.errors import ArrayError, DTypeError, MismatchError
 
+_STRIDED = torch.strided  # looked up once: this and what follows count in the cost of a small operation
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): found for name, found in BY_NAME.items()}
 
 
@@ -39,8 +40,8 @@ def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
 
 
 def plain(x: Tensor) -> bool:
-    """Whether a tensor's memory can be used as it is."""
-    return x.layout is torch.strided and x.is_contiguous() and not (x.is_complex() and x.is_conj())
+    """Whether a tensor's memory can be used as it is: it is contiguous, and holds what the tensor shows."""
+    return x.layout is _STRIDED and x.is_contiguous() and not (x.is_neg() or x.is_conj())
 
 
 def dense(x: Tensor, device: torch.device | None) -> Tensor:
@@ -54,7 +55,7 @@ def dense(x: Tensor, device: torch.device | None) -> Tensor:
     if device is None and plain(x):
         return x
     with torch.no_grad():
-        return x.detach().to(device or x.device).resolve_conj().contiguous()
+        return x.detach().to(device or x.device).resolve_conj().resolve_neg().contiguous()
 
 
 def room(x: Tensor, device: torch.device | None) -> Tensor:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ class Work(dist.Work):
         tensors: the operation's results; kept until it is over.
         source: rank that a message came from; -1 for collectives.
     """
+
+    __slots__ = ("source", "tensors", "what")
 
     def __init__(self, tensors: Sequence[Tensor], what: str, source: int = -1) -> None:
         dist.Work.__init__(self)
@@ -68,6 +71,8 @@ class Work(dist.Work):
 class Done(Work):
     """An operation that is over: whoever called it waited in the call."""
 
+    __slots__ = ()
+
     def wait(self, timeout: Any = None) -> bool:
         """Returns at once."""
         return True
@@ -93,6 +98,8 @@ class HostWork(Work):
     Args (of the constructor):
         future: ends when the operation does.
     """
+
+    __slots__ = ("_future", "_gate", "_torch_future")
 
     def __init__(self, future: Future[Any], tensors: Sequence[Tensor], what: str, source: int = -1) -> None:
         super().__init__(tensors, what, source)
@@ -139,19 +146,45 @@ class HostWork(Work):
             return self._torch_future
 
 
+class Place(Protocol):
+    """What an operation on a GPU asks of the plane that it belongs to."""
+
+    def follow(self, event: Any) -> None:
+        """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
+
+    def give_back(self, event: Any) -> None:
+        """Nobody looks at an event any more."""
+
+    def check(self) -> None:
+        """Raise what has finished the communicator, if anything has."""
+
+
 class StreamWork(Work):
     """An operation that a GPU stream holds; the host went on.
 
     Args (of the constructor):
-        event: recorded behind the operation.
-        check: raises if the communicator has failed.
+        place: its plane.
+        event: recorded on `stream`, behind the operation.
+        used: tensors that the stream uses; kept until another one waits for it.
     """
 
-    def __init__(self, event: Any, stream: Any, check: Any, tensors: Sequence[Tensor], what: str, source: int = -1) -> None:
+    __slots__ = ("_event", "_place", "_stream", "_used")
+
+    def __init__(
+        self, place: Place, event: Any, stream: Any, tensors: Sequence[Tensor], what: str, source: int = -1,
+        used: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
         super().__init__(tensors, what, source)
+        self._place = place
         self._event = event
         self._stream = stream
-        self._check = check
+        self._used = used
+
+    def __del__(self) -> None:
+        for tensor in self._used:  # nobody waited: torch must not give the memory to others yet
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+        self._place.give_back(self._event)
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait; with a timeout, the host.
@@ -160,11 +193,11 @@ class StreamWork(Work):
             XvcommError: what went wrong with the communicator.
             DeadlineExceeded: it was not over in time; it goes on.
         """
-        self._check()
         left = seconds(timeout)
         if left is not None:
             self._block(left)
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        self._place.follow(self._event)
+        self._used = ()
         return True
 
     def synchronize(self) -> None:
@@ -178,7 +211,7 @@ class StreamWork(Work):
     def exception(self) -> BaseException | None:
         """What went wrong with the communicator."""
         try:
-            self._check()
+            self._place.check()
         except XvcommError as error:
             return error
         return None
@@ -196,11 +229,11 @@ class StreamWork(Work):
     def _block(self, timeout: float | None) -> None:
         deadline = Deadline.after(timeout)
         while not self._event.query():
-            self._check()
+            self._place.check()
             if deadline.expired():
                 raise as_torch(_late(self.what, timeout))
             time.sleep(0)
-        self._check()
+        self._place.check()
 
 
 class StreamMessage(Work):
@@ -210,6 +243,8 @@ class StreamMessage(Work):
         work: the communicator's.
         then: what to do behind it.
     """
+
+    __slots__ = ("_then", "_work")
 
     def __init__(self, work: Any, then: Callable[[], Any] | None, tensors: Sequence[Tensor], what: str, source: int) -> None:
         super().__init__(tensors, what, source)
@@ -241,13 +276,19 @@ class StreamMessage(Work):
         """A future of torch that is ready now, and whose value orders the current stream."""
         device = self.tensors[0].device
         future: Any = torch.futures.Future(devices=[device])
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(_beside(device)):
             try:
                 self.wait()
             except XvcommError as error:
                 return _failed(error)
             future.set_result(list(self.tensors))
         return future
+
+
+@cache
+def _beside(device: torch.device) -> Any:
+    """A stream to wait on for futures, so that the current one need not."""
+    return torch.cuda.Stream(device)
 
 
 def _delivered(error: BaseException | None, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -150,6 +150,7 @@ def hooked(name: str, tolerance: float) -> None:
         "bf16": lambda: model.register_comm_hook(None, compressed),
         "fp16": lambda: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
         "built-in": lambda: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+        "built-in fp16": lambda: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
         "by name": lambda: register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, model),
     }
     hooks[name]()
@@ -164,7 +165,7 @@ def hooked(name: str, tolerance: float) -> None:
     ("name", "tolerance"),
     [
         ("allreduce", 1e-6), ("bf16", 0.03), ("fp16", 3e-3), ("built-in", 1e-6),
-        ("by name", 1e-6),
+        ("built-in fp16", 3e-3), ("by name", 1e-6),
     ],
 )  # fmt: skip
 def test_communication_hooks(pair: Job, name: str, tolerance: float) -> None:

@@ -12,6 +12,8 @@ from torch import nn
 from torchchecks import close, loss_of, me, mean_gradients, noise, perceptron, same, size
 from torchjobs import BACKEND, Job
 
+from xvcomm import trace
+
 DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
 
@@ -108,3 +110,22 @@ def test_ddp_logging_names_the_backend(pair: Job) -> None:
     for data in pair.run(logged):
         assert data["backend_name"] == BACKEND
         assert data["world_size"] == 2
+
+
+def places() -> list[str]:
+    """Where the flight recorder says that operations were called."""
+    records: list[trace.Record] = []
+    trace.hooks.append(records.append)
+    try:
+        dist.all_reduce(torch.ones(1))
+        dist.all_gather_object([None] * size(), me())
+    finally:
+        trace.hooks.remove(records.append)
+    return [record.site for record in records]
+
+
+@pytest.mark.not_gloo("a flight recorder")
+def test_the_flight_recorder_names_the_line_of_the_program(pair: Job) -> None:
+    first = places.__code__.co_firstlineno + 5
+    for sites in pair.run(places):
+        assert set(sites) == {f"test_torch_debug.py:{first}", f"test_torch_debug.py:{first + 1}"}, sites

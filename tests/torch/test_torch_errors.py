@@ -123,6 +123,22 @@ def test_a_group_has_its_own_timeout(start: Callable[..., Job]) -> None:
     assert name and caught and 0.8 < seconds < SOON, text
 
 
+def with_another_timeout(kind: str) -> Any:
+    group = None if kind == "default" else dist.new_group()
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    if me() == 0:
+        return attempt(lambda: dist.all_reduce(torch.ones(2), group=group))
+    time.sleep(2)
+    return None
+
+
+@pytest.mark.parametrize("kind", ["default", "another"])
+def test_the_timeout_of_a_group_can_be_changed(start: Callable[..., Job], kind: str) -> None:
+    name, text, seconds, caught = start(BORDER).run(with_another_timeout, kind)[0]
+    assert name and caught and 0.8 < seconds < SOON, text
+
+
 def monitored_without(missing: list[int]) -> Any:
     dist.barrier()
     if me() in missing:

@@ -178,6 +178,22 @@ def test_strided_tensors(pair: Job) -> None:
     pair.run(strided)
 
 
+def noted_only() -> None:
+    """Memory of these holds something else than the tensor shows: torch has only noted what is to be done with it."""
+    negative = torch.tensor([1 + 2j, 3 - 4j]).conj().imag[:1]
+    assert negative.is_neg() and negative.is_contiguous()
+    dist.all_reduce(negative)
+    same(negative, [-2.0 * size()])
+    dist.group.WORLD.broadcast(conjugate := torch.tensor([me() + 1 + 1j]).conj(), 0).wait()  # `dist.broadcast` refuses it
+    assert conjugate.is_conj()
+    same(conjugate.resolve_conj(), [1 - 1j])
+
+
+@pytest.mark.not_gloo("negations that are only noted")
+def test_conjugates_and_negations(pair: Job) -> None:
+    pair.run(noted_only)
+
+
 def empty() -> None:
     n = size()
     for shape in ((0,), (0, 3), (2, 0)):

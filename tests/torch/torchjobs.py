@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import context, forkserver, popen_forkserver
 from multiprocessing.connection import Connection, Pipe, wait
@@ -69,7 +69,7 @@ class Job:
     Args:
         islands: labels of the ranks, `"cuda:2,rocm:2"`: a rehearsal.
         backend: what `init_process_group` gets; the default group is not made if it is None.
-        env: further variables of the ranks.
+        env: further variables of the ranks; or a sequence of them, one for each rank.
         timeout: of the default group, in seconds.
 
     Attributes:
@@ -77,10 +77,11 @@ class Job:
     """
 
     def __init__(
-        self, islands: str, backend: str | None = BACKEND, *, env: Mapping[str, str] = MappingProxyType({}),
-        timeout: float = TIMEOUT,
+        self, islands: str, backend: str | None = BACKEND, *,
+        env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = TIMEOUT,
     ) -> None:  # fmt: skip
         labels = parse_islands(islands)
+        each = [env] * len(labels) if isinstance(env, Mapping) else env
         self.size = len(labels)
         self.broken = False
         self._processes: list[Any] = []
@@ -95,7 +96,7 @@ class Job:
                 "RANK": str(rank), "WORLD_SIZE": str(self.size), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "XVCOMM_DEVICE": "host",
-                "XVCOMM_ISLAND": label, **env,
+                "XVCOMM_ISLAND": label, **each[rank],
             }  # fmt: skip
             ours, theirs = Pipe()
             arguments = (theirs, variables, list(sys.path), backend, timeout)
