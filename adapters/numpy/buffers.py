@@ -9,7 +9,6 @@ rank take sequences in place of both numbers. `data` is a numpy array, anything 
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from xvcomm import array
 from xvcomm.adapters.numpy import datatypes
 from xvcomm.adapters.numpy.datatypes import BYTE, Datatype
+from xvcomm.adapters.numpy.layouts import number
 from xvcomm.errors import ArgumentError, ArrayError, DTypeError
 
 Array = NDArray[Any]
@@ -62,6 +62,26 @@ class Block(NamedTuple):
             ArgumentError: the buffer is too small.
         """
         return _elements(self.memory, self.type, 0, self.each * blocks)
+
+
+class Placed(NamedTuple):
+    """Elements that a derived datatype picks out of a buffer.
+
+    Attributes:
+        memory: all of the buffer, as a vector.
+        places: of the elements in it.
+    """
+
+    memory: Array
+    places: NDArray[np.int64]
+
+    def packed(self) -> Array:
+        """The elements, as a vector of their own."""
+        return self.memory[self.places]
+
+    def unpack(self, x: Array) -> None:
+        """Put elements, of which there may be fewer, in their places."""
+        self.memory[self.places[: x.size]] = x
 
 
 class Blocks(NamedTuple):
@@ -211,12 +231,12 @@ def block(spec: Any, ranks: int = 0) -> Block:
         count, displacement = count
     raw, found = memory(data, kind)
     if displacement is not None:
-        start = _whole("displacement", displacement) * found.size
+        start = number("displacement", displacement) * found.size
         if start > raw.size:
             raise ArgumentError(f"displacement {displacement} of {found}: the buffer ends after {raw.size // found.size}")
         raw = raw[start:]
     if count is not None:
-        return Block(raw, found, _whole("count", count))
+        return Block(raw, found, number("count", count))
     return Block(raw, found, _inferred(raw, found) // _dividing(raw, found, ranks))
 
 
@@ -225,6 +245,31 @@ def vector(spec: Any) -> Array:
     if type(spec) is np.ndarray and spec.dtype in datatypes.PLAIN and spec.flags.c_contiguous:
         return spec.reshape(-1)  # the usual case, at a tenth of the time
     return block(spec).flat()
+
+
+def placed(spec: Any) -> Placed | None:
+    """What a specification with a derived datatype means; None of any other.
+
+    Raises:
+        ArgumentError: count or displacement do not fit the data, or the count is left out and cannot be told.
+        ArrayError, DTypeError: the data is no array that can be sent.
+    """
+    if not isinstance(spec, (list, tuple)) or not (isinstance(spec[-1], Datatype) and spec[-1].derived):
+        return None
+    data, count, displacement, kind = _split(spec)
+    raw, _ = memory(data, kind.numpy)
+    if count is None:
+        if not kind.extent or raw.size % kind.extent:
+            raise ArgumentError(f"a buffer of {raw.size} bytes holds no whole number of {kind}, {kind.extent} bytes each; give a count")
+        count = raw.size // kind.extent
+    first = 0 if displacement is None else number("displacement", displacement)
+    places = kind.layout.repeated(first + np.arange(number("count", count)))
+    elements = raw[: raw.size // kind.numpy.itemsize * kind.numpy.itemsize].view(kind.numpy)
+    if places.max(initial=-1) >= elements.size:
+        raise ArgumentError(
+            f"{count} x {kind}: element {places.max()} lies behind the buffer's {elements.size} x {kind.numpy}"
+        )
+    return Placed(elements, places)
 
 
 def _dividing(raw: Bytes, found: Datatype, ranks: int) -> int:
@@ -254,7 +299,7 @@ def blocks(spec: Any, ranks: int) -> Blocks:
     if displacements is None:
         places = tuple(int(end) for end in np.cumsum(rows) - rows)
     elif _is_number(displacements):
-        places = tuple(_whole("displacement", displacements) * rank for rank in range(ranks))
+        places = tuple(number("displacement", displacements) * rank for rank in range(ranks))
     else:
         places = _numbers("displacements", displacements, ranks)
     return Blocks(raw, found, rows, places)
@@ -277,20 +322,10 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0
 
 
-def _whole(what: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ArgumentError(f"{what} {value!r}: expected a whole number") from None
-    if number < 0:
-        raise ArgumentError(f"{what} {number}: must not be negative")
-    return number
-
-
 def _numbers(what: str, values: Any, ranks: int) -> tuple[int, ...]:
     if _is_number(values):
-        return (_whole(what, values),) * ranks
-    found = tuple(_whole(what, value) for value in values)
+        return (number(what, values),) * ranks
+    found = tuple(number(what, value) for value in values)
     if len(found) != ranks:
         raise ArgumentError(f"{what} {found}: expected {ranks} numbers, one a rank")
     return found

@@ -1,6 +1,7 @@
-"""MPI's basic datatypes: names for numpy's.
+"""MPI's datatypes: names for numpy's, and which elements of a buffer those mean that are derived from them.
 
-Types that xvcomm does not carry (extended precision) travel as bytes, and are reduced on the host.
+Types that xvcomm does not carry (extended precision) travel as bytes, and are reduced on the host. Derived types are for
+messages: what they mean is packed when it is sent, and put in its places when it is received.
 """
 
 from __future__ import annotations
@@ -11,39 +12,56 @@ from typing import Any
 import numpy as np
 
 from xvcomm import dtype as dtypes
+from xvcomm.adapters.numpy import layouts
+from xvcomm.adapters.numpy.layouts import BASIC, Layout
 from xvcomm.errors import DTypeError
+
+ORDER_C, ORDER_FORTRAN = 56, 57
+"""Order of the elements of an array, with mpi4py's numbers."""
 
 
 class Datatype:
-    """A basic datatype.
+    """A datatype, basic or derived.
 
     Attributes:
-        numpy: the `numpy.dtype` of its elements.
+        numpy: the `numpy.dtype` of its basic elements.
         name: as MPI has it, `"MPI_DOUBLE"`.
+        layout: where those lie; BASIC of a basic type.
     """
 
-    def __init__(self, name: str, dtype: Any) -> None:
+    def __init__(self, name: str, dtype: Any, layout: Layout = BASIC) -> None:
         self.name = name
         self.numpy = np.dtype(dtype)
+        self.layout = layout
 
     def __repr__(self) -> str:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Datatype, (self.name, self.numpy)
+        return (Datatype, (self.name, self.numpy, self.layout)) if self.derived else (Datatype, (self.name, self.numpy))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Datatype) and (self.name, self.numpy) == (other.name, other.numpy)
+        if not isinstance(other, Datatype) or self.derived or other.derived:
+            return self is other
+        return (self.name, self.numpy) == (other.name, other.numpy)
 
     def __hash__(self) -> int:
         return hash((self.name, self.numpy))
 
     @property
-    def size(self) -> int:
-        """Bytes of an element."""
-        return self.numpy.itemsize
+    def derived(self) -> bool:
+        """Whether it is made of others."""
+        return self.layout is not BASIC
 
-    extent = size
+    @property
+    def size(self) -> int:
+        """Bytes of an element that are sent."""
+        return self.numpy.itemsize * self.layout.places.size
+
+    @property
+    def extent(self) -> int:
+        """Bytes from one element to the next."""
+        return self.numpy.itemsize * self.layout.extent
 
     @property
     def typechar(self) -> str:
@@ -69,20 +87,51 @@ class Datatype:
         return self.typechar
 
     def Get_size(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element that are sent."""
         return self.size
 
     def Get_extent(self) -> tuple[int, int]:
-        """Lower bound, which is 0, and bytes of an element."""
-        return 0, self.size
+        """Lower bound, which is 0 here, and bytes from one element to the next."""
+        return 0, self.extent
 
     def Get_name(self) -> str:
         """MPI's name."""
         return self.name
 
     def Commit(self) -> Datatype:
-        """Nothing: basic types are ready for use."""
+        """Nothing: types are ready for use."""
         return self
+
+    def Free(self) -> None:
+        """Nothing: a type goes when nobody has it any more."""
+
+    def Dup(self) -> Datatype:
+        """Another one that means the same."""
+        return Datatype(self.name, self.numpy, self.layout)
+
+    def Create_contiguous(self, count: int) -> Datatype:
+        """`count` elements, one after the other."""
+        return self._of("contiguous", layouts.vector(self.layout, count, 1, 1))
+
+    def Create_vector(self, count: int, blocklength: int, stride: int) -> Datatype:
+        """`count` blocks, whose beginnings lie `stride` elements apart: a column of an array in C's order, for instance."""
+        return self._of("vector", layouts.vector(self.layout, count, blocklength, stride))
+
+    def Create_indexed(self, blocklengths: Any, displacements: Any) -> Datatype:
+        """Blocks of so many elements, each at its displacement in elements."""
+        return self._of("indexed", layouts.indexed(self.layout, blocklengths, displacements))
+
+    def Create_indexed_block(self, blocklength: int, displacements: Any) -> Datatype:
+        """Blocks of equal length."""
+        return self._of("indexed_block", layouts.indexed(self.layout, blocklength, displacements))
+
+    def Create_subarray(self, sizes: Any, subsizes: Any, starts: Any, order: int = ORDER_C) -> Datatype:
+        """A part of an array, given by the number of elements of both and where the part begins, in each dimension."""
+        layout = layouts.subarray(self.layout, sizes, subsizes, starts, columns_first=order == ORDER_FORTRAN)
+        return self._of("subarray", layout)
+
+    def _of(self, how: str, layout: Layout) -> Datatype:
+        return Datatype(f"{how} of {self.name}", self.numpy, layout)
 
     @classmethod
     def fromcode(cls, code: str) -> Datatype:
@@ -151,8 +200,12 @@ def resolve(spec: Any) -> Datatype:
     """The type that a buffer specification names: a Datatype, or a string that numpy knows.
 
     Raises:
-        DTypeError: it is neither.
+        DTypeError: it is neither, or a derived type.
     """
+    if isinstance(spec, Datatype) and spec.derived:
+        raise DTypeError(
+            f"{spec}: derived datatypes are for messages; pass collectives a contiguous copy, numpy.ascontiguousarray(x)"
+        )
     try:
         found = spec if isinstance(spec, Datatype) else of(np.dtype(spec))
     except TypeError:

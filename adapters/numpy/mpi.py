@@ -26,7 +26,7 @@ from xvcomm.adapters.numpy.comm import (
     Comm,
     Intracomm,
 )
-from xvcomm.adapters.numpy.datatypes import Datatype
+from xvcomm.adapters.numpy.datatypes import ORDER_C, ORDER_FORTRAN, Datatype
 from xvcomm.adapters.numpy.groups import Group
 from xvcomm.adapters.numpy.messages import ANY_SOURCE, ANY_TAG, TAG_UB
 from xvcomm.adapters.numpy.ops import Op
@@ -39,7 +39,7 @@ from xvcomm.errors import ArgumentError, XvcommError
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "BOTTOM", "BSEND_OVERHEAD", "COMM_NULL", "COMM_SELF", "COMM_TYPE_SHARED", "COMM_WORLD", "CONGRUENT",
-    "DATATYPE_NULL", "IDENT", "INFO_NULL", "IN_PLACE", "MESSAGE_NO_PROC", "MESSAGE_NULL", "OP_NULL", "PROC_NULL", "REQUEST_NULL", "SIMILAR", "SUCCESS", "TAG_UB", "THREAD_FUNNELED", "THREAD_MULTIPLE",
+    "DATATYPE_NULL", "IDENT", "INFO_NULL", "IN_PLACE", "MESSAGE_NO_PROC", "MESSAGE_NULL", "OP_NULL", "ORDER_C", "ORDER_F", "ORDER_FORTRAN", "PROC_NULL", "REQUEST_NULL", "SIMILAR", "SUCCESS", "TAG_UB", "THREAD_FUNNELED", "THREAD_MULTIPLE",
     "THREAD_SERIALIZED", "THREAD_SINGLE", "UNDEFINED", "UNEQUAL", "Alloc_mem", "Attach_buffer", "Cartcomm", "Comm", "Compute_dims",
     "Datatype", "Detach_buffer", "Exception", "Finalize", "Free_mem", "Get_library_version", "Get_processor_name", "Get_version",
     "Group", "Init", "Init_thread", "Intracomm", "Is_finalized", "Is_initialized", "Message", "Op", "Prequest",
@@ -47,6 +47,7 @@ __all__ = [
 ]  # fmt: skip
 
 SUCCESS = 0
+ORDER_F = ORDER_FORTRAN
 BSEND_OVERHEAD = 0
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
 Exception = XvcommError
@@ -103,7 +104,7 @@ def __getattr__(name: str) -> Any:
     found: Any = datatypes.NAMED.get(name) or ops.NAMED.get(name)
     if found is None:
         raise AttributeError(
-            f"xvcomm's MPI has no {name}: one-sided operations, files, dynamic processes, derived datatypes and "
+            f"xvcomm's MPI has no {name}: one-sided operations, files, dynamic processes and "
             "intercommunicators are not there" if name[:1].isupper() else f"module {__name__!r} has no attribute {name!r}"
         )
     return found

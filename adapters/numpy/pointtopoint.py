@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.adapters.numpy.buffers import Array, carried, vector
+from xvcomm.adapters.numpy.buffers import Array, carried, placed, vector
 from xvcomm.adapters.numpy.matching import Matcher, wait_until
 from xvcomm.adapters.numpy.messages import ANY_SOURCE, ANY_TAG, Arrived, Envelope, Receive, Room, scratch
 from xvcomm.adapters.numpy.part import Part
@@ -42,14 +42,32 @@ def unpickled(receive: Receive) -> Any:
     return pickle.loads(receive.data.tobytes()) if receive.data.size else None
 
 
+def outgoing(buf: Any) -> Array:
+    """The elements of a buffer, as a vector; a copy of those that a derived datatype means."""
+    found = placed(buf)
+    return vector(buf) if found is None else found.packed()
+
+
 class Target:
-    """A buffer to receive into; gives the vector that a message goes to."""
+    """A buffer to receive into; gives the vector that a message goes to.
+
+    Attributes:
+        read: what to call when the message is there, if it must be put in its places then.
+    """
 
     def __init__(self, buf: Any) -> None:
-        x = vector(buf)
-        self._memory, self._dtype = x.view(np.uint8), x.dtype
-        if not self._memory.flags.writeable:
+        found = placed(buf)
+        x = vector(buf) if found is None else found.memory
+        if not x.flags.writeable:
             raise ArrayError("the buffer to receive into is read-only; pass a writable one")
+        self._placed = found
+        self._room = x if found is None else np.empty(found.places.size, x.dtype)
+        self._memory, self._dtype = self._room.view(np.uint8), x.dtype
+        self.read: Callable[[Receive], None] | None = None if found is None else self._unpack
+
+    def _unpack(self, receive: Receive) -> None:
+        assert self._placed is not None and receive.envelope is not None
+        self._placed.unpack(self._room[: receive.envelope.nbytes // self._dtype.itemsize])
 
     def __call__(self, envelope: Envelope) -> Array:
         """See `matching.Room`.
@@ -92,7 +110,10 @@ class Message:
 
     def Irecv(self, buf: Any) -> Request:
         """`Recv` without waiting."""
-        return Request(self._fetched(None if self._arrived is NO_MESSAGE else Target(buf)))
+        if self._arrived is NO_MESSAGE:
+            return Request(self._fetched(None))
+        target = Target(buf)
+        return Request(self._fetched(target, target.read))
 
     def recv(self, status: Status | None = None) -> Any:
         """Receive an object."""
@@ -141,7 +162,7 @@ class PointToPoint:
     def _sending(self, buf: Any, dest: int, tag: int, *, copy: bool = False, synchronous: bool = False) -> Started:
         if dest == PROC_NULL:
             return Done()
-        x = carried(vector(buf))
+        x = carried(outgoing(buf))
         send = self._matcher.send(x.copy() if copy else x, dest, tag, synchronous=synchronous)
         if send is not None and not copy:
             return Sending(send)
@@ -152,7 +173,8 @@ class PointToPoint:
     def _receiving(self, buf: Any, source: int, tag: int, *, waits: bool = False) -> Started:
         if source == PROC_NULL:
             return Done(envelope=NOTHING)
-        return Receiving(self._matcher, self._matcher.post(source, tag, Target(buf), waits=waits))
+        target = Target(buf)
+        return Receiving(self._matcher, self._matcher.post(source, tag, target, waits=waits), target.read)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer; blocks until it may be changed."""
@@ -223,8 +245,8 @@ class PointToPoint:
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
     ) -> Request:
         """`Sendrecv_replace` without waiting."""
-        outgoing = None if dest == PROC_NULL else vector(buf).copy()
-        return self.Isendrecv(outgoing, dest, sendtag, buf, source, recvtag)
+        copy = None if dest == PROC_NULL else outgoing(buf).copy()
+        return self.Isendrecv(copy, dest, sendtag, buf, source, recvtag)
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
         """A send to be started as often as wanted."""

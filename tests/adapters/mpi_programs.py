@@ -195,6 +195,42 @@ else:
     print("probed", sorted(found))
 """
 
+HALOS = """
+{IMPORT}
+import numpy as np
+
+comm = MPI.COMM_WORLD
+comm.Barrier()  # the program before may receive from anybody
+left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+rows, columns = 5, 7
+u = np.arange(rows * columns, dtype="d").reshape(rows, columns) + 100 * comm.rank
+column = MPI.DOUBLE.Create_vector(rows, 1, columns).Commit()
+requests = [
+    comm.Isend([u, (1, 0), column], left, 1), comm.Irecv([u.ravel()[columns - 1 :], 1, column], right, 1),
+]
+MPI.Request.Waitall(requests)
+sent = MPI.DOUBLE.Create_subarray([rows, columns], [2, 3], [1, 1]).Commit()
+wanted = MPI.DOUBLE.Create_subarray((rows, columns), (2, 3), (3, 4), order=MPI.ORDER_C).Commit()
+comm.Sendrecv([u, 1, sent], right, 2, [u, 1, wanted], left, 2)
+fortran = MPI.DOUBLE.Create_subarray([columns, rows], [2, 2], [0, 3], order=MPI.ORDER_FORTRAN).Commit()
+comm.Sendrecv_replace([u, 1, fortran], right, 3, left, 3)
+pairs = MPI.INT.Create_indexed([2, 1], [4, 0]).Commit()
+row = MPI.DOUBLE.Create_contiguous(columns).Commit()
+block = row.Create_vector(2, 1, 3).Commit()
+numbers = np.arange(12, dtype="i") + comm.rank
+packed, status = np.zeros(6, "i"), MPI.Status()
+comm.Sendrecv([numbers, 2, pairs], right, 4, packed, left, 4, status)
+v = np.zeros((rows, columns))
+comm.Sendrecv([u, 1, block], right, 5, [v, 2, row], left, 5)
+told = [status.Get_count(MPI.INT), status.Get_count(pairs)]
+sizes = [(t.Get_size(), t.Get_extent()) for t in (column, sent, fortran, row, block)]
+for kind in (column, sent, wanted, fortran, pairs, row, block):
+    kind.Free()
+found = comm.gather((u.tolist(), packed.tolist(), told, v.sum(), sizes), root=0)
+if comm.rank == 0:
+    print("halos", found)
+"""
+
 PROGRAMS = {
     name.lower(): text for name, text in globals().items() if name.isupper() and isinstance(text, str)
 }

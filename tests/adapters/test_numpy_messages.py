@@ -364,3 +364,44 @@ def test_deadlines() -> None:
     """On ranks of its own: what is late is finished."""
     with World(2, env={"XVCOMM_DEVICE": "host"}) as ranks:
         ranks.run(too_late)
+
+
+def derived(communicator: Communicator) -> None:
+    """Receives unpack when they are over, by whatever way; what does not fit is refused before anything moves."""
+    comm = Comm(communicator)
+    after, before = around(comm)
+    odd = MPI.LONG.Create_vector(5, 1, 2)
+    x = np.arange(10) + 100 * comm.rank
+    want = np.where(np.arange(10) % 2, -1, np.arange(10) + 100 * before)
+    comm.Isend([x, 1, odd], after, 3).Wait()
+    message, y = comm.Mprobe(before, 3), np.full(10, -1)
+    message.Recv([y, 1, odd])
+    assert (y == want).all()
+    again, y = comm.Send_init([x, 1, odd], after, 4), np.full(10, -1)
+    room = comm.Recv_init([y, 1, odd], before, 4)
+    for _ in range(2):
+        MPI.Prequest.Startall([again, room])
+        MPI.Request.Waitall([again, room])
+        assert (y == want).all()
+        y[:] = -1
+    status, y = MPI.Status(), np.full(10, -1)
+    comm.Sendrecv(x[:3].copy(), after, 5, [y, 1, odd], before, 5, status)  # fewer than there is room for
+    assert y.tolist() == [100 * before, -1, 100 * before + 1, -1, 100 * before + 2, -1, -1, -1, -1, -1]
+    assert (status.Get_count(MPI.LONG), status.Get_count(odd)) == (3, MPI.UNDEFINED)
+    fixed = np.zeros(10, int)
+    fixed.flags.writeable = False
+    for error, call in (
+        (ArgumentError, lambda: comm.Send([x, 2, odd], after)),
+        (ArgumentError, lambda: comm.Send([x, odd], after)),
+        (ArgumentError, lambda: MPI.LONG.Create_vector(2, 1, -1)),
+        (ArgumentError, lambda: MPI.LONG.Create_subarray([4, 4], [2, 2], [3, 0])),
+        (ArgumentError, lambda: MPI.LONG.Create_indexed([1, 2], [0])),
+        (ArrayError, lambda: comm.Recv([fixed, 1, odd], before)),
+        (DTypeError, lambda: comm.Bcast([x, 1, odd])),
+    ):
+        with pytest.raises(error):
+            call()
+
+
+def test_derived_datatypes(world: World) -> None:
+    world.run(derived)
