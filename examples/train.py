@@ -83,6 +83,7 @@ def train(comm: Communicator, layout: Layout, job: Job, meter: report.Meter | No
     schedule = pipeline.build(job.schedule, layout.pp, job.micro_batches, job.chunks)
     parts = cut(job.model.layers, schedule.depth, job.layers_per_stage)
     kind = job.framework(comm.topology, comm.rank)
+    kind.settle(comm.device, comm.device_index)
     mine = [parts[schedule.stage(position, chunk)] for chunk in range(job.chunks)]
     stages = [job.stage(kind, part, job.micro_batches) for part in mine]
     one_pipeline, one_stage = comm.split(replica, key=position), comm.split(position, key=replica)
@@ -136,6 +137,7 @@ def lead(comm: Communicator, layout: Layout, job: Job, rehearsal: bool, check: b
         if check:
             kind = job.framework(comm.topology, layout.stages[-1][0])
             comm.close()
+            kind.settle(comm.device, comm.device_index)
             with report.Meter(console, "one process", job.steps, tokens) as meter:
                 reference = train_alone(kind, layout.dp, job, meter)
             worst = report.compare(console, losses, reference, TOLERANCE)

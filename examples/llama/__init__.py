@@ -7,4 +7,4 @@ _ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COM
 _threads = str(max(1, len(os.sched_getaffinity(0)) // _ranks_here))
 os.environ.setdefault("OMP_NUM_THREADS", _threads)
 os.environ.setdefault("NPROC", _threads)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

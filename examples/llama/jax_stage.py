@@ -26,6 +26,16 @@ class JaxPart:
         self._update = jax.jit(partial(_update, optimizer))
 
     @staticmethod
+    def settle(device: str, index: int) -> None:
+        """Compute on a device from now on."""
+        if device == "host":
+            jax.config.update("jax_platforms", "cpu")
+            return
+        found = next(d for d in jax.local_devices(backend="gpu") if d.local_hardware_id == index)
+        jax.config.update("jax_default_device", found)
+        jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round products to fewer bits
+
+    @staticmethod
     def empty(shape: tuple[int, ...]) -> jax.Array:
         """An array that says what is received; jax arrays are never written in place."""
         return jnp.empty(shape, jnp.float32)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llama.config import NORM_EPS, AdamW, Model, Part, initial_parameters, rotary_tables
+from xvcomm.errors import ArgumentError
 
 Array = np.ndarray
 Pull = Callable[[Array], Array]
@@ -29,6 +30,12 @@ class NumpyPart:
         self._optimizer = optimizer
         self._moments = {name: (np.zeros_like(p), np.zeros_like(p)) for name, p in self.parameters.items()}
         self._decoder = Decoder(model, self.parameters)
+
+    @staticmethod
+    def settle(device: str, index: int) -> None:
+        """Refuse any device but host memory."""
+        if device != "host":
+            raise ArgumentError(f"numpy computes in host memory, not on {device}: set XVCOMM_DEVICE=host, or use another --framework")
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Array:

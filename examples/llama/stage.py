@@ -33,6 +33,14 @@ class Framework(Protocol):
     parameters: dict[str, Any]
 
     @staticmethod
+    def settle(device: str, index: int) -> None:
+        """Compute on this device from now on: its kind as communicators have it, and its number on this host.
+
+        Raises:
+            ArgumentError: the framework has no arrays there.
+        """
+
+    @staticmethod
     def empty(shape: tuple[int, ...]) -> Any:
         """A float32 array to receive activations or their gradients into."""
 
@@ -76,7 +84,7 @@ def framework(name: str) -> type[Framework]:
 
 def mean_loss(everybody: Communicator, losses: list[Any], count: int) -> float:
     """The mean over `count` micro-batches, of which each rank gives what it has; the same on every rank."""
-    return float(everybody.all_reduce(np.array([sum(map(float, losses)) / count]))[0])
+    return sum(everybody.all_gather_object(sum(map(float, losses)) / count))
 
 
 class Stage:

@@ -19,10 +19,16 @@ class TorchPart:
     def __init__(self, model: Model, part: Part, seed: int, optimizer: AdamW) -> None:
         self.part = part
         initial = initial_parameters(model, part, seed)
-        self.parameters = {name: torch.from_numpy(p).requires_grad_() for name, p in initial.items()}
+        self.parameters = {name: torch.as_tensor(p).requires_grad_() for name, p in initial.items()}
         self._decoder = Decoder(model, self.parameters)
         self._optimizer = optimizer
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.parameters.items()}
+
+    @staticmethod
+    def settle(device: str, index: int) -> None:
+        """Compute on a device from now on."""
+        if device != "host":
+            torch.set_default_device(f"cuda:{index}")  # torch calls AMD's GPUs so, too
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Tensor:
@@ -72,7 +78,7 @@ class Decoder:
     def __init__(self, model: Model, parameters: dict[str, Tensor]) -> None:
         self._model = model
         self._parameters = parameters
-        self._cos, self._sin = (torch.from_numpy(table) for table in rotary_tables(model))
+        self._cos, self._sin = (torch.as_tensor(table) for table in rotary_tables(model))
 
     def __call__(self, part: Part, x: Tensor, targets: Tensor | None) -> Tensor:
         """Activations of the part, or the mean cross-entropy of the next byte in nats."""

@@ -77,9 +77,7 @@ def framework(comm: Communicator, name: str) -> Framework:
     if name == "cupy":
         return _cupy(comm._context.index)
     if name == "jax":
-        jnp, kept = importlib.import_module("jax.numpy"), importlib.import_module("jax.dtypes").canonicalize_dtype
-        # By default JAX has no 64-bit numbers.
-        return Framework(jnp.asarray, np.asarray, tuple(d.name for d in DTYPES if kept(d.numpy) == d.numpy), False)
+        return _jax(comm._context.kind, comm._context.index)
     if name == "interface":
         return Framework(
             lambda x: Interface(x.copy()), lambda y: np.asarray(y).copy(), ("float32", "int64", "complex128"),
@@ -103,6 +101,15 @@ def _torch(names: tuple[str, ...], device: str) -> Framework:
         return flat.reshape(tuple(y.shape))
 
     return Framework(make, read, names, strided=lambda x: make(x).t())
+
+
+def _jax(kind: str, index: int) -> Framework:
+    jax, kept = importlib.import_module("jax"), importlib.import_module("jax.dtypes").canonicalize_dtype
+    devices = jax.local_devices(backend="cpu" if kind == "host" else "gpu")
+    home = devices[0] if kind == "host" else next(d for d in devices if d.local_hardware_id == index)
+    # By default JAX has no 64-bit numbers.
+    names = tuple(d.name for d in DTYPES if kept(d.numpy) == d.numpy)
+    return Framework(lambda x: jax.numpy.array(x, device=home), np.asarray, names, False)
 
 
 def _cupy(index: int) -> Framework:
