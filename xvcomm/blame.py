@@ -42,7 +42,9 @@ class Blame:
         what = f"{operation} on {self.name(self._rank)}"
         if reason is Reason.MISMATCH:
             text, peer = self._mismatch(about)
-            return MismatchError(f"{text}; all ranks must make the same calls in order", peer=peer, **known)
+            site = self._session.site(operation.record) if sequence is not None else ""
+            here = f" (raised in {operation} at {site})" if site else ""
+            return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
         if reason is Reason.DEADLINE:
             text = self._lateness(about, Reason.witness(word))
             return DeadlineExceeded(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 from xvcomm import array
 from xvcomm.abc.store import Store
@@ -28,7 +28,7 @@ from xvcomm.config import Config
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import UINT8, ReduceOp, Reduction, reduction_on
-from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.objects import Objects
 from xvcomm.opcode import OpCode
 from xvcomm.pointtopoint import PointToPoint
@@ -104,6 +104,13 @@ class Communicator(PointToPoint, Objects):
 
     def __enter__(self) -> Communicator:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise NotPicklable(
+            "a communicator cannot be pickled or copied, because it belongs to its process; pass numbers (comm.rank, comm.size) "
+            "or the arguments of xvcomm.init, and let each process make its own",
+            rank=self.rank,
+        )
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -263,11 +270,11 @@ class Communicator(PointToPoint, Objects):
         result = self._call(call, async_op, timeout, stream)
         return result if async_op else None
 
-    def split(self, color: int | str | None, key: int = 0, *, timeout: float | None = None) -> Communicator | None:
+    def split(self, color: SupportsIndex | str | None, key: SupportsIndex = 0, *, timeout: float | None = None) -> Communicator | None:
         """Make a communicator of the ranks that give the same `color`, ordered by (key, rank).
 
         Blocks until all ranks of this communicator call it. `color=None` takes no part and gets None (as MPI's
-        MPI_UNDEFINED). A group within one island uses its native library alone.
+        MPI_UNDEFINED). Bools and numpy's integers are ints. A group within one island uses its native library alone.
 
         Raises:
             MismatchError: colours of different types; names two ranks.

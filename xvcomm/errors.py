@@ -41,6 +41,10 @@ class ArgumentError(XvcommError, ValueError):
     """An argument other than an array is out of range or of the wrong kind."""
 
 
+class NotPicklable(ArgumentError, TypeError):
+    """A communicator was pickled or copied: it belongs to its process."""
+
+
 class ConfigError(XvcommError, ValueError):
     """An `XVCOMM_*` variable, or a launcher's variable, is missing or wrong; the message names it."""
 

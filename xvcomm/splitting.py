@@ -7,7 +7,7 @@ import hashlib
 import operator
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -28,16 +28,18 @@ _NAMED = 16
 _Choice = tuple[int | str | None, int]
 
 
-def subgroups(comm: Objects, color: int | str | None, key: int, deadline: Deadline) -> list[int] | None:
+def subgroups(
+    comm: Objects, color: SupportsIndex | str | None, key: SupportsIndex, deadline: Deadline
+) -> list[int] | None:
     """This rank's group, as ranks of `comm` in the group's order; None where `color` is None.
 
     Raises:
-        ArgumentError: a colour is neither int, str nor None.
+        ArgumentError: a colour is neither int, str nor None, or a key no int.
         MismatchError: one rank's colour is an int, another's a str; on all ranks.
     """
-    if not isinstance(color, (int, str)) and color is not None:
-        raise ArgumentError(f"split: color {color!r} is {type(color).__name__}; use an int, a str, or None")
-    mine = np.frombuffer(msgspec.msgpack.encode((color, key)), np.uint8)
+    if not isinstance(color, str) and color is not None:
+        color = _whole("color", color, "an int, a str, or None")
+    mine = np.frombuffer(msgspec.msgpack.encode((color, _whole("key", key, "an int"))), np.uint8)
     gathered, counts = gather_bytes(comm, mine, None, deadline.left())
     packed = gathered.tobytes()
     choices, start = [], 0
@@ -49,6 +51,14 @@ def subgroups(comm: Objects, color: int | str | None, key: int, deadline: Deadli
         return None
     members = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color]
     return [rank for _, rank in sorted(members)]
+
+
+def _whole(what: str, value: SupportsIndex, wanted: str) -> int:
+    """A whole number as a plain int, which bools and numpy's integers are not."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise ArgumentError(f"split: {what} {value!r} is {type(value).__name__}; use {wanted}") from None
 
 
 def _check_types(comm: Objects, choices: list[_Choice]) -> None:

@@ -1,12 +1,23 @@
 """Subgroups: made by their members alone, again and again, and what happens when the members do not agree."""
 
+import copy
+import pickle
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from xvcomm.errors import Aborted, ArgumentError, ClosedError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.errors import (
+    Aborted,
+    ArgumentError,
+    ClosedError,
+    DeadlineExceeded,
+    MismatchError,
+    NotPicklable,
+    PeerLost,
+    XvcommError,
+)
 from xvcomm.testing.signals import meet
 from xvcomm.testing.world import World
 
@@ -285,3 +296,27 @@ def many(comm, count):
 def test_dozens_at_once():
     with World(2, timeout=20) as world:
         world.run(many, 60)
+
+
+def colours(comm):
+    """Whatever is a whole number is a colour and a key; what is none is refused before anything moves."""
+    for color, key in ((True, False), (np.int64(1), np.int32(-comm.rank)), (np.uint8(7), True)):
+        with comm.split(color, key) as group:
+            assert group.size == comm.size
+    for color, key in ((1.0, 0), (b"x", 0), (0, 0.5), (0, None)):
+        assert isinstance(raised(comm.split, color, key), ArgumentError)
+
+
+def test_colours(four):
+    four.run(colours)
+
+
+def copied(comm):
+    for copying in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(NotPicklable, match="belongs to its process") as caught:
+            copying(comm)
+        assert isinstance(caught.value, TypeError)
+
+
+def test_communicators_are_not_copied(four):
+    four.run(copied)
