@@ -81,10 +81,10 @@ def late_behind_a_probe(comm, what):
         error = raised(sub.recv, np.zeros(1), 1, timeout=0.4) if what == "recv" else raised(sub.probe, timeout=0.4)
     elif what == "recv" and comm.rank == 2:
         error = None
-        sub.store.wait(["late"], Deadline.after(20))
+        comm.store.wait([f"late/{what}"], Deadline.after(20))  # sub's ends waiting when the deadline finishes it
     else:
         error = raised(sub.probe) if what == "recv" else raised(sub.barrier)
-    sub.store.set("late", b"")
+    comm.store.set(f"late/{what}", b"")
     sub.close()
     return [error]
 
