@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -19,12 +20,33 @@ from numba import types
 from xvcomm import dtype as dtypes
 from xvcomm.atomics import load, store
 from xvcomm.calling import call_11
+from xvcomm.dlpack import (
+    CPU,
+    CUDA,
+    CUDA_HOST,
+    READ_ONLY,
+    ROCM,
+    ROCM_HOST,
+    ExchangeAPI,
+    Lent,
+    Tensor,
+    Versioned,
+    name_of,
+    pointer_of,
+)
 from xvcomm.dtype import DType
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.jit import brief, compiling
 
-CPU, CUDA, CUDA_HOST, ROCM, ROCM_HOST = 1, 2, 3, 10, 11
 _KINDS = {CPU: "host", CUDA_HOST: "host", ROCM_HOST: "host", CUDA: "cuda", ROCM: "rocm"}
+
+
+class Memory(Protocol):
+    """Memory of a device."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
 
 
 class ArrayView(msgspec.Struct, eq=False, gc=False):
@@ -56,54 +78,8 @@ class ArrayView(msgspec.Struct, eq=False, gc=False):
     trusted: bool = False
 
 
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class _Versioned(ctypes.Structure):
-    _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    ]
-
-
-class _ExchangeAPI(ctypes.Structure):
-    _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("previous", ctypes.c_void_p),
-        ("allocate", ctypes.c_void_p),
-        ("managed_from_object", ctypes.c_void_p),
-        ("managed_to_object", ctypes.c_void_p),
-        ("tensor_from_object", ctypes.c_void_p),
-        ("current_stream", ctypes.c_void_p),
-    ]
-
-
-_READ_ONLY = 1
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
 _clear = types.ExternalFunction("PyErr_Clear", types.void())
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
-_name_of = ctypes.pythonapi.PyCapsule_GetName
-_name_of.restype = ctypes.c_char_p
-_name_of.argtypes = [ctypes.py_object]
 
 
 class _Exchange(NamedTuple):
@@ -157,7 +133,7 @@ class _Scratch(threading.local):
         self.address = ctypes.addressof(self.words)
 
 
-_TENSOR_WORDS = ctypes.sizeof(_DLTensor) // 8
+_TENSOR_WORDS = ctypes.sizeof(Tensor) // 8
 _scratch = _Scratch()
 _exchange: dict[type, _Exchange | None] = {}
 
@@ -165,8 +141,8 @@ _exchange: dict[type, _Exchange | None] = {}
 def _exchange_of(kind: type) -> _Exchange | None:
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     found = None
-    if capsule is not None and _name_of(capsule) == b"dlpack_exchange_api":
-        api = _ExchangeAPI.from_address(_pointer_of(capsule, b"dlpack_exchange_api"))
+    if capsule is not None and name_of(capsule) == b"dlpack_exchange_api":
+        api = ExchangeAPI.from_address(pointer_of(capsule, b"dlpack_exchange_api"))
         if api.tensor_from_object:
             found = _Exchange(api.tensor_from_object, api.current_stream or 0, hasattr(kind, "is_neg"))
     _exchange[kind] = found
@@ -252,7 +228,7 @@ assert _words[(id(_probe) + _POINTER) >> 3] == _probe.ctypes.data, "numpy's arra
 assert _probe.flags.num & (_CONTIGUOUS | _WRITEABLE) == _CONTIGUOUS | _WRITEABLE, "numpy's flags have changed"
 
 
-def _from_tensor(tensor: _DLTensor, array: Any, keep: Any, immutable: bool) -> ArrayView:
+def _from_tensor(tensor: Tensor, array: Any, keep: Any, immutable: bool) -> ArrayView:
     dtype = dtypes.from_dlpack(tensor.code, tensor.bits, tensor.lanes)
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tensor.strides[: tensor.ndim] if tensor.strides else None
@@ -295,13 +271,15 @@ def _from_protocols(x: Any) -> ArrayView:
         # An array that says its stream is ordered on it by us; any other orders itself on the default stream.
         stream = (getattr(x, "__cuda_array_interface__", None) or {}).get("stream")
         capsule = _capsule(x, {} if stream is None else {"stream": -1})
-        if _name_of(capsule) == b"dltensor_versioned":
-            managed = _Versioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
-            found = _from_tensor(managed.tensor, x, capsule, bool(managed.flags & _READ_ONLY) or _functional(x))
+        if name_of(capsule) == b"dltensor_versioned":
+            managed = Versioned.from_address(pointer_of(capsule, b"dltensor_versioned"))
+            found = _from_tensor(managed.tensor, x, capsule, bool(managed.flags & READ_ONLY) or _functional(x))
         else:
-            tensor = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))
+            tensor = Tensor.from_address(pointer_of(capsule, b"dltensor"))
             found = _from_tensor(tensor, x, capsule, _functional(x))
         found.stream = stream
+        if found.device != "host" and _functional(x):
+            x.block_until_ready()  # nobody can be told on which stream JAX fills it
         return found
     if hasattr(x, "__array_interface__"):
         found = _from_numpy(np.asarray(x), x)
@@ -337,10 +315,13 @@ def _functional(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
-def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+def empty_like(x: ArrayView, shape: tuple[int, ...], allocate: Callable[[int], Memory]) -> ArrayView:
     """A new array of the same framework, dtype and device, staged where the framework gives no way to fill one.
 
     Of frameworks that cannot make arrays (those with the array interface alone) it is a numpy array.
+
+    Args:
+        allocate: gives memory of the array's device, of so many bytes.
 
     Raises:
         ArrayError: nobody knows how to make one on the array's device.
@@ -349,7 +330,7 @@ def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
     if hasattr(array, "new_empty"):
         return view(array.new_empty(shape))
     if x.device != "host":
-        return view(_empty_on_device(x, shape))
+        return _staged(x, shape, allocate) if x.immutable else view(_empty_on_device(x, shape))
     fresh = view(np.empty(shape, x.dtype.numpy))
     if hasattr(array, "__array_namespace__") and not isinstance(array, np.ndarray | np.generic):
         fresh.immutable = fresh.staged = True
@@ -357,10 +338,21 @@ def empty_like(x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
     return fresh
 
 
+def _staged(x: ArrayView, shape: tuple[int, ...], allocate: Callable[[int], Memory]) -> ArrayView:
+    """Memory on the device of an array of a framework whose arrays never change."""
+    count = math.prod(shape)
+    nbytes = count * x.dtype.itemsize
+    memory = allocate(max(1, nbytes))
+    shown = Lent(memory, memory.address, shape, x.dtype, x.device, x.index)
+    return ArrayView(
+        memory.address, shape, x.dtype, count, nbytes, x.array, x.device, x.index, True, shown, True, trusted=True
+    )
+
+
 def _empty_on_device(x: ArrayView, shape: tuple[int, ...]) -> Any:
-    if not x.immutable and hasattr(x.array, "__array_namespace__"):
+    if hasattr(x.array, "__array_namespace__"):
         return x.array.__array_namespace__().empty(shape, dtype=x.array.dtype, device=x.array.device)
-    if not x.immutable and hasattr(x.array, "__array_function__"):
+    if hasattr(x.array, "__array_function__"):
         return np.empty_like(x.array, order="C", shape=shape)  # the framework's own, as CuPy has it
     raise ArrayError(
         f"cannot make a new {type(x.array).__name__} on {x.device}:{x.index}; pass out=, an array that can be written"
@@ -372,6 +364,10 @@ def finish(x: ArrayView) -> Any:
     if not x.staged:
         return x.array
     array = x.array
+    if x.device != "host":
+        library = array.__array_namespace__()
+        made = library.asarray(library.from_dlpack(x.keep), copy=True)
+        return made.block_until_ready()  # then nobody reads the staged memory any more
     # As JAX does it, what comes out is bound to a device only if what went in was; else it goes where arrays go.
     where = {"device": array.device} if getattr(array, "committed", True) else {}
     return array.__array_namespace__().asarray(x.keep, **where)

@@ -126,7 +126,7 @@ class Communicator(PointToPoint, Objects):
         self._check_rank("root", root)
         mine = self.rank == root
         src = array.view(x, output=not mine)
-        dst = src if mine or not src.immutable else array.empty_like(src, src.shape)
+        dst = src if mine or not src.immutable else self._empty_like(src, src.shape)
         call = Call(OpCode.BROADCAST, src, dst, src.dtype, count=src.count, root=root)
         return self._call(call, async_op, timeout, stream)
 
@@ -228,7 +228,7 @@ class Communicator(PointToPoint, Objects):
         else:
             dst = array.view(out, output=True)
             rows, row = self._own_block(dst, counts)
-            dst = array.empty_like(dst, dst.shape) if dst.immutable else dst
+            dst = self._empty_like(dst, dst.shape) if dst.immutable else dst
         call = Call(
             OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=_times(rows, row), root=root,
             uneven=counts is not None,
@@ -343,17 +343,19 @@ class Communicator(PointToPoint, Objects):
             return src
         return self._output(src, out, src.shape)
 
-    @staticmethod
-    def _output(src: ArrayView, out: Any, shape: tuple[int, ...]) -> ArrayView:
+    def _empty_like(self, x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+        return array.empty_like(x, shape, self._context.device.empty)
+
+    def _output(self, src: ArrayView, out: Any, shape: tuple[int, ...]) -> ArrayView:
         if out is None:
-            return array.empty_like(src, shape)
+            return self._empty_like(src, shape)
         dst = array.view(out, output=True)
         count = 1
         for n in shape:
             count *= n
         if dst.dtype is not src.dtype or dst.count != count:
             raise ArrayError(f"out has {dst.count} x {dst.dtype}, needed are {count} x {src.dtype} (shape {shape})")
-        return array.empty_like(dst, dst.shape) if dst.immutable else dst
+        return self._empty_like(dst, dst.shape) if dst.immutable else dst
 
     def _blocks(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
         """Rows a rank of an array that holds everybody's, and elements a row."""

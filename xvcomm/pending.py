@@ -234,7 +234,8 @@ class StreamWork(Work):
     """A Work whose operation is on a stream.
 
     Args:
-        follow: makes the current stream wait for a mark.
+        follow: makes the current stream wait for a mark; None where the framework's stream is not known, so that the
+            host waits.
         finish: gives the result array.
 
     Attributes:
@@ -243,7 +244,7 @@ class StreamWork(Work):
     """
 
     def __init__(
-        self, pending: Pending, follow: Callable[[object], None], finish: Callable[[], Any], what: str,
+        self, pending: Pending, follow: Callable[[object], None] | None, finish: Callable[[], Any], what: str,
         flight: Flight | None = None,
     ) -> None:  # fmt: skip
         self._pending, self._follow, self._finish = pending, follow, finish
@@ -259,6 +260,8 @@ class StreamWork(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         """See `Work.wait`."""
+        if self._follow is None:
+            return self.synchronize(timeout)
         self._pending.poll()
         flight = self._under_way()
         if not flight.over:
@@ -290,7 +293,9 @@ class StreamWork(Work):
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
         """Not on a device: no thread of the host is there when the operation ends."""
-        raise ArgumentError(f"{self._what} is on a device's stream, which tells nobody when it is done: wait() orders the stream")
+        raise ArgumentError(
+            f"{self._what} is on a device's stream, which tells nobody when it is done: wait() orders the stream"
+        )
 
     def _under_way(self) -> Flight:
         """The operation, if nothing is wrong with it."""

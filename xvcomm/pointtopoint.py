@@ -184,7 +184,7 @@ class PointToPoint:
         view = array.view(buf, output=True)
         self._context.admit(view)
         if view.immutable:
-            view = array.empty_like(view, view.shape)
+            view = array.empty_like(view, view.shape, self._context.device.empty)
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
         handle = view.stream if stream is None else array.stream_handle(stream)
         return Transfer(_RECV, view, src, tag, deadline, handle, channel)

@@ -77,7 +77,8 @@ class StreamCaller(Caller):
             handle = stream if view is None else array.stream_now(view, stream)
             self._context.device.adopt(handle).wait(mark)
 
-        return StreamWork(pending, follow, partial(self._result, call), str(call.op), flight)
+        staged = call.dst is not None and call.dst.staged
+        return StreamWork(pending, None if staged else follow, partial(self._result, call), str(call.op), flight)
 
     def _user(self, call: Call, handle: int | None) -> Stream:
         """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""

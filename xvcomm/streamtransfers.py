@@ -77,7 +77,7 @@ class StreamTransfers(Transfers):
             self._context.device.adopt(array.stream_now(t.view, t.stream)).wait(mark)
 
         finish = partial(array.finish, t.view)
-        work = t.promise = StreamWork(self._context.pending, follow, finish, f"{t.name} with rank {t.peer}")
+        work = t.promise = StreamWork(self._context.pending, None if t.view.staged else follow, finish, f"{t.name} with rank {t.peer}")
         return work
 
     def start(self, transfers: Sequence[Transfer]) -> None:

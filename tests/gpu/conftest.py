@@ -15,6 +15,8 @@ from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.topology import parse_islands
 
 Job = Callable[..., World]
+JAX = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""It would take most of the memory of all GPUs that a rank sees, other ranks' too."""
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +50,7 @@ def job(gpus: int, request: pytest.FixtureRequest) -> Job:
             pytest.skip(f"{wanted} ranks on GPUs, and {gpus} GPUs")
         rocm = request.getfixturevalue("rocm_on_cuda") if "rocm" in kinds else {}
         ranks = World(islands=islands, devices=devices, env=[
-            {**SMALL_GPU_RINGS, **(rocm if kind == "rocm" else {}), **_gpu(kinds, rank), **(env or {})}
+            {**SMALL_GPU_RINGS, **JAX, **(rocm if kind == "rocm" else {}), **_gpu(kinds, rank), **(env or {})}
             for rank, kind in enumerate(kinds)
         ], timeout=60)  # fmt: skip
         return ranks

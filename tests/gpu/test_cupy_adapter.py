@@ -27,7 +27,7 @@ LARGE = 8 << 20
 """Elements of float32 that no ring takes at once."""
 
 _STOCK = 8
-"""So many arrays of them are all that CuPy's pool has, and some more."""
+"""So many arrays of them are taken between an operation and its end, at the most."""
 
 ALONE = {
     "one island of 2": ("cuda:2", "a:2"),
@@ -221,11 +221,13 @@ def freed_while_under_way(comm: Communicator) -> None:
         cupy.cuda.Device().synchronize()
         del litter
 
-        def given_back(place: int = place) -> bool:
+        everything = cupy.get_default_memory_pool().total_bytes() // (4 * LARGE) + 1
+
+        def given_back(place: int = place, everything: int = everything) -> bool:
             group._kept.add(None)
             comm._context.pending.poll()
             gc.collect()
-            return place in [y.data.ptr for y in [cupy.empty(LARGE, "float32") for _ in range(_STOCK)]]
+            return place in [y.data.ptr for y in [cupy.empty(LARGE, "float32") for _ in range(everything)]]
 
         await_that(given_back)
 

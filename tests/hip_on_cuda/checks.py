@@ -37,7 +37,7 @@ def devices() -> None:
     count = ok(hip.hipGetDeviceCount())
     assert count > 0
     found = ok(hip.hipGetDeviceProperties(0))
-    assert found.gcnArchName == b"sm_%d%d" % (found.major, found.minor), found.gcnArchName
+    assert found.gcnArchName == f"sm_{found.major}{found.minor}", found.gcnArchName
     assert found.name and found.totalGlobalMem > MIB and found.warpSize == 32
     attributes = hip.hipDeviceAttribute_t
     processors = ok(hip.hipDeviceGetAttribute(attributes.hipDeviceAttributeMultiprocessorCount, 0))
@@ -80,11 +80,11 @@ def memory_and_streams() -> None:
         ok(hip.hipStreamDestroy(each))
 
 
-def compiled(architecture: bytes, skip: int) -> tuple[bytes, bytes]:
+def compiled(architecture: str, skip: int) -> tuple[bytes, bytes]:
     """The image of `SOURCE` and the kernel's lowered name."""
     program = ok(hiprtc.hiprtcCreateProgram(SOURCE, b"add.cu", 0, None, None))
     ok(hiprtc.hiprtcAddNameExpression(program, b"add<float>"))
-    options = [b"--offload-arch=" + architecture, b"-O3", b"-std=c++17", b"-DSKIP=%d" % skip, b"-ffp-contract=off"]
+    options = [f"--offload-arch={architecture}".encode(), b"-O3", b"-std=c++17", b"-DSKIP=%d" % skip, b"-ffp-contract=off"]
     result = hiprtc.hiprtcCompileProgram(program, len(options), options)
     log = bytearray(ok(hiprtc.hiprtcGetProgramLogSize(program)))
     ok(hiprtc.hiprtcGetProgramLog(program, log))
@@ -97,7 +97,7 @@ def compiled(architecture: bytes, skip: int) -> tuple[bytes, bytes]:
 def kernels_and_graphs() -> None:
     """A template compiled for the device, launched with much shared memory, and replayed from a graph."""
     ok(hip.hipSetDevice(0))
-    for architecture in (ok(hip.hipGetDeviceProperties(0)).gcnArchName, b"gfx90a"):
+    for architecture in (ok(hip.hipGetDeviceProperties(0)).gcnArchName, "gfx90a"):
         image, name = compiled(architecture, 16000)
     function = ok(hip.hipModuleGetFunction(ok(hip.hipModuleLoadData(image)), name))
     stream = ok(hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking))

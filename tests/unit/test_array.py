@@ -13,8 +13,14 @@ import pytest
 
 from xvcomm import array
 from xvcomm.array import empty_like, finish, view
+from xvcomm.dlpack import Lent
 from xvcomm.dtype import BY_NAME, DTYPES, DType
 from xvcomm.errors import ArrayError, DTypeError
+
+
+def nowhere(nbytes: int) -> array.Memory:
+    """Memory for arrays on the host is not taken from a device."""
+    raise AssertionError(f"{nbytes} bytes asked for")
 
 
 class Interface:
@@ -101,7 +107,7 @@ def test_read_only() -> None:
         assert view(x).immutable
         with pytest.raises(ArrayError, match="read-only"):
             view(x, output=True)
-    fresh = empty_like(view(data), (2,))
+    fresh = empty_like(view(data), (2,), nowhere)
     assert not fresh.immutable
     assert isinstance(finish(fresh), np.ndarray)
 
@@ -117,7 +123,7 @@ def test_numpy_scalars_are_inputs_only() -> None:
     assert (v.shape, v.dtype.name, contents(v)) == ((), "float32", np.float32(3).tobytes())
     with pytest.raises(ArrayError, match="read-only"):
         view(np.float32(3), output=True)
-    assert isinstance(finish(empty_like(v, (2,))), np.ndarray)
+    assert isinstance(finish(empty_like(v, (2,), nowhere)), np.ndarray)
 
 
 def test_dtypes_that_are_not_carried() -> None:
@@ -147,7 +153,7 @@ def test_views_keep_memory_alive(wrapper: Any) -> None:
 
 def test_new_arrays_of_libraries_that_cannot_make_them() -> None:
     for x in (Interface(np.ones(3)), OldCapsule(np.ones(3))):
-        fresh = empty_like(view(x), (2, 2))
+        fresh = empty_like(view(x), (2, 2), nowhere)
         assert (fresh.shape, fresh.dtype.name) == ((2, 2), "float64")
         assert isinstance(finish(fresh), np.ndarray)
 
@@ -162,7 +168,7 @@ def test_torch(dtype: DType) -> None:
     assert finish(v) is x
     inner = view(x[1:3])
     assert (inner.address, inner.shape) == (x.data_ptr() + 3 * dtype.itemsize, (2, 3))
-    fresh = empty_like(v, (5,))
+    fresh = empty_like(v, (5,), nowhere)
     y = finish(fresh)
     assert (type(y), y.dtype, tuple(y.shape), y.data_ptr()) == (type(x), kind, (5,), fresh.address)
 
@@ -181,7 +187,9 @@ def test_torch_refused() -> None:
     assert view(torch.ones(0, 3)[:, ::2]).count == 0
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "name", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
+)
 def test_jax(name: str) -> None:
     jnp = pytest.importorskip("jax.numpy")
     data = np.arange(12).reshape(3, 4).astype(BY_NAME[name].numpy)
@@ -190,7 +198,7 @@ def test_jax(name: str) -> None:
     assert v.immutable and not v.staged
     assert (v.shape, v.dtype.name, contents(v)) == ((3, 4), name, data.tobytes())
     assert finish(v) is x
-    fresh = empty_like(v, (12,))
+    fresh = empty_like(v, (12,), nowhere)
     ctypes.memmove(fresh.address, v.address, v.nbytes)
     y = finish(fresh)
     assert type(y) is type(x) and y.dtype == x.dtype and y.shape == (12,)
@@ -212,3 +220,19 @@ def test_jax_results_that_are_still_computed() -> None:
     for _ in range(8):
         x = x @ x / 600
     assert np.frombuffer(contents(view(x)), np.float32).max() == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.numpy.isbuiltin == 1], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4)])
+def test_memory_that_is_lent(dtype: DType, shape: tuple[int, ...]) -> None:
+    """numpy takes it over, and frees its description with C's own function, whenever that is."""
+    data = np.arange(24).astype(dtype.numpy)
+    lent = Lent(data, data.ctypes.data, shape, dtype, "host", 0)
+    seen = [np.from_dlpack(lent) for _ in range(3)]
+    del lent
+    gc.collect()
+    count = int(np.prod(shape))
+    for x in seen:
+        assert x.shape == shape and x.dtype == dtype.numpy and (x.reshape(-1) == data[:count]).all()
+    data[:] = 0
+    assert not seen[0].any()

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xvcomm import array
 from xvcomm.abc.device import Allocation, Device, Stream
 from xvcomm.communicator import Communicator
 from xvcomm.deadline import Deadline
+from xvcomm.dlpack import Managed, capsule, describe, row_major
 from xvcomm.dtype import UINT8, DType, from_numpy
 
 Array = NDArray[Any]
@@ -27,11 +27,6 @@ SECONDS = 20.0
 
 _GUARD = 64
 _CANARY = 0xA5
-_DLPACK_KINDS = {"cuda": array.CUDA, "rocm": array.ROCM}
-_CAPSULE_NAME = b"dltensor"
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class Arrays(ABC):
@@ -112,7 +107,7 @@ class DeviceArrays(Arrays):
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         """A new array that holds anything."""
         memory = self.device.empty(max(1, math.prod(shape) * dtype.itemsize))
-        return DeviceArray(self, memory, memory.address, shape, _row_major(shape), dtype)
+        return DeviceArray(self, memory, memory.address, shape, row_major(shape), dtype)
 
     def put(self, x: Array) -> DeviceArray:
         """See `Arrays.put`."""
@@ -157,12 +152,6 @@ class DeviceArrays(Arrays):
         self.stream.synchronize()
 
 
-class _Managed(ctypes.Structure):
-    """DLPack's DLManagedTensor; without a deleter: the array owns it."""
-
-    _fields_ = [("tensor", array._DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-
 class DeviceArray:
     """The least that is an array in a device's memory: DLPack, a stream, slices, `new_empty`.
 
@@ -178,18 +167,9 @@ class DeviceArray:
         self.address, self.shape, self.strides, self.dtype = address, shape, strides, dtype
         self._owner, self._memory = owner, memory
         self.handle = owner.handle
-        self._managed = _Managed()
+        self._managed, self._extents = Managed(), (ctypes.c_int64 * (2 * len(shape)))()
         self.tensor = self._managed.tensor
-        assert dtype.dlpack is not None
-        code, bits = dtype.dlpack
-        dimensions = ctypes.c_int64 * len(shape)
-        self._extents = dimensions(*shape), dimensions(*strides)
-        self.tensor.data, self.tensor.byte_offset = address, 0
-        self.tensor.device_type, self.tensor.device_id = _DLPACK_KINDS[owner.kind], owner.index
-        self.tensor.ndim, self.tensor.code, self.tensor.bits, self.tensor.lanes = len(shape), code, bits, 1
-        self.tensor.shape, self.tensor.strides = (
-            ctypes.cast(numbers, ctypes.POINTER(ctypes.c_int64)) for numbers in self._extents
-        )
+        describe(self.tensor, address, shape, strides, dtype, owner.kind, owner.index, self._extents)
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +179,7 @@ class DeviceArray:
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie one after the other."""
-        return self.strides == _row_major(self.shape)
+        return self.strides == row_major(self.shape)
 
     @property
     def T(self) -> DeviceArray:
@@ -216,7 +196,7 @@ class DeviceArray:
         """The same elements in another shape."""
         shape = (shape,) if isinstance(shape, int) else shape
         assert self.contiguous and math.prod(shape) == math.prod(self.shape)
-        return self._part(self.address, shape, _row_major(shape), self.dtype)
+        return self._part(self.address, shape, row_major(shape), self.dtype)
 
     def view(self, dtype: Any) -> DeviceArray:
         """The bytes of a vector as elements of another dtype."""
@@ -232,7 +212,7 @@ class DeviceArray:
         return DeviceArray(self._owner, self._memory, address, shape, strides, dtype)
 
     def __dlpack__(self, **_: Any) -> Any:
-        return _new_capsule(ctypes.addressof(self._managed), _CAPSULE_NAME, None)
+        return capsule(self._managed)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.tensor.device_type, self.tensor.device_id
@@ -244,10 +224,6 @@ class DeviceArray:
             "version": 3, "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.address, False),
             "strides": strides, "stream": self.handle,
         }  # fmt: skip
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 class _Made(threading.local):

@@ -19,7 +19,7 @@ from xvcomm.testing.arrays import Array
 ON_HOST = ("numpy", "torch", "jax", "interface")
 """`interface` stands for any library whose arrays have `__array_interface__` and nothing else."""
 
-ON_GPUS = ("torch", "cupy")
+ON_GPUS = ("torch", "cupy", "jax")
 
 
 @dataclass(frozen=True, slots=True)

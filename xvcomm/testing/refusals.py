@@ -87,14 +87,18 @@ def _check_places_refused(comm: Communicator, a: DeviceArrays) -> None:
             _refuses(comm, ArgumentError, {f"stream {handle}": lambda: comm.all_reduce(x)})
 
 
+_FREED = 64 << 20
+"""Bytes, many: small pieces were seen to stay known as memory of the device after they were freed."""
+
+
 def _freed(a: DeviceArrays, runtime: Runtime) -> DeviceArray:
-    """An array whose memory the vendor has back."""
+    """An array whose memory the vendor has back; nothing is allocated behind that, which could get the same place."""
+    made = a.put(np.zeros(4))
     before = runtime.current()
     runtime.use(a.index)
-    address = runtime.allocate(4096)
+    address = runtime.allocate(_FREED)
     runtime.free(address)
     runtime.use(before)
-    made = a.put(np.zeros(4))
     made.tensor.data = address
     return made
 
