@@ -103,6 +103,7 @@ def _combiner(load_a: Any, a_type: Any, load_b: Any, b_type: Any, combine: Any, 
 
 def _scaler(load: Any, save: Any, storage: Any, number: Any, integer: bool) -> int:
     """Compile `dst[i] = src[i] / divisor`, or `src[i] * factor` where the divisor is 0."""
+    wide = np.uint64 if np.dtype(number).kind == "u" else np.int64  # the divisor need not fit into the elements
 
     def scaler(dst: int, src: int, count: int, factor: float, divisor: int) -> None:
         out = carray(as_pointer(dst), count, storage)
@@ -124,11 +125,13 @@ def _scaler(load: Any, save: Any, storage: Any, number: Any, integer: bool) -> i
             for i in range(count):
                 out[i] = values[i] * by
         else:
-            by = number(divisor)
+            by = wide(divisor)
             for i in range(count):
-                # Towards zero, as NCCL and C divide.
-                value = values[i]
-                out[i] = number(-(-value // by)) if value < 0 else number(value // by)
+                value = wide(values[i])
+                quotient = value // by
+                if value < 0 and quotient * by != value:
+                    quotient += wide(1)  # towards zero, as NCCL and C divide
+                out[i] = number(quotient)
 
     return native(_SCALE, integer_scaler if integer else scaler)
 
