@@ -4,6 +4,7 @@
 of every framework that is installed. `adapter` has the suite for authors of adapters.
 """
 
-from xvcomm.testing.world import RankFailure, World
+from xvcomm.testing.processes import RankFailure
+from xvcomm.testing.world import World
 
 __all__ = ["RankFailure", "World"]

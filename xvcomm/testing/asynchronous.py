@@ -87,7 +87,9 @@ def check_wait_orders_only(comm: Communicator) -> None:
         with signals.late(what, late):
             work = call()
             result = work.wait()
-            assert here == late or not (a.asynchronous and work.done()), f"{what} was done though rank {late} had not come"
+            assert here == late or not (a.asynchronous and work.done()), (
+                f"{what} was done though rank {late} had not come"
+            )
         assert work.synchronize() is result
         assert work.done() and work.exception() is None
         found = a.get(result)
@@ -142,7 +144,9 @@ def check_many_under_way(comm: Communicator, many: int = 80) -> None:
     """More operations ahead of a late rank than anybody looks after at once, blocking and asynchronous."""
     a, signals = arrays(comm), Signals(comm)
     xs = [a.put(np.full(100, i)) for i in range(many)]
-    ys = [a.put(np.full(100, i)) for i in range(many if comm.size == 2 else many // 5)]  # a device takes 1024 launches ahead
+    ys = [
+        a.put(np.full(100, i)) for i in range(many if comm.size == 2 else many // 5)
+    ]  # a device takes 1024 launches ahead
     comm.all_reduce(a.put(np.ones(100, int)))
     with signals.late("all", comm.size - 1):
         works = [comm.all_reduce(x, async_op=True) for x in xs]

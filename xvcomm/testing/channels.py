@@ -156,7 +156,9 @@ def check_probe_behind_receives(comm: Communicator) -> None:
     signals = Signals(comm)
     signals.tell("posted")
     signals.hear("posted", [after])
-    going = [comm.isend(a.put(_message(comm.rank, after, i, n)), after, i, channel=6) for i, n in enumerate((10, _LARGE, 20))]
+    going = [
+        comm.isend(a.put(_message(comm.rank, after, i, n)), after, i, channel=6) for i, n in enumerate((10, _LARGE, 20))
+    ]
     found = Probe(before, 2, 20, BY_NAME["uint8"])
     assert comm.probe(before, channel=6) == found
     assert comm.probe(channel=6) == found

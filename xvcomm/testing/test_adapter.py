@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from xvcomm.testing import World, adapter, frameworks
-from xvcomm.testing.cases import environment, kinds, too_few_devices
 
 ISLANDS = ("a:2", "a:2,b:1")
-PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
 NAMES = sorted({*frameworks.ON_HOST, *frameworks.ON_GPUS})
 CASES: list[tuple[adapter.Check, tuple[str, ...]]] = [(check, (name,)) for name in NAMES for check in adapter.CHECKS]
 CASES += [(check, pair) for pair in itertools.permutations(NAMES, 2) for check in adapter.MEETING]
-
-
-@pytest.fixture(scope="module", params=PLACES)
-def place(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Device kind and islands of the ranks under test."""
-    where: tuple[str, str] = request.param
-    why = too_few_devices(*where)
-    if why:
-        pytest.skip(why)
-    return where
-
-
-@pytest.fixture(scope="module")
-def world(place: tuple[str, str]) -> Iterator[World]:
-    """Ranks that serve all tests of this module."""
-    kind, islands = place
-    with World(islands=islands, env=environment(kind)) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from xvcomm.testing import World, asynchronous, failures, graphs
-from xvcomm.testing.cases import environment, is_asynchronous, kinds, too_few_devices
+from xvcomm.testing.cases import is_asynchronous
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a:2,b:2")
-PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
-
-
-@pytest.fixture(scope="module", params=PLACES)
-def place(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Device kind and islands of the ranks under test."""
-    where: tuple[str, str] = request.param
-    return where
 
 
 @pytest.fixture(scope="module")
-def world(place: tuple[str, str]) -> Iterator[World]:
-    """Ranks that serve all tests of this module."""
-    kind, islands = place
-    if not is_asynchronous(kind):
-        pytest.skip(f"on {kind} the host waits for every operation")
-    why = too_few_devices(kind, islands)
-    if why:
-        pytest.skip(why)
-    with World(islands=islands, env=environment(kind)) as ranks:
-        yield ranks
+def place(place: tuple[str, str]) -> tuple[str, str]:
+    """Device kind and islands of the ranks under test."""
+    if not is_asynchronous(place[0]):
+        pytest.skip(f"on {place[0]} the host waits for every operation")
+    return place
 
 
 @pytest.mark.parametrize("check", asynchronous.CHECKS, ids=lambda check: check.__name__)

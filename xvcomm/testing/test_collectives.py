@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from xvcomm.dtype import DTYPES, DType
 from xvcomm.testing import World, collectives, refusals
-from xvcomm.testing.cases import COUNTS, EVERY_WAY, ISLANDS, environment, kinds, reductions, too_few_devices
+from xvcomm.testing.cases import COUNTS, EVERY_WAY, reductions
 
-PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
 ROWS = (0, 1, 3, 1000, 21_851, 250_007)
 DTYPE_NAMES = [str(dtype) for dtype in DTYPES]
-
-
-@pytest.fixture(scope="module", params=PLACES)
-def place(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Device kind and islands of the ranks under test."""
-    where: tuple[str, str] = request.param
-    why = too_few_devices(*where)
-    if why:
-        pytest.skip(why)
-    return where
-
-
-@pytest.fixture(scope="module")
-def world(place: tuple[str, str]) -> Iterator[World]:
-    """Ranks that serve all tests of this module."""
-    kind, islands = place
-    with World(islands=islands, env=environment(kind)) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -192,9 +192,7 @@ def test_both_ends_get_the_same_bits(bench: Bench, name: str, op: ReduceOp) -> N
             target = put(bench.right, mine)
             stream = streams(bench.right)[0]
             bench.send(producer, theirs, dtype=dtype)
-            bench.right.get(
-                consumer, address(target), message(x.nbytes, dtype), stream, op, remote_first=remote_first
-            )
+            bench.right.get(consumer, address(target), message(x.nbytes, dtype), stream, op, remote_first=remote_first)
             stream.synchronize()
             results.append(get(bench.right, target).copy())
     assert_same_bits(results[0], results[1], f"{op} of {name}")

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from xvcomm.dtype import DTYPES
 from xvcomm.testing import World, channels, pointtopoint, refusals
-from xvcomm.testing.cases import COUNTS, environment, kinds, too_few_devices
+from xvcomm.testing.cases import COUNTS
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a,b,a,b")
-PLACES = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in ISLANDS]
-
-
-@pytest.fixture(scope="module", params=PLACES)
-def place(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Device kind and islands of the ranks under test."""
-    where: tuple[str, str] = request.param
-    why = too_few_devices(*where)
-    if why:
-        pytest.skip(why)
-    return where
-
-
-@pytest.fixture(scope="module")
-def world(place: tuple[str, str]) -> Iterator[World]:
-    """Ranks that serve all tests of this module."""
-    kind, islands = place
-    with World(islands=islands, env=environment(kind)) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -1,0 +1,36 @@
+"""Where the suites run: on the devices of every backend, in every arrangement of islands that a module of tests wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from xvcomm.testing import World
+from xvcomm.testing.cases import ISLANDS, environment, kinds, too_few_devices
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let `place` go through the kinds of device, and through `ISLANDS`, of the module if it has its own."""
+    if "place" in metafunc.fixturenames:
+        wanted = getattr(metafunc.module, "ISLANDS", ISLANDS)
+        places = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in wanted]
+        metafunc.parametrize("place", places, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Device kind and islands of the ranks under test."""
+    where: tuple[str, str] = request.param
+    why = too_few_devices(*where)
+    if why:
+        pytest.skip(why)
+    return where
+
+
+@pytest.fixture(scope="module")
+def world(place: tuple[str, str]) -> Iterator[World]:
+    """Ranks that serve all tests of a module."""
+    kind, islands = place
+    with World(islands=islands, env=environment(kind)) as ranks:
+        yield ranks

@@ -1,0 +1,252 @@
+"""Rank processes that tests call functions on; they stay between calls, so that a call costs milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import inspect
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from types import ModuleType
+from typing import Any, Self
+
+_START_SECONDS = 60.0
+_END_SECONDS = 10.0
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised or died; holds every rank's outcome.
+
+    Attributes:
+        outcomes: a rank's result, or the exception it raised; EOFError if the process died.
+    """
+
+    def __init__(self, message: str, outcomes: list[Any]) -> None:
+        super().__init__(message)
+        self.outcomes = outcomes
+
+
+class Ranks:
+    """The ranks of one job on this machine, each in its own process, and one more where they meet.
+
+    Functions that are called on them must lie at the top level of a module or test file; arguments and results must be
+    picklable.
+
+    Args:
+        process: makes a process, as `multiprocessing.Process` does.
+        grace: seconds that the other ranks have once one has failed; None for the whole time of the call.
+
+    Attributes:
+        size: how many.
+        broken: whether a call failed, so that nobody knows what the ranks are doing.
+    """
+
+    def __init__(self, process: Callable[..., Any], grace: float | None = None) -> None:
+        self._process, self._grace = process, grace
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store: tuple[Any, Connection] | None = None
+        self.size, self.broken = 0, False
+
+    def _serve(self, main: Callable[[Connection], None]) -> Any:
+        """Start the process where ranks meet, which ends when its pipe closes; gives what it says first."""
+        self._store = self._launch(main)
+        return self._store[1].recv()
+
+    def _start(self, main: Callable[..., None], each: Iterable[Sequence[Any]]) -> None:
+        """Start a rank for each of the arguments of `main`, which hands its pipe to `obey`, and wait until all have joined."""
+        for arguments in each:
+            process, pipe = self._launch(main, *arguments)
+            self._processes.append(process)
+            self._pipes.append(pipe)
+        self.size = len(self._pipes)
+        try:
+            self._collect(range(self.size), _START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, main: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+        ours, theirs = Pipe()
+        process = self._process(target=main, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call a function on all ranks; gives the results in rank order.
+
+        Raises:
+            RankFailure: a rank raised, died, or did not answer in time; the text holds every traceback.
+        """
+        for rank in range(self.size):
+            self.submit(rank, function, *args)
+        return self._collect(range(self.size), timeout)
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """As `run`, but gives exceptions in place of results and raises nothing for them."""
+        try:
+            return self.run(function, *args, timeout=timeout)
+        except RankFailure as failure:
+            return failure.outcomes
+
+    def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on one rank and do not wait; `collect` gives what comes back."""
+        with contextlib.suppress(BrokenPipeError):
+            file = inspect.getfile(inspect.unwrap(function))
+            self._pipes[rank].send((file, function.__module__, function.__qualname__, args))
+
+    def collect(self, *ranks: int, timeout: float = 60.0) -> list[Any]:
+        """Results or exceptions of the calls submitted to these ranks, or to all; EOFError for one that died."""
+        wanted = ranks or range(self.size)
+        try:
+            outcomes = self._collect(wanted, timeout)
+        except RankFailure as failure:
+            outcomes = failure.outcomes
+        return [outcomes[rank] for rank in wanted]
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a rank's process."""
+        os.kill(self._processes[rank].pid, number)
+
+    def pids(self) -> list[int]:
+        """Process numbers, in rank order."""
+        return [process.pid for process in self._processes]
+
+    def _collect(self, ranks: Iterable[int], timeout: float) -> list[Any]:
+        outcomes: list[Any] = [None] * self.size
+        texts: dict[int, str] = {}
+        waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in ranks}
+        end = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                self._show_stacks(waiting.values())
+                for rank in waiting.values():
+                    outcomes[rank], texts[rank] = TimeoutError("no answer in time"), "no answer in time"
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    outcomes[rank], text = self._pipes[rank].recv()
+                except (EOFError, ConnectionError):
+                    outcomes[rank], text = EOFError(f"rank {rank} died"), "the process died"
+                if text:
+                    texts[rank] = text
+                    if self._grace is not None:
+                        end = min(end, time.monotonic() + self._grace)
+        if texts:
+            self.broken = True
+            report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(texts.items()))
+            raise RankFailure(report, outcomes)
+        return outcomes
+
+    def _show_stacks(self, ranks: Iterable[int]) -> None:
+        """Let ranks that hang write to stderr where they are."""
+        for rank in ranks:
+            self.kill(rank, signal.SIGUSR1)
+        time.sleep(0.2)
+
+    def close(self) -> None:
+        """End all ranks, those that do not answer by force. Idempotent."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            _end(process, 1.0 if self.broken else _END_SECONDS)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._store is not None:
+            process, pipe = self._store
+            self._store = None
+            pipe.close()
+            _end(process, _END_SECONDS)
+
+
+def _end(process: Any, seconds: float) -> None:
+    """Wait for a process that was asked to end; not for ever."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
+
+
+def prepare(variables: dict[str, str], path: list[str]) -> None:
+    """What a rank's process does first: its variables and paths, interrupts that raise, stacks that can be asked for."""
+    sys.path[:] = path
+    os.environ.update(variables)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1)
+
+
+def obey(pipe: Connection, join: Callable[[], Sequence[Any]]) -> Sequence[Any] | None:
+    """Join, then call what comes down the pipe until it closes.
+
+    Args:
+        join: what it gives, functions get as their first arguments.
+
+    Returns:
+        The same; None if joining failed.
+    """
+    try:
+        given = join()
+    except BaseException as error:
+        _answer(pipe, error)
+        return None
+    _answer(pipe, None)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (call := pipe.recv()) is not None:
+            *name, args = call
+            try:
+                _answer(pipe, _find(*name)(*given, *args))
+            except BaseException as error:
+                _answer(pipe, error)
+    return given
+
+
+_modules: dict[str, ModuleType] = {}
+
+
+def _find(file: str, module: str, qualname: str) -> Callable[..., Any]:
+    """The function; a test file that cannot be imported by name is loaded from where it lies."""
+    found = _modules.get(file)
+    if found is None:
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            spec = importlib.util.spec_from_file_location(module, file)
+            assert spec is not None and spec.loader is not None
+            found = importlib.util.module_from_spec(spec)
+            sys.modules[module] = found
+            spec.loader.exec_module(found)
+        _modules[file] = found
+    target: Any = found
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    function: Callable[..., Any] = target
+    return function
+
+
+def _answer(pipe: Connection, outcome: Any) -> None:
+    text = ""
+    if isinstance(outcome, BaseException):
+        text = "".join(traceback.format_exception(outcome))
+        outcome.__traceback__ = None
+    try:
+        pipe.send((outcome, text))
+    except Exception:  # cannot be pickled, for whichever reason
+        pipe.send((RuntimeError(repr(outcome)), text or f"result {outcome!r} cannot be pickled"))
