@@ -13,7 +13,7 @@ from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopp
 from xvcomm.abc.device import Stream
 from xvcomm.abc.store import Store
 from xvcomm.atomics import READY, STOPPED
-from xvcomm.backends.host import kernels
+from xvcomm.backends.host import direct, kernels
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.kernels import Mode, Word
 from xvcomm.backends.host.reducers import BLOCK, kit, scaler
@@ -78,12 +78,16 @@ class HostCollective(Collective):
         else:
             self._segment = Segment.attach(config.shm_dir, store.get(name, deadline).decode())
         self._arena = self._segment.address
-        if kernels.join(self._arena + _ATTACHED) == ranks - 1:
-            self._segment.unlink()
         self._spins = int(config.spin_us * 500)
         self._pieces = np.zeros(1, np.int64)
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
+        self._room = np.empty(0, np.uint8)
+        self._access = direct.access(bool(config.process_memory))
+        self._contests: dict[tuple[Mode, int], np.ndarray] = {}
+        direct.introduce(self._arena, me, self._access)
         self._plans: dict[object, Plan] = {}
+        if kernels.join(self._arena + _ATTACHED) == ranks - 1:
+            self._segment.unlink()
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """See `Collective.all_reduce`."""
@@ -157,19 +161,19 @@ class HostCollective(Collective):
             plan = self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op)
         else:
             shares = fair_blocks(count, self._ranks, dtype.itemsize)
-            plan = self._reduction(kernels.reduce, shares, Mode.ALL, 0, count, dtype, op)
+            plan = self._shared(shares, Mode.ALL, 0, count, dtype, op)
         return self._keep((OpCode.ALL_REDUCE, count, dtype.code, op.op), plan)
 
     def _reduce(self, count: int, dtype: DType, op: Reduction, root: int) -> Plan:
         shares = fair_blocks(count, self._ranks, dtype.itemsize)
-        return self._reduction(kernels.reduce, shares, Mode.ROOT, root, count, dtype, op)
+        return self._shared(shares, Mode.ROOT, root, count, dtype, op)
 
     def _reduce_scatter(self, counts: Sequence[int], dtype: DType, op: Reduction) -> Plan:
         key = (OpCode.REDUCE_SCATTER, tuple(counts), dtype.code, op.op)
         plan = self._plans.get(key)
         if plan is None:
             table = blocks(counts, dtype.itemsize)
-            plan = self._keep(key, self._reduction(kernels.reduce, table, Mode.SCATTER, 0, sum(counts), dtype, op))
+            plan = self._keep(key, self._shared(table, Mode.SCATTER, 0, sum(counts), dtype, op))
         return plan
 
     def _all_gather(self, counts: Sequence[int], dtype: DType) -> Plan:
@@ -234,6 +238,7 @@ class HostCollective(Collective):
         common = {
             "arena": self._arena, "ranks": self._ranks, "me": self._me, "stage": self._stage, "spins": self._spins,
             "budget": BUDGET, "pieces": self._pieces.ctypes.data, "scratch": self._accumulator.ctypes.data,
+            "access": self._access.ctypes.data,
         }  # fmt: skip
         for name, value in (common | words).items():
             memory[Word[name.upper()]] = value
@@ -251,9 +256,23 @@ class HostCollective(Collective):
     def _exchange(self, parts: np.ndarray, columns: int) -> Plan:
         return self._plan(kernels.exchange, parts, False, columns=columns)
 
+    def _shared(self, table: np.ndarray, mode: Mode, root: int, count: int, dtype: DType, op: Reduction) -> Plan:
+        """A reduction of which each member does its share."""
+        nbytes = count * dtype.itemsize
+        if nbytes < direct.LEAST or self._ranks == 1:
+            return self._reduction(kernels.reduce, table, mode, root, count, dtype, op)
+        if not self._room.size:
+            self._room = direct.room(self._ranks)
+        contest = self._contests.setdefault((mode, nbytes.bit_length()), direct.contest())
+        return self._reduction(
+            direct.reduce_either, table, mode, root, count, dtype, op,
+            contest=contest.ctypes.data, room=self._room.ctypes.data,
+        )  # fmt: skip
+
     def _reduction(
-        self, kernel: Kernel, table: np.ndarray | None, mode: Mode, root: int, count: int, dtype: DType, op: Reduction
-    ) -> Plan:
+        self, kernel: Kernel, table: np.ndarray | None, mode: Mode, root: int, count: int, dtype: DType, op: Reduction,
+        **words: int,
+    ) -> Plan:  # fmt: skip
         functions = kit(dtype, op.base)
         average = op.op is ReduceOp.AVG
         # An average that may overflow divides its input instead.
@@ -262,7 +281,7 @@ class HostCollective(Collective):
             kernel, table, op.op is ReduceOp.PREMUL_SUM or (average and dtype.small_range),
             mode=mode, root=root, pair=functions.pair, first=functions.first, more=functions.more, last=functions.last,
             scaler=scaler(dtype) if divides_result else 0, divisor=self._ranks,
-            itemsize=dtype.itemsize, nbytes=count * dtype.itemsize,
+            itemsize=dtype.itemsize, nbytes=count * dtype.itemsize, **words,
         )  # fmt: skip
 
     def _run_scaled(
@@ -278,14 +297,18 @@ class HostCollective(Collective):
 
     def _run(self, plan: Plan, src: int, dst: int, stream: Stream) -> None:
         stream.synchronize()
-        while True:
-            code = plan.kernel(plan.address, src, dst)
-            if code == READY:
-                return
-            if code == STOPPED:
-                raise CollectiveStopped(self.error())
-            if stream.deadline.expired():
-                raise CollectiveStalled(self._missing())
+        try:
+            while True:
+                code = plan.kernel(plan.address, src, dst)
+                if code == READY:
+                    return
+                if code == STOPPED:
+                    raise CollectiveStopped(self.error())
+                if stream.deadline.expired():
+                    raise CollectiveStalled(self._missing())
+        except BaseException:
+            direct.withdraw(plan.address)
+            raise
 
     def _missing(self) -> list[int]:
         """Members that arrived less often than this one."""

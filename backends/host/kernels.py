@@ -2,8 +2,7 @@
 
 Each round a rank copies pieces of its input into its own stage, all meet at a barrier, and each copies or reduces
 what it needs out of the others' stages; a rank's stages take turns, so that one barrier a round is enough. Pieces are small
-enough to stay in the caches: measured on two cores, staging this way beats mapping the peer's memory
-(process_vm_readv) at every size, because the kernel's page pinning costs more than the second copy.
+enough to stay in the caches. Large reductions may go another way, see `direct`.
 
 What a collective of given shape needs lies in a plan, a block of 64-bit words made once, so that a call passes three
 numbers. Every kernel resumes: it returns PENDING after a while without progress and is called again with the same plan.
@@ -26,7 +25,8 @@ from xvcomm.ring import ABORT, LINE
 from xvcomm.shm import PAGE
 
 __all__ = [
-    "Mode", "Word", "address", "exchange", "join", "one_shot", "plan_words", "reduce", "scale", "stage_count", "stages",
+    "Mode", "Word", "address", "arrive", "combine", "exchange", "join", "line", "meet", "one_shot", "open_plan", "plan_words",
+    "reduce", "scale", "stage_count", "stages",
 ]  # fmt: skip
 
 
@@ -63,7 +63,12 @@ class Word(enum.IntEnum):
     ITEMSIZE = 19
     NBYTES = 20
     SCRATCH = 21  # address of the reducers' accumulator
-    TABLES = 24  # five rows of RANKS words: offsets and bytes to stage, offsets and bytes to take; sources
+    STEP = 22  # the rest is of `direct`: where a call stands; 0 between calls
+    BEGAN = 23  # nanoseconds
+    ACCESS = 24  # address of what this member knows of the others' memory
+    CONTEST = 25  # address of what is known of the two ways for arrays of about this size
+    ROOM = 26  # address of room for a piece of each other member
+    TABLES = 32  # five rows of RANKS words: offsets and bytes to stage, offsets and bytes to take; sources
 
 
 def plan_words(ranks: int) -> int:
@@ -75,7 +80,8 @@ def plan_words(ranks: int) -> int:
 _ARENA, _RANKS, _ME, _STAGE, _SPINS, _BUDGET = (int(w) for w in tuple(Word)[:6])
 _PIECES, _ROUND, _PHASE, _ROUNDS, _COLUMNS, _MODE, _ROOT = (int(w) for w in tuple(Word)[6:13])
 _PAIR, _FIRST, _MORE, _LAST, _SCALER, _DIVISOR = (int(w) for w in tuple(Word)[13:19])
-_ITEMSIZE, _NBYTES, _SCRATCH, _TABLES = (int(w) for w in tuple(Word)[19:])
+_ITEMSIZE, _NBYTES, _SCRATCH = (int(w) for w in tuple(Word)[19:22])
+_TABLES = int(Word.TABLES)
 _COPY_IN, _MEET, _MEET_AGAIN = 0, 1, 2
 _ROOM = 16 << 10
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
@@ -96,14 +102,14 @@ def stages(ranks: int) -> int:
 
 
 @register_jitable
-def _open(plan: int) -> Any:
+def open_plan(plan: int) -> Any:
     """A plan's words as an array."""
     return carray(as_pointer(plan), _TABLES + 5 * load(plan + 8 * _RANKS), np.int64)
 
 
 @register_jitable
-def _line(p: Any, rank: int) -> int:
-    """A rank's line: word 0 counts its arrivals, words 1 and 2 tell its rounds for even and odd pieces."""
+def line(p: Any, rank: int) -> int:
+    """A rank's line: word 0 counts its arrivals, words 1 and 2 tell its rounds for even and odd pieces; the rest see `direct`."""
     return p[_ARENA] + PAGE + rank * LINE
 
 
@@ -115,17 +121,17 @@ def _stage(p: Any, rank: int, pieces: int) -> int:
 
 
 @register_jitable
-def _arrive(p: Any, phase: int) -> None:
-    fetch_add(_line(p, p[_ME]), 1)
-    p[_PHASE] = phase
+def arrive(p: Any) -> None:
+    """Let the others know that I have come one step further."""
+    fetch_add(line(p, p[_ME]), 1)
 
 
 @register_jitable
-def _meet(p: Any) -> int:
+def meet(p: Any) -> int:
     """Wait until everybody arrived as often as I did."""
-    target = load(_line(p, p[_ME]))
+    target = load(line(p, p[_ME]))
     for other in range(p[_RANKS]):
-        result = await_word(_line(p, other), target, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
+        result = await_word(line(p, other), target, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
         if result != READY:
             return result
     return READY
@@ -155,7 +161,7 @@ def _exchange(plan: int, src: int, dst: int) -> int:
     The plan's tables say what I stage for each column and what I take from each rank. What I take from myself is read
     straight from the input, at my own column's offset.
     """
-    p = _open(plan)
+    p = open_plan(plan)
     ranks, me, columns = p[_RANKS], p[_ME], p[_COLUMNS]
     piece = p[_STAGE] // columns // 64 * 64
     own = me if columns > 1 else 0
@@ -173,16 +179,17 @@ def _exchange(plan: int, src: int, dst: int) -> int:
             if p[_ROUND] == 0:
                 for r in range(ranks):
                     most = max(most, p[get_n + r] if r != me else 0)
-                store(_line(p, me) + 8 * (1 + pieces % 2), (most + piece - 1) // piece)
+                store(line(p, me) + 8 * (1 + pieces % 2), (most + piece - 1) // piece)
                 copy_bytes(dst + p[get_at + me], src + p[put_at + own], p[get_n + me])
-            _arrive(p, _MEET)
-        result = _meet(p)
+            arrive(p)
+            p[_PHASE] = _MEET
+        result = meet(p)
         if result != READY:
             return result
         if p[_ROUND] == 0:
             p[_ROUNDS] = 1
             for r in range(ranks):
-                p[_ROUNDS] = max(p[_ROUNDS], load_acquire(_line(p, r) + 8 * (1 + pieces % 2)))
+                p[_ROUNDS] = max(p[_ROUNDS], load_acquire(line(p, r) + 8 * (1 + pieces % 2)))
         for r in range(ranks):
             if r != me:
                 stage = _stage(p, r, pieces) + own * piece
@@ -192,7 +199,7 @@ def _exchange(plan: int, src: int, dst: int) -> int:
 
 
 @register_jitable
-def _combine(p: Any, dst: int, nbytes: int) -> None:
+def combine(p: Any, dst: int, nbytes: int) -> None:
     """Reduce the plan's sources into `dst`, in rank order, and scale."""
     kit = (p[_PAIR], p[_FIRST], p[_MORE], p[_LAST])
     ranks, itemsize = p[_RANKS], p[_ITEMSIZE]
@@ -206,7 +213,7 @@ def _reduce(plan: int, src: int, dst: int) -> int:
 
     The plan's first two tables are the blocks' offsets and bytes.
     """
-    p = _open(plan)
+    p = open_plan(plan)
     ranks, me, mode = p[_RANKS], p[_ME], p[_MODE]
     everywhere = mode == _ALL or me == p[_ROOT]
     piece = p[_STAGE] // ranks // 64 * 64
@@ -221,8 +228,9 @@ def _reduce(plan: int, src: int, dst: int) -> int:
                 if r != me:
                     copy_bytes(mine + r * piece, src + p[block_at + r] + at, _window(p[block_n + r], at, piece))
             p[_ROUNDS] = (most + piece - 1) // piece
-            _arrive(p, _MEET)
-        result = _meet(p)
+            arrive(p)
+            p[_PHASE] = _MEET
+        result = meet(p)
         if result != READY:
             return result
         if p[_PHASE] == _MEET:
@@ -233,11 +241,12 @@ def _reduce(plan: int, src: int, dst: int) -> int:
                 for r in range(ranks):
                     p[sources + r] = _stage(p, r, pieces) + me * piece
                 p[sources + me] = src + p[block_at + me] + at
-                _combine(p, target, nbytes)
+                combine(p, target, nbytes)
                 if mode == _ALL:
                     copy_bytes(mine + me * piece, target, nbytes)
             if mode != _SCATTER:
-                _arrive(p, _MEET_AGAIN)
+                arrive(p)
+                p[_PHASE] = _MEET_AGAIN
                 continue
         elif everywhere:
             for r in range(ranks):
@@ -250,20 +259,21 @@ def _reduce(plan: int, src: int, dst: int) -> int:
 
 def _one_shot(plan: int, src: int, dst: int) -> int:
     """All-reduce what fits a stage with one barrier: everybody stages all of it and reduces all of it."""
-    p = _open(plan)
+    p = open_plan(plan)
     pieces, ranks = load(p[_PIECES]), p[_RANKS]
     # Calls also take turns within a stage, for the same reason that there are several: 64 KiB 13 -> 8.5 µs.
     room = max(1, (p[_NBYTES] + _ROOM - 1) // _ROOM) * _ROOM
     within = pieces // _stage_count(ranks) % max(1, p[_STAGE] // room) * room
     if p[_PHASE] == _COPY_IN:
         copy_bytes(_stage(p, p[_ME], pieces) + within, src, p[_NBYTES])
-        _arrive(p, _MEET)
-    result = _meet(p)
+        arrive(p)
+        p[_PHASE] = _MEET
+    result = meet(p)
     if result != READY:
         return result
     for r in range(ranks):
         p[_TABLES + 4 * ranks + r] = _stage(p, r, pieces) + within if r != p[_ME] else src
-    _combine(p, dst, p[_NBYTES])
+    combine(p, dst, p[_NBYTES])
     p[_ROUNDS] = 1
     _next_round(p)
     return READY

@@ -1,0 +1,351 @@
+"""Large reductions straight out of the other members' arrays and into them, where the system allows it (process_vm_readv).
+
+Each member reads its share of the others' inputs piece by piece into memory that stays in its caches, reduces it there, in
+the order in which `kernels.reduce` does, and writes the result into the others' outputs: two barriers in all, and half the
+copies of staging. Which way is faster depends on the machine and on the size. So the first calls of each class of sizes
+take turns, and then all members keep the way that was faster for the slowest of them. Both give the same bits.
+
+A member may give up in the middle, and its arrays are then its caller's again. So nobody touches the others' memory without
+saying so first and then looking whether all are still in; who gives up takes its offer back first, and then waits until
+nobody says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import register_jitable
+
+from xvcomm.atomics import (
+    READY,
+    as_pointer,
+    await_word,
+    full_fence,
+    load,
+    load_acquire,
+    store,
+    store_release,
+    usleep,
+)  # fmt: skip
+from xvcomm.backends.host.kernels import Mode, Word, arrive, combine, line, meet, open_plan, reduce
+from xvcomm.jit import compiling, kernel
+from xvcomm.ring import ABORT, LINE
+from xvcomm.shm import PAGE
+
+LEAST = 256 << 10
+"""Bytes of all shares together from which on a reduction may go this way; below, a barrier more is worth more."""
+
+TRIES = 4
+"""Of each way, in a class of sizes; more until they took so long that no passing disturbance can have hit all of them."""
+_TRIAL_NS = 20_000_000
+_CHOSEN = -1
+_PIECE = 256 << 10
+"""Measured beside 128 and 512 KiB."""
+_PATIENCE_US, _PAUSE_US = 1_000_000, 100
+NEVER = np.iinfo(np.int64).max
+
+_read = types.ExternalFunction(
+    "process_vm_readv",
+    types.int64(types.int32, types.voidptr, types.uint64, types.voidptr, types.uint64, types.uint64),
+)
+_write = types.ExternalFunction(
+    "process_vm_writev",
+    types.int64(types.int32, types.voidptr, types.uint64, types.voidptr, types.uint64, types.uint64),
+)
+_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
+_MONOTONIC = 1
+
+
+class LineWord(enum.IntEnum):
+    """Words of a member's line in the arena, behind those of `kernels`."""
+
+    PROCESS = 3  # its number
+    WITNESS = 4  # address of a word of its memory
+    VALUE = 5  # that stands there
+    SRC = 6  # its arrays in the call under way; no input: it does not offer them
+    DST = 7
+    TOOK = 8  # nanoseconds of its last try in this class of sizes
+    TOUCHES = 9  # whether it may be in the others' memory at the moment
+
+
+class AccessWord(enum.IntEnum):
+    """What a member knows of the others' memory, in its own."""
+
+    REACH = 0  # whether it can read and write it: 0 not tried, 1 yes, -1 no
+    WITNESS = 1
+    ROOM = 2
+    VECTORS = 4  # a local one, up to four remote ones
+
+
+class ContestWord(enum.IntEnum):
+    """The two ways at arrays of about one size, the same on all members except for TOOK."""
+
+    TURNS = 0  # tries that were begun; -1 once the way is chosen
+    TOOK = 1  # nanoseconds of this member's last try
+    SPENT = 2  # these three of the slowest member: of all tries, of the best staged and the best direct one
+    BEST = 3
+
+
+class Step(enum.IntEnum):
+    """Where a call stands."""
+
+    ENTER = 0
+    MEET = 1
+    STAGED = 2
+    DIRECT = 3
+    LEAVE = 4
+    FAILED = 5
+
+
+# Plain integers: numba reads an enum's members as constants only by way of globals.
+_RANKS, _ME, _SPINS, _BUDGET, _ARENA = (int(w) for w in (Word.RANKS, Word.ME, Word.SPINS, Word.BUDGET, Word.ARENA))
+_MODE, _ROOT, _TABLES = int(Word.MODE), int(Word.ROOT), int(Word.TABLES)
+_STEP, _BEGAN, _ACCESS, _CONTEST, _ROOM = (int(w) for w in tuple(Word)[22:27])
+_PROCESS, _WITNESS, _VALUE, _SRC, _DST, _TOOK, _TOUCHES = (8 * int(w) for w in LineWord)
+_OWN_WITNESS, _OWN_ROOM, _VECTORS = (8 * int(w) for w in tuple(AccessWord)[1:])
+_LAST, _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
+_SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
+_ENTER, _MEET, _STAGED, _DIRECT, _LEAVE, _FAILED = (int(s) for s in Step)
+
+
+def piece_bytes(ranks: int) -> int:
+    """How much of each other member's share is read at a time: together what a second-level cache holds easily."""
+    return max(PAGE, _PIECE // (ranks - 1) // PAGE * PAGE)
+
+
+_piece_bytes = register_jitable(piece_bytes)
+
+
+def room(ranks: int) -> np.ndarray:
+    """Where a member puts what it reads."""
+    memory = np.empty((ranks - 1) * (piece_bytes(ranks) + PAGE) + PAGE, np.uint8)
+    return memory[-memory.ctypes.data % PAGE :]
+
+
+def access(allowed: bool) -> np.ndarray:
+    """The words of `AccessWord` for one member; `allowed` tells whether it may try at all."""
+    words = np.zeros(AccessWord.VECTORS + 10, np.int64)
+    words[AccessWord.REACH] = 0 if allowed else -1
+    words[AccessWord.WITNESS] = secrets.randbits(62) + 1
+    return words
+
+
+def introduce(arena: int, me: int, access: np.ndarray) -> None:
+    """Tell the other members, in the arena, where this one's memory is."""
+    words = (ctypes.c_int64 * len(LineWord)).from_address(arena + PAGE + me * LINE + _PROCESS)
+    witness = access.ctypes.data + _OWN_WITNESS
+    words[:3] = [os.getpid(), witness, int(access[AccessWord.WITNESS])]
+
+
+def contest() -> np.ndarray:
+    """The words of `ContestWord` for a class of sizes."""
+    return np.array([0, 0, 0, NEVER, NEVER], np.int64)
+
+
+@register_jitable
+def _now(access: int) -> int:
+    """Nanoseconds of a clock that only goes forward."""
+    _clock(_MONOTONIC, as_pointer(access + _VECTORS))
+    return load(access + _VECTORS) * 1_000_000_000 + load(access + _VECTORS + 8)
+
+
+@register_jitable
+def _vector(access: int, index: int, address: int, count: int) -> None:
+    store(access + _VECTORS + 16 * index, address)
+    store(access + _VECTORS + 16 * index + 8, count)
+
+
+@register_jitable
+def _copy(write: bool, access: int, process: int, mine: int, theirs: int, count: int) -> bool:
+    """Copy between this process's memory and another's; False if that cannot be reached."""
+    done = 0
+    vectors = access + _VECTORS
+    while done < count:
+        _vector(access, 0, mine + done, count - done)
+        _vector(access, 1, theirs + done, count - done)
+        if write:
+            moved = _write(process, as_pointer(vectors), 1, as_pointer(vectors + 16), 1, 0)
+        else:
+            moved = _read(process, as_pointer(vectors), 1, as_pointer(vectors + 16), 1, 0)
+        if moved <= 0:
+            return False
+        done += moved
+    return True
+
+
+@register_jitable
+def _witnessed(p: Any, rank: int) -> bool:
+    """Whether a member's memory can be read, and is that of the process meant: numbers differ between namespaces."""
+    access, peer = p[_ACCESS], line(p, rank)
+    room = access + _OWN_ROOM
+    found = _copy(False, access, load(peer + _PROCESS), room, load(peer + _WITNESS), 8)
+    return found and load(room) == load(peer + _VALUE)
+
+
+@register_jitable
+def _try_others(p: Any) -> int:
+    """1 if the memory of all others can be read and written, else -1."""
+    access = p[_ACCESS]
+    for r in range(p[_RANKS]):
+        if r != p[_ME]:
+            peer, room = line(p, r), access + _OWN_ROOM
+            if not _witnessed(p, r) or not _copy(True, access, load(peer + _PROCESS), room, load(peer + _WITNESS), 8):
+                return -1
+    return 1
+
+
+@register_jitable
+def _exposed(p: Any, src: int, dst: int) -> bool:
+    """Whether the system lets others into these arrays: not if a driver has mapped them."""
+    access, count, remote = p[_ACCESS], 0, 1
+    for r in range(p[_RANKS]):
+        count += p[_TABLES + p[_RANKS] + r]
+    _vector(access, 1, src, 1)
+    _vector(access, 2, src + count - 1, 1)
+    if p[_MODE] == _ALL or (p[_MODE] != _SCATTER and p[_ME] == p[_ROOT]):
+        remote = 3
+        _vector(access, 3, dst, 1)
+        _vector(access, 4, dst + count - 1, 1)
+    wanted = remote + 1
+    _vector(access, 0, access + _OWN_ROOM, wanted)
+    vectors, process = access + _VECTORS, load(line(p, p[_ME]) + _PROCESS)
+    return _read(process, as_pointer(vectors), 1, as_pointer(vectors + 16), wanted, 0) == wanted
+
+
+@register_jitable
+def _offer(p: Any, src: int, dst: int) -> None:
+    """Let the others know my arrays, if they may use them, and how long I took the last time."""
+    mine = line(p, p[_ME])
+    offered = load(p[_ACCESS]) > 0 and _exposed(p, src, dst)
+    store(mine + _SRC, src if offered else 0)
+    store(mine + _DST, dst)
+    store(mine + _TOOK, load(p[_CONTEST] + _LAST))
+
+
+@register_jitable
+def _choose(p: Any) -> int:
+    """The way of this call, which all find out from the same words; the first time, nobody has offered anything."""
+    p[_BEGAN] = 0
+    slowest = 0
+    for r in range(p[_RANKS]):
+        if load_acquire(line(p, r) + _SRC) == 0:
+            if load(p[_ACCESS]) == 0:
+                store(p[_ACCESS], _try_others(p))
+            return _STAGED
+        slowest = max(slowest, load(line(p, r) + _TOOK))
+    contest = p[_CONTEST]
+    turns, best = load(contest), contest + _BEST
+    if turns > 0:
+        store(best + 8 * ((turns - 1) % 2), min(load(best + 8 * ((turns - 1) % 2)), slowest))
+        store(contest + _SPENT, load(contest + _SPENT) + slowest)
+    if turns >= 0 and (turns % 2 == 1 or turns < 2 * TRIES or load(contest + _SPENT) < _TRIAL_NS):
+        store(contest, turns + 1)
+        p[_BEGAN] = _now(p[_ACCESS])
+        return _DIRECT if turns % 2 == 1 else _STAGED
+    store(contest, _CHOSEN)
+    return _DIRECT if load(best + 8) < load(best) else _STAGED
+
+
+@register_jitable
+def _touch(p: Any, rank: int, write: bool, mine: int, theirs: int, count: int) -> bool:
+    """Copy from or into a member's array; False if it has given up, everything stops, or it cannot be reached.
+
+    Each copy looks anew: a process that is stopped by a signal stops behind the system call that it is in.
+    """
+    touches, peer = line(p, p[_ME]) + _TOUCHES, line(p, rank)
+    store_release(touches, 1)
+    full_fence()
+    copied = load_acquire(peer + _SRC) != 0 and load_acquire(p[_ARENA] + ABORT) == 0
+    copied = copied and _copy(write, p[_ACCESS], load(peer + _PROCESS), mine, theirs, count)
+    store_release(touches, 0)
+    return copied
+
+
+@register_jitable
+def _reduce_piece(p: Any, src: int, dst: int, offset: int, count: int) -> bool:
+    """Read `count` bytes at `offset` of everybody's input, reduce them, write them where they belong."""
+    ranks, me, mode = p[_RANKS], p[_ME], p[_MODE]
+    sources, room = _TABLES + 4 * ranks, p[_ROOM]
+    for r in range(ranks):
+        if r == me:
+            p[sources + r] = src + offset
+            continue
+        theirs = load(line(p, r) + _SRC) + offset
+        p[sources + r] = room + theirs % PAGE  # in step with the pages that the system copies one by one
+        if not _touch(p, r, False, p[sources + r], theirs, count):
+            return False
+        room += _piece_bytes(ranks) + PAGE
+    target = dst + offset
+    if mode == _SCATTER:
+        target -= p[_TABLES + me]
+    elif mode != _ALL and me != p[_ROOT]:
+        target = p[sources + p[_ROOT]]
+    combine(p, target, count)
+    for r in range(ranks):
+        wants = mode == _ALL or (mode != _SCATTER and r == p[_ROOT])
+        if r != me and wants and not _touch(p, r, True, target, load(line(p, r) + _DST) + offset, count):
+            return False
+    return True
+
+
+@register_jitable
+def _reduce_direct(p: Any, src: int, dst: int) -> int:
+    if p[_STEP] == _DIRECT:
+        p[_STEP] = _LEAVE
+        me, piece = p[_ME], _piece_bytes(p[_RANKS])
+        start, total = p[_TABLES + me], p[_TABLES + p[_RANKS] + me]
+        for at in range(0, total, piece):
+            if not _reduce_piece(p, src, dst, start + at, min(piece, total - at)):
+                p[_STEP] = _FAILED
+                break
+        if p[_STEP] == _LEAVE:
+            arrive(p)
+    if p[_STEP] == _FAILED:
+        # Who died or gave up will be found out, and everybody told.
+        mine = line(p, p[_ME])
+        return await_word(mine, load(mine) + 1, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
+    return meet(p)
+
+
+def _reduce(plan: int, src: int, dst: int) -> int:
+    """As `kernels.reduce`, one way or the other."""
+    p = open_plan(plan)
+    if p[_STEP] == _ENTER:
+        _offer(p, src, dst)
+        arrive(p)
+        p[_STEP] = _MEET
+    if p[_STEP] == _MEET:
+        result = meet(p)
+        if result != READY:
+            return result
+        p[_STEP] = _choose(p)
+    result = reduce(plan, src, dst) if p[_STEP] == _STAGED else _reduce_direct(p, src, dst)
+    if result == READY:
+        p[_STEP] = _ENTER
+        if p[_BEGAN] != 0:
+            store(p[_CONTEST] + _LAST, _now(p[_ACCESS]) - p[_BEGAN])
+    return result
+
+
+def _withdraw(plan: int) -> None:
+    """Take my arrays back before a call's end; returns when nobody touches them."""
+    p = open_plan(plan)
+    store_release(line(p, p[_ME]) + _SRC, 0)
+    full_fence()
+    waited = 0
+    for r in range(p[_RANKS]):
+        # Of a dead process the word stays set; a stopped one has left the system call that it was in.
+        while r != p[_ME] and load_acquire(line(p, r) + _TOUCHES) != 0 and waited < _PATIENCE_US and _witnessed(p, r):
+            usleep(_PAUSE_US)
+            waited += _PAUSE_US
+
+
+with compiling():
+    reduce_either = kernel("int64(int64, int64, int64)")(_reduce)
+    withdraw = kernel("void(int64)")(_withdraw)
