@@ -10,7 +10,9 @@ import enum
 
 import numpy as np
 
+from xvcomm.abc.collective import CAPTURED
 from xvcomm.atomics import full_fence, load, load_acquire, store, store_release
+from xvcomm.backends._kernels import CAPTURING, is_capturing
 from xvcomm.calling import call_11, let_go, take_back
 from xvcomm.jit import compiling, native
 from xvcomm.opcode import OpCode
@@ -37,17 +39,19 @@ class Word(enum.IntEnum):
 
     STATE = 0  # address of the communicator's
     FUNCTION = 1
-    STREAM = 2  # which argument is the stream
-    ARGUMENTS = 3  # eight, of which the first two are the arrays
+    ASK = 2  # the vendor's, whether a stream is capturing
+    STATUS = 3  # and its answer
+    STREAM = 4  # which argument is the stream
+    ARGUMENTS = 5  # eight, of which the first two are the arrays
 
 
 _ABORT, _INSIDE = (8 * int(w) for w in State)
-_STATE, _FUNCTION, _STREAM, _ARGUMENTS = (8 * int(w) for w in Word)
+_STATE, _FUNCTION, _ASK, _STATUS, _STREAM, _ARGUMENTS = (8 * int(w) for w in Word)
 _COUNT = 8
 
 
 def _enqueue(words: int, src: int, dst: int, stream: int, deadline: int) -> int:
-    """Call the library, with the interpreter lock let go; gives its result code, or STOPPED."""
+    """Call the library, with the interpreter lock let go; gives its result code, CAPTURED or STOPPED."""
     state, a = load(words + _STATE), words + _ARGUMENTS
     store_release(state + _INSIDE, deadline)
     full_fence()
@@ -58,13 +62,14 @@ def _enqueue(words: int, src: int, dst: int, stream: int, deadline: int) -> int:
     store(a + 8, dst)
     store(a + 8 * load(words + _STREAM), stream)
     thread = let_go()
+    captured = is_capturing(load(words + _ASK), words + _STATUS, stream) == CAPTURING
     code: int = call_11(
         load(words + _FUNCTION), load(a), load(a + 8), load(a + 16), load(a + 24), load(a + 32), load(a + 40), load(a + 48),
         load(a + 56), 0, 0, 0,
     )  # fmt: skip
     take_back(thread)
     store_release(state + _INSIDE, 0)
-    return code
+    return CAPTURED if code == 0 and captured else code
 
 
 with compiling():
@@ -72,16 +77,17 @@ with compiling():
     """Address of what calls the library with a `prepared` call: its address, two arrays, a stream, the bits of a deadline."""
 
 
-def prepared(state: int, function: int, *arguments: int) -> np.ndarray:
+def prepared(state: int, function: int, ask: int, *arguments: int) -> np.ndarray:
     """A call's words.
 
     Args:
         state: address of the communicator's words.
         function: the library's.
+        ask: the vendor's, whether a stream is capturing; see `Runtime.addresses`.
         arguments: all that come between the arrays and the stream, which is the last one.
     """
     words = np.zeros(Word.ARGUMENTS + _COUNT, np.int64)
     first = Word.ARGUMENTS + 2
-    words[[Word.STATE, Word.FUNCTION, Word.STREAM]] = state, function, 2 + len(arguments)
+    words[[Word.STATE, Word.FUNCTION, Word.ASK, Word.STREAM]] = state, function, ask, 2 + len(arguments)
     words[first : first + len(arguments)] = arguments
     return words

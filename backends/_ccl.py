@@ -268,7 +268,8 @@ class CclCollective(Collective):
             calls |= dict.fromkeys((OpCode.ALL_REDUCE, OpCode.BARRIER, OpCode.REDUCE_SCATTER), reduced)
         if not count or op not in calls or not self._comm:
             return None
-        words = prepared(ctypes.addressof(self._state), self._library.address(FUNCTIONS[op]), *calls[op], self._comm)
+        function, (ask, *_) = self._library.address(FUNCTIONS[op]), self._runtime.addresses()
+        words = prepared(ctypes.addressof(self._state), function, ask, *calls[op], self._comm)
         return EnqueuedCollective(ENQUEUE, int(words.ctypes.data), words, self._fail)
 
     def abort(self, word: int) -> None:

@@ -7,15 +7,16 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Loan, Stream
+from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, EnqueuedMessage, Loan, Stream
 from xvcomm.abc.store import Store
 from xvcomm.backends._ccl import CclCollective
-from xvcomm.backends._guard import on_device
+from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import Kernels
+from xvcomm.backends._messages import LAUNCH, READY
 from xvcomm.backends._peer import PeerPool, apart, reached
 from xvcomm.backends._streams import Engine, GpuStream
 from xvcomm.backends._vendor import Library, Runtime, VendorError
@@ -141,6 +142,15 @@ class GpuDevice(Device):
     ) -> None:  # fmt: skip
         """See `Device.get`."""
         cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
+
+    @on_device
+    def enqueued(self, end: RingEnd, message: Message) -> EnqueuedMessage | None:
+        """See `Device.enqueued`."""
+        found = self._engine.message(end, message)
+        return EnqueuedMessage(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
+
+    def _failed(self, code: int) -> NoReturn:
+        raise told(self.runtime.failure(code), self.runtime.kind, self.index)
 
     @on_device
     def lend(self, nbytes: int) -> Loan:

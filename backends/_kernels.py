@@ -18,6 +18,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from numba.extending import register_jitable
+
 from xvcomm import ring
 from xvcomm.atomics import load, store
 from xvcomm.backends._vendor import Runtime, VendorError
@@ -108,27 +110,43 @@ class Transfer(NamedTuple):
     remote_first: bool = False
 
 
+@register_jitable
+def is_capturing(ask: int, status: int, stream: int) -> int:
+    """0 or CAPTURING, or the code of the vendor's function `ask`, which answers at `status`."""
+    store(status, 0)
+    if stream in DEFAULT_STREAMS:  # whose question would end a capture that goes on elsewhere
+        return 0
+    code = call_11(ask, stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return CAPTURING if load(status) != 0 else code
+
+
+@register_jitable
+def asked_capturing(words: int, stream: int) -> int:
+    """The same for a `Prepared` transfer."""
+    return is_capturing(load(words + _ASK), words + _STATUS, stream)
+
+
+@register_jitable
+def launched(words: int, data: int, tag: int, stream: int, event: int) -> int:
+    """Launch a `Prepared` transfer and let an event mark the stream behind it; gives what the vendor's functions do."""
+    row = load(words + _ROW_AT)
+    store(row + _DATA, data)
+    store(row + _TAG, tag)
+    blocks, params = load(words + _BLOCKS), load(words + _PARAMS)
+    code = call_11(load(words + _LAUNCH), load(words + _KERNEL), blocks, 1, 1, THREADS, 1, 1, 0, stream, params, 0)
+    return code if code != 0 else call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
 def _start(words: int, data: int, tag: int, stream: int, event: int) -> int:
-    """Launch a `Prepared` transfer and let an event mark the stream behind it, with the interpreter lock let go.
+    """Launch a `Prepared` transfer, unless the stream is capturing, with the interpreter lock let go.
 
     Returns:
         0, CAPTURING, or what one of the vendor's functions gave.
     """
-    row, status = load(words + _ROW_AT), words + _STATUS
-    store(row + _DATA, data)
-    store(row + _TAG, tag)
-    store(status, 0)
     thread = let_go()
-    code = 0
-    if stream not in DEFAULT_STREAMS:  # whose question would end a capture that goes on elsewhere
-        code = call_11(load(words + _ASK), stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        if load(status) != 0:
-            code = CAPTURING
+    code = asked_capturing(words, stream)
     if code == 0:
-        blocks, params = load(words + _BLOCKS), load(words + _PARAMS)
-        code = call_11(load(words + _LAUNCH), load(words + _KERNEL), blocks, 1, 1, THREADS, 1, 1, 0, stream, params, 0)
-    if code == 0:
-        code = call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        code = launched(words, data, tag, stream, event)
     take_back(thread)
     return code
 
@@ -147,7 +165,7 @@ class Prepared:
 
     __slots__ = ("_arguments", "_words", "address", "blocks")
 
-    def __init__(self, arguments: _Arguments, kernel: int, blocks: int, calls: tuple[int, int, int]) -> None:
+    def __init__(self, arguments: _Arguments, kernel: int, blocks: int, calls: Sequence[int]) -> None:
         row = ctypes.addressof(arguments.buffer)
         self._arguments, self.blocks = arguments, blocks
         self._words = (ctypes.c_int64 * len(Word))(*calls, kernel, blocks, row, arguments.params, 0)
@@ -166,7 +184,15 @@ class Kernels:
         self._runtime = runtime
         self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), ImageCache(cache))
         self._local = threading.local()
-        self._calls = runtime.addresses()
+        *self._calls, self._where = runtime.addresses()
+
+    def place(self) -> tuple[int, int]:
+        """The vendor's function that says what is current on a thread, and what that is on this one; both are words."""
+        here = ctypes.c_int64()
+        code = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._where)(ctypes.addressof(here))
+        if code:
+            raise self._runtime.failure(code)
+        return self._where, here.value
 
     def prepare(self, transfer: Transfer, most: int) -> Prepared:
         """A transfer for `start`, of at most so many blocks."""
@@ -209,10 +235,10 @@ class Kernels:
     def _arguments(self) -> _Arguments:
         """This thread's memory for arguments."""
         try:
-            return self._local.arguments  # type: ignore[no-any-return]
+            return self._local.arguments
         except AttributeError:
             self._local.arguments = _Arguments()
-            return self._local.arguments  # type: ignore[no-any-return]
+            return self._local.arguments
 
 
 def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Collection
@@ -10,10 +11,11 @@ from concurrent.futures import Future
 from xvcomm.abc.device import Allocation, RingStalled, RingStopped
 from xvcomm.backends._guard import told
 from xvcomm.backends._kernels import Prepared
+from xvcomm.backends._messages import NOBODY, ArmedMessage
 from xvcomm.backends._pools import Mark
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import Deadline
-from xvcomm.ring import Reason, RingEnd
+from xvcomm.ring import Message, Reason, RingEnd
 
 _PAUSE_SECONDS = 0.0005
 _GRACE_SECONDS = 0.5
@@ -29,9 +31,11 @@ class Port:
         captured: whether a graph has transfers of it, which count when the graph runs.
         own: the mark behind transfers that compiled code launches, over and over.
         prepared: such transfers by their shape.
+        armed: the handle of the stream that messages are armed for, or NOBODY; `own` is then what `mark` is.
+        messages: those that can be armed, by their shape.
     """
 
-    __slots__ = ("_closed", "captured", "end", "mark", "own", "prepared", "queue", "ring", "state")
+    __slots__ = ("_closed", "armed", "captured", "end", "mark", "messages", "own", "prepared", "queue", "ring", "state")
 
     def __init__(self, end: RingEnd, ring: int, state: Allocation) -> None:
         self.end, self.ring, self.state = end, ring, state
@@ -40,6 +44,8 @@ class Port:
         self.captured = False
         self.own: Mark | None = None
         self.prepared: dict[object, Prepared] = {}
+        self.armed = ctypes.c_int64(NOBODY)
+        self.messages: dict[Message, ArmedMessage] = {}
         self._closed: tuple[tuple[int, bool], int] | None = None
 
     def finished(self) -> tuple[int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections import deque
@@ -12,7 +13,8 @@ from typing import cast
 
 from xvcomm.abc.device import Stream
 from xvcomm.backends._guard import on_device, told
-from xvcomm.backends._kernels import CAPTURING, MOST_BLOCKS, ROWS, STATE_BYTES, Kernels, Transfer, start
+from xvcomm.backends._kernels import CAPTURING, MOST_BLOCKS, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
+from xvcomm.backends._messages import NOBODY, ArmedMessage
 from xvcomm.backends._pools import Events, Mark, Memory
 from xvcomm.backends._ports import Port, Tail, Watcher
 from xvcomm.backends._vendor import Runtime, VendorError
@@ -51,9 +53,11 @@ class Engine:
         self.idle = deque(runtime.stream() for _ in range(STREAMS))
         self.outside: dict[int, Mark] = {}
         self._own: set[int] = set()
-        self._blocks: dict[int, tuple[Port, int, int]] = {}
+        self._blocks: dict[int, tuple[set[Port], int]] = {}
         self._taken = 0
+        self._room = ctypes.c_int64()  # changes with what `room` gives
         self._ports: dict[RingEnd, Port] = {}
+        self._place = kernels.place()
         self._opening = threading.Lock()
         self._stranded: list[Port] = []
 
@@ -69,19 +73,43 @@ class Engine:
     def room(self, stream: int) -> int:
         """Blocks that a launch of movers on a stream may take: where many wait for peers, all must find some."""
         mine = self._blocks.get(stream)
-        others = self._taken - mine[2] if mine is not None else self._taken
+        others = self._taken - mine[1] if mine is not None else self._taken
         if others > AT_ONCE - MOST_BLOCKS:
-            self._blocks = {at: it for at, it in list(self._blocks.items()) if at == stream or _under_way(*it[:2])}
-            self._taken = sum(blocks for _, _, blocks in list(self._blocks.values()))
-            others = self._taken - mine[2] if mine is not None else self._taken
+            self._blocks = {at: it for at, it in list(self._blocks.items()) if at == stream or any(map(_under_way, list(it[0])))}
+            self._taken = sum(blocks for _, blocks in list(self._blocks.values()))
+            self._room.value += 1
+            others = self._taken - mine[1] if mine is not None else self._taken
         half = max(1, min(MOST_BLOCKS, (AT_ONCE - others) // 2))
         return 1 << half.bit_length() - 1  # few different numbers, by which launches are prepared
 
     def take(self, stream: int, port: Port, blocks: int) -> None:
         """Remember the blocks of the newest launch on a stream, and one of its ports."""
         before = self._blocks.get(stream)
-        self._taken += blocks - (before[2] if before is not None else 0)
-        self._blocks[stream] = port, port.end.sequence, blocks
+        if before is None or before[1] != blocks:
+            self._taken += blocks - (before[1] if before is not None else 0)
+            self._blocks[stream] = before[0] if before is not None else set(), blocks
+            self._room.value += 1
+        self._blocks[stream][0].add(port)
+
+    def message(self, end: RingEnd, message: Message) -> ArmedMessage | None:
+        """A message through a ring end for compiled code, once the ring is pinned; the device is the thread's current one."""
+        port = self._ports.get(end)
+        if port is None:
+            return None
+        found = port.messages.get(message)
+        if found is None:
+            if len(port.messages) >= _SHAPES:
+                return None
+            armed, room = ctypes.addressof(port.armed), ctypes.addressof(self._room)
+            found = port.messages[message] = ArmedMessage(end.counter, armed, room, *self._place)
+        return found
+
+    def arm(self, port: Port, message: Message, prepared: Prepared, stream: int) -> None:
+        """Let compiled code launch the next message of this shape, if it is on the same stream."""
+        found = port.messages.get(message._replace(tag=0))
+        if found is not None and port.own is not None:
+            found.arm(prepared, port.own.event, self._room.value)
+            port.armed.value = stream
 
     def known(self, end: RingEnd) -> Port | None:
         """The port of a ring end that was used before."""
@@ -122,6 +150,8 @@ class Engine:
 
     def _close(self, port: Port) -> None:
         self._ports.pop(port.end, None)
+        for ports, _ in list(self._blocks.values()):
+            ports.discard(port)
         self.watcher.spare(port)
         with contextlib.suppress(XvcommError):  # if the device is gone, so is all that it had pinned
             self._unpin(port)
@@ -149,7 +179,8 @@ class Engine:
     def _points(self) -> Sequence[Mark]:
         """Marks behind all that is on the streams. Of other people's, which may be gone, the last one that was made."""
         own = [self.events.record(handle, 0) for handle in list(self._own) if not self.runtime.capture(handle)]
-        return [*own, *(mark for mark in list(self.outside.values()) if not mark.captured)]
+        armed = [port.own for port in list(self._ports.values()) if port.armed.value != NOBODY and port.own is not None]
+        return [*own, *armed, *(mark for mark in list(self.outside.values()) if not mark.captured)]
 
 
 def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> Transfer:
@@ -160,10 +191,10 @@ def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_fi
     )
 
 
-def _under_way(port: Port, following: int) -> bool:
-    """Whether a port's message before number `following` may still wait."""
+def _under_way(port: Port) -> bool:
+    """Whether a port's messages may still wait."""
     finished, goes_on = port.finished()
-    return goes_on and finished < following
+    return goes_on and finished < port.end.sequence
 
 
 class GpuStream(Stream):
@@ -251,7 +282,7 @@ class GpuStream(Stream):
         port = self._engine.port(end, self._handle, captured)
         row = _row(port, data, message, op, remote_first)
         if captured:
-            port.captured = True
+            port.captured, port.armed.value = True, NOBODY
         else:
             self._count(port)
         self._empty = False
@@ -287,6 +318,8 @@ class GpuStream(Stream):
         if not self._owned:
             engine.outside[handle] = own
         engine.take(handle, port, prepared.blocks)
+        if port.messages and not self._queue[1]:
+            engine.arm(port, message, prepared, handle)
         return True
 
     def _count(self, port: Port) -> None:
@@ -325,7 +358,7 @@ class GpuStream(Stream):
         engine.take(handle, rows[-1][0], blocks)
         mark = self._record(captured)
         for port, _ in rows:
-            port.queue, port.mark = self._queue, mark
+            port.queue, port.mark, port.armed.value = self._queue, mark, NOBODY
 
     def _follow(self, port: Port, captured: int) -> None:
         """Let what comes next wait for a port's last transfer, if that is on another stream.

@@ -170,8 +170,12 @@ class Runtime(ABC):
         """Enqueue a kernel; `params` is the address of an array of pointers to its arguments, read before this returns."""
 
     @abstractmethod
-    def addresses(self) -> tuple[int, int, int]:
-        """Where the vendor's functions lie that compiled code calls: is a stream capturing, launch a kernel, record an event."""
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where the vendor's functions lie that compiled code calls.
+
+        Is a stream capturing; launch a kernel; record an event; what is current on the thread, a word that is written
+        where the only argument says.
+        """
 
     @abstractmethod
     def failure(self, code: int) -> VendorError:

@@ -15,11 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-from numba import types
 
 from xvcomm import dtype as dtypes
-from xvcomm.atomics import load, store
-from xvcomm.calling import call_11
 from xvcomm.dlpack import (
     CPU,
     CUDA,
@@ -36,7 +33,7 @@ from xvcomm.dlpack import (
 )
 from xvcomm.dtype import DType
 from xvcomm.errors import ArgumentError, ArrayError
-from xvcomm.jit import brief, compiling
+from xvcomm.exchange import FAILED, NOWHERE, SEEN_WORDS, UNKNOWN, Known, see
 
 _KINDS = {CPU: "host", CUDA_HOST: "host", ROCM_HOST: "host", CUDA: "cuda", ROCM: "rocm"}
 
@@ -79,7 +76,6 @@ class ArrayView(msgspec.Struct, eq=False, gc=False):
 
 
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
-_clear = types.ExternalFunction("PyErr_Clear", types.void())
 
 
 class _Exchange(NamedTuple):
@@ -95,47 +91,17 @@ class _Exchange(NamedTuple):
     lazy: bool
 
 
-def _see(tensor: int, stream: int, x: int, out: int) -> int:
-    """Have a framework describe an array, and say on which stream it works.
-
-    Args:
-        x: the object's address.
-        out: of a DLTensor; behind it come the stream and the number of elements.
-
-    Returns:
-        Whether the elements lie one after the other; -1 if the framework raised something.
-    """
-    if call_11(tensor, x, out, 0, 0, 0, 0, 0, 0, 0, 0, 0) != 0:
-        _clear()
-        return -1
-    place, ndim, shape, strides = load(out + 8), load(out + 16) & 0xFFFFFFFF, load(out + 24), load(out + 32)
-    if stream != 0 and place & 0xFFFFFFFF not in (CPU, CUDA_HOST, ROCM_HOST):
-        call_11(stream, place & 0xFFFFFFFF, place >> 32, out + 48, 0, 0, 0, 0, 0, 0, 0, 0)
-    count, contiguous = 1, 1
-    for axis in range(ndim - 1, -1, -1):
-        n = load(shape + 8 * axis)
-        if strides != 0 and n != 1 and load(strides + 8 * axis) != count:
-            contiguous = 0
-        count *= n
-    store(out + 56, count)
-    return contiguous if count > 1 else 1
-
-
-with compiling():
-    _see_kernel = brief("int64(int64, int64, int64, int64)")(_see)
-
-
 class _Scratch(threading.local):
-    """Where a thread lets C functions write; see `_see`."""
+    """Where a thread lets C functions write; see `see`."""
 
     def __init__(self) -> None:
-        self.words = (ctypes.c_int64 * (_TENSOR_WORDS + 2))()
-        self.address = ctypes.addressof(self.words)
+        self.words = (ctypes.c_int64 * (SEEN_WORDS))()
+        self.both = self.words, ctypes.addressof(self.words)
 
 
-_TENSOR_WORDS = ctypes.sizeof(Tensor) // 8
 _scratch = _Scratch()
 _exchange: dict[type, _Exchange | None] = {}
+_known, _adding = Known(), threading.Lock()
 
 
 def _exchange_of(kind: type) -> _Exchange | None:
@@ -174,27 +140,48 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
 
 
 def _exchanged(x: Any, functions: _Exchange) -> ArrayView:
-    """By the C exchange API. Read as plain words, in a slice: fields of a ctypes structure take three times as long."""
-    words, address = _scratch.words, _scratch.address
-    contiguous = _see_kernel(functions.tensor, functions.stream, id(x), address)
-    if contiguous < 0:
+    """By the C exchange API. Read as plain words: fields of a ctypes structure take three times as long."""
+    known = _known
+    words, address = _scratch.both
+    number = see(functions.tensor, functions.stream, id(x), address, known.address)
+    if number == FAILED:
         raise _refused(type(x), _complaint(x, functions, address))
-    if functions.lazy and (x.is_neg() or x.is_conj()):  # torch has noted this only, which DLPack does not show
-        raise ArrayError(
-            "the tensor is the conjugate or negation of another, not yet computed; pass x.resolve_conj().resolve_neg()"
-        )
-    data, place, what, shape_at, _, offset, stream, count = words[:]
+    if number == UNKNOWN:
+        return _first_seen(x, functions, words)
+    shape, dtype, count, nbytes, device, index, stream, trusted = known.seen[number]
+    if functions.lazy and (x.is_neg() or (dtype.kind == "c" and x.is_conj())):
+        raise _lazy()
+    return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, stream, trusted)
+
+
+def _first_seen(x: Any, functions: _Exchange, words: ctypes.Array[ctypes.c_int64]) -> ArrayView:
+    """An array as a framework describes it, which is known then."""
+    global _known
+    data, place, what, shape_at, _, _, stream, count, contiguous = words[:]
+    if functions.lazy and (x.is_neg() or x.is_conj()):
+        raise _lazy()
     ndim = what & 0xFFFFFFFF
-    shape = (count,) if ndim == 1 else tuple(_words[shape_at >> 3 : (shape_at >> 3) + ndim])
+    shape = tuple(_words[shape_at >> 3 : (shape_at >> 3) + ndim])
     if not contiguous:
         raise _scattered(shape)
     dtype = dtypes.from_dlpack(what >> 32 & 0xFF, what >> 40 & 0xFF, what >> 48)
     device = _KINDS.get(place & 0xFFFFFFFF)
     if device is None:
         raise _unknown(place & 0xFFFFFFFF)
-    nbytes, known = count * dtype.itemsize, None if functions.stream == 0 or device == "host" else stream
-    return ArrayView(
-        data + offset, shape, dtype, count, nbytes, x, device, place >> 32, False, None, False, known, device != "host"
+    nbytes, on = count * dtype.itemsize, None if stream == NOWHERE else stream
+    found = ArrayView(data, shape, dtype, count, nbytes, x, device, place >> 32, False, None, False, on, device != "host")
+    with _adding:
+        if _known.full():
+            _known = Known()
+        kept = shape, dtype, count, nbytes, device, found.index, on, found.trusted
+        _known.add(place, what, stream, shape, kept)
+    return found
+
+
+def _lazy() -> ArrayError:
+    """Of what torch has noted only, and DLPack does not show."""
+    return ArrayError(
+        "the tensor is the conjugate or negation of another, not yet computed; pass x.resolve_conj().resolve_neg()"
     )
 
 

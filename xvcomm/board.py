@@ -14,7 +14,6 @@ import ctypes
 from numba.extending import register_jitable
 
 from xvcomm.atomics import compare_and_swap, fetch_add, full_fence, load, load_acquire, store, store_release
-from xvcomm.calling import bits_of, call_5
 from xvcomm.jit import brief, compiling, kernel
 from xvcomm.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
 from xvcomm.shm import PAGE, Segment
@@ -29,7 +28,6 @@ _MISMATCH = int(Reason.MISMATCH)
 _ROWS = 1 << 62
 """Set in an abort word that tells two rows and an entry instead of one rank."""
 _FIELDS = 5
-_FUNCTION, _RESULT = 8 * _FIELDS, 8 * (_FIELDS + 2)
 
 
 @register_jitable
@@ -62,18 +60,6 @@ def post(place, sequence, op, dtype, nbytes, tag, detail, site):  # type: ignore
     return number if _compare(board, ranks, me, sequence, op, dtype, nbytes, tag, detail) else ~number
 
 
-def _launch(place, launch, sequence, site, src, dst, stream, deadline):  # type: ignore[no-untyped-def]
-    """Note and post a collective, then have the native library enqueue it; see `NativeCall`. Gives what `post` does."""
-    number = post(
-        place, sequence, load(launch), load(launch + 8), load(launch + 16), load(launch + 24), load(launch + 32), site
-    )  # fmt: skip
-    if number >= 0:
-        function, argument = load(launch + _FUNCTION), load(launch + _FUNCTION + 8)
-        code = call_5(function, argument, src, dst, stream, bits_of(deadline))
-        store(launch + _RESULT, code)
-    return number
-
-
 @register_jitable
 def end(place: int, number: int) -> None:
     """Note the end of a collective that was posted."""
@@ -90,33 +76,8 @@ def _abort(cell: int, word: int) -> None:
 
 with compiling():
     _post_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(post)
-    _launch_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, float64)")(_launch)
     _count_kernel = kernel("int64(int64)")(_count)
     _abort_kernel = kernel("void(int64, int64)")(_abort)
-
-
-class NativeCall:
-    """A collective of fixed shape that the native library enqueues: what the ranks must agree on, and its function.
-
-    Attributes:
-        message: as in `Board.post`.
-        address: of the words that compiled code takes.
-
-    Args:
-        function: address of a C function: the word `argument`, two arrays, a stream, and the bits of a deadline.
-    """
-
-    __slots__ = ("_words", "address", "message")
-
-    def __init__(self, message: Message, function: int, argument: int) -> None:
-        self.message = message
-        self._words = (ctypes.c_int64 * (_FIELDS + 3))(*message, function, argument, 0)
-        self.address = ctypes.addressof(self._words)
-
-    @property
-    def result(self) -> int:
-        """What the function gave for the newest collective that was posted."""
-        return self._words[_FIELDS + 2]
 
 
 class Board:
@@ -161,13 +122,6 @@ class Board:
             The record's number, inverted (and so negative) if the board is aborted, also by a different description.
         """
         number: int = _post_kernel(self.place, sequence, *message, site)
-        return number
-
-    def launch(
-        self, sequence: int, site: int, launch: NativeCall, src: int, dst: int, stream: int, deadline: float
-    ) -> int:
-        """The same, and if it may go on the native library enqueues it; `NativeCall.result` tells whether that went well."""
-        number: int = _launch_kernel(self.place, launch.address, sequence, site, src, dst, stream, deadline)
         return number
 
     def abort(self, word: int) -> None:

@@ -399,4 +399,4 @@ def _whole(what: str, counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _times(rows: tuple[int, ...], row: int) -> tuple[int, ...]:
-    return tuple(r * row for r in rows)
+    return rows if row == 1 else tuple(r * row for r in rows)

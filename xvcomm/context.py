@@ -6,7 +6,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Courier, RingStalled, RingStopped
@@ -192,14 +191,11 @@ class Context:
         self._active.discard(courier)
         return operation
 
-    def begin(
-        self, name: OpCode, message: Message, peer: int = NO_PEER, site: int = 0, launch: tuple[Any, ...] = ()
-    ) -> Operation:
+    def begin(self, name: OpCode, message: Message, peer: int = NO_PEER, site: int = 0) -> Operation:
         """Start an operation: number it, record it, and for collectives compare it with the others'; `end` or `fail` it.
 
         Args:
             site: where the user called it, from `call_site`; 0 if that is this thread's caller.
-            launch: of a collective that the native library enqueues at once: what follows the site in `Board.launch`.
 
         Raises:
             MismatchError, PeerLost, Aborted, DeadlineExceeded, ClosedError: the communicator is finished.
@@ -219,8 +215,7 @@ class Context:
             stopped = board.abort_word() != 0
         else:
             self.sequence += 1
-            number = operation.sequence
-            number = board.launch(number, site, *launch) if launch else board.post(number, message, site)
+            number = board.post(operation.sequence, message, site)
             stopped = number < 0
             operation.record = ~number if stopped else number
         if stopped:
@@ -357,10 +352,10 @@ class Context:
         """Whether a rank has not come to a collective yet, as far as this host can tell."""
         return operation.peer == NO_PEER and self._board is not None and bool(self._board.absent(operation.sequence))
 
-    def miss(self, operation: Operation) -> None:
+    def miss(self, newest: Callable[[], Operation]) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""
         if self._departed and self._board is not None:
-            missing = self._departed.intersection(self._board.absent(operation.sequence))
+            missing = self._departed.intersection(self._board.absent(newest().sequence))
             if missing:
                 self.abort(Reason.LEFT.word(min(missing)))
                 if self._native is not None:  # for a mere departure it lets those finish who still can
@@ -440,7 +435,7 @@ class Context:
     def _settled(self) -> bool:
         """Wait until no operation is under way; whether that came about."""
         deadline = Deadline.after(_SETTLE_SECONDS)
-        while self._active:
+        while self._active or self.pending:
             if deadline.expired():
                 return False
             self.pending.depart()

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from xvcomm.abc.device import Allocation, Mark, Stream
+from xvcomm.boarding import Ends
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, Reduction
 from xvcomm.links import Use
 from xvcomm.operation import Operation
-from xvcomm.pending import Ends
 from xvcomm.planner import Plan
 from xvcomm.ring import Message, RingEnd
 from xvcomm.schedule.steps import (

@@ -63,17 +63,17 @@ def compiling() -> Iterator[None]:
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for calls from Python that run without the interpreter lock."""
+    """Compile a function for calls from Python that run without the interpreter lock, and from other compiled functions."""
     return lambda function: _obtain(njit(signature, nogil=True, cache=True, error_model="numpy"), function)
 
 
 def brief(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function of a few instructions for calls from Python that keep the interpreter lock.
+    """Compile a function of a few instructions for calls from Python, by position, that keep the interpreter lock.
 
     Giving the lock up and taking it again would take longer than the function, and of this process no other thread
     of Python does anything meanwhile.
     """
-    return lambda function: _obtain(njit(signature, cache=True, error_model="numpy"), function)
+    return lambda function: _entry(_obtain(njit(signature, cache=True, error_model="numpy"), function))
 
 
 def native(signature: str, function: Callable[..., Any]) -> int:
@@ -81,6 +81,13 @@ def native(signature: str, function: Callable[..., Any]) -> int:
     compiled = _obtain(cfunc(signature, cache=True, error_model="numpy"), function)
     _alive.append(compiled)
     return int(compiled.address)
+
+
+def _entry(compiled: Any) -> Any:
+    """The function of C that numba calls once it has looked which of several fits the arguments: there is only one."""
+    _alive.append(compiled)
+    (found,) = compiled.overloads.values()
+    return found.entry_point
 
 
 def _obtain(build: Callable[[Callable[..., Any]], Any], function: Callable[..., Any]) -> Any:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
-
-import msgspec
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Mark, RingStalled, RingStopped, Stream
+from xvcomm.boarding import ROOM, Boarding, Ends, Passengers
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, DeadlineExceeded
 from xvcomm.operation import Operation
 from xvcomm.ring import Reason, RingEnd
-from xvcomm.trace import State
+from xvcomm.trace import DONE, FAILED
 from xvcomm.work import Work
 
 if TYPE_CHECKING:
@@ -31,15 +31,8 @@ if TYPE_CHECKING:
 _AT_ONCE = 64
 """Flights that may be behind the host before an operation looks after them itself: asking the device takes a while."""
 
-_TOGETHER = 32
-"""Blocking operations that share a mark."""
-
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
-
-
-Ends = list[tuple[RingEnd, int, Operation]]
-"""Ring ends that operations use: each with its sequence number behind the operation, and the operation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +41,7 @@ class Flight:
 
     Attributes:
         operations: what the context has begun.
+        passengers: what compiled code has begun.
         stream, mark: they are over when the stream has reached the mark.
         deadline: until when that must be.
         ends: see `Ends`.
@@ -70,51 +64,97 @@ class Flight:
     landed: Callable[[], None] | None = None
     error: BaseException | None = None
     over: bool = False
+    passengers: Passengers | None = None
 
     def outcome(self) -> tuple[Exception, Operation] | None:
         """What went wrong, and in which operation, of a flight whose mark is reached."""
-        for end, sequence, operation in self.ends:
+        ends = self.ends if self.passengers is None or self.passengers.arrived() else self._ends()
+        for end, sequence, operation in ends:
             finished, _ = end.finished()
             if finished < sequence:
                 return RingStopped(end, end.abort_word(), finished), operation
         if self.native is not None:
             word = self.native.error()
             if Reason.bad(word):
-                return CollectiveStopped(word), self.operations[0]
+                return CollectiveStopped(word), self.all()[0]
         return None
 
     def lateness(self, awaited: Callable[[Operation], bool]) -> tuple[Exception, Operation]:
         """What to say when the deadline has passed; `awaited` tells whether an operation waits for a rank to come."""
-        open_ends = [(end, operation) for end, sequence, operation in self.ends if end.finished()[0] < sequence]
+        open_ends = [(end, operation) for end, sequence, operation in self._ends() if end.finished()[0] < sequence]
         if open_ends:
             return RingStalled([end for end, _ in open_ends]), open_ends[0][1]
-        return CollectiveStalled(()), next(filter(awaited, self.operations), self.operations[-1])
+        operations = self.all()
+        return CollectiveStalled(()), next(filter(awaited, operations), operations[-1])
+
+    def newest(self) -> Operation:
+        """The last of its collectives."""
+        return max((o for o in self.all() if o.peer < 0), key=attrgetter("sequence"))
+
+    def all(self) -> list[Operation]:
+        """All operations, by whomever they were begun."""
+        return [*self.operations, *(self.passengers.operations() if self.passengers is not None else ())]
+
+    def _ends(self) -> Ends:
+        return [*self.ends, *(self.passengers.ends() if self.passengers is not None else ())]
 
 
-class _Boarding(msgspec.Struct, eq=False):
+class _Gathering:
     """Blocking operations on one stream that become a flight together; see `Flight`."""
 
-    deadline: Deadline
-    native: Collective | None
-    operations: list[Operation] = []
-    ends: Ends = []
+    def __init__(self, rings: Mapping[int, RingEnd]) -> None:
+        self.compiled = Boarding(rings)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.deadline = NEVER
+        self.operations: list[Operation] = []
+        self.ends: Ends = []
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.operations or self.compiled)
+
+    def add(self, operation: Operation, deadline: Deadline, ends: Ends) -> None:
+        """One more."""
+        if deadline.at < self.deadline.at:
+            self.deadline = deadline
+        self.operations.append(operation)
+        self.ends.extend(ends)
+
+    def leave(self) -> tuple[list[Operation], Ends, Deadline, Passengers | None]:
+        """All, and the soonest deadline; there are none then."""
+        passengers, operations, ends, deadline = self.compiled.take(), self.operations, self.ends, self.deadline
+        if passengers is not None and passengers.deadline < deadline.at:
+            deadline = Deadline(passengers.deadline)
+        self._begin()
+        return operations, ends, deadline, passengers
 
 
 class Pending:
-    """The flights of one communicator: in order on each stream. Any thread."""
+    """The flights of one communicator: in order on each stream. Any thread.
+
+    Attributes:
+        rings: ring ends whose messages compiled code puts on streams, by `RingEnd.counter`.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._boarding: dict[int, _Boarding] = {}
+        self._gathering: dict[int, _Gathering] = {}
+        self.rings: dict[int, RingEnd] = {}
         self._gate = threading.Lock()
         self._streams: dict[Stream, deque[Flight]] = {}
         self._count = 0
         self._polling = threading.Lock()
 
+    def __bool__(self) -> bool:
+        """Whether anything is behind the host, or about to be."""
+        return any(list(self._streams.values())) or any(list(self._gathering.values()))
+
     def add(self, flight: Flight) -> Flight:
         """Look after a flight from now on; not if it went into a graph, which is the user's to look after."""
         if flight.mark.captured:
-            self._context.end_all(flight.operations)
+            self._record(flight, DONE)
             return flight
         self._streams.setdefault(flight.stream, deque()).append(flight)
         self._count += 1
@@ -122,38 +162,50 @@ class Pending:
             self.poll()
         return flight
 
-    def board(
-        self, operation: Operation, handle: int, deadline: Deadline, native: Collective | None, ends: Ends | None
-    ) -> None:
+    def board(self, operation: Operation, handle: int, deadline: Deadline, ends: Ends) -> None:
         """Look after a blocking operation on a framework's stream, together with others there: marks take time."""
         with self._gate:
-            boarding = self._boarding.get(handle)
-            if boarding is None:
-                boarding = self._boarding[handle] = _Boarding(deadline, native)
-            elif deadline.at < boarding.deadline.at:
-                boarding.deadline = deadline
-            if native is not None:
-                boarding.native = native
-            boarding.operations.append(operation)
-            if ends:
-                boarding.ends.extend(ends)
-            if len(boarding.operations) >= _TOGETHER:
-                self._depart(handle)
+            gathering = self._at(handle)
+            gathering.add(operation, deadline, ends)
+            if len(gathering.operations) >= ROOM:
+                self._depart(handle, gathering)
 
-    def _depart(self, handle: int) -> None:
+    def boarding(self, handle: int) -> int:
+        """Address of where compiled code notes blocking operations on a framework's stream; see `Boarding`."""
+        with self._gate:
+            return self._at(handle).compiled.address
+
+    def depart_from(self, handle: int) -> None:
+        """Make room where compiled code notes operations."""
+        with self._gate:
+            self._depart(handle, self._at(handle))
+
+    def _at(self, handle: int) -> _Gathering:
+        found = self._gathering.get(handle)
+        if found is None:
+            found = self._gathering[handle] = _Gathering(self.rings)
+        return found
+
+    def _depart(self, handle: int, g: _Gathering) -> None:
         """Mark the stream behind what has come together; the caller holds the gate."""
         stream = self._context.device.adopt(handle)
         if stream.capturing():
             return  # what came before the capture is marked after it
-        b = self._boarding.pop(handle)
-        self.add(Flight(b.operations, stream, cast(Mark, stream.mark()), b.deadline, b.ends, b.native))
+        operations, ends, deadline, passengers = g.leave()
+        if not operations and passengers is None:
+            return
+        collective = any(o.peer < 0 for o in operations) or (passengers is not None and passengers.collective)
+        native = self._context.joined_native() if collective else None
+        mark = cast(Mark, stream.mark())
+        self.add(Flight(operations, stream, mark, deadline, ends, native, passengers=passengers))
 
     def depart(self) -> None:
         """Let everything be on its way that `poll` is to look at."""
-        if self._boarding:
+        if any(list(self._gathering.values())):
             with self._gate:
-                for handle in list(self._boarding):
-                    self._depart(handle)
+                for handle, gathering in self._gathering.items():
+                    if gathering:
+                        self._depart(handle, gathering)
 
     def poll(self) -> None:
         """End what is over or late. Never blocks; does nothing while another thread is at it."""
@@ -184,22 +236,26 @@ class Pending:
             error, operation = flight.lateness(self._context.awaits)
             flight.error = self._context.explain(error, operation)
         elif flight.native is not None:
-            # Whoever has not come to the last collective may never come.
-            self._context.miss(next(o for o in reversed(flight.operations) if o.peer < 0))
+            self._context.miss(flight.newest)  # whoever has not come to it may never come
         return flight.over
 
     def _end(self, flight: Flight, failure: tuple[Exception, Operation] | None) -> None:
         if failure is not None and flight.error is None:
             flight.error = self._context.explain(*failure)
-        state = State.DONE if flight.error is None else State.FAILED
-        if len(flight.operations) == 1:
-            self._context.end(flight.operations[0], state)
-        else:
-            self._context.end_all(flight.operations, state)
+        self._record(flight, DONE if flight.error is None else FAILED)
         flight.keep = None
         flight.over = True
         if flight.landed is not None:
             flight.landed()
+
+    def _record(self, flight: Flight, state: int) -> None:
+        """Note the end of all operations of a flight."""
+        if len(flight.operations) == 1:
+            self._context.end(flight.operations[0], state)
+        elif flight.operations:
+            self._context.end_all(flight.operations, state)
+        if flight.passengers is not None:
+            self._context.session.recorder.end_all(flight.passengers.records, state)
 
     def drain(self, deadline: Deadline) -> None:
         """Block the host until no blocking operation is behind it, or one has failed, or the deadline has passed."""

@@ -9,24 +9,27 @@ from typing import Any, cast
 import numpy as np
 
 from xvcomm import array
-from xvcomm.abc.collective import Collective, EnqueuedCollective
+from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Mark, Stream
-from xvcomm.board import NativeCall
+from xvcomm.array import ArrayView
+from xvcomm.boarding import Boarding, Ends
 from xvcomm.calls import Call, Caller
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
+from xvcomm.enqueued import CollectiveCall, Door
 from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
-from xvcomm.operation import NO_PEER, Operation
-from xvcomm.pending import Ends, Flight, StreamWork
+from xvcomm.operation import Operation
+from xvcomm.pending import Flight, StreamWork
 from xvcomm.staging import Staging
 from xvcomm.trace import call_site
 from xvcomm.work import Work
 
 _Shape = tuple[OpCode, int, int, int, tuple[int, ...], int]
 _SHAPES_KEPT = 1000
-_INSIDE = 5
-"""Functions of xvcomm that are under way at the least when a blocking collective is enqueued."""
+_INSIDE = 3
+"""Functions of xvcomm that are under way at the least when a collective asks for the call site."""
+_BARRIER = OpCode.BARRIER
 
 
 class StreamCaller(Caller):
@@ -35,11 +38,13 @@ class StreamCaller(Caller):
     def __init__(self, context: Context) -> None:
         self._context = context
         self._order, self._starting = threading.Lock(), threading.Lock()
+        self._door = Door(context, self._order)
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
         self._own = context.device.streams(1)[0]
+        self._boarding = Boarding({})
         self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
-        self._launches: dict[_Shape, tuple[NativeCall, EnqueuedCollective] | None] = {}
+        self._calls: dict[_Shape, CollectiveCall | None] = {}
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
@@ -47,17 +52,25 @@ class StreamCaller(Caller):
         The host waits only for a barrier, and where nobody knows the arrays' stream.
         """
         self._admit(call)
+        src, dst = call.src, call.dst
         handle = _stream_of(call, stream)
+        ready = self._ready(call) if handle is not None and call.op is not _BARRIER else None
+        if ready is not None and handle is not None:
+            if not _trusted(src, dst):
+                self._user(call, handle)
+            place = self._door.places.get(handle) or self._door.place(handle)
+            if ready.run(place, handle, src, dst, call.site or call_site(_INSIDE), deadline):
+                return self._result(call)
         user = self._user(call, handle)
         operation, mark, ends = self._launch(call, deadline, user)
         pending = self._context.pending
-        if handle is None or call.op is OpCode.BARRIER:
+        if handle is None or call.op is _BARRIER:
             mark = mark or cast(Mark, user.mark())
             pending.wait_for(pending.add(Flight([operation], user, mark, deadline, ends, self._joined())))
         elif user.capturing():
             self._context.end(operation)
         else:
-            pending.board(operation, handle, deadline, self._joined(), ends)
+            pending.board(operation, handle, deadline, ends)
         return self._result(call)
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
@@ -66,9 +79,14 @@ class StreamCaller(Caller):
         own = self._own
         with self._starting:
             own.wait(self._user(call, _stream_of(call, stream)).mark())
-            operation, mark, ends = self._launch(call, deadline, own)
-            mark = mark or cast(Mark, own.mark())
-        flight = Flight([operation], own, mark, deadline, ends, self._joined(), blocking=False, keep=call)
+            ready = self._ready(call)
+            site, place = call.site or call_site(_INSIDE), self._boarding.address
+            if ready is not None and ready.run(place, own.handle, call.src, call.dst, site, deadline):
+                flight = Flight([], own, cast(Mark, own.mark()), deadline, passengers=self._boarding.take())
+            else:
+                operation, mark, ends = self._launch(call, deadline, own)
+                flight = Flight([operation], own, mark or cast(Mark, own.mark()), deadline, ends)
+        flight.native, flight.blocking, flight.keep = self._joined(), False, call
         pending = self._context.pending
         pending.add(flight)
 
@@ -80,10 +98,19 @@ class StreamCaller(Caller):
         staged = call.dst is not None and call.dst.staged
         return StreamWork(pending, None if staged else follow, partial(self._result, call), str(call.op), flight)
 
+    def _admit(self, call: Call) -> None:
+        context, src, dst = self._context, call.src, call.dst
+        kind, index = context.kind, context.index
+        if src is not None and (src.device != kind or src.index != index):
+            context.admit(src)
+        if dst is not None and dst is not src and (dst.device != kind or dst.index != index):
+            context.admit(dst)
+
     def _user(self, call: Call, handle: int | None) -> Stream:
         """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""
-        src, dst, adopt = call.src, call.dst, self._context.device.adopt
-        if (src is None or src.trusted) and (dst is None or dst.trusted):
+        adopt = self._context.device.adopt
+        src, dst = call.src, call.dst
+        if _trusted(src, dst):
             return adopt(handle)
         return adopt(handle, *(v.address for v in (src, dst) if v is not None and v.count and not v.trusted))
 
@@ -91,9 +118,6 @@ class StreamCaller(Caller):
         """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
         context = self._context
         with self._order:
-            ready = self._ready(call) if self._native_only else None
-            if ready is not None:
-                return self._enqueue(call, *ready, deadline, carrier.handle), None, []
             operation = context.begin(call.op, call.message(), site=call.site)
             try:
                 if self._native_only:
@@ -108,51 +132,45 @@ class StreamCaller(Caller):
                 raise raised from None
         return operation, mark, ends
 
-    def _enqueue(
-        self, call: Call, launch: NativeCall, native: EnqueuedCollective, deadline: Deadline, handle: int
-    ) -> Operation:
-        """Begin a collective that is one call of the native library, and let compiled code make the call."""
-        src, dst = array.address(call.src), array.address(call.dst)
-        site = call.site or call_site(_INSIDE)
-        begin = self._context.begin
-        operation = begin(call.op, launch.message, NO_PEER, site, (launch, src, dst, handle, deadline.at))
-        if launch.result:
-            try:
-                native.failed(launch.result)
-            except BaseException as error:
-                raised = self._context.fail(error, operation)
-                if raised is error:
-                    raise
-                raise raised from None
-        return operation
-
-    def _ready(self, call: Call) -> tuple[NativeCall, EnqueuedCollective] | None:
-        """How compiled code makes a call of this shape; None before one has run, or if it cannot."""
+    def _ready(self, call: Call) -> CollectiveCall | None:
+        """A call of this shape for compiled code; None before one has run, or if it is not for compiled code."""
+        if not self._native_only:
+            return None
         how = call.reduction
         shape = call.op, call.dtype.code, 0 if how is None else how.op, call.count, call.counts, call.root
         try:
-            return self._launches[shape]
+            return self._calls[shape]
         except KeyError:
             return self._prepare(call, shape)
 
-    def _prepare(self, call: Call, shape: _Shape) -> tuple[NativeCall, EnqueuedCollective] | None:
+    def _prepare(self, call: Call, shape: _Shape) -> CollectiveCall | None:
         native = self._joined()
         if native is None:
             return None
-        if len(self._launches) >= _SHAPES_KEPT:
-            self._launches.clear()
+        if len(self._calls) >= _SHAPES_KEPT:
+            self._calls.clear()
         counts = call.counts or (call.count,)
         found = None
         if not call.uneven and counts.count(counts[0]) == len(counts):
             found = native.enqueued(call.op, counts[0], call.dtype, call.how(), call.root)
-        self._launches[shape] = (NativeCall(call.message(), found.function, found.argument), found) if found else None
-        return self._launches[shape]
+        ready = None
+        if found is not None:
+            with self._order:
+                self._door.admit(call.op)
+            ready = CollectiveCall(self._context, self._door, call.op, call.message(), found)
+        self._calls[shape] = ready
+        return ready
 
     def _joined(self) -> Collective | None:
         return self._context.joined_native()
 
     def _close(self) -> None:
         """Nothing: streams end by themselves."""
+
+
+def _trusted(src: ArrayView | None, dst: ArrayView | None) -> bool:
+    """Whether the arrays' frameworks vouch for their memory."""
+    return (src is None or src.trusted) and (dst is None or dst.trusted)
 
 
 def _stream_of(call: Call, given: int | None) -> int | None:

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, cast
 
 from xvcomm import array
 from xvcomm.abc.device import Mark, Stream
+from xvcomm.boarding import Ends
 from xvcomm.deadline import Deadline
-from xvcomm.pending import Ends, Flight, StreamWork
+from xvcomm.enqueued import Door, MessageCall
+from xvcomm.opcode import OpCode
+from xvcomm.pending import Flight, StreamWork
 from xvcomm.ring import RingEnd
+from xvcomm.trace import call_site
 from xvcomm.transfers import Transfer, Transfers
 from xvcomm.turns import Start, Turns
 from xvcomm.work import Work
@@ -19,6 +23,11 @@ from xvcomm.work import Work
 if TYPE_CHECKING:
     from xvcomm.context import Context
 
+_Shape = tuple[OpCode, int, int, int, int]
+_SHAPES_KEPT = 1000
+_UNPREPARED = object()
+_INSIDE = 2
+"""Functions of xvcomm that are under way when `run_alone` asks for the call site."""
 _RING_STREAMS = 64
 """Rings of a communicator that keep a stream: a device has only so many that were made before anything ran."""
 
@@ -30,17 +39,31 @@ class StreamTransfers(Transfers):
         super().__init__(context)
         self._free: list[Stream] = []
         self._of_rings: dict[RingEnd, Stream] = {}
+        self._door = Door(context, context.enqueueing)
+        self._calls: dict[_Shape, MessageCall | None] = {}
         self._turns = Turns(context.pending, self._go)
         context.closing.append(self._turns.close)
 
     def run_alone(self, t: Transfer) -> None:
         """See `Transfers.run_alone`."""
-        context, view = self._context, t.view
-        if t.stream is None:
+        handle = t.stream
+        if handle is None:
             self.run([t])
             return
-        look = () if view.trusted or not view.count else (view.address,)
-        user = context.device.adopt(t.stream, *look)
+        view, key = t.view, (t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code)
+        user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
+        call = self._calls.get(key, _UNPREPARED)
+        if isinstance(call, MessageCall) and not self._turns:
+            place = self._door.places.get(handle) or self._door.place(handle)
+            if call.run(place, handle, view.address, t.tag, t.site or call_site(_INSIDE), t.deadline):
+                return
+        self._run_alone(t, handle, user or self._context.device.adopt(handle))
+        if call is _UNPREPARED:
+            self._prepare(t, key)
+
+    def _run_alone(self, t: Transfer, handle: int, user: Stream) -> None:
+        """Put one message on its array's stream."""
+        context = self._context
         try:
             end = self._begin(t)
             if self._turns:
@@ -54,7 +77,21 @@ class StreamTransfers(Transfers):
         if user.capturing():
             context.end(t.operation)
         else:
-            context.pending.board(t.operation, t.stream, t.deadline, None, [(end, end.sequence, t.operation)])
+            context.pending.board(t.operation, handle, t.deadline, [(end, end.sequence, t.operation)])
+
+    def _prepare(self, t: Transfer, key: _Shape) -> None:
+        """Let compiled code put further messages of this shape on streams, where the device has that."""
+        if len(self._calls) >= _SHAPES_KEPT:
+            self._calls.clear()
+        assert t.end is not None and t.operation is not None
+        message = t.operation.message._replace(tag=0)
+        found = self._context.device.enqueued(t.end, message)
+        if found is None:
+            self._calls[key] = None
+            return
+        with self._context.enqueueing:
+            self._door.admit(t.name)
+        self._calls[key] = MessageCall(self._context, self._door, t.name, t.end, message, found)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream."""

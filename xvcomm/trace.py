@@ -51,7 +51,7 @@ class State(enum.IntEnum):
 
 
 # As plain integers: of an enumeration's member, arithmetic and compiled code first look up the value.
-_POSTED, DONE = int(State.POSTED), int(State.DONE)
+_POSTED, DONE, FAILED = (int(state) for state in State)
 
 
 class Life(enum.IntEnum):

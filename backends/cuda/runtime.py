@@ -107,12 +107,12 @@ class CudaRuntime(Runtime):
         self._contexts[index], self._devices[context] = context, index
         return context
 
-    def addresses(self) -> tuple[int, int, int]:
-        """See `Runtime.addresses`."""
+    def addresses(self) -> tuple[int, int, int, int]:
+        """See `Runtime.addresses`; what is current is a context."""
         library = ctypes.CDLL("libcuda.so.1")
-        calls = library.cuStreamIsCapturing, library.cuLaunchKernel, library.cuEventRecord
-        capturing, launch, record = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
-        return capturing, launch, record
+        calls = library.cuStreamIsCapturing, library.cuLaunchKernel, library.cuEventRecord, library.cuCtxGetCurrent
+        capturing, launch, record, current = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+        return capturing, launch, record, current
 
     def recorded(self, event: int, stream: int) -> None:
         """See `Runtime.recorded`; CUDA need not know."""

@@ -110,12 +110,12 @@ class HipRuntime(Runtime):
     _log = _bound(hiprtc.hiprtcGetProgramLog)
     _destroy = _bound(hiprtc.hiprtcDestroyProgram)
 
-    def addresses(self) -> tuple[int, int, int]:
-        """See `Runtime.addresses`."""
+    def addresses(self) -> tuple[int, int, int, int]:
+        """See `Runtime.addresses`; what is current is a device."""
         library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
-        calls = library.hipStreamIsCapturing, library.hipModuleLaunchKernel, library.hipEventRecord
-        capturing, launch, record = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
-        return capturing, launch, record
+        calls = library.hipStreamIsCapturing, library.hipModuleLaunchKernel, library.hipEventRecord, library.hipGetDevice
+        capturing, launch, record, current = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+        return capturing, launch, record, current
 
     def failure(self, code: int) -> VendorError:
         """See `Runtime.failure`."""

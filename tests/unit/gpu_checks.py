@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -260,41 +259,6 @@ def events_and_streams_are_used_again() -> None:
     user.deadline = Deadline.after(SECONDS)
     user.synchronize()
     assert len(events) <= 128 and not streams[1:], "to make a stream while kernels run may wait for them"
-
-
-@check
-def a_message_behind_another_is_one_call_of_compiled_code() -> None:
-    """The first on a stream goes step by step; later ones of any array and tag do not, and arrive, also behind others."""
-    gpu, count = device(), 6
-    data = [bytes_of(n, SMALL if n % 2 else BIG) for n in range(count)]
-    with ring() as (producer, consumer):
-        sent, got = [up(gpu, x) for x in data], [gpu.empty(x.nbytes) for x in data]
-        sending, receiving, third = (stream(gpu) for _ in range(3))
-        launches = counted(gpu.runtime, "launch")
-        for n in range(count):
-            gpu.put(producer, sent[n].address, message(data[n].nbytes, n), sending)
-            gpu.get(consumer, got[n].address, message(data[n].nbytes, n), receiving if n != 3 else third)
-        for one in (sending, receiving, third):
-            one.synchronize()
-        assert len(launches) == 4, "the first of each end, and those of a stream behind another"
-        for n in range(count):
-            assert (down(gpu, got[n]) == data[n]).all(), f"message {n}"
-
-
-@check
-def many_that_wait_leave_room_for_others() -> None:
-    """However many launches wait for their peers, each gets blocks, and all together few enough to run at once."""
-    engine = device()._engine
-    done = [False]
-    waiting = SimpleNamespace(end=SimpleNamespace(sequence=1), finished=lambda: (int(done[0]), True))
-    given = []
-    for number in range(100):
-        given.append(engine.room(number))
-        engine.take(number, waiting, given[-1])  # type: ignore[arg-type]
-    assert given[0] == 64 and min(given) == 1 and sum(given) < 128 + len(given)
-    assert engine.room(0) == 1 == engine.room(1000)
-    done[0] = True
-    assert engine.room(1000) == 64
 
 
 @check

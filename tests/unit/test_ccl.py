@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -218,9 +219,19 @@ def test_what_joining_raises_comes_out() -> None:
         joined(library)
 
 
+CAPTURING_STREAM = 98
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.POINTER(ctypes.c_int))
+def is_capturing(stream: int, status: Any) -> int:
+    status[0] = stream == CAPTURING_STREAM
+    return 0
+
+
 def joined(library: Mock, members: int = 1) -> CclCollective:
     """A communicator, seen from member 0."""
     runtime, store = create_autospec(Runtime, instance=True), MemoryStore()
+    runtime.addresses.return_value = (ctypes.cast(is_capturing, ctypes.c_void_p).value, 0, 0, 0)
     for member in range(1, members):
         store.set(f"native/0/{member}", msgspec.json.encode(a_member(str(member))))
     return CclCollective(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import runpy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,43 +16,57 @@ import pytest
 
 from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
 from xvcomm.backends._ccl import CclCollective
-from xvcomm.board import Board, NativeCall
+from xvcomm.board import Board
+from xvcomm.boarding import ROOM, Boarding
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction
+from xvcomm.enqueued import CollectiveCall
 from xvcomm.errors import Aborted
 from xvcomm.opcode import OpCode
+from xvcomm.operation import Operation
 from xvcomm.ring import Message, Reason
 from xvcomm.shm import Segment
 
 _shared = runpy.run_path(str(Path(__file__).with_name("test_ccl.py")))
 a_library, joined, until = _shared["a_library"], _shared["joined"], _shared["until"]
+CAPTURING = _shared["CAPTURING_STREAM"]
 SOON, PLAIN, SUM, F32 = _shared["SOON"], _shared["PLAIN"], _shared["SUM"], _shared["F32"]
 Native = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 7)
 
 
 class Caller:
-    """Makes compiled code post collectives on a board of one rank, and enqueue them."""
+    """Makes compiled code post collectives on a board of one rank, and enqueue them on a stream."""
 
     def __init__(self) -> None:
-        self.board = Board(Segment.create("/dev/shm", "ccl", Board.size(1)), (0,), 0, _nobody(), 0)
-        self._sequence = 0
+        self._board = Board(Segment.create("/dev/shm", "ccl", Board.size(1)), (0,), 0, _nobody(), 0)
+        self.boarding, self.ended, self.departures = Boarding({}), list[Operation](), list[int]()
+        self._door: Any = SimpleNamespace(lock=threading.Lock(), open=True)
+        self._context: Any = SimpleNamespace(
+            place=self._board.place, sequence=0, word=self._board.abort_word, end=self.ended.append,
+            fail=lambda error, operation: error, pending=SimpleNamespace(depart_from=self.departures.append),
+        )  # fmt: skip
 
     def prepare(
-        self, comm: CclCollective, op: OpCode, how: Reduction = SUM, dtype: DType = F32
-    ) -> Callable[..., int]:
+        self, comm: CclCollective, op: OpCode, how: Reduction = SUM, dtype: DType = F32, stream: int = 99
+    ) -> Callable[..., None]:
         """A call on two arrays, with a deadline."""
         ready = comm.enqueued(op, 10, dtype, how, 0)
         assert ready is not None
-        launch = NativeCall(Message(int(op), 0, 0, 0), ready.function, ready.argument)
+        made = CollectiveCall(self._context, self._door, op, Message(int(op), 0, 0, 0), ready)
 
-        def call(src: int, dst: int, seconds: float = SOON) -> int:
-            self.board.launch(self._sequence, 0, launch, src, dst, 99, Deadline.after(seconds).at)
-            self._sequence += 1
-            if launch.result:
-                ready.failed(launch.result)
-            return launch.result
+        def call(src: int, dst: int, seconds: float = SOON) -> None:
+            arrays: Any = SimpleNamespace(address=src), SimpleNamespace(address=dst)
+            assert made.run(self.boarding.address, stream, *arrays, 0, Deadline.after(seconds)), "refused"
 
         return call
+
+    def aboard(self) -> list[int]:
+        """Numbers of the collectives that somebody must look after, which are then forgotten."""
+        taken = self.boarding.take()
+        return [operation.sequence for operation in taken.operations()] if taken is not None else []
+
+    def close(self) -> None:
+        self._board.close()
 
 
 def _nobody() -> Any:
@@ -64,7 +79,7 @@ def _nobody() -> Any:
 def caller() -> Iterator[Caller]:
     made = Caller()
     yield made
-    made.board.close()
+    made.close()
 
 
 def address(function: Any) -> int:
@@ -89,6 +104,17 @@ def test_compiled_code_calls_the_library_with_its_own_numbers(caller: Caller) ->
     assert [made.args[0] for made in library.address.call_args_list] == [
         "ncclAllReduce", "ncclReduceScatter", "ncclBroadcast", "ncclAllGather", "ncclAllReduce"
     ]  # fmt: skip
+    assert caller.aboard() == [0, 1, 2, 3, 4]
+    comm.close()
+
+
+def test_what_goes_into_a_graph_is_over_for_the_host(caller: Caller) -> None:
+    function = Native(lambda *words: 0)
+    comm = joined(a_library(address=address(function)))
+    caller.prepare(comm, OpCode.ALL_REDUCE, stream=CAPTURING)(16, 32)
+    assert [operation.sequence for operation in caller.ended] == [0] and caller.aboard() == []
+    caller.prepare(comm, OpCode.ALL_REDUCE)(16, 32)
+    assert caller.aboard() == [1] and len(caller.ended) == 1
     comm.close()
 
 
@@ -104,19 +130,40 @@ def test_what_takes_several_calls_is_not_for_compiled_code() -> None:
     assert comm.enqueued(OpCode.ALL_REDUCE, 10, F32, SUM, 0) is None
 
 
+def test_a_stream_without_room_takes_no_collective_until_somebody_looks_after_the_others(caller: Caller) -> None:
+    seen: list[int] = []
+    function = Native(lambda *words: seen.append(1) or 0)
+    comm = joined(a_library(address=address(function)))
+    call = caller.prepare(comm, OpCode.ALL_REDUCE)
+    for _ in range(ROOM):
+        call(16, 32, 30.0)
+    assert caller.departures == [99], "full"
+    with pytest.raises(AssertionError, match="refused"):
+        call(16, 32)
+    assert len(seen) == ROOM and caller.departures == [99, 99]
+    taken = caller.boarding.take()
+    assert taken is not None and taken.collective and len(taken.records) == ROOM
+    assert 10.0 < taken.deadline - time.monotonic() <= 30.0
+    call(16, 32)
+    assert caller.aboard() == [ROOM] and not caller.boarding
+    comm.close()
+
+
 def test_compiled_code_does_not_enter_a_library_that_was_stopped_and_tells_what_failed(caller: Caller) -> None:
     codes = iter((0, 3))
     seen: list[int] = []
     function = Native(lambda *words: seen.append(1) or next(codes))
     comm = joined(a_library(address=address(function)))
     call = caller.prepare(comm, OpCode.ALL_REDUCE)
-    assert call(16, 32) == 0
+    call(16, 32)
+    assert caller.aboard() == [0]
     with pytest.raises(Aborted, match="ncclInternalError"):
         call(16, 32)
     comm.abort(Reason.LEFT.word(2))
     with pytest.raises(CollectiveStopped) as caught:
         call(16, 32)
     assert caught.value.word == Reason.LEFT.word(2) and len(seen) == 2
+    assert caller.aboard() == []
     comm.close()
 
 

@@ -24,8 +24,8 @@ from xvcomm.backends._vendor import VendorError
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, BackendUnavailable, ConfigError, ResourceError
 
-FILE = Path(__file__).with_name("gpu_checks.py")
-CHECKS = runpy.run_path(str(FILE))["CHECKS"]
+FILES = [Path(__file__).with_name(name) for name in ("gpu_checks.py", "gpu_launch_checks.py")]
+CHECKS = {check: file for file in FILES for check in runpy.run_path(str(file))["CHECKS"]}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_check(root: Path, rocm_path: str, name: str) -> None:
     environment = {**os.environ, "ROCM_PATH": rocm_path, "PYTHONPATH": str(root)}
     if name == "no_device":
         environment["HIPHOST_DEVICES"] = "0"
-    command = [sys.executable, str(FILE), name]
+    command = [sys.executable, str(CHECKS[name]), name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
 

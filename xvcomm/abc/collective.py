@@ -15,6 +15,9 @@ from xvcomm.abc.device import Stream
 from xvcomm.dtype import DType, Reduction
 from xvcomm.opcode import OpCode
 
+CAPTURED = -2
+"""Beside the result codes of vendors, which are not negative: what was enqueued went into a graph, to run later."""
+
 
 class PreparedCollective(NamedTuple):
     """An operation of fixed shape for compiled code, which blocks. Calls take turns with all others.
@@ -37,7 +40,7 @@ class EnqueuedCollective(NamedTuple):
     Attributes:
         function: address of a C function: the word `argument`, input and output, the stream's handle, and the bits
             of the float `Deadline.at` until when it may be busy. It is called with the interpreter lock, lets it go where it may wait,
-            and returns 0 if the operation is enqueued.
+            and returns 0 if the operation is enqueued, CAPTURED if it went into a graph.
         argument: address of what must live as long: `keep`.
         failed: raises what another result means.
     """

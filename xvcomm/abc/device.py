@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp
@@ -187,6 +187,29 @@ class Courier(ABC):
         """
 
 
+class EnqueuedMessage(NamedTuple):
+    """Messages of fixed shape through one ring end that compiled code enqueues on a device's stream.
+
+    One call at a time, and none at the same time as another transfer through the ring end. The functions are called
+    with the interpreter lock, and let it go where they may wait.
+
+    Attributes:
+        ready: address of a C function of three words: `argument`, the stream's handle, and one that means nothing. It
+            gives 0 where the device has to look at more: then `Device.put` or `get` serve, after which it may be ready.
+        function: address of a C function of five words, to be called where the other one has just given another number:
+            `argument`, the array, the message's tag, the stream's handle, and one that means nothing. Gives 0 if the
+            message is enqueued, which is then counted by the ring end.
+        argument: address of what must live as long: `keep`.
+        failed: raises what another result means.
+    """
+
+    ready: int
+    function: int
+    argument: int
+    keep: object
+    failed: Callable[[int], NoReturn]
+
+
 class Device(ABC):
     """One vendor's memory, streams and movers, seen from one rank. Addresses are plain integers."""
 
@@ -243,6 +266,14 @@ class Device(ABC):
             stop: address of the communicator's abort word.
         """
         raise NotImplementedError
+
+    def enqueued(self, end: RingEnd, message: Message) -> EnqueuedMessage | None:
+        """Messages for compiled code; None if the device has none, or not before `put` or `get` was called for the ring end.
+
+        Args:
+            message: what all of them are, but for the tag, which is 0.
+        """
+        return None
 
     def lend(self, nbytes: int) -> Loan:
         """Memory for the slots of a ring. Only devices whose capabilities name `peers` have this and the next three.

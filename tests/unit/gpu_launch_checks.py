@@ -1,0 +1,103 @@
+"""How GPUs launch messages, over hip-python on tests/hip; test_gpu_runtime runs each check in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+_shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
+device, stream, message, ring = (_shared[name] for name in ("device", "stream", "message", "ring"))
+up, down, bytes_of, counted = (_shared[name] for name in ("up", "down", "bytes_of", "counted"))
+SMALL, BIG = _shared["SMALL"], _shared["BIG"]
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    """Let the tests run a function."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def a_message_behind_another_is_one_call_of_compiled_code() -> None:
+    """The first on a stream goes step by step; later ones of any array and tag do not, and arrive, also behind others."""
+    gpu, count = device(), 6
+    data = [bytes_of(n, SMALL if n % 2 else BIG) for n in range(count)]
+    with ring() as (producer, consumer):
+        sent, got = [up(gpu, x) for x in data], [gpu.empty(x.nbytes) for x in data]
+        sending, receiving, third = (stream(gpu) for _ in range(3))
+        launches = counted(gpu.runtime, "launch")
+        for n in range(count):
+            gpu.put(producer, sent[n].address, message(data[n].nbytes, n), sending)
+            gpu.get(consumer, got[n].address, message(data[n].nbytes, n), receiving if n != 3 else third)
+        for one in (sending, receiving, third):
+            one.synchronize()
+        assert len(launches) == 4, "the first of each end, and those of a stream behind another"
+        for n in range(count):
+            assert (down(gpu, got[n]) == data[n]).all(), f"message {n}"
+
+
+@check
+def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -> None:
+    """Only behind one of the same shape, ring and stream, on the ring's device, and while launches have the same room."""
+    gpu, data = device(), bytes_of(3)
+    wanted = message(data.nbytes)
+    with ring() as (producer, consumer):
+        assert gpu.enqueued(producer, wanted) is None, "the ring is not pinned yet"
+        sent, got = up(gpu, data), [gpu.empty(data.nbytes) for _ in range(6)]
+        receiving = stream(gpu)
+        one, other = gpu.adopt(gpu.runtime.stream()), gpu.adopt(gpu.runtime.stream())
+        handles = one.handle, other.handle
+        gpu.put(producer, sent.address, message(data.nbytes, 0), one)
+        found = gpu.enqueued(producer, wanted)
+        assert found is not None
+        is_ready = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(found.ready)
+        launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(found.function)
+
+        def ready(handle: int = handles[0]) -> bool:
+            return is_ready(found.argument, handle, 0) != 0
+
+        assert not ready(), "not before one of its shape was launched behind another"
+        gpu.put(producer, sent.address, message(data.nbytes, 1), one)
+        assert ready() and not ready(handles[1])
+        assert launch(found.argument, sent.address, 2, handles[0], 0) == 0 and producer.sequence == 3
+        gpu.runtime.use(1)
+        assert not ready(), "another device is the thread's"
+        gpu.runtime.use(0)
+        assert ready()
+        gpu.put(producer, sent.address, message(data.nbytes, 3), other)
+        assert not ready(), "the ring's newest message is on another stream"
+        for tag in (4, 5):
+            gpu.put(producer, sent.address, message(data.nbytes, tag), one)
+        assert ready()
+        gpu._engine.take(7, gpu._engine.known(producer), 64)  # type: ignore[arg-type]
+        assert not ready(), "others have taken blocks"
+        for tag, memory in enumerate(got):
+            gpu.get(consumer, memory.address, message(data.nbytes, tag), receiving)
+        receiving.synchronize()
+        assert all((down(gpu, memory) == data).all() for memory in got)
+
+
+@check
+def many_that_wait_leave_room_for_others() -> None:
+    """However many launches wait for their peers, each gets blocks, and all together few enough to run at once."""
+    engine = device()._engine
+    done = [False]
+    waiting = Mock(end=SimpleNamespace(sequence=1), finished=lambda: (int(done[0]), True))
+    given = []
+    for number in range(100):
+        given.append(engine.room(number))
+        engine.take(number, waiting, given[-1])  # type: ignore[arg-type]
+    assert given[0] == 64 and min(given) == 1 and sum(given) < 128 + len(given)
+    assert engine.room(0) == 1 == engine.room(1000)
+    done[0] = True
+    assert engine.room(1000) == 64
+
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()

@@ -1,0 +1,159 @@
+"""Operations that compiled code has put on a device's stream, noted in words until somebody looks after their end.
+
+Nothing of Python is made of an operation that goes well: its record ends by its number. Only who has to tell of one
+makes an `Operation` of its words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import math
+import struct
+from collections.abc import Mapping
+
+from numba.extending import register_jitable
+
+from xvcomm.atomics import copy_bytes, load, store
+from xvcomm.jit import brief, compiling
+from xvcomm.opcode import OpCode
+from xvcomm.operation import Operation
+from xvcomm.ring import Message, RingEnd
+
+ROOM = 32
+"""Operations that share a mark on their stream: marks take time."""
+
+
+class Word(enum.IntEnum):
+    """Words of an operation that is aboard."""
+
+    RECORD = 0
+    SEQUENCE = 1
+    NAME = 2
+    PEER = 3
+    CHANNEL = 4
+    COUNTER = 5  # of a message: its `RingEnd.counter`; else 0
+    FOLLOWING = 6  # and the number of the next message there
+    MESSAGE = 7  # five
+
+
+_SIZE = Word.MESSAGE + 5
+_COUNT, _DEADLINE, _FIRST = 0, 8, 16
+_NEVER = struct.unpack("=q", struct.pack("=d", math.inf))[0]
+_MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
+_MESSAGE = 8 * int(Word.MESSAGE)
+_TAG = _MESSAGE + 24
+
+
+@register_jitable
+def full(boarding: int) -> bool:
+    """Whether there is no room."""
+    return load(boarding + _COUNT) >= ROOM
+
+
+@register_jitable
+def aboard(boarding, record, sequence, name, peer, channel, counter, message, tag, deadline):  # type: ignore[no-untyped-def]
+    """Note an operation, where there is room; gives how many there are now.
+
+    Args:
+        counter: of its ring end, or 0.
+        message: address of the words of a `Message`, but for the tag.
+        deadline: the bits of `Deadline.at`; later ones are greater words, too.
+    """
+    count = load(boarding + _COUNT)
+    entry = boarding + _FIRST + count * _ENTRY
+    following = load(counter) if counter != 0 else 0
+    for i, value in enumerate((record, sequence, name, peer, channel, counter, following)):
+        store(entry + 8 * i, value)
+    copy_bytes(entry + _MESSAGE, message, _MESSAGE_BYTES)
+    store(entry + _TAG, tag)
+    if deadline < load(boarding + _DEADLINE):
+        store(boarding + _DEADLINE, deadline)
+    store(boarding + _COUNT, count + 1)
+    return count + 1
+
+
+def _take(boarding: int, into: int) -> int:
+    count = load(boarding + _COUNT)
+    copy_bytes(into, boarding + _DEADLINE, _FIRST - _DEADLINE + count * _ENTRY)
+    store(boarding + _COUNT, 0)
+    store(boarding + _DEADLINE, _NEVER)
+    return count
+
+
+with compiling():
+    _take_kernel = brief("int64(int64, int64)")(_take)
+
+
+Ends = list[tuple[RingEnd, int, Operation]]
+"""Ring ends that operations use: each with its sequence number behind the operation, and the operation."""
+
+
+class Passengers:
+    """Operations that were aboard together, in order.
+
+    Attributes:
+        deadline: the soonest of theirs, on the monotonic clock.
+        records: their numbers in the flight recorder.
+        collective: whether any of them is a collective.
+    """
+
+    __slots__ = ("_rings", "_words", "collective", "deadline", "records")
+
+    def __init__(self, words: list[int], deadline: float, rings: Mapping[int, RingEnd]) -> None:
+        self._words, self.deadline, self._rings = words, deadline, rings
+        self.records, self.collective = words[Word.RECORD :: _SIZE], 0 in words[Word.COUNTER :: _SIZE]
+
+    def operations(self) -> list[Operation]:
+        """What they are."""
+        return [
+            Operation(OpCode(name), sequence, Message(*message), peer, record, channel)
+            for record, sequence, name, peer, channel, _, _, *message in self._entries()
+        ]
+
+    def ends(self) -> Ends:
+        """The ring ends that the messages among them use."""
+        uses = zip(self._entries(), self.operations(), strict=True)
+        return [
+            (self._rings[entry[Word.COUNTER]], entry[Word.FOLLOWING], operation)
+            for entry, operation in uses if entry[Word.COUNTER]
+        ]  # fmt: skip
+
+    def arrived(self) -> bool:
+        """Whether their ring ends are through with all of them."""
+        last = dict(zip(self._words[Word.COUNTER :: _SIZE], self._words[Word.FOLLOWING :: _SIZE], strict=True))
+        last.pop(0, None)
+        return all(self._rings[counter].finished()[0] >= following for counter, following in last.items())
+
+    def _entries(self) -> list[list[int]]:
+        return [self._words[at : at + _SIZE] for at in range(0, len(self._words), _SIZE)]
+
+
+class Boarding:
+    """Where compiled code notes operations on one stream; it and `take` run with the interpreter lock.
+
+    Args:
+        rings: the ring ends of messages, by `RingEnd.counter`.
+
+    Attributes:
+        address: what `aboard` takes.
+    """
+
+    __slots__ = ("_rings", "_words", "address")
+
+    def __init__(self, rings: Mapping[int, RingEnd]) -> None:
+        self._rings = rings
+        self._words = (ctypes.c_int64 * (2 + ROOM * _SIZE))(0, _NEVER)
+        self.address = ctypes.addressof(self._words)
+
+    def __bool__(self) -> bool:
+        """Whether anybody is aboard."""
+        return self._words[0] > 0
+
+    def take(self) -> Passengers | None:
+        """All that are aboard, who are then no more; None if nobody is."""
+        words = (ctypes.c_int64 * (1 + ROOM * _SIZE))()
+        count = _take_kernel(self.address, ctypes.addressof(words))
+        if not count:
+            return None
+        return Passengers(words[1 : 1 + count * _SIZE], ctypes.c_double.from_buffer(words).value, self._rings)
