@@ -699,24 +699,26 @@ XV_DEVICE void send(const Part& p, const char* data, Word* ring, u32 nbytes) {
 // A warp's share of a piece that came: copied to the array, or reduced into it. False if it must not be delivered.
 template <bool ALIGNED, bool REDUCES, class Item>
 XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) {
-    constexpr u32 DEPTH = ALIGNED ? 8 : 2, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    // What is reduced is on its way from both sides at once, in no more registers than a copy takes.
+    constexpr u32 DEPTH = !ALIGNED ? 2 : REDUCES ? 4 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
     const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE, code = p.row.reduction;
     const bool swap = p.row.remote_first;
     for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
         const u32 first = at + threadIdx.x % WIDTH;
         if (at + RUN <= whole) {
-            Word from[DEPTH];
+            char* place = data + first * SIZE;
+            Word from[DEPTH], kept[DEPTH];
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + first + d * WIDTH);
+            if (REDUCES) {
+                XV_UNROLL
+                for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch<ALIGNED, Item>(place + d * WIDTH * SIZE, SIZE);
+            }
             if (!approved(p.board)) return false;
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) {
-                char* place = data + (first + d * WIDTH) * SIZE;
-                if (REDUCES) {
-                    const Word kept = fetch<ALIGNED, Item>(place, SIZE);
-                    from[d] = swap ? combine(from[d], kept, code) : combine(kept, from[d], code);
-                }
-                deliver<ALIGNED, Item>(place, from[d], SIZE);
+                if (REDUCES) from[d] = swap ? combine(from[d], kept[d], code) : combine(kept[d], from[d], code);
+                deliver<ALIGNED, Item>(place + d * WIDTH * SIZE, from[d], SIZE);
             }
             continue;
         }
