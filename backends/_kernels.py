@@ -27,9 +27,8 @@ from xvcomm.calling import call_11, let_go, take_back
 from xvcomm.dtype import DTYPES, DType, ReduceOp
 from xvcomm.errors import BackendUnavailable
 from xvcomm.jit import brief, compiling
-from xvcomm.ring import Message
+from xvcomm.ring import MAX_LANES, Message
 
-MAX_LANES = 64
 STATE_BYTES = 128 + 16 * MAX_LANES
 """Device memory that one ring end needs, zeroed before its first transfer and aligned to 128 bytes."""
 

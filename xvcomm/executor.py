@@ -101,7 +101,7 @@ class Executor:
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
-        layout = self._context.links.gpu_layout
+        layout = self._context.links.gpu_collective_layout
         if plan.segment or plan.nbytes > min(SERIAL_BYTES, layout.at_once):
             return False
         messages = Counter(step.peer for step in plan.schedule.steps if isinstance(step, Put))

@@ -17,7 +17,7 @@ from xvcomm.abc.transport import Capabilities, Transport, choose, peer_refusal
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.lending import Lending
-from xvcomm.ring import RingEnd, RingLayout
+from xvcomm.ring import MAX_LANES, RingEnd, RingLayout
 from xvcomm.shm import PAGE, round_up
 
 CHANNELS = 32
@@ -74,7 +74,12 @@ class Links:
         self._members = members
         self._word = 0
         self._left: dict[int, int] = {}
-        self.gpu_layout = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
+        self._gpu_layout = full = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
+        # A collective keeps all links of a host busy at once, both ways. Half the memory, in more and shorter lanes, stays
+        # in the CPU's caches: an all_reduce of 256 MiB over 2 + 2 H200 takes 4.1 ms, and 4.9 in rings as of messages.
+        self.gpu_collective_layout = RingLayout(
+            min(MAX_LANES, 2 * full.lanes), full.slots, round_up(full.slot_bytes // 4, PAGE)
+        )
         self._host_layout = RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
         self._peer_layout = RingLayout(
             config.peer_ring_lanes, config.peer_ring_slots, config.peer_ring_slot_bytes, apart=True
@@ -95,8 +100,8 @@ class Links:
     def _transport(self, peer: int) -> Transport:
         return self._transports[choose(self._members[self._rank].offers, self._members[peer].offers).scheme]
 
-    def _layout(self, peer: int, channel: int) -> RingLayout:
-        """A pure function of the channel and of both ends, so that it does not matter who makes the ring.
+    def _layout(self, peer: int, use: Use, channel: int) -> RingLayout:
+        """A pure function of use, channel and both ends, so that it does not matter who makes the ring.
 
         Further channels have less memory each, as there may be many: enough to carry small messages that nobody waits
         for yet, and large ones at most of the speed. With GPUs it is a quarter of what channel 0 has.
@@ -106,7 +111,9 @@ class Links:
             full = self._host_layout
             return RingLayout(full.lanes, max(2, full.slots // 3), full.slot_bytes) if channel else full
         apart = me.island == other.island and not peer_refusal(me.memory, other.memory)
-        full = self._peer_layout if apart else self.gpu_layout
+        if use is Use.COLLECTIVE and not apart:
+            return self.gpu_collective_layout
+        full = self._peer_layout if apart else self._gpu_layout
         half = round_up(full.slot_bytes // 2, PAGE)
         return RingLayout(max(1, full.lanes // 2), full.slots, half, apart) if channel else full
 
@@ -117,7 +124,7 @@ class Links:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 name = f"ring/{use.name.lower()}/{source}-{target}/{channel}"
                 end = self._transport(peer).open_ring(
-                    name, peer, self._layout(peer, channel), self._store, deadline, producer=producer, job=self._job
+                    name, peer, self._layout(peer, use, channel), self._store, deadline, producer=producer, job=self._job
                 )
                 end.channel = channel
                 if end.layout.apart:
