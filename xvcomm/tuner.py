@@ -34,4 +34,4 @@ def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int) -> Tu
     if topology.homogeneous or op not in SEGMENTED:
         return Tuning(0)
     segment = link_bytes * topology.size // 2
-    return Tuning(segment if nbytes > segment else 0)
+    return Tuning(segment if nbytes > segment // 2 else 0)

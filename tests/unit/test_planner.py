@@ -9,7 +9,7 @@ import pytest
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
 from xvcomm.planner import Planner
-from xvcomm.schedule.steps import Collective, Native, Request
+from xvcomm.schedule.steps import Collective, Native, NativeOp, Request
 from xvcomm.topology import Topology
 from xvcomm.tuner import tune
 
@@ -26,12 +26,13 @@ def test_equal_requests_get_the_same_plan() -> None:
 
 def test_large_arrays_are_cut_into_segments() -> None:
     planner = Planner(TOPOLOGY, 0, CONFIG)
-    small = planner.plan(Request(Collective.ALL_REDUCE, 4, count=1 << 19))
+    small = planner.plan(Request(Collective.ALL_REDUCE, 4, count=1 << 18))
     large = planner.plan(Request(Collective.ALL_REDUCE, 4, count=1 << 22))
     assert small.segment == 0
     assert large.segment * 4 == 2 << 20  # two links carry a segment
     natives = [step for step in large.schedule.steps if isinstance(step, Native)]
-    assert len(natives) == 2 * (1 << 22) // large.segment
+    sizes = [step.src.count for step in natives if step.op is NativeOp.REDUCE_SCATTER]
+    assert sizes == [1 << 17, *[1 << 19] * 7, 1 << 18, 1 << 17]  # the border waits for the first and the islands for the last
 
 
 def test_segments_need_a_border_and_an_operation_that_can_be_cut() -> None:

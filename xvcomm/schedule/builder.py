@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from xvcomm.schedule.hazards import Hazards
@@ -30,6 +31,8 @@ from xvcomm.topology import Island, Topology
 NOTHING = Span(Buf.TMP, 0, 0)
 _LANE_NUMBER = {lane: i for i, lane in enumerate(Lane)}
 _State = TypeVar("_State")
+_ENDS = 4
+"""The first and the last segment are so many times shorter than the others."""
 
 
 class Builder:
@@ -72,9 +75,16 @@ class Builder:
         return Schedule(tuple(self._steps), self._reserved)
 
     def pieces(self, count: int) -> list[tuple[int, int]]:
-        """`count` elements cut into segments, as (start, stop); none for no elements."""
+        """`count` elements cut into segments, as (start, stop); none for no elements.
+
+        The first and the last are short: while one is worked on inside the islands, the border has nothing to do.
+        """
         size = self._segment or max(count, 1)
-        return [(start, min(start + size, count)) for start in range(0, count, size)]
+        short = max(1, size // _ENDS)
+        if not self._segment or count <= 2 * short:
+            return [(0, count)] if count else []
+        cuts = [0, *range(short, count - short, size), count - short, count]
+        return list(pairwise(cuts))
 
     def fair(self, total: int, island: Island) -> Cut:
         """Fair shares of `total` elements among the members of an island."""
