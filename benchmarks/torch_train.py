@@ -4,7 +4,8 @@
 
 runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each way of communicating, each in a job of its
 own: xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island (a rehearsal), NCCL, NCCL
-without P2P, Gloo. The text is random tokens: only speed and the first losses count. Writes torch-train.md and .json.
+without P2P, Gloo. The text is random tokens: only speed and the first losses count. Writes torch-trainN.md and .json for
+N ranks; modes that are not measured now stay as they are there.
 """
 
 from __future__ import annotations
@@ -223,9 +224,9 @@ def markdown(figures: Sequence[Figure], shape: Shape) -> str:
     for mode in dict.fromkeys(f.mode for f in figures):
         speed = {f.way: f.speed for f in figures if f.mode == mode}
         mixed = speed["xvcomm, two islands"]
-        cells = [f"{speed[way]:,.0f}" if speed[way] else "fails" for way in WAYS]
+        cells = ["not measured" if way not in speed else f"{speed[way]:,.0f}" if speed[way] else "fails" for way in WAYS]
         for other in ("nccl", "nccl without P2P", "gloo"):
-            cells.append(f"{mixed / speed[other]:.2f}" if speed[other] else "")
+            cells.append(f"{mixed / speed[other]:.2f}" if speed.get(other) else "")
         lines.append(f"| {mode} | {' | '.join(cells)} |")
     worst = max(
         abs(a - b) / abs(b)
@@ -251,13 +252,16 @@ def main() -> int:
     if ranks < 2:
         sys.exit("this takes two GPUs and more")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    figures = []
-    for mode in arguments.modes.split(","):
+    page = arguments.out / f"torch-train{ranks}.md"
+    record, modes = page.with_suffix(".json"), arguments.modes.split(",")
+    saved = [Figure(**each) for each in json.loads(record.read_text())] if record.exists() else []
+    figures = [figure for figure in saved if figure.mode not in modes]
+    for mode in modes:
         for way in WAYS:
             figures.append(measure(way, mode, ranks, arguments.steps, shape))
             print(f"{mode:6s} {way:22s} {figures[-1].speed:10,.0f} tokens/s  {figures[-1].losses}", flush=True)
-        (arguments.out / "torch-train.md").write_text(markdown(figures, shape))
-        (arguments.out / "torch-train.json").write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
+        page.write_text(markdown(figures, shape))
+        record.write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
     return 0
 
 
