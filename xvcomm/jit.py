@@ -10,8 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from numba import cfunc, njit
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
 from numba.core.event import Event, Listener, install_listener
+from numba.core.runtime import rtsys
+from numba.core.sigutils import normalize_signature
+
+from xvcomm.fingerprint import fingerprint
 
 _threads = threading.RLock()
 _turn: _Turn | None = None
@@ -64,7 +70,7 @@ def compiling() -> Iterator[None]:
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function for calls from Python that run without the interpreter lock, and from other compiled functions."""
-    return lambda function: _obtain(njit(signature, nogil=True, cache=True, error_model="numpy"), function)
+    return lambda function: _obtain(_function, function, signature, nogil=True)
 
 
 def brief(signature: str) -> Callable[[Callable[..., Any]], Any]:
@@ -73,12 +79,12 @@ def brief(signature: str) -> Callable[[Callable[..., Any]], Any]:
     Giving the lock up and taking it again would take longer than the function, and of this process no other thread
     of Python does anything meanwhile.
     """
-    return lambda function: _entry(_obtain(njit(signature, cache=True, error_model="numpy"), function))
+    return lambda function: _entry(_obtain(_function, function, signature))
 
 
 def native(signature: str, function: Callable[..., Any]) -> int:
     """Compile a function for calls from kernels, through its address; the code stays for the process's life."""
-    compiled = _obtain(cfunc(signature, cache=True, error_model="numpy"), function)
+    compiled = _obtain(_callback, function, signature)
     _alive.append(compiled)
     return int(compiled.address)
 
@@ -90,14 +96,51 @@ def _entry(compiled: Any) -> Any:
     return found.entry_point
 
 
-def _obtain(build: Callable[[Callable[..., Any]], Any], function: Callable[..., Any]) -> Any:
-    """Load what a decorator of numba makes of a function, or wait for the turn and compile it."""
+def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: str, **options: bool) -> Any:
+    """Load what numba makes of a function, or wait for the turn and compile it."""
     try:
-        return build(function)
+        return build(function, signature, **options)
     except _Missing:
         assert _turn is not None
         _turn.take()
-        return build(function)
+        return build(function, signature, **options)
+
+
+def _function(function: Callable[..., Any], signature: str, **options: bool) -> Any:
+    compiled = njit(error_model="numpy", **options)(function)
+    compiled._cache = _Cache(function, compiled.targetoptions)
+    compiled.compile(signature)
+    compiled.disable_compile()
+    return compiled
+
+
+def _callback(function: Callable[..., Any], signature: str) -> Any:
+    options = {"error_model": "numpy"}
+    compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
+    compiled._cache = _Cache(function, options, "C")
+    compiled.compile()
+    return compiled
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """A function's files on disk, where numba puts them, with its `fingerprint` in their names.
+
+    numba itself would look at the file that holds the function, and not at those of what is inlined into it. With names
+    of its own no version ever reads what another one is writing.
+    """
+
+    def __init__(self, function: Callable[..., Any], *options: object) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(
+            cache_path=self._cache_path,
+            filename_base=f"{self._impl.filename_base}-{fingerprint(function, *options)}",
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Load without numba's tables of all that it can compile, which take longer than all kernels of a process."""
+        rtsys.initialize(target_context)
+        return self._load_overload(sig, target_context)
 
 
 _alive: list[Any] = []
