@@ -52,13 +52,12 @@ def backend(kind: str) -> Backend:
     Raises:
         BackendUnavailable: none of this name works here; lists what was found, each refusal and its remedy.
     """
-    found = backends()
-    for candidate in found:
-        if candidate.name == kind and candidate.usable:
-            instance: Backend = candidate.load()()
+    for point in entry_points(group=BACKENDS, name=kind):  # the others' kernels need not be loaded
+        if _examine(point).usable:
+            instance: Backend = point.load()()
             return instance
     lines = [f"no backend for device {kind!r} works here"]
-    for f in found:
+    for f in backends():
         lines.append(f"  {f.name}: works" if f.usable else f"  {f.name}: {f.reason}; {f.remedy}")
     raise BackendUnavailable("\n".join(lines))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from types import ModuleType
 
 import pytest
@@ -53,7 +53,9 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.TRANSPORTS: [("nic", "other_people:RefusingTransport"), ("shm", "xvcomm.backends.shm:ShmTransport")],
     }  # fmt: skip
     monkeypatch.setattr(
-        registry, "entry_points", lambda group: [EntryPoint(name, value, group) for name, value in points[group]]
+        registry,
+        "entry_points",
+        lambda group, **by: EntryPoints(EntryPoint(name, value, group) for name, value in points[group]).select(**by),
     )
 
 
@@ -90,3 +92,12 @@ def test_asking_for_what_does_not_work(plugins: None, kind: str) -> None:
     assert f"no backend for device {kind!r}" in text
     assert "host: works" in text
     assert "refusing: no driver; install the driver" in text
+
+
+def test_asking_for_one_loads_no_other(plugins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on host memory need not load what GPUs need, nor let a driver look for them."""
+    asked: list[str] = []
+    examine = registry._examine
+    monkeypatch.setattr(registry, "_examine", lambda point: asked.append(point.name) or examine(point))
+    assert isinstance(registry.backend("zeta"), HostBackend)
+    assert asked == ["zeta"]
