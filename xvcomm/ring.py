@@ -6,6 +6,8 @@
              lines 3, 4: turn of the producer, of the consumer: the messages n it has finished; -1 - n once it gave up
                          the next one
              line 5: who has mapped slots that are apart; see `lending`
+             lines 6, 7: where the producer's process is, the consumer's; line 8: which chunks of a message that goes
+                         straight between the ends' arrays are claimed; all of ends in host memory only
     then     head[lane], tail[lane]: slots produced and consumed since the start, each alone on its line
     then     ledger: LEDGER entries of the producer, LEDGER of the consumer, one cache line each
     then     slots, page-aligned, lane by lane; or apart from all this, in a GPU's memory
@@ -20,19 +22,21 @@ import ctypes
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xvcomm.dtype import BY_CODE
 from xvcomm.errors import ResourceError
 from xvcomm.shm import PAGE, Segment, round_up
 
 MAGIC = 0x78_76_63_6F_6D_6D
-VERSION = 3
+VERSION = 4
 LINE = 128
 ABORT = LINE
 CONSUMED = 2 * LINE
 TURNS = 3 * LINE
 BORROWER = 5 * LINE
+MEETING = 6 * LINE
+CLAIMS = 8 * LINE
 COUNTERS = PAGE
 MAX_LANES = 64
 LEDGER = 64
@@ -41,6 +45,15 @@ ALIGN = 16
 LEAST_CHUNK = 16 << 10
 LEAST_APART_CHUNK = 64 << 10
 """The same of slots in a GPU's memory, where copying is fast and the hand-over through host memory is not."""
+
+
+class EntryWord(enum.IntEnum):
+    """Words of a ledger entry; the fields of `Message` lie behind the first."""
+
+    NUMBER = 0  # of the message, from 1 on; written last
+    FIELDS = 1
+    OFFER = 6  # address of the end's array, if the other may touch it; else 0
+    TOOK = 7  # nanoseconds of the consumer's newest message for which it offered its array
 
 
 class Reason(enum.IntEnum):
@@ -191,6 +204,8 @@ class RingEnd:
         made: whether this end made the ring.
         stuck: whether something on the device may still use the ring when it is closed.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
+        kept: what the movers of this process's device keep with the end.
+        gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
         closing: called before the memory is unmapped, by whoever pinned it.
         dispose: unmaps it, at once or later.
     """
@@ -212,6 +227,8 @@ class RingEnd:
         self.counter = ctypes.addressof(self._sequence)
         self.address = segment.address
         self.turn = segment.address + TURNS + (0 if producer else LINE)
+        self.kept: Any = None
+        self.gave_up: Callable[[], None] | None = None
         self.closing: list[Callable[[], None]] = []
 
     @classmethod
@@ -257,9 +274,14 @@ class RingEnd:
         return ctypes.c_int64.from_address(self.address + ABORT).value if self.address else 0
 
     def give_up(self) -> None:
-        """Say that a message of this end will never be finished; those behind it stop as soon as the ring does."""
+        """Say that a message of this end will never be finished; those behind it stop as soon as the ring does.
+
+        The array is the caller's again afterwards. May block for a second if the other end is stuck in it.
+        """
         if self.address and self.finished()[1]:
             ctypes.c_int64.from_address(self.turn).value ^= -1
+            if self.gave_up is not None:
+                self.gave_up()
 
     def finished(self) -> tuple[int, bool]:
         """How many messages this end has finished, and whether it goes on: not if it gave one up, or was closed."""

@@ -11,6 +11,7 @@ import numpy as np
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Word, drive, next_number
+from xvcomm.backends.host.rendezvous import join
 from xvcomm.deadline import Deadline
 from xvcomm.ring import Message, RingEnd
 
@@ -31,8 +32,10 @@ class Batch:
         generation: grows whenever the batch is emptied, so that old marks are known to be reached.
     """
 
-    def __init__(self, spins: int) -> None:
+    def __init__(self, spins: int, process_memory: bool = False) -> None:
+        """`process_memory` allows large messages to go straight between processes' arrays."""
         self._spins = spins
+        self._process_memory = process_memory
         self._allot(np.zeros((8, WIDTH), np.int64))
         self._ends: list[RingEnd] = []
         # Of each ring end the words that stay the same while transfers neither reduce nor wait: half the time of a row.
@@ -60,7 +63,8 @@ class Batch:
         plain = combine == lane == 0 and gates is NO_GATES
         rest = self._rests.get(end) if plain else None
         if rest is None:
-            rest = _REST.pack(end.turn, *end.geometry, itemsize, combine, remote_first, end.peer, lane, *gates)
+            state = join(end, self._process_memory)
+            rest = _REST.pack(end.turn, *end.geometry, itemsize, combine, remote_first, end.peer, state, lane, *gates)
             if plain:
                 self._rests[end] = rest
         op, dtype, nbytes, tag, detail = message

@@ -13,7 +13,7 @@ from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopp
 from xvcomm.abc.device import Stream
 from xvcomm.abc.store import Store
 from xvcomm.atomics import READY, STOPPED
-from xvcomm.backends.host import direct, kernels
+from xvcomm.backends.host import direct, kernels, processes
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.kernels import Mode, Word
 from xvcomm.backends.host.reducers import BLOCK, kit, scaler
@@ -82,7 +82,7 @@ class HostCollective(Collective):
         self._pieces = np.zeros(1, np.int64)
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
         self._room = np.empty(0, np.uint8)
-        self._access = direct.access(bool(config.process_memory))
+        self._access = processes.access(bool(config.process_memory))
         self._contests: dict[tuple[Mode, int], np.ndarray] = {}
         direct.introduce(self._arena, me, self._access)
         self._plans: dict[object, Plan] = {}

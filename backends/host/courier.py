@@ -17,6 +17,7 @@ from xvcomm.atomics import PENDING, READY, STOPPED, load, load_acquire, store
 from xvcomm.backends.host import mover
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.mover import WIDTH, Kind, drive_all, take, try_row
+from xvcomm.backends.host.rendezvous import join
 from xvcomm.deadline import Deadline
 from xvcomm.jit import brief, compiling, kernel
 from xvcomm.opcode import OpCode
@@ -93,7 +94,10 @@ with compiling():
 class HostCourier(Courier):
     """A row of the mover whose words stay from message to message."""
 
-    def __init__(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int, spins: int) -> None:
+    def __init__(
+        self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int, spins: int, process_memory: bool
+    ) -> None:  # fmt: skip
+        """`process_memory`: as in `Batch`."""
         self.end = end
         self._words = np.zeros(Word.ROW + WIDTH, np.int64)
         self._words[: Word.ROW] = (recorder, communicator, stop, end.counter, op, spins, -1)
@@ -105,6 +109,7 @@ class HostCourier(Courier):
         row[mover.Word.LANES : mover.Word.ITEMSIZE] = end.geometry
         row[mover.Word.ITEMSIZE] = 1
         row[mover.Word.BLAME] = end.peer
+        row[mover.Word.STATE] = join(end, process_memory)
         row[mover.Word.PHASE] = mover.DONE
         self._address = int(self._words.ctypes.data)
 

@@ -95,6 +95,7 @@ class HostDevice(Device):
     def __init__(self, config: Config) -> None:
         # A spin of compiled code costs about 2 ns; the figure needs no precision.
         self._spins = int(config.spin_us * 500)
+        self._process_memory = bool(config.process_memory)
         self._engine = Engine(self._spins)
         self._scratch = np.empty(BLOCK * 16, np.uint8)
 
@@ -110,7 +111,7 @@ class HostDevice(Device):
     def streams(self, count: int) -> tuple[HostStream, ...]:
         """See `Device.streams`."""
         assert count <= MAX_STREAMS
-        batch = Batch(self._spins)
+        batch = Batch(self._spins, self._process_memory)
         return tuple(HostStream(batch, lane, self._engine) for lane in range(count))
 
     def adopt(self, handle: int | None, *addresses: int) -> HostStream:
@@ -145,7 +146,7 @@ class HostDevice(Device):
 
     def courier(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostCourier:
         """See `Device.courier`."""
-        return HostCourier(end, op, recorder, communicator, stop, self._spins)
+        return HostCourier(end, op, recorder, communicator, stop, self._spins, self._process_memory)
 
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
         """See `Device.reduce`."""

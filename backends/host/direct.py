@@ -15,16 +15,13 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
-import secrets
 from typing import Any
 
 import numpy as np
-from numba import types
 from numba.extending import register_jitable
 
 from xvcomm.atomics import (
     READY,
-    as_pointer,
     await_word,
     full_fence,
     load,
@@ -34,6 +31,7 @@ from xvcomm.atomics import (
     usleep,
 )  # fmt: skip
 from xvcomm.backends.host.kernels import Mode, Word, arrive, combine, line, meet, open_plan, reduce
+from xvcomm.backends.host.processes import copy, exposed, now, reachable, witness, witnessed
 from xvcomm.jit import compiling, kernel
 from xvcomm.ring import ABORT, LINE
 from xvcomm.shm import PAGE
@@ -50,17 +48,6 @@ _PIECE = 256 << 10
 _PATIENCE_US, _PAUSE_US = 1_000_000, 100
 NEVER = np.iinfo(np.int64).max
 
-_read = types.ExternalFunction(
-    "process_vm_readv",
-    types.int64(types.int32, types.voidptr, types.uint64, types.voidptr, types.uint64, types.uint64),
-)
-_write = types.ExternalFunction(
-    "process_vm_writev",
-    types.int64(types.int32, types.voidptr, types.uint64, types.voidptr, types.uint64, types.uint64),
-)
-_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
-_MONOTONIC = 1
-
 
 class LineWord(enum.IntEnum):
     """Words of a member's line in the arena, behind those of `kernels`."""
@@ -72,15 +59,6 @@ class LineWord(enum.IntEnum):
     DST = 7
     TOOK = 8  # nanoseconds of its last try in this class of sizes
     TOUCHES = 9  # whether it may be in the others' memory at the moment
-
-
-class AccessWord(enum.IntEnum):
-    """What a member knows of the others' memory, in its own."""
-
-    REACH = 0  # whether it can read and write it: 0 not tried, 1 yes, -1 no
-    WITNESS = 1
-    ROOM = 2
-    VECTORS = 4  # a local one, up to four remote ones
 
 
 class ContestWord(enum.IntEnum):
@@ -108,7 +86,6 @@ _RANKS, _ME, _SPINS, _BUDGET, _ARENA = (int(w) for w in (Word.RANKS, Word.ME, Wo
 _MODE, _ROOT, _TABLES = int(Word.MODE), int(Word.ROOT), int(Word.TABLES)
 _STEP, _BEGAN, _ACCESS, _CONTEST, _ROOM = (int(w) for w in tuple(Word)[22:27])
 _PROCESS, _WITNESS, _VALUE, _SRC, _DST, _TOOK, _TOUCHES = (8 * int(w) for w in LineWord)
-_OWN_WITNESS, _OWN_ROOM, _VECTORS = (8 * int(w) for w in tuple(AccessWord)[1:])
 _LAST, _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
 _ENTER, _MEET, _STAGED, _DIRECT, _LEAVE, _FAILED = (int(s) for s in Step)
@@ -128,19 +105,10 @@ def room(ranks: int) -> np.ndarray:
     return memory[-memory.ctypes.data % PAGE :]
 
 
-def access(allowed: bool) -> np.ndarray:
-    """The words of `AccessWord` for one member; `allowed` tells whether it may try at all."""
-    words = np.zeros(AccessWord.VECTORS + 10, np.int64)
-    words[AccessWord.REACH] = 0 if allowed else -1
-    words[AccessWord.WITNESS] = secrets.randbits(62) + 1
-    return words
-
-
 def introduce(arena: int, me: int, access: np.ndarray) -> None:
     """Tell the other members, in the arena, where this one's memory is."""
     words = (ctypes.c_int64 * len(LineWord)).from_address(arena + PAGE + me * LINE + _PROCESS)
-    witness = access.ctypes.data + _OWN_WITNESS
-    words[:3] = [os.getpid(), witness, int(access[AccessWord.WITNESS])]
+    words[:3] = [os.getpid(), *witness(access)]
 
 
 def contest() -> np.ndarray:
@@ -149,73 +117,30 @@ def contest() -> np.ndarray:
 
 
 @register_jitable
-def _now(access: int) -> int:
-    """Nanoseconds of a clock that only goes forward."""
-    _clock(_MONOTONIC, as_pointer(access + _VECTORS))
-    return load(access + _VECTORS) * 1_000_000_000 + load(access + _VECTORS + 8)
-
-
-@register_jitable
-def _vector(access: int, index: int, address: int, count: int) -> None:
-    store(access + _VECTORS + 16 * index, address)
-    store(access + _VECTORS + 16 * index + 8, count)
-
-
-@register_jitable
-def _copy(write: bool, access: int, process: int, mine: int, theirs: int, count: int) -> bool:
-    """Copy between this process's memory and another's; False if that cannot be reached."""
-    done = 0
-    vectors = access + _VECTORS
-    while done < count:
-        _vector(access, 0, mine + done, count - done)
-        _vector(access, 1, theirs + done, count - done)
-        if write:
-            moved = _write(process, as_pointer(vectors), 1, as_pointer(vectors + 16), 1, 0)
-        else:
-            moved = _read(process, as_pointer(vectors), 1, as_pointer(vectors + 16), 1, 0)
-        if moved <= 0:
-            return False
-        done += moved
-    return True
-
-
-@register_jitable
 def _witnessed(p: Any, rank: int) -> bool:
-    """Whether a member's memory can be read, and is that of the process meant: numbers differ between namespaces."""
-    access, peer = p[_ACCESS], line(p, rank)
-    room = access + _OWN_ROOM
-    found = _copy(False, access, load(peer + _PROCESS), room, load(peer + _WITNESS), 8)
-    return found and load(room) == load(peer + _VALUE)
+    """Whether a member's memory can be read."""
+    peer = line(p, rank)
+    return witnessed(p[_ACCESS], load(peer + _PROCESS), load(peer + _WITNESS), load(peer + _VALUE))
 
 
 @register_jitable
 def _try_others(p: Any) -> int:
     """1 if the memory of all others can be read and written, else -1."""
-    access = p[_ACCESS]
     for r in range(p[_RANKS]):
-        if r != p[_ME]:
-            peer, room = line(p, r), access + _OWN_ROOM
-            if not _witnessed(p, r) or not _copy(True, access, load(peer + _PROCESS), room, load(peer + _WITNESS), 8):
-                return -1
+        peer = line(p, r)
+        if r != p[_ME] and not reachable(p[_ACCESS], load(peer + _PROCESS), load(peer + _WITNESS), load(peer + _VALUE)):
+            return -1
     return 1
 
 
 @register_jitable
 def _exposed(p: Any, src: int, dst: int) -> bool:
-    """Whether the system lets others into these arrays: not if a driver has mapped them."""
-    access, count, remote = p[_ACCESS], 0, 1
+    """Whether the system lets others into these arrays."""
+    count = 0
     for r in range(p[_RANKS]):
         count += p[_TABLES + p[_RANKS] + r]
-    _vector(access, 1, src, 1)
-    _vector(access, 2, src + count - 1, 1)
-    if p[_MODE] == _ALL or (p[_MODE] != _SCATTER and p[_ME] == p[_ROOT]):
-        remote = 3
-        _vector(access, 3, dst, 1)
-        _vector(access, 4, dst + count - 1, 1)
-    wanted = remote + 1
-    _vector(access, 0, access + _OWN_ROOM, wanted)
-    vectors, process = access + _VECTORS, load(line(p, p[_ME]) + _PROCESS)
-    return _read(process, as_pointer(vectors), 1, as_pointer(vectors + 16), wanted, 0) == wanted
+    writes = p[_MODE] == _ALL or (p[_MODE] != _SCATTER and p[_ME] == p[_ROOT])
+    return exposed(p[_ACCESS], load(line(p, p[_ME]) + _PROCESS), src, count, dst, count if writes else 0)
 
 
 @register_jitable
@@ -246,7 +171,7 @@ def _choose(p: Any) -> int:
         store(contest + _SPENT, load(contest + _SPENT) + slowest)
     if turns >= 0 and (turns % 2 == 1 or turns < 2 * TRIES or load(contest + _SPENT) < _TRIAL_NS):
         store(contest, turns + 1)
-        p[_BEGAN] = _now(p[_ACCESS])
+        p[_BEGAN] = now(p[_ACCESS])
         return _DIRECT if turns % 2 == 1 else _STAGED
     store(contest, _CHOSEN)
     return _DIRECT if load(best + 8) < load(best) else _STAGED
@@ -262,7 +187,7 @@ def _touch(p: Any, rank: int, write: bool, mine: int, theirs: int, count: int) -
     store_release(touches, 1)
     full_fence()
     copied = load_acquire(peer + _SRC) != 0 and load_acquire(p[_ARENA] + ABORT) == 0
-    copied = copied and _copy(write, p[_ACCESS], load(peer + _PROCESS), mine, theirs, count)
+    copied = copied and copy(write, p[_ACCESS], load(peer + _PROCESS), mine, theirs, count)
     store_release(touches, 0)
     return copied
 
@@ -329,7 +254,7 @@ def _reduce(plan: int, src: int, dst: int) -> int:
     if result == READY:
         p[_STEP] = _ENTER
         if p[_BEGAN] != 0:
-            store(p[_CONTEST] + _LAST, _now(p[_ACCESS]) - p[_BEGAN])
+            store(p[_CONTEST] + _LAST, now(p[_ACCESS]) - p[_BEGAN])
     return result
 
 

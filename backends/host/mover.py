@@ -26,7 +26,9 @@ from xvcomm.atomics import (
     store_release,
     stream_bytes,
 )
+from xvcomm.backends.host import rendezvous
 from xvcomm.backends.host.reducers import call_combine
+from xvcomm.backends.host.rendezvous import copy_next, propose, through
 from xvcomm.jit import brief, compiling, kernel
 
 MISMATCH, SOME = 3, 4
@@ -72,21 +74,24 @@ class Word(enum.IntEnum):
     COMBINE = 18
     REMOTE_FIRST = 19
     BLAME = 20
-    LANE = 21  # number of the stream in its batch
-    GATES = 22  # a word a stream of the batch: of so many first rows those on this stream must be done before
-    STARTS = 26
+    STATE = 21  # address of what `rendezvous` keeps of the ring end; 0: messages never go straight
+    LANE = 22  # number of the stream in its batch
+    GATES = 23  # a word a stream of the batch: of so many first rows those on this stream must be done before
+    STARTS = 27
 
 
 WIDTH = Word.STARTS + MAX_LANES
 MAX_STREAMS = Word.STARTS - Word.GATES
-NEW, POSTED, MOVING, DONE = 0, 1, 2, 3
+NEW, POSTED, MOVING, STRAIGHT, DONE = 0, 1, 2, 3, 4
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _KIND, _RING, _DATA, _NBYTES, _SEQUENCE = int(Word.KIND), int(Word.RING), int(Word.DATA), int(Word.NBYTES), int(Word.SEQUENCE)
 _OP, _PHASE, _TURN, _LANES, _SLOTS = int(Word.OP), int(Word.PHASE), int(Word.TURN), int(Word.LANES), int(Word.SLOTS)
 _SLOT_BYTES, _LEDGER, _SLOT_DATA, _BLAME = int(Word.SLOT_BYTES), int(Word.LEDGER), int(Word.SLOT_DATA), int(Word.BLAME)
 _ITEMSIZE, _COMBINE, _REMOTE_FIRST, _STARTS = int(Word.ITEMSIZE), int(Word.COMBINE), int(Word.REMOTE_FIRST), int(Word.STARTS)
-_LANE, _GATES = int(Word.LANE), int(Word.GATES)
+_STATE, _LANE, _GATES = int(Word.STATE), int(Word.LANE), int(Word.GATES)
+_OFFER, _TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
+_NOT_YET = rendezvous.NOT_YET
 _PUT, _GET = int(Kind.PUT), int(Kind.GET)
 _chunk_bytes, _lanes_used = register_jitable(ring.chunk_bytes), register_jitable(ring.lanes_used)
 _part_bytes = register_jitable(ring.part_bytes)
@@ -102,11 +107,13 @@ def _entry(row: int, producer: bool) -> int:
 
 
 @register_jitable
-def _post(row: int, producer: bool) -> None:
-    """Write this end's description and publish it."""
+def _post(row: int, producer: bool, offer: int) -> None:
+    """Write this end's description and its offer, and publish them."""
     entry = _entry(row, producer)
     for i in range(_FIELDS):
         store(entry + 8 + 8 * i, load(row + 8 * (_OP + i)))
+    store(entry + _OFFER, offer)
+    store(entry + _TOOK, rendezvous.took(load(row + 8 * _STATE)))
     store_release(entry, load(row + 8 * _SEQUENCE) + 1)
     full_fence()
 
@@ -125,6 +132,16 @@ def _compare(row: int, producer: bool) -> int:
 
 
 @register_jitable
+def _offer(row: int, producer: bool) -> int:
+    """What this end's description says of its array; see `rendezvous`."""
+    state, data, nbytes = load(row + 8 * _STATE), load(row + 8 * _DATA), load(row + 8 * _NBYTES)
+    if producer:
+        capacity = load(row + 8 * _LANES) * load(row + 8 * _SLOTS) * load(row + 8 * _SLOT_BYTES)
+        return propose(state, data, nbytes, _entry(row, False), load(row + 8 * _SEQUENCE), capacity)
+    return rendezvous.offer(state, data, nbytes) if load(row + 8 * _KIND) == _GET else 0
+
+
+@register_jitable
 def _begin(row: int, producer: bool) -> int:
     """Post, compare if the other end already posted, and note where each lane stands."""
     base = load(row + 8 * _RING)
@@ -135,11 +152,20 @@ def _begin(row: int, producer: bool) -> int:
             return _STOPPED
         if sequence - load_acquire(base + CONSUMED) >= LEDGER:
             return _NOTHING
-        _post(row, producer)
+        offer = _offer(row, producer)
+        if offer == _NOT_YET:
+            return _NOTHING
+        _post(row, producer, offer)
         store(row + 8 * _PHASE, POSTED)
     found = _compare(row, producer)
-    if found == _MISMATCH or (found == _NOTHING and not producer):
+    offered = load(_entry(row, producer) + _OFFER) != 0
+    if found == _MISMATCH or (found == _NOTHING and (offered or not producer)):
         return found
+    if offered and not producer:
+        rendezvous.begin_clock(load(row + 8 * _STATE))
+    if offered and load(_entry(row, not producer) + _OFFER) != 0:
+        store(row + 8 * _PHASE, STRAIGHT)
+        return _PROGRESS
     for lane in range(load(row + 8 * _LANES)):
         counter = base + COUNTERS + (2 * lane + (0 if producer else 1)) * LINE
         store(row + 8 * (_STARTS + lane), load(counter))
@@ -185,24 +211,13 @@ def _move_lane(row: int, lane: int, low: int, high: int, chunk: int) -> int:
 
 
 @register_jitable
-def _advance(row: int) -> int:
-    """Bring one row on by at most a slot a lane."""
-    producer = load(row + 8 * _KIND) == _PUT
-    base = load(row + 8 * _RING)
-    if load(row + 8 * _PHASE) != MOVING:
-        begun = _begin(row, producer)
-        if begun == _NOTHING and load_acquire(base + ABORT) != 0:
-            # What the peer published before it left is still delivered: look once more.
-            begun = _begin(row, producer)
-            return begun if begun != _NOTHING else _STOPPED
-        if begun != _PROGRESS:
-            return begun
+def _move_lanes(row: int) -> int:
+    """Move at most a slot a lane."""
     nbytes = load(row + 8 * _NBYTES)
     lanes = load(row + 8 * _LANES)
     chunk = _chunk_bytes(nbytes, lanes, load(row + 8 * _SLOT_BYTES))
     used = _lanes_used(nbytes, lanes, chunk)
     part = _part_bytes(nbytes, used)
-    aborted = load_acquire(base + ABORT) != 0
     complete, moved = 0, False
     for lane in range(used):
         low = lane * part
@@ -210,15 +225,44 @@ def _advance(row: int) -> int:
         complete += result == _COMPLETE
         moved = moved or result == _PROGRESS
     if complete == used:
+        return _COMPLETE
+    return _PROGRESS if moved else _NOTHING
+
+
+@register_jitable
+def _move_straight(row: int, producer: bool) -> int:
+    """Copy at most a chunk between the two arrays."""
+    state, sequence, nbytes = load(row + 8 * _STATE), load(row + 8 * _SEQUENCE), load(row + 8 * _NBYTES)
+    theirs = load(_entry(row, not producer) + _OFFER)
+    moved = copy_next(state, producer, sequence, load(row + 8 * _DATA), theirs, nbytes)
+    if through(state, sequence, nbytes):
+        return _COMPLETE
+    return _PROGRESS if moved else _NOTHING
+
+
+@register_jitable
+def _advance(row: int) -> int:
+    """Bring one row on by at most a slot a lane, or a chunk."""
+    producer = load(row + 8 * _KIND) == _PUT
+    base = load(row + 8 * _RING)
+    if load(row + 8 * _PHASE) < MOVING:
+        begun = _begin(row, producer)
+        if begun == _NOTHING and load_acquire(base + ABORT) != 0:
+            # What the peer published before it left is still delivered: look once more.
+            begun = _begin(row, producer)
+            return begun if begun != _NOTHING else _STOPPED
+        if begun != _PROGRESS:
+            return begun
+    aborted = load_acquire(base + ABORT) != 0
+    result = _move_straight(row, producer) if load(row + 8 * _PHASE) == STRAIGHT else _move_lanes(row)
+    if result == _COMPLETE:
         sequence = load(row + 8 * _SEQUENCE)
         if not producer:
+            rendezvous.stop_clock(load(row + 8 * _STATE))
             store_release(base + CONSUMED, sequence + 1)
         store(row + 8 * _PHASE, DONE)
         compare_and_swap(load(row + 8 * _TURN), sequence, sequence + 1)
-        return _COMPLETE
-    if moved:
-        return _PROGRESS
-    return _STOPPED if aborted else _NOTHING
+    return _STOPPED if result == _NOTHING and aborted else result
 
 
 @register_jitable

@@ -17,8 +17,9 @@ from xvcomm.atomics import PENDING, STOPPED
 from xvcomm.backends.host import direct
 from xvcomm.backends.host.collective import HostCollective, Plan
 from xvcomm.backends.host.device import HostDevice
-from xvcomm.backends.host.direct import AccessWord, LineWord
+from xvcomm.backends.host.direct import LineWord
 from xvcomm.backends.host.kernels import Word
+from xvcomm.backends.host.processes import AccessWord
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, ReduceOp, Reduction

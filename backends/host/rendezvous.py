@@ -1,0 +1,331 @@
+"""Large messages that both ends copy at once, straight between their arrays, where the system allows it.
+
+The sender writes into the receiver's array from its first byte on, the receiver reads the sender's from the last one on,
+a chunk at a time, until they meet: one copy instead of two, by two cores. In its ledger entry each end offers its array,
+or not; both read both entries, so they agree. Only the sender chooses: it offers once its messages of about this size,
+which at first go both ways in turns, have shown to arrive sooner so.
+
+A small enough message does not wait long for its receiver: it goes into the ring, as ever, and its sender goes on.
+
+An end may give up in the middle, and its array is then its caller's again. So nobody touches the other's memory without
+saying so first and then looking whether the other is still in; who gives up says that first, and then waits until
+nobody touches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import threading
+from functools import partial
+
+import numpy as np
+from numba.extending import register_jitable
+
+from xvcomm import ring
+from xvcomm.atomics import compare_and_swap, full_fence, load, load_acquire, store, store_release, usleep
+from xvcomm.backends.host import processes
+from xvcomm.backends.host.processes import ACCESS_WORDS, copy, exposed, now, reachable, witnessed
+from xvcomm.jit import compiling, kernel
+from xvcomm.ring import ABORT, CLAIMS, LINE, MEETING, TURNS, RingEnd
+from xvcomm.shm import PAGE
+
+LEAST = 256 << 10
+"""Bytes of a message from which on it may go this way."""
+
+TRIES = 4
+"""Of each way, in a class of sizes; more until they took so long that no passing disturbance can have hit all of them."""
+_TRIAL_NS = 20_000_000
+PATIENCE_NS = 50_000
+"""How long a message that the ring can hold waits for its receiver."""
+_GIVE_UP_US, _PAUSE_US = 1_000_000, 100
+_NEVER = int(np.iinfo(np.int64).max)
+_LEAST_CHUNK, _MOST_CHUNK = 64 << 10, 256 << 10
+_MOST_CHUNKS = 4095
+_CLASSES = 48
+
+NOT_YET, STAGED = -1, 0
+"""What `propose` gives instead of an address."""
+
+
+class LineWord(enum.IntEnum):
+    """Words of an end's line in page 0 of the ring."""
+
+    PROCESS = 0  # its number
+    WITNESS = 1  # address of a word of its memory
+    VALUE = 2  # that stands there; 0 until the end is there
+    TOUCHES = 3  # whether it may be in the other's memory at the moment
+    DONE = 4  # number of its newest message that went this way, and the chunks of it that this end has copied
+
+
+class Word(enum.IntEnum):
+    """What an end keeps in its own memory, behind `processes.AccessWord`."""
+
+    MINE = ACCESS_WORDS  # addresses of the two lines
+    THEIRS = ACCESS_WORDS + 1
+    RING = ACCESS_WORDS + 2
+    THEIR_TURN = ACCESS_WORDS + 3
+    BEGAN = ACCESS_WORDS + 4  # when the sender's message under way began to wait, or the receiver's to arrive; else 0
+    TOOK = ACCESS_WORDS + 5  # nanoseconds of the receiver's newest message that it offered its array for
+    TRIED = ACCESS_WORDS + 6  # address of the sender's contest whose try is under way; else 0
+    CONTESTS = ACCESS_WORDS + 7
+
+
+class ContestWord(enum.IntEnum):
+    """The two ways at messages of about one size; the sender's."""
+
+    TURNS = 0  # tries that are through; -1 once the way is chosen
+    SPENT = 1  # nanoseconds of all, of the best staged one, of the best one straight
+    BEST = 2
+
+
+_CONTEST_WORDS = 4
+
+# Plain integers: numba reads an enum's members as constants only by way of globals.
+_PROCESS, _WITNESS, _VALUE, _TOUCHES, _DONE = (8 * int(w) for w in LineWord)
+_MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN, _TOOK, _TRIED, _CONTESTS = (8 * int(w) for w in Word)
+_SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
+_CLAIMS, _ABORT = CLAIMS, ABORT
+_OFFER, _ENTRY_TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
+
+
+def chunk_bytes(nbytes: int) -> int:
+    """Bytes that one end claims at a time: an eighth, in whole pages, so that both have work until the end."""
+    eighth = (nbytes + 8 * PAGE - 1) // (8 * PAGE) * PAGE
+    least = (nbytes + _MOST_CHUNKS * PAGE - 1) // (_MOST_CHUNKS * PAGE) * PAGE
+    return max(least, min(_MOST_CHUNK, max(_LEAST_CHUNK, eighth)))
+
+
+_chunk_bytes = register_jitable(chunk_bytes)
+
+
+@register_jitable
+def _number(sequence: int) -> int:
+    """Of a message, in words that also count chunks; comes round only after half a trillion."""
+    return (sequence + 1) & ((1 << 39) - 1)
+
+
+@register_jitable
+def _reaches(state: int) -> bool:
+    """Whether the other end's memory can be read and written; found out once it is there."""
+    reach = load(state)
+    if reach == 0:
+        theirs = load(state + _THEIRS)
+        value = load_acquire(theirs + _VALUE)
+        if value == 0:
+            return False
+        found = reachable(state, load(theirs + _PROCESS), load(theirs + _WITNESS), value)
+        reach = 1 if found else -1
+        store(state, reach)
+    return reach > 0
+
+
+@register_jitable
+def _exposed(state: int, data: int, nbytes: int) -> bool:
+    return exposed(state, load(load(state + _MINE) + _PROCESS), data, nbytes, 0, 0)
+
+
+@register_jitable
+def offer(state: int, data: int, nbytes: int) -> int:
+    """What a receiver writes into its entry: its array's address, if the sender may write there; else STAGED."""
+    return data if nbytes >= LEAST and state != 0 and _reaches(state) and _exposed(state, data, nbytes) else STAGED
+
+
+@register_jitable
+def _contest(state: int, nbytes: int) -> int:
+    """Address of the contest of messages of this size."""
+    size_class = 0
+    while nbytes >= 2 * LEAST and size_class < _CLASSES - 1:
+        nbytes //= 2
+        size_class += 1
+    return state + _CONTESTS + 8 * _CONTEST_WORDS * size_class
+
+
+@register_jitable
+def _record(state: int, took: int) -> None:
+    """Note how the last try ended."""
+    contest = load(state + _TRIED)
+    if contest != 0:
+        turns = load(contest)
+        best = contest + _BEST + 8 * (turns % 2)
+        store(best, min(load(best), took))
+        store(contest + _SPENT, load(contest + _SPENT) + took)
+        store(contest, turns + 1)
+        store(state + _TRIED, 0)
+
+
+@register_jitable
+def _choose(state: int, nbytes: int) -> bool:
+    """Whether the message, for which the receiver waits, goes straight."""
+    contest = _contest(state, nbytes)
+    turns = load(contest)
+    if turns >= 0 and (turns % 2 == 1 or turns < 2 * TRIES or load(contest + _SPENT) < _TRIAL_NS):
+        store(state + _TRIED, contest)
+        return turns % 2 == 1
+    store(contest, -1)
+    return load(contest + _BEST + 8) < load(contest + _BEST)
+
+
+@register_jitable
+def _leads(state: int, nbytes: int) -> bool:
+    """Whether going straight was faster so far."""
+    contest = _contest(state, nbytes)
+    return load(contest + _BEST + 8) < load(contest + _BEST)
+
+
+@register_jitable
+def propose(state: int, data: int, nbytes: int, theirs: int, sequence: int, capacity: int) -> int:
+    """What a sender writes into its entry: its array's address, or STAGED.
+
+    Args:
+        theirs: address of the receiver's entry.
+        capacity: bytes that the ring holds.
+
+    Returns:
+        NOT_YET if it should wait a moment for the receiver before it writes any.
+    """
+    if nbytes < LEAST or state == 0 or not _reaches(state):
+        return STAGED
+    there = load_acquire(theirs) == sequence + 1
+    if not there and nbytes <= capacity:
+        # Without an offer it need not wait for the receiver: who sends to each other before receiving may rely on that.
+        if load(state + _BEGAN) == 0:
+            store(state + _BEGAN, now(state))
+        if now(state) - load(state + _BEGAN) < PATIENCE_NS:
+            return NOT_YET
+    store(state + _BEGAN, 0)
+    if not there:
+        store(state + _TRIED, 0)  # the receiver's next figure is this message's, which is no try
+        straight = nbytes > capacity and _leads(state, nbytes)
+    elif load(theirs + _OFFER) == 0:
+        straight = False
+    else:
+        _record(state, load(theirs + _ENTRY_TOOK))
+        straight = _choose(state, nbytes)
+    return data if straight and _exposed(state, data, nbytes) else STAGED
+
+
+@register_jitable
+def begin_clock(state: int) -> None:
+    """Note when a message that the receiver offered its array for begins to arrive."""
+    store(state + _BEGAN, now(state))
+
+
+@register_jitable
+def stop_clock(state: int) -> None:
+    """Note how long it took."""
+    if state != 0 and load(state + _BEGAN) != 0:
+        store(state + _TOOK, now(state) - load(state + _BEGAN))
+        store(state + _BEGAN, 0)
+
+
+@register_jitable
+def took(state: int) -> int:
+    """What a receiver writes into its entry beside its offer."""
+    return load(state + _TOOK) if state != 0 else 0
+
+
+@register_jitable
+def _claim(claims: int, producer: bool, number: int, chunks: int) -> int:
+    """Index of a chunk that this end copies, the producer from the first on, the consumer from the last on; -1: none left."""
+    while True:
+        seen = load_acquire(claims)
+        known = seen if seen >> 24 == number else number << 24
+        front, back = (known >> 12) & 0xFFF, known & 0xFFF
+        if front + back >= chunks:
+            return -1
+        if compare_and_swap(claims, seen, known + (1 << 12 if producer else 1)) == seen:
+            return front if producer else chunks - 1 - back
+
+
+@register_jitable
+def _done(line: int, number: int) -> int:
+    """Chunks of a message that an end has copied."""
+    word = load_acquire(line + _DONE)
+    return word & 0xFFFFFF if word >> 24 == number else 0
+
+
+@register_jitable
+def _copy_chunk(state: int, producer: bool, mine: int, theirs: int, count: int) -> bool:
+    """Copy a chunk into or out of the other's array; False if it has given up, everything stops, or it cannot be reached.
+
+    A process that is stopped by a signal stops behind the system call that it is in, and may find all changed then.
+    """
+    line, turn = load(state + _MINE), load(state + _THEIR_TURN)
+    store_release(line + _TOUCHES, 1)
+    full_fence()
+    copied = load_acquire(turn) >= 0 and load_acquire(load(state + _RING) + _ABORT) == 0
+    copied = copied and copy(producer, state, load(load(state + _THEIRS) + _PROCESS), mine, theirs, count)
+    copied = copied and load_acquire(turn) >= 0
+    store_release(line + _TOUCHES, 0)
+    return copied
+
+
+@register_jitable
+def copy_next(state: int, producer: bool, sequence: int, mine: int, theirs: int, nbytes: int) -> bool:
+    """Copy a chunk that nobody else has claimed; False if there is none, or it cannot be copied."""
+    number, chunk = _number(sequence), _chunk_bytes(nbytes)
+    chunks = (nbytes + chunk - 1) // chunk
+    index = _claim(load(state + _RING) + _CLAIMS, producer, number, chunks)
+    offset = index * chunk
+    if index < 0 or not _copy_chunk(state, producer, mine + offset, theirs + offset, min(chunk, nbytes - offset)):
+        return False
+    line = load(state + _MINE)
+    store_release(line + _DONE, (number << 24) + _done(line, number) + 1)
+    return True
+
+
+@register_jitable
+def through(state: int, sequence: int, nbytes: int) -> bool:
+    """Whether both ends together have copied the whole message."""
+    number, chunk = _number(sequence), _chunk_bytes(nbytes)
+    done = _done(load(state + _MINE), number) + _done(load(state + _THEIRS), number)
+    return done == (nbytes + chunk - 1) // chunk
+
+
+def _await_untouched(state: int) -> None:
+    """Wait, behind giving up, until the other end does not touch this one's array."""
+    full_fence()
+    waited, theirs = 0, load(state + _THEIRS)
+    # Of a dead process the word stays set; a stopped one has left the system call that it was in.
+    while load_acquire(theirs + _TOUCHES) != 0 and waited < _GIVE_UP_US:
+        if not witnessed(state, load(theirs + _PROCESS), load(theirs + _WITNESS), load(theirs + _VALUE)):
+            return
+        usleep(_PAUSE_US)
+        waited += _PAUSE_US
+
+
+with compiling():
+    await_untouched = kernel("void(int64)")(_await_untouched)
+
+_joining = threading.Lock()
+
+
+def join(end: RingEnd, allowed: bool) -> int:
+    """Address of what compiled code keeps of a ring end; the first time, the other end is told where this process is.
+
+    0 if messages may not go straight. Any thread.
+    """
+    if not allowed:
+        return 0
+    with _joining:
+        if end.kept is None:
+            end.kept = _introduce(end)
+    return int(end.kept.ctypes.data)
+
+
+def _introduce(end: RingEnd) -> np.ndarray:
+    """The words of `Word` for a ring end, which the other one now can find."""
+    mine, theirs = (end.address + MEETING + (0 if producer else LINE) for producer in (end.producer, not end.producer))
+    state = processes.access(True, Word.CONTESTS + _CONTEST_WORDS * _CLASSES)
+    address = int(state.ctypes.data)
+    turn = end.address + TURNS + (LINE if end.producer else 0)
+    state[Word.MINE : Word.BEGAN] = (mine, theirs, end.address, turn)
+    for way in range(2):
+        state[Word.CONTESTS + ContestWord.BEST + way :: _CONTEST_WORDS] = _NEVER
+    line = (ctypes.c_int64 * len(LineWord)).from_address(mine)
+    line[LineWord.PROCESS] = os.getpid()
+    line[LineWord.WITNESS], line[LineWord.VALUE] = processes.witness(state)
+    end.gave_up = partial(await_untouched, address)
+    return state
