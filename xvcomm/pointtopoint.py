@@ -1,8 +1,8 @@
 """Point-to-point operations of a communicator: send, recv, their asynchronous forms, groups, and probes.
 
 Between two ranks messages of one channel match in order; the tag is checked, not searched. Messages of different
-channels (0 to 31) do not order each other. A send returns once its data is in the ring, a small one therefore before
-the receiver comes.
+channels (0 to 31) do not order each other. A send returns once its data is in the ring or the receiver's array, a small
+one therefore before the receiver comes.
 """
 
 from __future__ import annotations

@@ -48,10 +48,8 @@ LEAST_APART_CHUNK = 64 << 10
 
 
 class EntryWord(enum.IntEnum):
-    """Words of a ledger entry; the fields of `Message` lie behind the first."""
+    """Words of a ledger entry behind the message's number, from 1 on, and the fields of `Message`."""
 
-    NUMBER = 0  # of the message, from 1 on; written last
-    FIELDS = 1
     OFFER = 6  # address of the end's array, if the other may touch it; else 0
     TOOK = 7  # nanoseconds of the consumer's newest message for which it offered its array
 

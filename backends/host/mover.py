@@ -257,8 +257,11 @@ def _advance(row: int) -> int:
     result = _move_straight(row, producer) if load(row + 8 * _PHASE) == STRAIGHT else _move_lanes(row)
     if result == _COMPLETE:
         sequence = load(row + 8 * _SEQUENCE)
-        if not producer:
-            rendezvous.stop_clock(load(row + 8 * _STATE))
+        state = load(row + 8 * _STATE)
+        if producer:
+            rendezvous.learn(state, load(row + 8 * _NBYTES), _entry(row, False), sequence)
+        else:
+            rendezvous.stop_clock(state)
             store_release(base + CONSUMED, sequence + 1)
         store(row + 8 * _PHASE, DONE)
         compare_and_swap(load(row + 8 * _TURN), sequence, sequence + 1)

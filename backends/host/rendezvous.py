@@ -31,8 +31,8 @@ from xvcomm.jit import compiling, kernel
 from xvcomm.ring import ABORT, CLAIMS, LINE, MEETING, TURNS, RingEnd
 from xvcomm.shm import PAGE
 
-LEAST = 256 << 10
-"""Bytes of a message from which on it may go this way."""
+LEAST = 512 << 10
+"""Bytes of a message from which on it may go this way; below, in a ping-pong between processes, both take as long."""
 
 TRIES = 4
 """Of each way, in a class of sizes; more until they took so long that no passing disturbance can have hit all of them."""
@@ -41,9 +41,9 @@ PATIENCE_NS = 50_000
 """How long a message that the ring can hold waits for its receiver."""
 _GIVE_UP_US, _PAUSE_US = 1_000_000, 100
 _NEVER = int(np.iinfo(np.int64).max)
-_LEAST_CHUNK, _MOST_CHUNK = 64 << 10, 256 << 10
+_LEAST_CHUNK, _MOST_CHUNK = 128 << 10, 512 << 10
 _MOST_CHUNKS = 4095
-_CLASSES = 48
+_CLASSES = 24
 
 NOT_YET, STAGED = -1, 0
 """What `propose` gives instead of an address."""
@@ -68,14 +68,16 @@ class Word(enum.IntEnum):
     THEIR_TURN = ACCESS_WORDS + 3
     BEGAN = ACCESS_WORDS + 4  # when the sender's message under way began to wait, or the receiver's to arrive; else 0
     TOOK = ACCESS_WORDS + 5  # nanoseconds of the receiver's newest message that it offered its array for
-    TRIED = ACCESS_WORDS + 6  # address of the sender's contest whose try is under way; else 0
-    CONTESTS = ACCESS_WORDS + 7
+    TRIES = ACCESS_WORDS + 6  # address of the contest that the sender's message under way is a try of, plus its way; else 0
+    TRIED = ACCESS_WORDS + 7  # the same of the large message before
+    ASIDE = ACCESS_WORDS + 8  # a second `processes.AccessWord`: while a thread gives up another one may be copying
+    CONTESTS = 2 * ACCESS_WORDS + 8
 
 
 class ContestWord(enum.IntEnum):
     """The two ways at messages of about one size; the sender's."""
 
-    TURNS = 0  # tries that are through; -1 once the way is chosen
+    TURNS = 0  # tries that were begun; -1 once the way is chosen
     SPENT = 1  # nanoseconds of all, of the best staged one, of the best one straight
     BEST = 2
 
@@ -84,7 +86,7 @@ _CONTEST_WORDS = 4
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _PROCESS, _WITNESS, _VALUE, _TOUCHES, _DONE = (8 * int(w) for w in LineWord)
-_MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN, _TOOK, _TRIED, _CONTESTS = (8 * int(w) for w in Word)
+_MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN, _TOOK, _TRIES, _TRIED, _ASIDE, _CONTESTS = (8 * int(w) for w in Word)
 _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
 _CLAIMS, _ABORT = CLAIMS, ABORT
 _OFFER, _ENTRY_TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
@@ -143,34 +145,15 @@ def _contest(state: int, nbytes: int) -> int:
 
 
 @register_jitable
-def _record(state: int, took: int) -> None:
-    """Note how the last try ended."""
-    contest = load(state + _TRIED)
-    if contest != 0:
-        turns = load(contest)
-        best = contest + _BEST + 8 * (turns % 2)
-        store(best, min(load(best), took))
-        store(contest + _SPENT, load(contest + _SPENT) + took)
-        store(contest, turns + 1)
-        store(state + _TRIED, 0)
-
-
-@register_jitable
 def _choose(state: int, nbytes: int) -> bool:
-    """Whether the message, for which the receiver waits, goes straight."""
+    """Whether a message goes straight."""
     contest = _contest(state, nbytes)
     turns = load(contest)
     if turns >= 0 and (turns % 2 == 1 or turns < 2 * TRIES or load(contest + _SPENT) < _TRIAL_NS):
-        store(state + _TRIED, contest)
+        store(contest, turns + 1)
+        store(state + _TRIES, contest + turns % 2)
         return turns % 2 == 1
     store(contest, -1)
-    return load(contest + _BEST + 8) < load(contest + _BEST)
-
-
-@register_jitable
-def _leads(state: int, nbytes: int) -> bool:
-    """Whether going straight was faster so far."""
-    contest = _contest(state, nbytes)
     return load(contest + _BEST + 8) < load(contest + _BEST)
 
 
@@ -195,15 +178,32 @@ def propose(state: int, data: int, nbytes: int, theirs: int, sequence: int, capa
         if now(state) - load(state + _BEGAN) < PATIENCE_NS:
             return NOT_YET
     store(state + _BEGAN, 0)
-    if not there:
-        store(state + _TRIED, 0)  # the receiver's next figure is this message's, which is no try
-        straight = nbytes > capacity and _leads(state, nbytes)
-    elif load(theirs + _OFFER) == 0:
-        straight = False
-    else:
-        _record(state, load(theirs + _ENTRY_TOOK))
-        straight = _choose(state, nbytes)
-    return data if straight and _exposed(state, data, nbytes) else STAGED
+    store(state + _TRIES, 0)
+    if nbytes <= capacity and (not there or load(theirs + _OFFER) == 0):
+        return STAGED
+    if not _choose(state, nbytes):
+        return STAGED
+    if not _exposed(state, data, nbytes):
+        store(state + _TRIES, 0)
+        return STAGED
+    return data
+
+
+@register_jitable
+def learn(state: int, nbytes: int, theirs: int, sequence: int) -> None:
+    """Note, when a sender's message is through, how the last try ended: its receiver tells so in the next entry."""
+    if nbytes < LEAST or state == 0:
+        return
+    there = load_acquire(theirs) == sequence + 1
+    way = load(state + _TRIED) % 8
+    contest = load(state + _TRIED) - way
+    if there and contest != 0:
+        took, best = load(theirs + _ENTRY_TOOK), contest + _BEST + 8 * way
+        store(best, min(load(best), took))
+        store(contest + _SPENT, load(contest + _SPENT) + took)
+    # Of a receiver that has not come, or offers nothing, the next figure is another message's.
+    store(state + _TRIED, load(state + _TRIES) if there and load(theirs + _OFFER) != 0 else 0)
+    store(state + _TRIES, 0)
 
 
 @register_jitable
@@ -287,10 +287,10 @@ def through(state: int, sequence: int, nbytes: int) -> bool:
 def _await_untouched(state: int) -> None:
     """Wait, behind giving up, until the other end does not touch this one's array."""
     full_fence()
-    waited, theirs = 0, load(state + _THEIRS)
+    waited, theirs, aside = 0, load(state + _THEIRS), state + _ASIDE
     # Of a dead process the word stays set; a stopped one has left the system call that it was in.
     while load_acquire(theirs + _TOUCHES) != 0 and waited < _GIVE_UP_US:
-        if not witnessed(state, load(theirs + _PROCESS), load(theirs + _WITNESS), load(theirs + _VALUE)):
+        if not witnessed(aside, load(theirs + _PROCESS), load(theirs + _WITNESS), load(theirs + _VALUE)):
             return
         usleep(_PAUSE_US)
         waited += _PAUSE_US
@@ -309,9 +309,10 @@ def join(end: RingEnd, allowed: bool) -> int:
     """
     if not allowed:
         return 0
-    with _joining:
-        if end.kept is None:
-            end.kept = _introduce(end)
+    if end.kept is None:
+        with _joining:
+            if end.kept is None:
+                end.kept = _introduce(end)
     return int(end.kept.ctypes.data)
 
 
