@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -227,6 +228,7 @@ class RingEnd:
         self.turn = segment.address + TURNS + (0 if producer else LINE)
         self.kept: Any = None
         self.gave_up: Callable[[], None] | None = None
+        self._leaving = threading.Lock()
         self.closing: list[Callable[[], None]] = []
 
     @classmethod
@@ -274,12 +276,13 @@ class RingEnd:
     def give_up(self) -> None:
         """Say that a message of this end will never be finished; those behind it stop as soon as the ring does.
 
-        The array is the caller's again afterwards. May block for a second if the other end is stuck in it.
+        The array is the caller's again afterwards. May block for a second if the other end is stuck in it. Any thread.
         """
-        if self.address and self.finished()[1]:
-            ctypes.c_int64.from_address(self.turn).value ^= -1
-            if self.gave_up is not None:
-                self.gave_up()
+        with self._leaving:  # of several threads none returns before the first one need not wait any more
+            if self.address and self.finished()[1]:
+                ctypes.c_int64.from_address(self.turn).value ^= -1
+                if self.gave_up is not None:
+                    self.gave_up()
 
     def finished(self) -> tuple[int, bool]:
         """How many messages this end has finished, and whether it goes on: not if it gave one up, or was closed."""

@@ -17,8 +17,8 @@ from xvcomm.atomics import (
     READY,
     STOPPED,
     compare_and_swap,
-    copy_bytes,
     full_fence,
+    hand_over,
     load,
     load_acquire,
     relax,
@@ -194,12 +194,12 @@ def _move_lane(row: int, lane: int, low: int, high: int, chunk: int) -> int:
     data = load(row + 8 * _DATA) + offset
     slot = base + load(row + 8 * _SLOT_DATA) + (lane * slots + count % slots) * slot_bytes
     if producer:
-        copy_bytes(slot, data, nbytes)
+        hand_over(slot, data, nbytes)
     elif load(row + 8 * _KIND) == _GET:
         if load(row + 8 * _NBYTES) >= STREAM_BYTES:
             stream_bytes(data, slot, nbytes)
         else:
-            copy_bytes(data, slot, nbytes)
+            hand_over(data, slot, nbytes)
     else:
         items = nbytes // load(row + 8 * _ITEMSIZE)
         if load(row + 8 * _REMOTE_FIRST) != 0:

@@ -39,6 +39,9 @@ TRIES = 4
 _TRIAL_NS = 20_000_000
 PATIENCE_NS = 50_000
 """How long a message that the ring can hold waits for its receiver."""
+HURRIED = 15
+"""Messages behind one that waited in vain, which do not wait: programs that send before they receive lose little."""
+_MARGIN = 8
 _GIVE_UP_US, _PAUSE_US = 1_000_000, 100
 _NEVER = int(np.iinfo(np.int64).max)
 _LEAST_CHUNK, _MOST_CHUNK = 128 << 10, 512 << 10
@@ -68,10 +71,11 @@ class Word(enum.IntEnum):
     THEIR_TURN = ACCESS_WORDS + 3
     BEGAN = ACCESS_WORDS + 4  # when the sender's message under way began to wait, or the receiver's to arrive; else 0
     TOOK = ACCESS_WORDS + 5  # nanoseconds of the receiver's newest message that it offered its array for
-    TRIES = ACCESS_WORDS + 6  # address of the contest that the sender's message under way is a try of, plus its way; else 0
+    TRIES = ACCESS_WORDS + 6  # of which contest (address, plus the way) the sender's message under way is a try; or 0
     TRIED = ACCESS_WORDS + 7  # the same of the large message before
-    ASIDE = ACCESS_WORDS + 8  # a second `processes.AccessWord`: while a thread gives up another one may be copying
-    CONTESTS = 2 * ACCESS_WORDS + 8
+    HURRIED = ACCESS_WORDS + 8  # how many of the sender's messages still do not wait
+    ASIDE = ACCESS_WORDS + 9  # a second `processes.AccessWord`: while a thread gives up another one may be copying
+    CONTESTS = 2 * ACCESS_WORDS + 9
 
 
 class ContestWord(enum.IntEnum):
@@ -86,7 +90,8 @@ _CONTEST_WORDS = 4
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _PROCESS, _WITNESS, _VALUE, _TOUCHES, _DONE = (8 * int(w) for w in LineWord)
-_MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN, _TOOK, _TRIES, _TRIED, _ASIDE, _CONTESTS = (8 * int(w) for w in Word)
+_MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN = (8 * int(w) for w in tuple(Word)[:5])
+_TOOK, _TRIES, _TRIED, _HURRIED, _ASIDE, _CONTESTS = (8 * int(w) for w in tuple(Word)[5:])
 _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
 _CLAIMS, _ABORT = CLAIMS, ABORT
 _OFFER, _ENTRY_TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
@@ -154,7 +159,23 @@ def _choose(state: int, nbytes: int) -> bool:
         store(state + _TRIES, contest + turns % 2)
         return turns % 2 == 1
     store(contest, -1)
-    return load(contest + _BEST + 8) < load(contest + _BEST)
+    staged, straight = load(contest + _BEST), load(contest + _BEST + 8)
+    return straight < staged - staged // _MARGIN
+
+
+@register_jitable
+def _waits(state: int) -> bool:
+    """Whether a sender goes on waiting for a receiver that is not there."""
+    hurried = load(state + _HURRIED)
+    if hurried > 0:
+        store(state + _HURRIED, hurried - 1)
+        return False
+    if load(state + _BEGAN) == 0:
+        store(state + _BEGAN, now(state))
+    if now(state) - load(state + _BEGAN) < PATIENCE_NS:
+        return True
+    store(state + _HURRIED, HURRIED)
+    return False
 
 
 @register_jitable
@@ -171,14 +192,10 @@ def propose(state: int, data: int, nbytes: int, theirs: int, sequence: int, capa
     if nbytes < LEAST or state == 0 or not _reaches(state):
         return STAGED
     there = load_acquire(theirs) == sequence + 1
-    if not there and nbytes <= capacity:
-        # Without an offer it need not wait for the receiver: who sends to each other before receiving may rely on that.
-        if load(state + _BEGAN) == 0:
-            store(state + _BEGAN, now(state))
-        if now(state) - load(state + _BEGAN) < PATIENCE_NS:
-            return NOT_YET
+    # Without an offer it need not wait for the receiver: who sends to each other before receiving may rely on that.
+    if not there and nbytes <= capacity and _waits(state):
+        return NOT_YET
     store(state + _BEGAN, 0)
-    store(state + _TRIES, 0)
     if nbytes <= capacity and (not there or load(theirs + _OFFER) == 0):
         return STAGED
     if not _choose(state, nbytes):

@@ -183,6 +183,19 @@ def test_a_sender_does_not_wait_long_for_a_late_receiver(pair: Pair) -> None:
     assert (target == data).all() and pair.source.copied == 0
 
 
+def test_behind_one_that_waited_in_vain_messages_do_not_wait(pair: Pair) -> None:
+    """For a while."""
+    target = np.zeros(LEAST, np.uint8)
+    assert not pair.source.begin(pattern(LEAST, 0))
+    pair.source.courier.finish(Deadline.after(SECONDS))
+    for seed in range(rendezvous.HURRIED):
+        assert pair.sink.begin(target)
+        assert (target == pattern(LEAST, seed)).all()
+        assert pair.source.begin(pattern(LEAST, seed + 1))
+    assert pair.sink.begin(target)
+    assert not pair.source.begin(pattern(LEAST))
+
+
 def test_a_message_larger_than_the_ring_waits(pair: Pair) -> None:
     """It would anyway; and so it goes straight when the receiver comes."""
     data, target = pattern(CAPACITY + 1), np.zeros(CAPACITY + 1, np.uint8)
@@ -225,7 +238,16 @@ def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
     assert 0 < staged < rendezvous._NEVER and 0 < straight < rendezvous._NEVER
     before = pair.source.line[LineWord.DONE] >> 24
     pair.pass_on(data, target)
-    assert (pair.source.line[LineWord.DONE] >> 24 != before) == (straight < staged)
+    assert (pair.source.line[LineWord.DONE] >> 24 != before) == (straight < staged - staged // 8)
+
+
+@pytest.mark.parametrize(("straight", "chosen"), [(874, True), (875, False), (1000, False)])
+def test_straight_must_be_clearly_faster(pair: Pair, straight: int, chosen: bool) -> None:
+    """By an eighth, so that chance does not choose."""
+    pair.source.end.kept[Word.CONTESTS + ContestWord.BEST :: _CONTEST] = 1000
+    pair.source.end.kept[Word.CONTESTS + ContestWord.BEST + STRAIGHT :: _CONTEST] = straight
+    pair.pass_on(pattern(LEAST), np.zeros(LEAST, np.uint8))
+    assert (pair.source.copied + pair.sink.copied > 0) == chosen
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
@@ -293,18 +315,22 @@ def test_differing_descriptions_deliver_nothing(pair: Pair) -> None:
 
 @pytest.mark.parametrize("leaver", ["source", "sink"])
 def test_who_gives_up_waits_until_nobody_touches_its_array(pair: Pair, leaver: str) -> None:
+    """And another thread that gives up one behind it waits as long."""
     side, other = (pair.source, pair.sink) if leaver == "source" else (pair.sink, pair.source)
     assert not side.begin(pattern(BIG))
     other.line[LineWord.TOUCHES] = 1
-    leaving = threading.Thread(target=side.courier.discard)
-    leaving.start()
+    leaving = [threading.Thread(target=leave) for leave in (side.courier.discard, side.end.give_up)]
+    leaving[0].start()
     until = time.monotonic() + SECONDS
     while side.end.finished()[1]:
-        assert leaving.is_alive() and time.monotonic() < until
-    assert leaving.is_alive(), "left while the other end was still in its array"
+        assert leaving[0].is_alive() and time.monotonic() < until
+    leaving[1].start()
+    leaving[1].join(0.1)
+    assert all(thread.is_alive() for thread in leaving), "left while the other end was still in its array"
     other.line[LineWord.TOUCHES] = 0
-    leaving.join(SECONDS)
-    assert not leaving.is_alive()
+    for thread in leaving:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
