@@ -82,13 +82,15 @@ def _begin(courier: int, collective: int, data: int, dtype: int, nbytes: int, ta
 
 def _advance(courier: int, budget: int) -> int:
     """Move the rest; see `mover.drive`."""
-    return drive_all(courier + _ROW, 1, 0, 0, load(courier + _SPINS), budget)
+    result = drive_all(courier + _ROW, 1, 0, 0, load(courier + _SPINS), budget)
+    if result == READY:
+        _end(courier)
+    return result
 
 
 with compiling():
     _begin_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64)")(_begin)
     _advance_kernel = kernel("int64(int64, int64)")(_advance)
-    _end_kernel = brief("void(int64)")(_end)
 
 
 class HostCourier(Courier):
@@ -131,7 +133,6 @@ class HostCourier(Courier):
         while not self.advance():
             if deadline.expired():
                 raise RingStalled([self.end])
-        _end_kernel(self._address)
 
     def advance(self, budget: int = BUDGET) -> bool:
         """Move what can be moved, sleeping for so many nanoseconds in all; whether the message is through. Resumes.
@@ -150,9 +151,6 @@ class HostCourier(Courier):
     def discard(self) -> bool:
         """See `Courier.discard`."""
         if self._words[Word.RECORD] < 0:
-            return False
-        if self._words[Word.ROW + mover.Word.PHASE] == mover.DONE:
-            _end_kernel(self._address)
             return False
         self.end.give_up()
         return True

@@ -39,8 +39,6 @@ TRIES = 4
 _TRIAL_NS = 20_000_000
 PATIENCE_NS = 50_000
 """How long a message that the ring can hold waits for its receiver."""
-HURRIED = 15
-"""Messages behind one that waited in vain, which do not wait: programs that send before they receive lose little."""
 _MARGIN = 8
 _GIVE_UP_US, _PAUSE_US = 1_000_000, 100
 _NEVER = int(np.iinfo(np.int64).max)
@@ -73,7 +71,7 @@ class Word(enum.IntEnum):
     TOOK = ACCESS_WORDS + 5  # nanoseconds of the receiver's newest message that it offered its array for
     TRIES = ACCESS_WORDS + 6  # of which contest (address, plus the way) the sender's message under way is a try; or 0
     TRIED = ACCESS_WORDS + 7  # the same of the large message before
-    HURRIED = ACCESS_WORDS + 8  # how many of the sender's messages still do not wait
+    WILLING = ACCESS_WORDS + 8  # whether the receiver had offered its array when the large message before was through
     ASIDE = ACCESS_WORDS + 9  # a second `processes.AccessWord`: while a thread gives up another one may be copying
     CONTESTS = 2 * ACCESS_WORDS + 9
 
@@ -91,7 +89,7 @@ _CONTEST_WORDS = 4
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _PROCESS, _WITNESS, _VALUE, _TOUCHES, _DONE = (8 * int(w) for w in LineWord)
 _MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN = (8 * int(w) for w in tuple(Word)[:5])
-_TOOK, _TRIES, _TRIED, _HURRIED, _ASIDE, _CONTESTS = (8 * int(w) for w in tuple(Word)[5:])
+_TOOK, _TRIES, _TRIED, _WILLING, _ASIDE, _CONTESTS = (8 * int(w) for w in tuple(Word)[5:])
 _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
 _CLAIMS, _ABORT = CLAIMS, ABORT
 _OFFER, _ENTRY_TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
@@ -166,16 +164,9 @@ def _choose(state: int, nbytes: int) -> bool:
 @register_jitable
 def _waits(state: int) -> bool:
     """Whether a sender goes on waiting for a receiver that is not there."""
-    hurried = load(state + _HURRIED)
-    if hurried > 0:
-        store(state + _HURRIED, hurried - 1)
-        return False
     if load(state + _BEGAN) == 0:
         store(state + _BEGAN, now(state))
-    if now(state) - load(state + _BEGAN) < PATIENCE_NS:
-        return True
-    store(state + _HURRIED, HURRIED)
-    return False
+    return now(state) - load(state + _BEGAN) < PATIENCE_NS
 
 
 @register_jitable
@@ -192,13 +183,14 @@ def propose(state: int, data: int, nbytes: int, theirs: int, sequence: int, capa
     if nbytes < LEAST or state == 0 or not _reaches(state):
         return STAGED
     there = load_acquire(theirs) == sequence + 1
-    # Without an offer it need not wait for the receiver: who sends to each other before receiving may rely on that.
-    if not there and nbytes <= capacity and _waits(state):
-        return NOT_YET
+    willing = load(theirs + _OFFER if there else state + _WILLING) != 0
+    if willing and not there and nbytes <= capacity:
+        if _waits(state):
+            return NOT_YET
+        # An offer would have to wait for the receiver; programs that send before they receive need that no one does.
+        willing = False
     store(state + _BEGAN, 0)
-    if nbytes <= capacity and (not there or load(theirs + _OFFER) == 0):
-        return STAGED
-    if not _choose(state, nbytes):
+    if not willing or not _choose(state, nbytes):
         return STAGED
     if not _exposed(state, data, nbytes):
         store(state + _TRIES, 0)
@@ -218,8 +210,10 @@ def learn(state: int, nbytes: int, theirs: int, sequence: int) -> None:
         took, best = load(theirs + _ENTRY_TOOK), contest + _BEST + 8 * way
         store(best, min(load(best), took))
         store(contest + _SPENT, load(contest + _SPENT) + took)
+    willing = there and load(theirs + _OFFER) != 0
+    store(state + _WILLING, 1 if willing else 0)
     # Of a receiver that has not come, or offers nothing, the next figure is another message's.
-    store(state + _TRIED, load(state + _TRIES) if there and load(theirs + _OFFER) != 0 else 0)
+    store(state + _TRIED, load(state + _TRIES) if willing else 0)
     store(state + _TRIES, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -198,13 +199,16 @@ def test_nobody_touches_the_array_of_a_rank_that_gave_up(ranks, way):
 
 
 def outlive_a_stop(comm, pids):
-    """The last rank is stopped in the middle; another one gives up, uses its array again and lets it go on."""
+    """The last rank stops itself in the middle; another one gives up, uses its array again and lets it go on."""
     reach(comm)
     sub = comm.split(0)
     x = np.ones(HUGE // 4, np.float32)
     reach(sub)
     sub.all_reduce(x)
     settle(sub, DIRECT)
+    sub.barrier()
+    if comm.rank == comm.size - 1:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     try:
         while True:
             sub.all_reduce(x, timeout=1.0)
@@ -221,8 +225,6 @@ def outlive_a_stop(comm, pids):
 def test_a_rank_stopped_in_the_middle_touches_nothing_later(ranks):
     for rank in range(ranks.size):
         ranks.submit(rank, outlive_a_stop, ranks.pids())
-    time.sleep(1.0)
-    ranks.kill(ranks.size - 1, signal.SIGSTOP)
     assert ranks.collect() == [True] * ranks.size
 
 

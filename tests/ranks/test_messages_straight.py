@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -212,11 +213,13 @@ def test_nobody_touches_the_array_of_a_rank_that_gave_up(receives):
 
 
 def outlive_a_stop(comm, pids, receives):
-    """Rank 1 is stopped in the middle; rank 0 gives up, uses its array again and lets it go on."""
+    """Rank 1 stops itself in the middle; rank 0 gives up, uses its array again and lets it go on."""
     sub = comm.split(0)
     prepare(sub)
     other, x = 1 - comm.rank, np.ones(HUGE, np.uint8)
     move = sub.recv if (comm.rank == 0) == receives else sub.send
+    if comm.rank == 1:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     try:
         while True:
             move(x, other, timeout=1.0)
@@ -236,8 +239,6 @@ def test_a_rank_stopped_in_the_middle_touches_nothing_later(receives):
     with world() as made:
         for rank in range(2):
             made.submit(rank, outlive_a_stop, made.pids(), receives)
-        time.sleep(1.0)
-        made.kill(1, signal.SIGSTOP)
         assert made.collect() == [True, True]
 
 

@@ -183,16 +183,18 @@ def test_a_sender_does_not_wait_long_for_a_late_receiver(pair: Pair) -> None:
     assert (target == data).all() and pair.source.copied == 0
 
 
-def test_behind_one_that_waited_in_vain_messages_do_not_wait(pair: Pair) -> None:
-    """For a while."""
+def test_who_waited_in_vain_does_not_wait_again(pair: Pair) -> None:
+    """Until a receiver comes in time."""
     target = np.zeros(LEAST, np.uint8)
     assert not pair.source.begin(pattern(LEAST, 0))
     pair.source.courier.finish(Deadline.after(SECONDS))
-    for seed in range(rendezvous.HURRIED):
+    for seed in range(3):
         assert pair.sink.begin(target)
         assert (target == pattern(LEAST, seed)).all()
         assert pair.source.begin(pattern(LEAST, seed + 1))
     assert pair.sink.begin(target)
+    pair.pass_on(pattern(LEAST), target)
+    assert pair.source.copied + pair.sink.copied == chunk_count(LEAST)
     assert not pair.source.begin(pattern(LEAST))
 
 
@@ -221,6 +223,15 @@ def test_who_reduces_takes_from_the_ring(pair: Pair) -> None:
         sent.result(SECONDS)
     assert pair.source.copied == pair.sink.copied == 0
     assert (target == np.maximum(data, mine)).all()
+
+
+def test_who_sends_to_one_that_reduces_does_not_wait_for_it_again(pair: Pair) -> None:
+    """Of a message that the ring cannot hold, it writes what it can before the receiver comes, for both to copy at once."""
+    test_who_reduces_takes_from_the_ring(pair)
+    filled = ctypes.c_int64.from_address(pair.source.end.address + pair.source.end.layout.head(0))
+    before = filled.value
+    assert not pair.source.begin(pattern(BIG))
+    assert filled.value - before == pair.source.end.layout.slots
 
 
 def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
