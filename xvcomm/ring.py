@@ -228,7 +228,7 @@ class RingEnd:
         self.turn = segment.address + TURNS + (0 if producer else LINE)
         self.kept: Any = None
         self.gave_up: Callable[[], None] | None = None
-        self._leaving = threading.Lock()
+        self._leaving = threading.RLock()  # a signal handler may close in the middle of anything
         self.closing: list[Callable[[], None]] = []
 
     @classmethod

@@ -37,7 +37,7 @@ MISMATCH, SOME = 3, 4
 ABORT, CONSUMED, COUNTERS = ring.ABORT, ring.CONSUMED, ring.COUNTERS
 LINE, LEDGER, ENTRY = ring.LINE, ring.LEDGER, ring.ENTRY
 MISMATCH_REASON = int(ring.Reason.MISMATCH)
-MAX_LANES = 64
+MAX_LANES = ring.MAX_LANES
 STREAM_BYTES = 64 << 20
 """Messages that outgrow the caches anyway are written past them: 256 MB between two processes 16 -> 21 GB/s."""
 
