@@ -62,6 +62,7 @@ class Side:
 
     def begin(self, data: np.ndarray, tag: int = 0) -> bool:
         """Begin a message and go on until it waits; whether it is through."""
+        self._data = data  # as long as the message may need it
         through = self.courier.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, trace.call_site(0))
         return through or self.courier.advance(-1)
 
