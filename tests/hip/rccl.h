@@ -15,7 +15,7 @@ typedef struct {
 typedef struct {
     _Atomic int size, arrived;
     struct {
-        _Atomic int process, left;
+        _Atomic int process, left, aborted;
     } members[MAX_RANKS];
     channel_t channels[MAX_RANKS][MAX_RANKS]; /* from, to; pages nobody touches take no memory */
 } segment_t;

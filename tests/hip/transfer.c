@@ -65,8 +65,13 @@ static void finish(const comm_t *c, const call_t *call, plan_t *plan) {
     free(plan->mine), free(plan->parts);
 }
 
-/* Moves one piece, if the channel allows it. What is longer than the receiver's message waits for ever. */
+/* Moves one piece, if the channel allows it. What is longer than the receiver's message waits for ever.
+ * An aborted peer holds nobody up: NCCL's kernels wait no more then but go on, and send whatever their buffers hold. */
 static int step(const comm_t *c, transfer_t *t) {
+    if (c->segment->members[t->peer].aborted) {
+        t->left = 0;
+        return 1;
+    }
     channel_t *channel = t->send ? &c->segment->channels[c->rank][t->peer] : &c->segment->channels[t->peer][c->rank];
     size_t bytes = t->left < SLOT ? t->left : SLOT;
     int full = channel->written != channel->read;

@@ -35,7 +35,7 @@ MIXED = {
     "host:2, rocm:1, host:1": {"devices": "host:2,rocm:1,host:1"},
 }
 TABLE = ALONE | MIXED
-PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}}
+PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}, "rocm:3": {"devices": "rocm:3"}}
 Job = Callable[..., World]
 
 
@@ -140,6 +140,13 @@ def test_order(world: World, check: Callable[..., None]) -> None:
 def test_errors(world: World, check: Callable[..., None]) -> None:
     """What goes wrong comes out of `synchronize` and of the next operation."""
     world.run(check)
+
+
+def test_errors_of_three(job: Job) -> None:
+    """Where others stop the native library first, a rank's kernels end as if all were well."""
+    with job("rocm:3") as ranks:
+        for check in failures.CHECKS:
+            ranks.run(check)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ def _group(comm: Communicator) -> Iterator[Communicator]:
     for each in (group, comm):
         each.all_reduce(a.put(np.ones(3)))
         each.sendrecv(a.put(np.ones(3)), after, a.put(np.ones(3)), before)
+    comm.barrier()  # otherwise what finishes the group may meet another rank's warming up
     try:
         yield group
     finally:
