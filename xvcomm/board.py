@@ -132,6 +132,12 @@ class Board:
         """0, or the reason."""
         return self._word.value
 
+    def stopped(self, sequence: int) -> int:
+        """The abort word, as far as it concerns collective number `sequence`: a rank that left may have come to it before."""
+        word = self.abort_word()
+        merely_left = word and not Reason.bad(word)
+        return 0 if merely_left and Reason.parse(word)[1] not in self.absent(sequence) else word
+
     def explain(self, text: str) -> None:
         """Say in words why this rank is about to abort."""
         data = text.encode()[:_TEXT_BYTES]

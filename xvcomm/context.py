@@ -352,6 +352,11 @@ class Context:
         """Whether a rank has not come to a collective yet, as far as this host can tell."""
         return operation.peer == NO_PEER and self._board is not None and bool(self._board.absent(operation.sequence))
 
+    def stopped(self, newest: Callable[[], Operation]) -> int:
+        """0, or the abort word that says that a native collective gave no result, however its kernels ended."""
+        with self._gate:
+            return self._board.stopped(newest().sequence) if self._board is not None else self._word
+
     def miss(self, newest: Callable[[], Operation]) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""
         if self._departed and self._board is not None:

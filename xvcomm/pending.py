@@ -66,12 +66,12 @@ class Flight:
     over: bool = False
     passengers: Passengers | None = None
 
-    def outcome(self, stopped: Callable[[], int]) -> tuple[Exception, Operation] | None:
+    def outcome(self, stopped: Callable[[Callable[[], Operation]], int]) -> tuple[Exception, Operation] | None:
         """What went wrong, and in which operation, of a flight whose mark is reached.
 
         Args:
-            stopped: gives the communicator's abort word. Where other ranks stop the native library before this one does,
-                its kernels end here as if all were well, and leave rubbish.
+            stopped: gives the abort word, as far as it concerns the last of the collectives. Where other ranks stop the
+                native library before this one does, its kernels end here as if all were well, and leave rubbish.
         """
         ends = self.ends if self.passengers is None or self.passengers.arrived() else self._ends()
         for end, sequence, operation in ends:
@@ -79,9 +79,11 @@ class Flight:
             if finished < sequence:
                 return RingStopped(end, end.abort_word(), finished), operation
         if self.native is not None:
-            for word in (self.native.error(), stopped()):
-                if Reason.bad(word):
-                    return CollectiveStopped(word), self.all()[0]
+            word = self.native.error()
+            if not Reason.bad(word):
+                word = stopped(self.newest)
+            if word:
+                return CollectiveStopped(word), self.all()[0]
         return None
 
     def lateness(self, awaited: Callable[[Operation], bool]) -> tuple[Exception, Operation]:
@@ -235,7 +237,7 @@ class Pending:
     def _look(self, flight: Flight, through: bool) -> bool:
         """Whether a flight is over."""
         if through or flight.stream.reached(flight.mark):
-            self._end(flight, flight.outcome(self._context.word))
+            self._end(flight, flight.outcome(self._context.stopped))
         elif flight.deadline.expired():
             flight.deadline = NEVER  # said once; the streams go on as soon as everything has stopped
             error, operation = flight.lateness(self._context.awaits)

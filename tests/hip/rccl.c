@@ -3,7 +3,7 @@
  *
  * The segment is a memfd of the process that made the unique id; the others open it through /proc. It has no name that
  * could be left behind. Like a GPU's kernel, an operation waits for its peers until the communicator is aborted, its
- * own or a peer's: in the latter case it ends as if all were well, with rubbish. The end of a peer's process shows in
+ * own or a peer's, in which case it ends as if all were well, with rubbish. The end of a peer's process shows in
  * ncclCommGetAsyncError only.
  *
  * On a communicator with `blocking` = 0, initialisation, the end of a group and finalisation go on behind the caller
@@ -321,7 +321,7 @@ API int ncclCommDestroy(comm_t *c) {
 API int ncclCommAbort(comm_t *c) {
     if (!c) return refuse(INVALID_ARGUMENT, "no communicator");
     c->aborted = 1;
-    if (c->segment) c->segment->members[c->rank].aborted = 1;
+    if (c->segment) c->segment->aborted = 1;
     release(c);
     return OK;
 }

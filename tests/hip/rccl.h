@@ -13,9 +13,9 @@ typedef struct {
 } channel_t;
 
 typedef struct {
-    _Atomic int size, arrived;
+    _Atomic int size, arrived, aborted;
     struct {
-        _Atomic int process, left, aborted;
+        _Atomic int process, left;
     } members[MAX_RANKS];
     channel_t channels[MAX_RANKS][MAX_RANKS]; /* from, to; pages nobody touches take no memory */
 } segment_t;

@@ -66,9 +66,9 @@ static void finish(const comm_t *c, const call_t *call, plan_t *plan) {
 }
 
 /* Moves one piece, if the channel allows it. What is longer than the receiver's message waits for ever.
- * An aborted peer holds nobody up: NCCL's kernels wait no more then but go on, and send whatever their buffers hold. */
+ * After any member's abort nobody waits: NCCL's kernels go on then, and send each other whatever their buffers hold. */
 static int step(const comm_t *c, transfer_t *t) {
-    if (c->segment->members[t->peer].aborted) {
+    if (c->segment->aborted) {
         t->left = 0;
         return 1;
     }

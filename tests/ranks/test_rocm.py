@@ -35,7 +35,7 @@ MIXED = {
     "host:2, rocm:1, host:1": {"devices": "host:2,rocm:1,host:1"},
 }
 TABLE = ALONE | MIXED
-PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}, "rocm:3": {"devices": "rocm:3"}}
+PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}, "rocm:4": {"devices": "rocm:4"}}
 Job = Callable[..., World]
 
 
@@ -142,9 +142,9 @@ def test_errors(world: World, check: Callable[..., None]) -> None:
     world.run(check)
 
 
-def test_errors_of_three(job: Job) -> None:
+def test_errors_of_four(job: Job) -> None:
     """Where others stop the native library first, a rank's kernels end as if all were well."""
-    with job("rocm:3") as ranks:
+    with job("rocm:4") as ranks:
         for check in failures.CHECKS:
             ranks.run(check)
 
