@@ -48,7 +48,7 @@ class Config:
     stage_bytes: int = _var(256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096)
     process_memory: int = _var(1, "Whether host ranks may read and write each other's arrays (process_vm_readv) where the system lets them and it is faster; 0: never.", least=0, most=1)
     segment_bytes: int = _var(4 << 20, "Bytes that each border link carries of one segment of a hierarchical collective.", least=4096)
-    gpu_segment_bytes: int = _var(32 << 20, "The same where any of the ranks has a GPU.", least=4096)
+    gpu_segment_bytes: int = _var(48 << 20, "The same where any of the ranks has a GPU.", least=4096)
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the core.", least=0)
     trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
 

@@ -90,7 +90,7 @@ def test_a_message_of_another_size_is_refused_with_both_ends() -> None:
         assert isinstance(put, Put)
         steps[index] = replace(put, src=Span(put.src.buf, put.src.start, put.src.count - 1))
 
-    with pytest.raises(ScheduleError, match=r"rank 2, step \d+ \(get_reduce rank 0.*rank 0 sends 3 elements in step"):
+    with pytest.raises(ScheduleError, match=r"rank 2, step \d+ \(get_reduce rank 0.*rank 0 sends \d+ elements in step"):
         simulate(edited(schedules(), 0, shorten))
 
 

@@ -31,8 +31,12 @@ from xvcomm.topology import Island, Topology
 NOTHING = Span(Buf.TMP, 0, 0)
 _LANE_NUMBER = {lane: i for i, lane in enumerate(Lane)}
 _State = TypeVar("_State")
-_ENDS = 4
-"""The first and the last segment are so many times shorter than the others."""
+_ENDS = 5
+"""The first and the last segment are so many times shorter than the others: an island needs about that much less time
+for a segment than a border does, so that it is through with the second when the border is with the first."""
+
+_UNITS = 64
+"""Segments are cut at multiples of such a part of their size."""
 
 
 class Builder:
@@ -77,14 +81,18 @@ class Builder:
     def pieces(self, count: int) -> list[tuple[int, int]]:
         """`count` elements cut into segments, as (start, stop); none for no elements.
 
-        The first and the last are short: while one is worked on inside the islands, the border has nothing to do.
+        The first and the last are short: while one is worked on inside the islands, the border has nothing to do. What
+        lies between is cut evenly into as few as come near the segment's size, since messages do not overlap well.
         """
-        size = self._segment or max(count, 1)
-        short = max(1, size // _ENDS)
-        if not self._segment or count <= 2 * short:
+        size = self._segment
+        if not size or count <= size // 2:
             return [(0, count)] if count else []
-        cuts = [0, *range(short, count - short, size), count - short, count]
-        return list(pairwise(cuts))
+        short = min(size, count) // _ENDS
+        middle = count - 2 * short
+        parts = max(1, round(middle / size))
+        unit = max(1, size // _UNITS // grain(self.request.itemsize)) * grain(self.request.itemsize)
+        cuts = {(short + middle * i // parts) // unit * unit for i in range(parts + 1)}
+        return list(pairwise(sorted(cuts | {0, count})))
 
     def fair(self, total: int, island: Island) -> Cut:
         """Fair shares of `total` elements among the members of an island."""
