@@ -20,7 +20,7 @@ from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
 from xvcomm.ring import Message, RingEnd
 
-ROOM = 32
+ROOM = 64
 """Operations that share a mark on their stream: marks take time."""
 
 
@@ -43,6 +43,7 @@ _NEVER = struct.unpack("=q", struct.pack("=d", math.inf))[0]
 _MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
 _MESSAGE = 8 * int(Word.MESSAGE)
 _TAG = _MESSAGE + 24
+_RECORD, _COUNTER, _FOLLOWING = int(Word.RECORD), int(Word.COUNTER), int(Word.FOLLOWING)
 
 
 @register_jitable
@@ -92,17 +93,22 @@ Ends = list[tuple[RingEnd, int, Operation]]
 class Passengers:
     """Operations that were aboard together, in order.
 
+    Args:
+        words: the bits of their soonest deadline, then the words of each of them, `count` in all.
+
     Attributes:
         deadline: the soonest of theirs, on the monotonic clock.
         records: their numbers in the flight recorder.
         collective: whether any of them is a collective.
     """
 
-    __slots__ = ("_rings", "_words", "collective", "deadline", "records")
+    __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "records")
 
-    def __init__(self, words: list[int], deadline: float, rings: Mapping[int, RingEnd]) -> None:
-        self._words, self.deadline, self._rings = words, deadline, rings
-        self.records, self.collective = words[Word.RECORD :: _SIZE], 0 in words[Word.COUNTER :: _SIZE]
+    def __init__(self, words: ctypes.Array[ctypes.c_int64], count: int, rings: Mapping[int, RingEnd]) -> None:
+        self._words, self._end, self._rings = words, 1 + count * _SIZE, rings
+        self.deadline: float = ctypes.c_double.from_buffer(words).value
+        self.records, self._counters = self._each(_RECORD), self._each(_COUNTER)
+        self.collective = 0 in self._counters
 
     def operations(self) -> list[Operation]:
         """What they are."""
@@ -121,12 +127,18 @@ class Passengers:
 
     def arrived(self) -> bool:
         """Whether their ring ends are through with all of them."""
-        last = dict(zip(self._words[Word.COUNTER :: _SIZE], self._words[Word.FOLLOWING :: _SIZE], strict=True))
+        if not any(self._counters):
+            return True
+        last = dict(zip(self._counters, self._each(_FOLLOWING), strict=True))
         last.pop(0, None)
         return all(self._rings[counter].finished()[0] >= following for counter, following in last.items())
 
+    def _each(self, word: int) -> list[int]:
+        """One word of all of them."""
+        return self._words[1 + word : self._end : _SIZE]
+
     def _entries(self) -> list[list[int]]:
-        return [self._words[at : at + _SIZE] for at in range(0, len(self._words), _SIZE)]
+        return [self._words[at : at + _SIZE] for at in range(1, self._end, _SIZE)]
 
 
 class Boarding:
@@ -154,6 +166,4 @@ class Boarding:
         """All that are aboard, who are then no more; None if nobody is."""
         words = (ctypes.c_int64 * (1 + ROOM * _SIZE))()
         count = _take_kernel(self.address, ctypes.addressof(words))
-        if not count:
-            return None
-        return Passengers(words[1 : 1 + count * _SIZE], ctypes.c_double.from_buffer(words).value, self._rings)
+        return Passengers(words, count, self._rings) if count else None
