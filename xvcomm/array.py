@@ -11,7 +11,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -78,19 +78,6 @@ class ArrayView(msgspec.Struct, eq=False, gc=False):
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
 
 
-class _Exchange(NamedTuple):
-    """What there is to know of a type's C exchange API.
-
-    Attributes:
-        tensor, stream: addresses of `dltensor_from_py_object_no_sync` and of `current_work_stream`, 0 if it has none.
-        lazy: whether its arrays may be noted down only as the conjugate or negation of others.
-    """
-
-    tensor: int
-    stream: int
-    lazy: bool
-
-
 class _Scratch(threading.local):
     """Where a thread lets C functions write; see `see`."""
 
@@ -100,18 +87,20 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_exchange: dict[type, _Exchange | None] = {}
+_Reader = Callable[[Any], ArrayView]
+_readers: dict[type, _Reader] = {}
 _known, _adding = Known(), threading.Lock()
 
 
-def _exchange_of(kind: type) -> _Exchange | None:
+def _reader_of(kind: type) -> _Reader:
+    """What sees arrays of a type; from now on `view` knows it."""
+    found: _Reader = _from_numpy if issubclass(kind, np.ndarray) else _from_protocols
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
-    found = None
-    if capsule is not None and name_of(capsule) == b"dlpack_exchange_api":
+    if found is not _from_numpy and capsule is not None and name_of(capsule) == b"dlpack_exchange_api":
         api = ExchangeAPI.from_address(pointer_of(capsule, b"dlpack_exchange_api"))
         if api.tensor_from_object:
-            found = _Exchange(api.tensor_from_object, api.current_stream or 0, hasattr(kind, "is_neg"))
-    _exchange[kind] = found
+            found = _from_exchange(api.tensor_from_object, api.current_stream or 0, hasattr(kind, "is_neg"))
+    _readers[kind] = found
     return found
 
 
@@ -129,36 +118,41 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
     kind = type(x)
     if kind is ArrayView:
         return x  # type: ignore[no-any-return]  # whoever made it answers for it
-    if isinstance(x, np.ndarray):
-        found = _from_numpy(x, x)
-    else:
-        functions = _exchange[kind] if kind in _exchange else _exchange_of(kind)
-        found = _from_protocols(x) if functions is None else _exchanged(x, functions)
+    found = (_readers.get(kind) or _reader_of(kind))(x)
     if output and found.immutable and not _functional(x):
         raise ArrayError("the output array is read-only; pass a writable array (x.copy())")
     return found
 
 
-def _exchanged(x: Any, functions: _Exchange) -> ArrayView:
-    """By the C exchange API. Read as plain words: fields of a ctypes structure take three times as long."""
-    known = _known
-    words, address = _scratch.both
-    number = see(functions.tensor, functions.stream, id(x), address, known.address)
-    if number == FAILED:
-        raise _refused(type(x), _complaint(x, functions, address))
-    if number == UNKNOWN:
-        return _first_seen(x, functions, words)
-    shape, dtype, count, nbytes, device, index, stream, trusted = known.seen[number]
-    if functions.lazy and (x.is_neg() or (dtype.kind == "c" and x.is_conj())):
-        raise _lazy()
-    return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, stream, trusted)
+def _from_exchange(tensor: int, stream: int, lazy: bool) -> _Reader:
+    """By the C exchange API. Read as plain words: fields of a ctypes structure take three times as long.
+
+    Args:
+        tensor, stream: addresses of `dltensor_from_py_object_no_sync` and of `current_work_stream`, 0 if it has none.
+        lazy: whether arrays may be noted down only as the conjugate or negation of others.
+    """
+
+    def read(x: Any) -> ArrayView:
+        known = _known
+        words, address = _scratch.both
+        number = see(tensor, stream, id(x), address, known.address)
+        if number == FAILED:
+            raise _refused(type(x), _complaint(x, tensor, address))
+        if number == UNKNOWN:
+            return _first_seen(x, lazy, words)
+        shape, dtype, count, nbytes, device, index, on, trusted = known.seen[number]
+        if lazy and (x.is_neg() or (dtype.kind == "c" and x.is_conj())):
+            raise _lazy()
+        return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, on, trusted)
+
+    return read
 
 
-def _first_seen(x: Any, functions: _Exchange, words: ctypes.Array[ctypes.c_int64]) -> ArrayView:
+def _first_seen(x: Any, lazy: bool, words: ctypes.Array[ctypes.c_int64]) -> ArrayView:
     """An array as a framework describes it, which is known then."""
     global _known
     data, place, what, shape_at, _, _, stream, count, contiguous = words[:]
-    if functions.lazy and (x.is_neg() or x.is_conj()):
+    if lazy and (x.is_neg() or x.is_conj()):
         raise _lazy()
     ndim = what & 0xFFFFFFFF
     shape = tuple(_words[shape_at >> 3 : (shape_at >> 3) + ndim])
@@ -185,16 +179,16 @@ def _lazy() -> ArrayError:
     )
 
 
-def _complaint(x: Any, functions: _Exchange, address: int) -> Exception:
+def _complaint(x: Any, tensor: int, address: int) -> Exception:
     """What the framework raises when it is asked for a tensor that it does not show."""
     try:
-        _FromObject(functions.tensor)(x, address)
+        _FromObject(tensor)(x, address)
     except Exception as error:
         return error
     return ArrayError("no reason given")
 
 
-def _from_numpy(x: np.ndarray[Any, Any], array: Any) -> ArrayView:
+def _from_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
     flags = x.flags.num  # one look-up for all of them
     if not flags & _CONTIGUOUS:
         raise ArrayError(
@@ -202,7 +196,7 @@ def _from_numpy(x: np.ndarray[Any, Any], array: Any) -> ArrayView:
         )
     dtype, count = dtypes.from_numpy(x.dtype), x.size
     address, immutable = _words[(id(x) + _POINTER) >> 3], not flags & _WRITEABLE
-    return ArrayView(address, x.shape, dtype, count, count * dtype.itemsize, array, "host", 0, immutable, x)
+    return ArrayView(address, x.shape, dtype, count, count * dtype.itemsize, x, "host", 0, immutable, x)
 
 
 # Where the elements lie is told by the array object's first field. Reading it takes a tenth of the time of
@@ -269,7 +263,8 @@ def _from_protocols(x: Any) -> ArrayView:
             x.block_until_ready()  # nobody can be told on which stream JAX fills it
         return found
     if hasattr(x, "__array_interface__"):
-        found = _from_numpy(np.asarray(x), x)
+        found = _from_numpy(np.asarray(x))
+        found.array = x
         found.immutable = found.immutable or isinstance(x, np.generic)  # of a numpy scalar that is a copy
         return found
     raise ArrayError(f"{type(x).__name__} is no array: it has neither __dlpack__ nor __array_interface__")

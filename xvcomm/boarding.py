@@ -10,6 +10,7 @@ import ctypes
 import enum
 import math
 import struct
+from array import array
 from collections.abc import Mapping
 
 from numba.extending import register_jitable
@@ -39,10 +40,12 @@ class Word(enum.IntEnum):
 
 _SIZE = Word.MESSAGE + 5
 _COUNT, _DEADLINE, _FIRST = 0, 8, 16
-_NEVER = struct.unpack("=q", struct.pack("=d", math.inf))[0]
+_FLOAT = struct.Struct("=d")
+_NEVER = struct.unpack("=q", _FLOAT.pack(math.inf))[0]
 _MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
 _MESSAGE = 8 * int(Word.MESSAGE)
 _TAG = _MESSAGE + 24
+_BLANK = array("q", bytes(8 * (1 + ROOM * _SIZE)))
 _RECORD, _COUNTER, _FOLLOWING = int(Word.RECORD), int(Word.COUNTER), int(Word.FOLLOWING)
 
 
@@ -104,9 +107,9 @@ class Passengers:
 
     __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "records")
 
-    def __init__(self, words: ctypes.Array[ctypes.c_int64], count: int, rings: Mapping[int, RingEnd]) -> None:
+    def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd]) -> None:
         self._words, self._end, self._rings = words, 1 + count * _SIZE, rings
-        self.deadline: float = ctypes.c_double.from_buffer(words).value
+        (self.deadline,) = _FLOAT.unpack_from(words)
         self.records, self._counters = self._each(_RECORD), self._each(_COUNTER)
         self.collective = 0 in self._counters
 
@@ -133,11 +136,11 @@ class Passengers:
         last.pop(0, None)
         return all(self._rings[counter].finished()[0] >= following for counter, following in last.items())
 
-    def _each(self, word: int) -> list[int]:
+    def _each(self, word: int) -> array[int]:
         """One word of all of them."""
         return self._words[1 + word : self._end : _SIZE]
 
-    def _entries(self) -> list[list[int]]:
+    def _entries(self) -> list[array[int]]:
         return [self._words[at : at + _SIZE] for at in range(1, self._end, _SIZE)]
 
 
@@ -164,6 +167,6 @@ class Boarding:
 
     def take(self) -> Passengers | None:
         """All that are aboard, who are then no more; None if nobody is."""
-        words = (ctypes.c_int64 * (1 + ROOM * _SIZE))()
-        count = _take_kernel(self.address, ctypes.addressof(words))
+        words = _BLANK[:]
+        count = _take_kernel(self.address, words.buffer_info()[0])
         return Passengers(words, count, self._rings) if count else None

@@ -16,8 +16,10 @@ communicator is finished on all its ranks.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, NoReturn, SupportsIndex
 
 from xvcomm import array
@@ -172,9 +174,9 @@ class Communicator(PointToPoint, Objects):
         """
         src = array.view(x)
         how = reduction_on(op, src.dtype)
-        rows, row = self._blocks(src, counts)
-        dst = self._output(src, out, (rows[self.rank], *src.shape[1:]))
-        call = Call(OpCode.REDUCE_SCATTER, src, dst, src.dtype, how, counts=_times(rows, row), uneven=counts is not None)
+        rows, elements = self._blocks(src, counts)
+        dst = self._output(src, out, rows, elements[self.rank])
+        call = Call(OpCode.REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None)
         return self._call(call, async_op, timeout, stream)
 
     def all_gather(
@@ -189,9 +191,9 @@ class Communicator(PointToPoint, Objects):
             counts: rows a rank; equal if left out.
         """
         src = array.view(x)
-        rows, row = self._own_block(src, counts)
-        dst = self._output(src, out, (sum(rows), *src.shape[1:]))
-        call = Call(OpCode.ALL_GATHER, src, dst, src.dtype, counts=_times(rows, row), uneven=counts is not None)
+        rows, elements = self._own_block(src, counts)
+        dst = self._output(src, out, rows, sum(elements))
+        call = Call(OpCode.ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None)
         return self._call(call, async_op, timeout, stream)
 
     def gather(
@@ -201,9 +203,9 @@ class Communicator(PointToPoint, Objects):
         """Give the root all blocks, one after the other along axis 0; None elsewhere. Arguments as in `all_gather`."""
         self._check_rank("root", root)
         src = array.view(x)
-        rows, row = self._own_block(src, counts)
-        dst = self._output(src, out, (sum(rows), *src.shape[1:])) if self.rank == root else None
-        call = Call(OpCode.GATHER, src, dst, src.dtype, counts=_times(rows, row), root=root, uneven=counts is not None)
+        rows, elements = self._own_block(src, counts)
+        dst = self._output(src, out, rows, sum(elements)) if self.rank == root else None
+        call = Call(OpCode.GATHER, src, dst, src.dtype, counts=elements, root=root, uneven=counts is not None)
         return self._call(call, async_op, timeout, stream)
 
     def scatter(
@@ -223,15 +225,14 @@ class Communicator(PointToPoint, Objects):
             raise ArgumentError("scatter: the root needs the array x, the other ranks need out (or x for its shape)")
         src = None if x is None else array.view(x)
         if src is not None:
-            rows, row = self._blocks(src, counts)
-            dst = self._output(src, out, (rows[self.rank], *src.shape[1:]))
+            rows, elements = self._blocks(src, counts)
+            dst = self._output(src, out, rows, elements[self.rank])
         else:
             dst = array.view(out, output=True)
-            rows, row = self._own_block(dst, counts)
+            _, elements = self._own_block(dst, counts)
             dst = self._empty_like(dst, dst.shape) if dst.immutable else dst
         call = Call(
-            OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=_times(rows, row), root=root,
-            uneven=counts is not None,
+            OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=elements, root=root, uneven=counts is not None
         )  # fmt: skip
         return self._call(call, async_op, timeout, stream)
 
@@ -250,17 +251,19 @@ class Communicator(PointToPoint, Objects):
         if (send_counts is None) != (recv_counts is None):
             raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
         src = array.view(x)
-        rows, row = self._blocks(src, send_counts)
-        back = rows if recv_counts is None else _whole("recv_counts", recv_counts)
-        if len(back) != self.size or min(back, default=0) < 0:
-            raise ArgumentError(f"recv_counts {back}: expected {self.size} numbers of rows")
-        dst = self._output(src, out, (sum(back), *src.shape[1:]))
+        _, elements = self._blocks(src, send_counts)
+        rows, back = src.shape[0], elements
+        if recv_counts is not None:
+            given = _whole("recv_counts", recv_counts)
+            if len(given) != self.size or min(given) < 0:
+                raise ArgumentError(f"recv_counts {given}: expected {self.size} numbers of rows")
+            rows, back = sum(given), _in_elements(given, src.shape)
+        dst = self._output(src, out, rows, sum(back))
         if dst.address == src.address and src.nbytes:
             raise ArrayError("all_to_all: out may not be x; leave it out or pass another array")
         call = Call(
-            OpCode.ALL_TO_ALL, src, dst, src.dtype, counts=_times(rows, row), recv_counts=_times(back, row),
-            uneven=send_counts is not None,
-        )  # fmt: skip
+            OpCode.ALL_TO_ALL, src, dst, src.dtype, counts=elements, recv_counts=back, uneven=send_counts is not None
+        )
         return self._call(call, async_op, timeout, stream)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None, stream: Any = None) -> Work | None:
@@ -329,7 +332,7 @@ class Communicator(PointToPoint, Objects):
         return Deadline.after(self.timeout if timeout is None else timeout)
 
     def _call(self, call: Call, async_op: bool, timeout: float | None, stream: Any) -> Any:
-        deadline = Deadline.after(self.timeout if timeout is None else timeout)
+        deadline = Deadline(monotonic() + (self.timeout if timeout is None else timeout))
         handle = None if stream is None else array.stream_handle(stream)
         return (self._caller.start if async_op else self._caller.run)(call, deadline, handle)
 
@@ -341,53 +344,50 @@ class Communicator(PointToPoint, Objects):
         """The output for an operation whose result has the input's shape."""
         if out is None and not src.immutable:
             return src
-        return self._output(src, out, src.shape)
+        return self._output(src, out, None, src.count)
 
     def _empty_like(self, x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
         return array.empty_like(x, shape, self._context.device.empty)
 
-    def _output(self, src: ArrayView, out: Any, shape: tuple[int, ...]) -> ArrayView:
-        if out is None:
-            return self._empty_like(src, shape)
-        dst = array.view(out, output=True)
-        count = 1
-        for n in shape:
-            count *= n
-        if dst.dtype is not src.dtype or dst.count != count:
+    def _output(self, src: ArrayView, out: Any, rows: int | None, count: int) -> ArrayView:
+        """The output of so many elements: of the input's shape, but for the number of rows if there is one."""
+        dst = None if out is None else array.view(out, output=True)
+        if dst is not None and dst.dtype is src.dtype and dst.count == count:
+            return self._empty_like(dst, dst.shape) if dst.immutable else dst
+        shape = src.shape if rows is None else (rows, *src.shape[1:])
+        if dst is not None:
             raise ArrayError(f"out has {dst.count} x {dst.dtype}, needed are {count} x {src.dtype} (shape {shape})")
-        return self._empty_like(dst, dst.shape) if dst.immutable else dst
+        return self._empty_like(src, shape)
 
-    def _blocks(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
-        """Rows a rank of an array that holds everybody's, and elements a row."""
+    def _blocks(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
+        """This rank's rows of an array that holds everybody's, and elements a rank."""
         if not src.shape:
             raise ArrayError("a scalar has no rows to divide; pass an array of at least one dimension")
-        total, row = src.shape[0], _row_elements(src.shape)
+        total, size = src.shape[0], self.size
         if counts is None:
-            if total % self.size:
-                raise ArrayError(f"{total} rows do not divide by {self.size} ranks; pass counts=")
-            return (total // self.size,) * self.size, row
+            if total % size:
+                raise ArrayError(f"{total} rows do not divide by {size} ranks; pass counts=")
+            return total // size, (src.count // size,) * size
         rows = _whole("counts", counts)
-        if len(rows) != self.size or min(rows) < 0 or sum(rows) != total:
-            raise ArgumentError(f"counts {rows}: expected {self.size} numbers that add up to {total} rows")
-        return rows, row
+        if len(rows) != size or min(rows) < 0 or sum(rows) != total:
+            raise ArgumentError(f"counts {rows}: expected {size} numbers that add up to {total} rows")
+        return rows[self.rank], _in_elements(rows, src.shape)
 
-    def _own_block(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
-        """Rows a rank where an array holds this rank's block, and elements a row."""
-        mine = src.shape[0] if src.shape else 1
-        row = _row_elements(src.shape)
+    def _own_block(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
+        """All ranks' rows where an array holds this rank's block, and elements a rank."""
+        mine, size = src.shape[0] if src.shape else 1, self.size
         if counts is None:
-            return (mine,) * self.size, row
+            return mine * size, (src.count,) * size
         rows = _whole("counts", counts)
-        if len(rows) != self.size or min(rows) < 0 or rows[self.rank] != mine:
-            raise ArgumentError(f"counts {rows}: expected {self.size} numbers, the one of rank {self.rank} being {mine}")
-        return rows, row
+        if len(rows) != size or min(rows) < 0 or rows[self.rank] != mine:
+            raise ArgumentError(f"counts {rows}: expected {size} numbers, the one of rank {self.rank} being {mine}")
+        return sum(rows), _in_elements(rows, src.shape)
 
 
-def _row_elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape[1:]:
-        count *= n
-    return count
+def _in_elements(rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows of an array as elements."""
+    row = math.prod(shape[1:])
+    return tuple(n * row for n in rows)
 
 
 def _whole(what: str, counts: Sequence[int]) -> tuple[int, ...]:
@@ -396,7 +396,3 @@ def _whole(what: str, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(operator.index(n) for n in counts)
     except TypeError:
         raise ArgumentError(f"{what} {counts!r}: expected whole numbers, one a rank") from None
-
-
-def _times(rows: tuple[int, ...], row: int) -> tuple[int, ...]:
-    return rows if row == 1 else tuple(r * row for r in rows)

@@ -11,6 +11,7 @@ import itertools
 import struct
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +181,8 @@ class Recorder:
 
     def end_all(self, numbers: Sequence[int], state: int = DONE) -> None:
         """Note that several ended, in that order."""
-        words = (ctypes.c_int64 * len(numbers))(*numbers)
-        _ends_kernel(self.handle, ctypes.addressof(words), len(numbers), +state)
+        words = array("q", numbers)  # ctypes would make a type for each length
+        _ends_kernel(self.handle, words.buffer_info()[0], len(words), +state)
         if hooks:
             for number in numbers:
                 self.tell(number)
