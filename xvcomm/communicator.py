@@ -145,7 +145,7 @@ class Communicator(PointToPoint, Objects):
         """
         src = array.view(x, output=out is None)
         how = reduction_on(op, src.dtype)
-        dst = self._same_shape(src, out)
+        dst = src if out is None and not src.immutable else self._output(src, out, None, src.count)
         return self._call(Call(OpCode.ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout, stream)
 
     def reduce(
@@ -157,7 +157,9 @@ class Communicator(PointToPoint, Objects):
         mine = self.rank == root
         src = array.view(x, output=mine and out is None)
         how = reduction_on(op, src.dtype)
-        dst = self._same_shape(src, out) if mine else None
+        dst = None
+        if mine:
+            dst = src if out is None and not src.immutable else self._output(src, out, None, src.count)
         call = Call(OpCode.REDUCE, src, dst, src.dtype, how, count=src.count, root=root)
         return self._call(call, async_op, timeout, stream)
 
@@ -339,12 +341,6 @@ class Communicator(PointToPoint, Objects):
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ArgumentError(f"{what} {rank}: ranks of this communicator go from 0 to {self.size - 1}")
-
-    def _same_shape(self, src: ArrayView, out: Any) -> ArrayView:
-        """The output for an operation whose result has the input's shape."""
-        if out is None and not src.immutable:
-            return src
-        return self._output(src, out, None, src.count)
 
     def _empty_like(self, x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
         return array.empty_like(x, shape, self._context.device.empty)

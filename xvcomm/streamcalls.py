@@ -36,7 +36,7 @@ class StreamCaller(Caller):
     """Runs a communicator's collectives: blocking ones on the arrays' stream, asynchronous ones on one of their own."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self._context, self._kind, self._index = context, context.kind, context.index
         self._order, self._starting = threading.Lock(), threading.Lock()
         self._door = Door(context, self._order)
         self._native_only = context.topology.homogeneous and context.topology.size > 1
@@ -51,17 +51,17 @@ class StreamCaller(Caller):
 
         The host waits only for a barrier, and where nobody knows the arrays' stream.
         """
-        self._admit(call)
+        trusted = self._trusts(call)
         src, dst = call.src, call.dst
         handle = _stream_of(call, stream)
         ready = self._ready(call) if handle is not None and call.op is not _BARRIER else None
         if ready is not None and handle is not None:
-            if not _trusted(src, dst):
-                self._user(call, handle)
+            if not trusted:
+                self._user(call, handle, trusted)
             place = self._door.places.get(handle) or self._door.place(handle)
             if ready.run(place, handle, src, dst, call.site or call_site(_INSIDE), deadline):
                 return self._result(call)
-        user = self._user(call, handle)
+        user = self._user(call, handle, trusted)
         operation, mark, ends = self._launch(call, deadline, user)
         pending = self._context.pending
         if handle is None or call.op is _BARRIER:
@@ -75,10 +75,9 @@ class StreamCaller(Caller):
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
-        self._admit(call)
-        own = self._own
+        trusted, own = self._trusts(call), self._own
         with self._starting:
-            own.wait(self._user(call, _stream_of(call, stream)).mark())
+            own.wait(self._user(call, _stream_of(call, stream), trusted).mark())
             ready = self._ready(call)
             site, place = call.site or call_site(_INSIDE), self._boarding.address
             if ready is not None and ready.run(place, own.handle, call.src, call.dst, site, deadline):
@@ -98,21 +97,26 @@ class StreamCaller(Caller):
         staged = call.dst is not None and call.dst.staged
         return StreamWork(pending, None if staged else follow, partial(self._result, call), str(call.op), flight)
 
-    def _admit(self, call: Call) -> None:
-        context, src, dst = self._context, call.src, call.dst
-        kind, index = context.kind, context.index
-        if src is not None and (src.device != kind or src.index != index):
-            context.admit(src)
-        if dst is not None and dst is not src and (dst.device != kind or dst.index != index):
-            context.admit(dst)
+    def _trusts(self, call: Call) -> bool:
+        """Whether the arrays' frameworks vouch for their memory; raises if it is not this rank's."""
+        src, dst, kind, index = call.src, call.dst, self._kind, self._index
+        trusted = True
+        if src is not None:
+            trusted = src.trusted
+            if src.device != kind or src.index != index:
+                self._context.admit(src)
+        if dst is not None and dst is not src:
+            trusted = trusted and dst.trusted
+            if dst.device != kind or dst.index != index:
+                self._context.admit(dst)
+        return trusted
 
-    def _user(self, call: Call, handle: int | None) -> Stream:
+    def _user(self, call: Call, handle: int | None, trusted: bool) -> Stream:
         """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""
         adopt = self._context.device.adopt
-        src, dst = call.src, call.dst
-        if _trusted(src, dst):
+        if trusted:
             return adopt(handle)
-        return adopt(handle, *(v.address for v in (src, dst) if v is not None and v.count and not v.trusted))
+        return adopt(handle, *(v.address for v in (call.src, call.dst) if v is not None and v.count and not v.trusted))
 
     def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Mark | None, Ends]:
         """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
@@ -166,11 +170,6 @@ class StreamCaller(Caller):
 
     def _close(self) -> None:
         """Nothing: streams end by themselves."""
-
-
-def _trusted(src: ArrayView | None, dst: ArrayView | None) -> bool:
-    """Whether the arrays' frameworks vouch for their memory."""
-    return (src is None or src.trusted) and (dst is None or dst.trusted)
 
 
 def _stream_of(call: Call, given: int | None) -> int | None:
