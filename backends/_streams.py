@@ -210,6 +210,7 @@ class GpuStream(Stream):
         self._empty = owned
         self._transfers: dict[Port, int] = {}
         self._together: list[tuple[Port, Transfer]] | None = None
+        self._captured = 0  # the capture that they are for
 
     def __del__(self) -> None:
         if self._owned:
@@ -230,8 +231,7 @@ class GpuStream(Stream):
     @on_device
     def mark(self) -> Mark:
         """See `Stream.mark`."""
-        self._start()
-        return self._mark()
+        return self._start() or self._mark()
 
     def _mark(self) -> Mark:
         captured = self.runtime.capture(self._handle)
@@ -278,7 +278,9 @@ class GpuStream(Stream):
         known = self._engine.known(end)
         if known is not None and self._starts(known, data, message, op, remote_first):
             return
-        captured = self.runtime.capture(self._handle)
+        if not self._together:
+            self._captured = self.runtime.capture(self._handle)
+        captured = self._captured
         port = self._engine.port(end, self._handle, captured)
         row = _row(port, data, message, op, remote_first)
         if captured:
@@ -332,15 +334,17 @@ class GpuStream(Stream):
             self._transfers = {p: n for p, n in self._transfers.items() if p.finished()[0] < n}
         self._transfers[port] = end.sequence
 
-    def _start(self) -> None:
-        """Launch what is to start together: first every end's first transfer, then every end's second, and so on."""
+    def _start(self) -> Mark | None:
+        """Launch what is to start together: first every end's first transfer, then every end's second, and so on.
+
+        Returns:
+            The mark behind it, if there was anything.
+        """
         rows, self._together = self._together, None
-        if not rows:
-            return
-        captured = self.runtime.capture(self._handle)
+        mark = None
         rounds: list[list[tuple[Port, Transfer]]] = []
         seen: dict[Port, int] = {}
-        for port, row in rows:
+        for port, row in rows or ():
             turn = seen.get(port, 0)
             seen[port] = turn + 1
             if turn == len(rounds):
@@ -348,9 +352,10 @@ class GpuStream(Stream):
             rounds[turn].append((port, row))
         for part in rounds:
             for first in range(0, len(part), ROWS):
-                self._launch(part[first : first + ROWS], captured)
+                mark = self._launch(part[first : first + ROWS], self._captured)
+        return mark
 
-    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: int) -> None:
+    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: int) -> Mark:
         for port, _ in rows:
             self._follow(port, captured)
         engine, handle = self._engine, self._handle
@@ -359,6 +364,7 @@ class GpuStream(Stream):
         mark = self._record(captured)
         for port, _ in rows:
             port.queue, port.mark, port.armed.value = self._queue, mark, NOBODY
+        return mark
 
     def _follow(self, port: Port, captured: int) -> None:
         """Let what comes next wait for a port's last transfer, if that is on another stream.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import cast
 
@@ -54,7 +53,8 @@ class Executor:
         self._device = context.device
         self._streams = dict(zip(_LANES, self._device.streams(len(_LANES)), strict=True))
         self._scratch: Allocation | None = None
-        self._last: object = None
+        self._last: Mark | None = None
+        self._user: Stream | None = None
 
     def run(
         self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
@@ -71,18 +71,20 @@ class Executor:
     def launch(
         self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
         user: Stream,
-    ) -> tuple[Mark, Ends]:  # fmt: skip
-        """Enqueue all steps behind what `user` holds, which goes on behind them; gives a mark there, and the ring ends.
+    ) -> tuple[Mark | None, Ends]:  # fmt: skip
+        """Enqueue all steps behind what `user` holds, which goes on behind them.
+
+        Returns:
+            A mark there, if one was needed, and the ring ends.
 
         Raises:
             CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
         """
         captured = user.capturing()
         # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
-        last = None if captured else self._last
+        last = None if captured or self._user is user else self._last
         serial = self._fits(plan)
-        used = {step.lane for step in plan.schedule.steps}
-        lanes = [] if serial else [stream for lane, stream in self._streams.items() if lane in used]
+        lanes = [] if serial else [stream for lane, stream in self._streams.items() if lane in plan.lanes]
         if last is not None and serial:
             user.wait(last)
         begin = user.mark() if lanes else None
@@ -94,9 +96,10 @@ class Executor:
         ends = self._enqueue(plan.schedule, buffers, dtype, op, operation, deadline, streams)
         for stream in lanes:
             user.wait(stream.mark())
-        mark = cast(Mark, user.mark())
+        mark = None
         if plan.schedule.scratch and not captured:
-            self._last = mark
+            self._last = mark = cast(Mark, user.mark())
+            self._user = user
         return mark, [(end, sequence, operation) for end, sequence in ends.items()]
 
     def _fits(self, plan: Plan) -> bool:
@@ -104,8 +107,7 @@ class Executor:
         layout = self._context.links.gpu_collective_layout
         if plan.segment or plan.nbytes > min(SERIAL_BYTES, layout.at_once):
             return False
-        messages = Counter(step.peer for step in plan.schedule.steps if isinstance(step, Put))
-        return max(messages.values(), default=0) <= layout.slots
+        return plan.messages <= layout.slots
 
     def _enqueue(
         self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,

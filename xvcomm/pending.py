@@ -122,11 +122,11 @@ class _Gathering:
         """Whether there are any."""
         return bool(self.operations or self.compiled)
 
-    def add(self, operation: Operation, deadline: Deadline, ends: Ends) -> None:
-        """One more."""
+    def add(self, operations: Sequence[Operation], deadline: Deadline, ends: Ends) -> None:
+        """Some more."""
         if deadline.at < self.deadline.at:
             self.deadline = deadline
-        self.operations.append(operation)
+        self.operations.extend(operations)
         self.ends.extend(ends)
 
     def leave(self) -> tuple[list[Operation], Ends, Deadline, Passengers | None]:
@@ -169,11 +169,11 @@ class Pending:
             self.poll()
         return flight
 
-    def board(self, operation: Operation, handle: int, deadline: Deadline, ends: Ends) -> None:
-        """Look after a blocking operation on a framework's stream, together with others there: marks take time."""
+    def board(self, operations: Sequence[Operation], handle: int, deadline: Deadline, ends: Ends) -> None:
+        """Look after blocking operations on a framework's stream, together with others there: marks take time."""
         with self._gate:
             gathering = self._at(handle)
-            gathering.add(operation, deadline, ends)
+            gathering.add(operations, deadline, ends)
             if len(gathering.operations) >= ROOM:
                 self._depart(handle, gathering)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 from xvcomm.config import Config
 from xvcomm.schedule import build
 from xvcomm.schedule.describe import lines
-from xvcomm.schedule.steps import Request, Schedule
+from xvcomm.schedule.steps import Lane, Put, Request, Schedule
 from xvcomm.topology import Topology
 from xvcomm.tuner import tune
 
@@ -25,6 +26,8 @@ class Plan:
         nbytes: size of the whole array.
         segment: elements of a segment; 0 for one segment.
         schedule: the steps.
+        lanes: those that the steps are on.
+        messages: the most that one rank is sent.
     """
 
     request: Request
@@ -32,6 +35,8 @@ class Plan:
     nbytes: int
     segment: int
     schedule: Schedule
+    lanes: frozenset[Lane]
+    messages: int
 
     def explain(self) -> list[str]:
         """The plan as lines of text: what is asked for, then one line a step."""
@@ -71,7 +76,10 @@ class Planner:
     def _make(self, request: Request) -> Plan:
         nbytes = _elements(request) * request.itemsize
         segment = tune(request.op, nbytes, self._topology, self._link_bytes).segment_bytes // request.itemsize
-        return Plan(request, self._rank, nbytes, segment, build(request, self._topology, self._rank, segment))
+        schedule = build(request, self._topology, self._rank, segment)
+        lanes = frozenset(step.lane for step in schedule.steps)
+        messages = Counter(step.peer for step in schedule.steps if isinstance(step, Put))
+        return Plan(request, self._rank, nbytes, segment, schedule, lanes, max(messages.values(), default=0))
 
 
 def _elements(request: Request) -> int:

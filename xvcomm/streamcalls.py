@@ -11,7 +11,6 @@ import numpy as np
 from xvcomm import array
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Mark, Stream
-from xvcomm.array import ArrayView
 from xvcomm.boarding import Boarding, Ends
 from xvcomm.calls import Call, Caller
 from xvcomm.context import Context
@@ -70,7 +69,7 @@ class StreamCaller(Caller):
         elif user.capturing():
             self._context.end(operation)
         else:
-            pending.board(operation, handle, deadline, ends)
+            pending.board([operation], handle, deadline, ends)
         return self._result(call)
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:

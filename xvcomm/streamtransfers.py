@@ -77,7 +77,7 @@ class StreamTransfers(Transfers):
         if user.capturing():
             context.end(t.operation)
         else:
-            context.pending.board(t.operation, handle, t.deadline, [(end, end.sequence, t.operation)])
+            context.pending.board([t.operation], handle, t.deadline, [(end, end.sequence, t.operation)])
 
     def _prepare(self, t: Transfer, key: _Shape) -> None:
         """Let compiled code put further messages of this shape on streams, where the device has that."""
@@ -104,8 +104,13 @@ class StreamTransfers(Transfers):
         flight = self._launch(transfers, user)
         for other in others:
             other.wait(flight.mark)
+        pending, handle = self._context.pending, transfers[0].stream
         if any(t.stream is None for t in transfers):
-            self._context.pending.wait_for(flight)
+            pending.wait_for(pending.add(flight))
+        elif handle is not None and flight.landed is None and not flight.mark.captured:
+            pending.board(flight.operations, handle, flight.deadline, flight.ends)
+        else:
+            pending.add(flight)
 
     def work(self, t: Transfer) -> Work:
         """See `Transfers.work`."""
@@ -185,7 +190,7 @@ class StreamTransfers(Transfers):
 
         Args:
             behind: what comes first.
-            background: whether they have Works.
+            background: whether they have Works, and are looked after from now on.
             taken: whether the stream is one of `_take_stream`.
         """
         ends: Ends = []
@@ -212,7 +217,8 @@ class StreamTransfers(Transfers):
                 flight = self._flight(transfers, ends, stream, mark, background)
                 back = [stream, *beside.values()] if taken else list(beside.values())
                 flight.landed = partial(self._free.extend, back) if back else None
-                self._context.pending.add(flight)
+                if background:
+                    self._context.pending.add(flight)
         except BaseException as error:
             for used in (stream, *beside.values()):
                 used.discard()

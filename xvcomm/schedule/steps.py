@@ -17,6 +17,8 @@ class Buf(enum.Enum):
     OUT = "out"
     TMP = "tmp"
 
+    __hash__ = object.__hash__  # an enumeration's own is a function in Python, and addresses are looked up by these
+
 
 class Lane(enum.Enum):
     """Which of a rank's three queues runs the step; lanes overlap, `after` orders them."""
@@ -24,6 +26,8 @@ class Lane(enum.Enum):
     NATIVE = "native"
     SEND = "send"
     RECV = "recv"
+
+    __hash__ = object.__hash__  # as of Buf
 
 
 class NativeOp(enum.Enum):
