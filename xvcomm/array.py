@@ -26,14 +26,12 @@ from xvcomm.dlpack import (
     ROCM_HOST,
     ExchangeAPI,
     Lent,
-    Tensor,
-    Versioned,
     name_of,
     pointer_of,
 )
 from xvcomm.dtype import DType
 from xvcomm.errors import ArgumentError, ArrayError
-from xvcomm.exchange import FAILED, NOWHERE, SEEN_WORDS, UNKNOWN, Known, see
+from xvcomm.exchange import FAILED, NAMES, NOWHERE, SEEN_WORDS, UNKNOWN, Known, look, see
 
 _KINDS = {CPU: "host", CUDA_HOST: "host", ROCM_HOST: "host", CUDA: "cuda", ROCM: "rocm"}
 
@@ -87,6 +85,10 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+_Kept = tuple[tuple[int, ...], DType, int, int, str, int, int | None]
+"""What is known of arrays that differ in their addresses alone: fields of ArrayView from `shape` to `stream`, but for its user's."""
+
+_FLAGS = SEEN_WORDS - 1
 _Reader = Callable[[Any], ArrayView]
 _readers: dict[type, _Reader] = {}
 _known, _adding = Known(), threading.Lock()
@@ -138,22 +140,20 @@ def _from_exchange(tensor: int, stream: int, lazy: bool) -> _Reader:
         number = see(tensor, stream, id(x), address, known.address)
         if number == FAILED:
             raise _refused(type(x), _complaint(x, tensor, address))
-        if number == UNKNOWN:
-            return _first_seen(x, lazy, words)
-        shape, dtype, count, nbytes, device, index, on, trusted = known.seen[number]
+        if number == UNKNOWN and lazy and (x.is_neg() or x.is_conj()):
+            raise _lazy()
+        shape, dtype, count, nbytes, device, index, on = known.seen[number] if number != UNKNOWN else _learnt(words)
         if lazy and (x.is_neg() or (dtype.kind == "c" and x.is_conj())):
             raise _lazy()
-        return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, on, trusted)
+        return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, on, device != "host")
 
     return read
 
 
-def _first_seen(x: Any, lazy: bool, words: ctypes.Array[ctypes.c_int64]) -> ArrayView:
-    """An array as a framework describes it, which is known then."""
+def _learnt(words: ctypes.Array[ctypes.c_int64]) -> _Kept:
+    """What is to be known of an array as a framework describes it."""
     global _known
-    data, place, what, shape_at, _, _, stream, count, contiguous = words[:]
-    if lazy and (x.is_neg() or x.is_conj()):
-        raise _lazy()
+    _, place, what, shape_at, _, _, stream, count, contiguous, _ = words[:]
     ndim = what & 0xFFFFFFFF
     shape = tuple(_words[shape_at >> 3 : (shape_at >> 3) + ndim])
     if not contiguous:
@@ -162,14 +162,12 @@ def _first_seen(x: Any, lazy: bool, words: ctypes.Array[ctypes.c_int64]) -> Arra
     device = _KINDS.get(place & 0xFFFFFFFF)
     if device is None:
         raise _unknown(place & 0xFFFFFFFF)
-    nbytes, on = count * dtype.itemsize, None if stream == NOWHERE else stream
-    found = ArrayView(data, shape, dtype, count, nbytes, x, device, place >> 32, False, None, False, on, device != "host")
+    kept = shape, dtype, count, count * dtype.itemsize, device, place >> 32, None if stream == NOWHERE else stream
     with _adding:
         if _known.full():
             _known = Known()
-        kept = shape, dtype, count, nbytes, device, found.index, on, found.trusted
         _known.add(place, what, stream, shape, kept)
-    return found
+    return kept
 
 
 def _lazy() -> ArrayError:
@@ -209,38 +207,6 @@ assert _words[(id(_probe) + _POINTER) >> 3] == _probe.ctypes.data, "numpy's arra
 assert _probe.flags.num & (_CONTIGUOUS | _WRITEABLE) == _CONTIGUOUS | _WRITEABLE, "numpy's flags have changed"
 
 
-def _from_tensor(tensor: Tensor, array: Any, keep: Any, immutable: bool) -> ArrayView:
-    dtype = dtypes.from_dlpack(tensor.code, tensor.bits, tensor.lanes)
-    shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tensor.strides[: tensor.ndim] if tensor.strides else None
-    address = (tensor.data or 0) + tensor.byte_offset
-    return _described(address, shape, strides, dtype, tensor.device_type, tensor.device_id, array, keep, immutable)
-
-
-def _described(
-    address: int, shape: tuple[int, ...], strides: list[int] | None, dtype: DType, kind: int, index: int, array: Any,
-    keep: Any, immutable: bool,
-) -> ArrayView:  # fmt: skip
-    count = math.prod(shape)
-    if strides and count > 1 and not _contiguous(shape, strides):
-        raise _scattered(shape)
-    device = _KINDS.get(kind)
-    if device is None:
-        raise _unknown(kind)
-    return ArrayView(address, shape, dtype, count, count * dtype.itemsize, array, device, index, immutable, keep)
-
-
-def _contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:
-    if len(shape) == 1:
-        return strides[0] == 1
-    expected = 1
-    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n != 1 and stride != expected:
-            return False
-        expected *= n
-    return True
-
-
 def _from_protocols(x: Any) -> ArrayView:
     """By capsule, else by the array interface; the capsule is kept, unconsumed, so that its memory stays."""
     if type(x).__name__.endswith("Tracer") and _functional(x):
@@ -252,14 +218,15 @@ def _from_protocols(x: Any) -> ArrayView:
         # An array that says its stream is ordered on it by us; any other orders itself on the default stream.
         stream = (getattr(x, "__cuda_array_interface__", None) or {}).get("stream")
         capsule = _capsule(x, {} if stream is None else {"stream": -1})
-        if name_of(capsule) == b"dltensor_versioned":
-            managed = Versioned.from_address(pointer_of(capsule, b"dltensor_versioned"))
-            found = _from_tensor(managed.tensor, x, capsule, bool(managed.flags & READ_ONLY) or _functional(x))
-        else:
-            tensor = Tensor.from_address(pointer_of(capsule, b"dltensor"))
-            found = _from_tensor(tensor, x, capsule, _functional(x))
-        found.stream = stream
-        if found.device != "host" and _functional(x):
+        known, functional = _known, _functional(x)
+        words, address = _scratch.both
+        number = look(id(capsule), NAMES, NOWHERE if stream is None else stream, address, known.address)
+        if number == FAILED:
+            pointer_of(capsule, b"dltensor")  # raises what is wrong with it
+        shape, dtype, count, nbytes, device, index, on = known.seen[number] if number != UNKNOWN else _learnt(words)
+        immutable = functional or words[_FLAGS] & READ_ONLY != 0
+        found = ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, immutable, capsule, False, on)
+        if functional and device != "host":
             x.block_until_ready()  # nobody can be told on which stream JAX fills it
         return found
     if hasattr(x, "__array_interface__"):

@@ -1,4 +1,4 @@
-"""DLPack's C exchange API, called from compiled code: what a framework says of an array, and whether that is known already."""
+"""What a framework says of an array by DLPack, read by compiled code, and whether that is known already."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ from typing import Any
 from numba import types
 from numba.extending import register_jitable
 
-from xvcomm.atomics import load, store
+from xvcomm.atomics import copy_bytes, load, store
 from xvcomm.calling import call_11
-from xvcomm.dlpack import CPU, CUDA_HOST, ROCM_HOST, Tensor
+from xvcomm.dlpack import CPU, CUDA_HOST, ROCM_HOST, Tensor, Versioned
 from xvcomm.jit import brief, compiling
 
 UNKNOWN, FAILED = -1, -2
 NOWHERE = -1
 """In place of a stream's handle: host memory, or a framework that does not say on which it works."""
 
-SEEN_WORDS = ctypes.sizeof(Tensor) // 8 + 3
+SEEN_WORDS = ctypes.sizeof(Tensor) // 8 + 4
 _KNOWN, _AXES = 64, 5
 _KNOWN_WORDS = 3 + _AXES
+_TENSOR_BYTES, _INNER, _FLAGS = ctypes.sizeof(Tensor), Versioned.tensor.offset, Versioned.flags.offset
+_PLAIN, _VERSIONED = (ctypes.create_string_buffer(name) for name in (b"dltensor", b"dltensor_versioned"))
+_names = (ctypes.c_int64 * 2)(ctypes.addressof(_PLAIN), ctypes.addressof(_VERSIONED))
+NAMES = ctypes.addressof(_names)
+"""Address of the capsules' names, for `look`."""
+
 _clear = types.ExternalFunction("PyErr_Clear", types.void())
+_has_name = types.ExternalFunction("PyCapsule_IsValid", types.int32(types.int64, types.int64))
+_pointer = types.ExternalFunction("PyCapsule_GetPointer", types.int64(types.int64, types.int64))
 
 
 def _see(tensor: int, stream: int, x: int, out: int, known: int) -> int:
@@ -30,7 +38,7 @@ def _see(tensor: int, stream: int, x: int, out: int, known: int) -> int:
     Args:
         x: the object's address.
         out: of a DLTensor, whose offset is made part of its address; behind it come the stream or NOWHERE, the number of
-            elements, and whether they lie one after the other.
+            elements, whether they lie one after the other, and a capsule's flags.
         known: `Known.address`.
 
     Returns:
@@ -39,11 +47,34 @@ def _see(tensor: int, stream: int, x: int, out: int, known: int) -> int:
     if call_11(tensor, x, out, 0, 0, 0, 0, 0, 0, 0, 0, 0) != 0:
         _clear()
         return FAILED
-    place, ndim, shape, strides = load(out + 8), load(out + 16) & 0xFFFFFFFF, load(out + 24), load(out + 32)
-    store(out, load(out) + load(out + 40))
+    place = load(out + 8)
     store(out + 48, NOWHERE)
     if stream != 0 and place & 0xFFFFFFFF not in (CPU, CUDA_HOST, ROCM_HOST):
         call_11(stream, place & 0xFFFFFFFF, place >> 32, out + 48, 0, 0, 0, 0, 0, 0, 0, 0)
+    return _measured(out, known)
+
+
+def _look(capsule: int, names: int, stream: int, out: int, known: int) -> int:
+    """`_see` of an array that a capsule shows, whose stream somebody told; FAILED if it is none of DLPack's, or used."""
+    plain, versioned, flags = load(names), load(names + 8), 0
+    if _has_name(capsule, versioned) != 0:
+        managed = _pointer(capsule, versioned)
+        tensor, flags = managed + _INNER, load(managed + _FLAGS)
+    elif _has_name(capsule, plain) != 0:
+        tensor = _pointer(capsule, plain)
+    else:
+        return FAILED
+    copy_bytes(out, tensor, _TENSOR_BYTES)
+    store(out + 48, stream)
+    store(out + 72, flags)
+    return _measured(out, known)
+
+
+@register_jitable
+def _measured(out, known):  # type: ignore[no-untyped-def]
+    """Complete what was seen at `out`, and find it."""
+    ndim, shape, strides = load(out + 16) & 0xFFFFFFFF, load(out + 24), load(out + 32)
+    store(out, load(out) + load(out + 40))
     count, contiguous = 1, 1
     for axis in range(ndim - 1, -1, -1):
         n = load(shape + 8 * axis)
@@ -73,6 +104,7 @@ def _find(known, out):  # type: ignore[no-untyped-def]
 
 with compiling():
     see = brief("int64(int64, int64, int64, int64, int64)")(_see)
+    look = brief("int64(int64, int64, int64, int64, int64)")(_look)
 
 
 class Known:

@@ -82,6 +82,37 @@ def test_protocols_share_memory(wrapper: Any, name: str) -> None:
     assert isinstance(finish(v), wrapper)
 
 
+@pytest.mark.parametrize("wrapper", [OldCapsule, NewCapsule])
+def test_what_is_known_of_one_array_is_not_said_of_the_next(wrapper: Any) -> None:
+    first, second = np.zeros((3, 4)), np.ones((3, 4))
+    assert not view(wrapper(first)).immutable
+    if wrapper is NewCapsule:
+        second.flags.writeable = False
+    v = view(wrapper(second))
+    assert (v.address, v.immutable, contents(v)) == (second.ctypes.data, wrapper is NewCapsule, second.tobytes())
+    for other in (first.reshape(4, 3), first.astype("float32"), first[:2]):
+        v = view(wrapper(other))
+        assert (v.address, v.shape, v.dtype.name, v.nbytes) == (other.ctypes.data, other.shape, other.dtype.name, other.nbytes)
+
+
+def test_many_shapes() -> None:
+    for n in [*range(100), *range(100)]:
+        assert view(OldCapsule(np.zeros((n, 2, 1), np.int16))).shape == (n, 2, 1)
+    deep = np.zeros((1, 2, 1, 3, 1, 2, 2))
+    assert view(OldCapsule(deep)).shape == deep.shape
+
+
+def test_capsules_that_show_nothing() -> None:
+    used = np.zeros(3).__dlpack__()
+    rename = ctypes.pythonapi.PyCapsule_SetName
+    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    rename(used, b"used_dltensor")
+    for capsule in (used, None):
+        with pytest.raises(ValueError, match="PyCapsule"):
+            view(type("Odd", (), {"__dlpack__": lambda self, capsule=capsule, **_: capsule})())
+    rename(used, b"dltensor")
+
+
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_parts_of_arrays(offset: int) -> None:
     data = np.arange(20, dtype=np.int32)
