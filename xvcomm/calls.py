@@ -211,8 +211,9 @@ class Caller:
 
     @staticmethod
     def _result(call: Call) -> Any:
-        if call.dst is not None:
-            return array.finish(call.dst)
+        dst = call.dst
+        if dst is not None:
+            return array.finish(dst) if dst.staged else dst.array
         return call.src.array if call.op is OpCode.REDUCE and call.src is not None else None
 
     def _native(self, call: Call, deadline: Deadline, stream: Stream) -> None:

@@ -43,6 +43,9 @@ from xvcomm.topology import Topology
 from xvcomm.work import Work
 
 Op = str | ReduceOp | Reduction
+# Looked up once: members of enumerations take longer to find than most of what a small operation does.
+_BROADCAST, _ALL_REDUCE = OpCode.BROADCAST, OpCode.ALL_REDUCE
+_ALL_GATHER, _REDUCE_SCATTER = OpCode.ALL_GATHER, OpCode.REDUCE_SCATTER
 
 
 class Communicator(PointToPoint, Objects):
@@ -129,7 +132,7 @@ class Communicator(PointToPoint, Objects):
         mine = self.rank == root
         src = array.view(x, output=not mine)
         dst = src if mine or not src.immutable else self._empty_like(src, src.shape)
-        call = Call(OpCode.BROADCAST, src, dst, src.dtype, count=src.count, root=root)
+        call = Call(_BROADCAST, src, dst, src.dtype, count=src.count, root=root)
         return self._call(call, async_op, timeout, stream)
 
     def all_reduce(
@@ -146,7 +149,7 @@ class Communicator(PointToPoint, Objects):
         src = array.view(x, output=out is None)
         how = reduction_on(op, src.dtype)
         dst = src if out is None and not src.immutable else self._output(src, out, None, src.count)
-        return self._call(Call(OpCode.ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout, stream)
+        return self._call(Call(_ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout, stream)
 
     def reduce(
         self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None,
@@ -178,7 +181,7 @@ class Communicator(PointToPoint, Objects):
         how = reduction_on(op, src.dtype)
         rows, elements = self._blocks(src, counts)
         dst = self._output(src, out, rows, elements[self.rank])
-        call = Call(OpCode.REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None)
+        call = Call(_REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None)
         return self._call(call, async_op, timeout, stream)
 
     def all_gather(
@@ -195,7 +198,7 @@ class Communicator(PointToPoint, Objects):
         src = array.view(x)
         rows, elements = self._own_block(src, counts)
         dst = self._output(src, out, rows, sum(elements))
-        call = Call(OpCode.ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None)
+        call = Call(_ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None)
         return self._call(call, async_op, timeout, stream)
 
     def gather(

@@ -38,6 +38,7 @@ class StreamCaller(Caller):
         self._context, self._kind, self._index = context, context.kind, context.index
         self._order, self._starting = threading.Lock(), threading.Lock()
         self._door = Door(context, self._order)
+        self._places = self._door.places
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
         self._own = context.device.streams(1)[0]
@@ -51,14 +52,13 @@ class StreamCaller(Caller):
         The host waits only for a barrier, and where nobody knows the arrays' stream.
         """
         trusted = self._trusts(call)
-        src, dst = call.src, call.dst
         handle = _stream_of(call, stream)
         ready = self._ready(call) if handle is not None and call.op is not _BARRIER else None
         if ready is not None and handle is not None:
             if not trusted:
                 self._user(call, handle, trusted)
-            place = self._door.places.get(handle) or self._door.place(handle)
-            if ready.run(place, handle, src, dst, call.site or call_site(_INSIDE), deadline):
+            place = self._places.get(handle) or self._door.place(handle)
+            if ready.run(place, handle, call.src, call.dst, call.site or call_site(_INSIDE), deadline):
                 return self._result(call)
         user = self._user(call, handle, trusted)
         operation, mark, ends = self._launch(call, deadline, user)
