@@ -55,7 +55,8 @@ test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long r
 	$(PY) -m pytest
 
 test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if not cuda
-	$(PY) -m pytest -rs tests/gpu xvcomm/testing -k "cuda or rocm"
+	status=0; $(PY) -m pytest -rs tests/gpu || status=1; \
+	$(PY) -m pytest -rs xvcomm/testing -k "cuda or rocm" || status=1; exit $$status
 
 test-examples: $(READY)-examples   ## programs of others, unchanged: Hugging Face's Trainer and accelerate
 	$(PY) -m pytest -rs tests/torch/test_torch_transformers.py

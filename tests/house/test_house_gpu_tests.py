@@ -1,0 +1,19 @@
+"""`make test-gpu` runs all that lies in `tests/gpu`, whatever the names of its tests."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_nothing_is_deselected(root: Path) -> None:
+    recipe = subprocess.run(["make", "--dry-run", "test-gpu"], cwd=root, capture_output=True, text=True, check=True).stdout
+    (arguments,) = re.findall(r"-m pytest ([^|;\n]*\btests/gpu\b[^|;\n]*)", recipe)
+    command = [sys.executable, "-m", "pytest", *shlex.split(arguments), "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_cuda.py::" in done.stdout
+    assert "deselected" not in done.stdout, done.stdout[-500:]
