@@ -20,12 +20,19 @@ JAX = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 @pytest.fixture(scope="session")
-def gpus() -> int:
-    """Number of GPUs that CUDA sees."""
-    found = {backend.name: backend for backend in registry.backends()}["cuda"]
-    if not found.usable:
-        pytest.skip(f"{found.reason}; {found.remedy}")
-    count: int = registry.backend("cuda").device(Config()).runtime.count()  # type: ignore[attr-defined]
+def vendor() -> str:
+    """The kind of this machine's GPUs: `cuda`, or `rocm` where CUDA has none."""
+    found = {backend.name: backend for backend in registry.backends()}
+    for name in ("cuda", "rocm"):
+        if found[name].usable:
+            return name
+    pytest.skip("; ".join(f"{name}: {found[name].reason}; {found[name].remedy}" for name in ("cuda", "rocm")))
+
+
+@pytest.fixture(scope="session")
+def gpus(vendor: str) -> int:
+    """Number of GPUs that the vendor's runtime sees."""
+    count: int = registry.backend(vendor).device(Config()).runtime.count()  # type: ignore[attr-defined]
     return count
 
 
@@ -40,17 +47,44 @@ def rocm_on_cuda(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture(scope="session")
-def job(gpus: int, request: pytest.FixtureRequest) -> Job:
-    """Starts ranks on kinds of device, each on a GPU of its own; skips where there are too few."""
+def places(vendor: str, gpus: int) -> Callable[[str], tuple[str, ...]]:
+    """Gives each rank's kind of device; skips what this machine has not got.
 
-    def start(devices: str, islands: str | None = None, env: Mapping[str, str] | None = None) -> World:
+    Jobs are written for NVIDIA's GPUs. On AMD's `cuda` stands for those; what joins both vendors' ranks is left to the
+    former, where ROCm's libraries stand on CUDA's.
+    """
+
+    def place(devices: str) -> tuple[str, ...]:
         kinds = parse_islands(devices)
+        if vendor == "rocm" and {"cuda", "rocm"} <= set(kinds):
+            pytest.skip("ranks on CUDA beside ranks on ROCm: only by ROCm's libraries over CUDA's, on NVIDIA GPUs")
         wanted = sum(kind != "host" for kind in kinds)
         if wanted > gpus:
             pytest.skip(f"{wanted} ranks on GPUs, and {gpus} GPUs")
-        rocm = request.getfixturevalue("rocm_on_cuda") if "rocm" in kinds else {}
-        ranks = World(islands=islands, devices=devices, env=[
-            {**SMALL_GPU_RINGS, **JAX, **(rocm if kind == "rocm" else {}), **_gpu(kinds, rank), **(env or {})}
+        return tuple(vendor if kind == "cuda" else kind for kind in kinds)
+
+    return place
+
+
+@pytest.fixture(scope="session")
+def libraries(vendor: str, request: pytest.FixtureRequest) -> Callable[[str], dict[str, str]]:
+    """Gives the variables by which ranks on a kind of device find its libraries."""
+
+    def of(kind: str) -> dict[str, str]:
+        forwarded = kind == "rocm" and vendor == "cuda"
+        return dict(request.getfixturevalue("rocm_on_cuda")) if forwarded else {}
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def job(places: Callable[[str], tuple[str, ...]], libraries: Callable[[str], dict[str, str]]) -> Job:
+    """Starts ranks on kinds of device, each on a GPU of its own; skips where there are too few."""
+
+    def start(devices: str, islands: str | None = None, env: Mapping[str, str] | None = None) -> World:
+        kinds = places(devices)
+        ranks = World(islands=islands, devices=",".join(kinds), env=[
+            {**SMALL_GPU_RINGS, **JAX, **libraries(kind), **_gpu(kinds, rank), **(env or {})}
             for rank, kind in enumerate(kinds)
         ], timeout=60)  # fmt: skip
         return ranks

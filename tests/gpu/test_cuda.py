@@ -1,4 +1,7 @@
-"""Ranks on CUDA: alone, in islands, beside host ranks, and beside ranks of ROCm, whose libraries here stand on CUDA's."""
+"""Ranks on GPUs: alone, in islands, beside host ranks, and on NVIDIA's beside ranks of ROCm, whose libraries stand on CUDA's.
+
+`cuda` stands for AMD's GPUs where there are no others.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,7 @@ MIXED = {
 }
 TABLE = ALONE | MIXED
 BORDERS = ("1 and 1", "2 and 2", "cuda and rocm", "2 cuda and 2 rocm")
+ONE_QUEUE = {"cuda": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "rocm": {"GPU_MAX_HW_QUEUES": "1"}}
 Job = Callable[..., World]
 
 
@@ -63,7 +67,7 @@ def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture(scope="module", params=ALONE)
 def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
-    """Ranks on CUDA only."""
+    """Ranks on one kind of GPU only."""
     with job(*ALONE[request.param]) as ranks:
         yield ranks
 
@@ -300,9 +304,9 @@ def test_torch(job: Job, name: str, check: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("name", BORDERS)
-def test_one_connection(job: Job, name: str) -> None:
+def test_one_connection(job: Job, vendor: str, name: str) -> None:
     """One hardware queue for all streams, as Megatron wants it: nothing waits behind what waits for it."""
-    with job(*TABLE[name], env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) as ranks:
+    with job(*TABLE[name], env=ONE_QUEUE[vendor]) as ranks:
         ranks.run(collectives.check_all_reduce, "float32", "sum", 1_000_003)
         ranks.run(collectives.check_all_to_all, "float32", 30_001)
         ranks.run(collectives.check_async, 40)

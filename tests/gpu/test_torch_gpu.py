@@ -1,4 +1,4 @@
-"""PyTorch's backend on GPUs: CUDA's alone, beside ranks on host memory, and beside ranks whose ROCm is CUDA."""
+"""PyTorch's backend on GPUs: alone, beside ranks on host memory, and on NVIDIA's beside ranks whose ROCm is CUDA."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from torchchecks import loss_of, me, mean_gradients, perceptron, size
 from torchjobs import Job, launch
 
 from xvcomm.testing.cases import SMALL_GPU_RINGS
-from xvcomm.topology import parse_islands
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.gpu
 
@@ -206,26 +205,20 @@ def captured() -> None:
     dist.barrier()
 
 
-def variables(kinds: tuple[str, ...], rocm: Mapping[str, str]) -> list[dict[str, str]]:
-    """Of each rank: its kind of device, and with ROCm the libraries that stand in for it."""
-    return [{**SMALL_GPU_RINGS, "XVCOMM_DEVICE": kind, **(rocm if kind == "rocm" else {})} for kind in kinds]
-
-
 @pytest.mark.parametrize("name", JOBS)
-def test_torch(gpus: int, name: str, request: pytest.FixtureRequest) -> None:
+def test_torch(
+    vendor: str, places: Callable[[str], tuple[str, ...]], libraries: Callable[[str], dict[str, str]], name: str
+) -> None:
     """Every kind of operation in one job, because its start takes most of the time."""
     devices, islands = JOBS[name]
-    kinds = parse_islands(devices)
-    wanted = len([kind for kind in kinds if kind != "host"])
-    if wanted > gpus:
-        pytest.skip(f"{wanted} ranks on GPUs, and {gpus} GPUs")
+    kinds = places(devices)
     if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    rocm: dict[str, Any] = request.getfixturevalue("rocm_on_cuda") if "rocm" in kinds else {}
-    with Job(islands, "xvcomm", env=variables(tuple(kinds), rocm), timeout=40) as ranks:
+        pytest.skip(f"this torch is not built for {vendor}, or sees no GPU")
+    env = [{**SMALL_GPU_RINGS, "XVCOMM_DEVICE": kind, **libraries(kind)} for kind in kinds]
+    with Job(islands, "xvcomm", env=env, timeout=40) as ranks:
         for check in (collectives, asynchronous, messages, gradients, groups):
             ranks.run(check)
-        if set(kinds) == {"cuda"}:
+        if set(kinds) == {vendor}:
             ranks.run(captured)
 
 
