@@ -5,7 +5,8 @@
 runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each way of communicating, each in a job of its
 own: xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island (a rehearsal), NCCL, NCCL
 without P2P, Gloo. The text is random tokens: only speed and the first losses count. Writes torch-trainN.md and .json for
-N ranks; modes that are not measured now stay as they are there.
+N ranks; modes that are not measured now stay as they are there, and are not judged. Ends with code 1 if a bar
+is not met.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host import Bar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -208,6 +210,24 @@ def measure(way: str, mode: str, ranks: int, steps: int, shape: Shape) -> Figure
     return Figure(way, mode, ranks, speed, losses, islands)
 
 
+def bars(figures: Sequence[Figure]) -> list[Bar]:
+    """The bar of the pipeline, if both sides were measured. A job of xvcomm's that failed has no speed and misses it."""
+    speed = {figure.way: figure.speed for figure in figures if figure.mode == "pp"}
+    if "xvcomm, two islands" not in speed or not speed.get("nccl"):
+        return []
+    what = f"pipeline over two islands, {figures[0].ranks} ranks, part of NCCL's tokens a second"
+    return [Bar(what, speed["xvcomm, two islands"] / speed["nccl"], 0.99)]
+
+
+def verdict(figures: Sequence[Figure]) -> int:
+    """Print the bars; the exit code: 1 if one is not met, or a job failed other than Gloo's, which cannot do everything."""
+    reached = bars(figures)
+    for bar in reached:
+        print("{3:>8}: {0}: {2} ({1})".format(*bar.cells()))
+    failed = any(figure.failed for figure in figures if figure.way != "gloo")
+    return 1 if failed or not all(bar.met for bar in reached) else 0
+
+
 def markdown(figures: Sequence[Figure], shape: Shape) -> str:
     """The page."""
     ranks = figures[0].ranks
@@ -217,6 +237,10 @@ def markdown(figures: Sequence[Figure], shape: Shape) -> str:
         f"{ranks} x {torch.cuda.get_device_name()}, {datetime.now(UTC):%Y-%m-%d}. torch {torch.__version__}. A LLaMA of "
         f"{shape.parameters() / 1e9:.2f} billion parameters, bfloat16, AdamW; {shape.samples} samples of {shape.tokens} tokens a "
         f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands are labels: a rehearsal.",
+        "",
+        "| bar | bound | measured | |",
+        "| --- | --- | --- | --- |",
+        *(f"| {' | '.join(bar.cells())} |" for bar in bars(figures)),
         "",
         "| | " + " | ".join(WAYS) + " | two islands, part of NCCL | two islands, times NCCL without P2P | times Gloo |",
         "| --- " * (len(WAYS) + 4) + "|",
@@ -237,7 +261,7 @@ def markdown(figures: Sequence[Figure], shape: Shape) -> str:
 
 
 def main() -> int:
-    """Measure and write."""
+    """Measure, write and judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder for the page and its figures")
     parser.add_argument("--steps", type=int, default=8)
@@ -262,7 +286,7 @@ def main() -> int:
             print(f"{mode:6s} {way:22s} {figures[-1].speed:10,.0f} tokens/s  {figures[-1].losses}", flush=True)
         page.write_text(markdown(figures, shape))
         record.write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
-    return 0
+    return verdict([figure for figure in figures if figure.mode in modes])
 
 
 if __name__ == "__main__":

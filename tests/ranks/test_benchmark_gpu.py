@@ -57,9 +57,18 @@ def test_round_trips_and_calls_must_be_short(gpu):
     (bar,) = gpu.bars(named(gpu, 2, "border-one-queue"), records)
     assert bar.what == "round trip, up to 4 KiB, part of NCCL's, one queue"
     assert bar.met and bar.value == pytest.approx(30 / 70)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_island_is_judged_with_any_number_of_ranks(gpu, ranks):
+    island = named(gpu, ranks, "island")
+    assert island.islands == ("",) * ranks and "nccl-cupy" in island.peers
     records = [figure("xvcomm", "all_reduce", 8, 10, call=9.0), figure("nccl-cupy", "all_reduce", 8, 10, call=3.5)]
-    (bar,) = gpu.bars(named(gpu, 2, "island"), records)
+    (bar,) = gpu.bars(island, records)
     assert (bar.value, bar.bound, bar.met) == (5.5, 5, False)
+    records = [figure(n, "broadcast", 64 * MIB, t) for n, t in (("xvcomm", 100), ("nccl-cupy", 98))]
+    (bar, _) = gpu.bars(island, [*records, *(figure(n, "broadcast", 8, 1) for n in ("xvcomm", "nccl-cupy"))])
+    assert bar.value == pytest.approx(0.98) and not bar.met
 
 
 def test_mixed_collectives_are_judged_at_256_mib(gpu):
@@ -70,7 +79,10 @@ def test_mixed_collectives_are_judged_at_256_mib(gpu):
 
 @pytest.mark.parametrize(
     "ranks, names",
-    [(2, ["border", "island", "border-one-queue"]), pytest.param(4, ["mixed"], marks=pytest.mark.slow)],
+    [
+        (2, ["border", "island", "border-one-queue"]),
+        pytest.param(4, ["mixed", "island", "mixed-others-gloo"], marks=pytest.mark.slow),
+    ],
     ids=["2 ranks", "4 ranks"],
 )
 def test_run_on_host_memory(root, tmp_path, ranks, names):
