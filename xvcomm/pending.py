@@ -225,6 +225,9 @@ class Pending:
                     flights.popleft()
                     through -= 1
                     self._count -= 1
+                for flight in list(flights):  # a mark that was made late lies behind younger flights
+                    if flight.deadline.expired():
+                        self._expire(flight)
         finally:
             self._polling.release()
 
@@ -238,13 +241,15 @@ class Pending:
         """Whether a flight is over."""
         if through or flight.stream.reached(flight.mark):
             self._end(flight, flight.outcome(self._context.stopped))
-        elif flight.deadline.expired():
-            flight.deadline = NEVER  # said once; the streams go on as soon as everything has stopped
-            error, operation = flight.lateness(self._context.awaits)
-            flight.error = self._context.explain(error, operation)
         elif flight.native is not None:
             self._context.miss(flight.newest)  # whoever has not come to it may never come
         return flight.over
+
+    def _expire(self, flight: Flight) -> None:
+        """Stop a flight whose deadline has passed; said once: the streams go on as soon as everything has stopped."""
+        flight.deadline = NEVER
+        error, operation = flight.lateness(self._context.awaits)
+        flight.error = self._context.explain(error, operation)
 
     def _end(self, flight: Flight, failure: tuple[Exception, Operation] | None) -> None:
         if failure is not None and flight.error is None:

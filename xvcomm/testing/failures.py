@@ -9,11 +9,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from xvcomm.communicator import Communicator
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.pending import Pending
 from xvcomm.testing.arrays import SECONDS, arrays
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.work import Work
@@ -79,6 +81,30 @@ def check_deadline(comm: Communicator) -> None:
             error = _raised_soon(DeadlineExceeded, group.barrier)
             assert f"rank {late}" in str(error), error
             a.get(x)
+
+
+def check_deadline_behind_a_late_mark(comm: Communicator) -> None:
+    """A deadline counts though earlier operations were marked behind the one that it is for."""
+    a, late, signals, board = arrays(comm), comm.size - 1, Signals(comm), Pending.board
+
+    def board_late(pending: Pending, *args: Any) -> None:
+        time.sleep(_PATIENCE / 2)  # the thread that watches marks what is there
+        board(pending, *args)
+
+    with _group(comm) as group:
+        x = a.put(np.zeros(1000))
+        group.all_reduce(x)
+        if comm.rank == late:
+            signals.hear("late", range(late))
+        else:
+            with mock.patch.object(Pending, "board", board_late), contextlib.suppress(DeadlineExceeded):
+                group.all_reduce(x, timeout=_PATIENCE)
+            begin = time.monotonic()
+            _raised_soon(DeadlineExceeded, group.barrier)
+            assert time.monotonic() - begin < SECONDS / 4, "the deadline of an older operation was waited for"
+        signals.tell("late")
+        _raised_soon(DeadlineExceeded, group.barrier)
+        a.get(x)
 
 
 def check_abort(comm: Communicator) -> None:
@@ -232,6 +258,6 @@ def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any,
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
-    check_mismatch, check_message_mismatch, check_deadline, check_abort, check_departure, check_probe_deadline,
+    check_mismatch, check_message_mismatch, check_deadline, check_deadline_behind_a_late_mark, check_abort, check_departure, check_probe_deadline,
     check_probe_of_the_departed,
 )  # fmt: skip
