@@ -213,16 +213,15 @@ class Kernels:
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int) -> None:
         """See `Device.reduce`."""
         assert 0 < len(srcs) <= TERMS
-        aligned = not any(address % _ALIGN for address in (dst, *srcs))
-        arguments = self._arguments()
-        _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), aligned, _code(dtype.code, op))
+        head, arguments = _head(count, dtype.itemsize, dst, *srcs), self._arguments()
+        _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), head, _code(dtype.code, op))
         struct.pack_into(f"={len(srcs)}Q", arguments.buffer, _TERMS.size, *srcs)
         self._launch_local(self._reduce, dtype, count, arguments.params, stream)
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: int) -> None:
         """See `Device.scale`."""
-        arguments, aligned = self._arguments(), not (dst % _ALIGN or src % _ALIGN)
-        _SCALE.pack_into(arguments.buffer, 0, dst, src, count, factor, divisor, aligned, dtype.code)
+        head, arguments = _head(count, dtype.itemsize, dst, src), self._arguments()
+        _SCALE.pack_into(arguments.buffer, 0, dst, src, count, factor, divisor, head, dtype.code)
         self._launch_local(self._scale, dtype, count, arguments.params, stream)
 
     def _launch_local(self, function: int, dtype: DType, count: int, params: int, stream: int) -> None:
@@ -258,6 +257,14 @@ def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], mo
         )  # fmt: skip
         block += blocks
     return block
+
+
+def _head(count: int, itemsize: int, *addresses: int) -> int:
+    """How many of `count` elements lie before the first that begins an aligned word in all operands; all, if none does."""
+    offset = addresses[0] % _ALIGN
+    head, rest = divmod(-offset % _ALIGN, itemsize)
+    together = not rest and all(address % _ALIGN == offset for address in addresses)
+    return min(head, count) if together else count
 
 
 def _code(dtype: int, op: int) -> int:

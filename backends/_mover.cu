@@ -34,7 +34,7 @@ struct alignas(16) Word {
 // load_ring: 16 bytes that the other end wrote, past caches that might hold older ones.
 // hand_over: a warp's accesses are done before another warp of the block hears of it.
 // add: to a word that the blocks of a launch share; gives what it was.
-// agree, tell: whether something holds in a whole warp; one of its lanes' value for all.
+// agree, tell, pass: whether something holds in a whole warp; one of its lanes' value for all; each the value of a lane.
 
 #if XV_HIP
 
@@ -64,12 +64,12 @@ XV_DEVICE Word load_ring(const Word* p) {
     const Vector v = __builtin_nontemporal_load(reinterpret_cast<const Vector*>(p));
     return Word{{v.x, v.y, v.z, v.w}};
 }
+XV_DEVICE u32 pass(u32 value, u32 lane) {
+    return static_cast<u32>(__builtin_amdgcn_ds_bpermute(static_cast<int>(4 * lane), static_cast<int>(value)));
+}
 XV_DEVICE bool agree(bool holds) {
     u32 votes = holds ? 1u : 0u;
-    for (u32 step = WIDTH / 2; step; step /= 2) {
-        const u32 other = (threadIdx.x % WIDTH) ^ step;
-        votes &= static_cast<u32>(__builtin_amdgcn_ds_bpermute(static_cast<int>(4 * other), static_cast<int>(votes)));
-    }
+    for (u32 step = WIDTH / 2; step; step /= 2) votes &= pass(votes, (threadIdx.x % WIDTH) ^ step);
     return votes;
 }
 XV_DEVICE u64 tell(u64 value, int lane) {
@@ -117,6 +117,7 @@ XV_DEVICE Word load_ring(const Word* p) {
 }
 XV_DEVICE bool agree(bool holds) { return __all_sync(0xFFFFFFFFu, holds); }
 XV_DEVICE u64 tell(u64 value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+XV_DEVICE u32 pass(u32 value, u32 lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 XV_DEVICE void pause() { __nanosleep(32); }
 XV_DEVICE void rest() { __nanosleep(500); }
 XV_DEVICE float widen_half(u16 bits) {
@@ -146,6 +147,7 @@ XV_DEVICE void hand_over() {}
 XV_DEVICE u32 add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 XV_DEVICE Word load_ring(const Word* p) { return *p; }
 XV_DEVICE bool agree(bool holds) { return holds; }
+XV_DEVICE u32 pass(u32 value, u32) { return value; }
 XV_DEVICE void pause() { sched_yield(); }
 XV_DEVICE void rest() { sched_yield(); }
 XV_DEVICE float widen_half(u16 bits) { return static_cast<float>(__builtin_bit_cast(_Float16, bits)); }
@@ -391,21 +393,48 @@ union Pack {
 
 XV_DEVICE bool is_aligned(const void* place) { return reinterpret_cast<u64>(place) % sizeof(Word) == 0; }
 
-// The first `nbytes` of a word from an array that is aligned to its items only, and back.
-template <class Item>
-XV_DEVICE Word gather(const char* from, u32 nbytes) {
-    Pack<Item> pack = {Word{{0, 0, 0, 0}}};
+// The bytes of a word from `low` up to `high`: of an array's ends, whose neighbours are not ours.
+XV_DEVICE Word gather(const char* from, u32 low, u32 high) {
+    Pack<u8> pack = {Word{{0, 0, 0, 0}}};
     XV_UNROLL
-    for (u32 i = 0; i < Pack<Item>::COUNT; ++i)
-        if (i * sizeof(Item) < nbytes) pack.items[i] = reinterpret_cast<const Item*>(from)[i];
+    for (u32 i = 0; i < sizeof(Word); ++i)
+        if (i >= low && i < high) pack.items[i] = static_cast<u8>(from[i]);
     return pack.word;
 }
-template <class Item>
-XV_DEVICE void scatter(char* to, Word word, u32 nbytes) {
-    const Pack<Item> pack = {word};
+XV_DEVICE void scatter(char* to, Word word, u32 low, u32 high) {
+    const Pack<u8> pack = {word};
     XV_UNROLL
-    for (u32 i = 0; i < Pack<Item>::COUNT; ++i)
-        if (i * sizeof(Item) < nbytes) reinterpret_cast<Item*>(to)[i] = pack.items[i];
+    for (u32 i = 0; i < sizeof(Word); ++i)
+        if (i >= low && i < high) to[i] = static_cast<char>(pack.items[i]);
+}
+// The same at an aligned place, at once where all of the word is meant.
+XV_DEVICE Word fetch(const char* from, u32 low, u32 high) {
+    return high - low == sizeof(Word) ? *reinterpret_cast<const Word*>(from) : gather(from, low, high);
+}
+XV_DEVICE void deliver(char* to, Word word, u32 low, u32 high) {
+    if (high - low == sizeof(Word)) *reinterpret_cast<Word*>(to) = word;
+    else scatter(to, word, low, high);
+}
+
+// Sixteen bytes out of two words that follow each other, from byte `skip` of the first, 0 < skip < 16.
+XV_DEVICE Word join(Word first, Word second, u32 skip) {
+    u32 part[8];
+    XV_UNROLL
+    for (u32 i = 0; i < 4; ++i) part[i] = first.part[i], part[4 + i] = second.part[i];
+    XV_UNROLL
+    for (u32 i = 0; i < 6; ++i) part[i] = skip & 8 ? part[i + 2] : part[i];
+    XV_UNROLL
+    for (u32 i = 0; i < 5; ++i) part[i] = skip & 4 ? part[i + 1] : part[i];
+    Word word;
+    XV_UNROLL
+    for (u32 i = 0; i < 4; ++i)
+        word.part[i] = static_cast<u32>((static_cast<u64>(part[i + 1]) << 32 | part[i]) >> 8 * (skip & 3));
+    return word;
+}
+XV_DEVICE Word pass(Word word, u32 lane) {
+    XV_UNROLL
+    for (u32 i = 0; i < 4; ++i) word.part[i] = pass(word.part[i], lane);
+    return word;
 }
 
 template <int DTYPE, int OP>
@@ -434,6 +463,12 @@ XV_DEVICE Word combine_items(Word left, Word right) {
     X(float8_e5m2fnuz) X(int8) X(int16) X(int32) X(int64) X(uint8) X(uint16) X(uint32) X(uint64) X(complex64)    \
     X(complex128)
 XV_DEVICE constexpr u32 code_of(u32 dtype, u32 op) { return dtype * 16 + op; }
+// Three bits for each dtype: a switch would cost the movers registers.
+XV_DEVICE constexpr u64 log2_of(u64 size) { return (size > 1) + (size > 2) + (size > 4) + (size > 8); }
+#define XV_CASE(D) | log2_of(sizeof(Element<XV_##D>::Item)) << 3 * XV_##D
+constexpr u64 ITEM_SIZES = 0 XV_NUMBERS(XV_CASE);
+#undef XV_CASE
+XV_DEVICE u32 item_bytes(i64 dtype) { return 1u << (ITEM_SIZES >> 3 * dtype & 7); }
 
 // The elements of two words reduced; out of line, because it is large.
 XV_APART Word combine(Word left, Word right, u32 code) {
@@ -664,61 +699,47 @@ XV_DEVICE bool approved(const Board& board) {
     return board.verdict == EQUAL;  // settled before `left` is set, so that a warp's lanes agree
 }
 
-// A word of the array, or the first `nbytes` of it.
-template <bool ALIGNED, class Item>
-XV_DEVICE Word fetch(const char* from, u32 nbytes) {
-    if (ALIGNED && nbytes == sizeof(Word)) return *reinterpret_cast<const Word*>(from);
-    return gather<Item>(from, nbytes);
-}
-template <bool ALIGNED, class Item>
-XV_DEVICE void deliver(char* to, Word word, u32 nbytes) {
-    if (ALIGNED && nbytes == sizeof(Word)) *reinterpret_cast<Word*>(to) = word;
-    else scatter<Item>(to, word, nbytes);
-}
-
 // A warp's share of a piece to be sent: runs of DEPTH words a thread, all on their way before the first is used.
-template <bool ALIGNED>
 XV_DEVICE void send(const Part& p, const char* data, Word* ring, u32 nbytes) {
-    constexpr u32 DEPTH = ALIGNED ? 8 : 2, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    constexpr u32 DEPTH = 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
     const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE;
     for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
         const u32 first = at + threadIdx.x % WIDTH;
         if (at + RUN <= whole) {
             Word kept[DEPTH];
             XV_UNROLL
-            for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch<ALIGNED, u8>(data + (first + d * WIDTH) * SIZE, SIZE);
+            for (u32 d = 0; d < DEPTH; ++d) kept[d] = *reinterpret_cast<const Word*>(data + (first + d * WIDTH) * SIZE);
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) ring[first + d * WIDTH] = kept[d];
             continue;
         }
-        for (u32 i = first; i < words; i += WIDTH)
-            ring[i] = fetch<ALIGNED, u8>(data + i * SIZE, i < whole ? SIZE : nbytes % SIZE);
+        for (u32 i = first; i < words; i += WIDTH) ring[i] = fetch(data + i * SIZE, 0, i < whole ? SIZE : nbytes % SIZE);
     }
 }
 
 // A warp's share of a piece that came: copied to the array, or reduced into it. False if it must not be delivered.
-template <bool ALIGNED, bool REDUCES, class Item>
+template <bool REDUCES>
 XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) {
     // What is reduced is on its way from both sides at once, in no more registers than a copy takes.
-    constexpr u32 DEPTH = !ALIGNED ? 2 : REDUCES ? 4 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    constexpr u32 DEPTH = REDUCES ? 4 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
     const u32 whole = nbytes / SIZE, words = (nbytes + SIZE - 1) / SIZE, code = p.row.reduction;
     const bool swap = p.row.remote_first;
     for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
         const u32 first = at + threadIdx.x % WIDTH;
         if (at + RUN <= whole) {
-            char* place = data + first * SIZE;
+            Word* place = reinterpret_cast<Word*>(data) + first;
             Word from[DEPTH], kept[DEPTH];
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + first + d * WIDTH);
             if (REDUCES) {
                 XV_UNROLL
-                for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch<ALIGNED, Item>(place + d * WIDTH * SIZE, SIZE);
+                for (u32 d = 0; d < DEPTH; ++d) kept[d] = place[d * WIDTH];
             }
             if (!approved(p.board)) return false;
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) {
                 if (REDUCES) from[d] = swap ? combine(from[d], kept[d], code) : combine(kept[d], from[d], code);
-                deliver<ALIGNED, Item>(place + d * WIDTH * SIZE, from[d], SIZE);
+                place[d * WIDTH] = from[d];
             }
             continue;
         }
@@ -728,21 +749,113 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
             Word from = load_ring(ring + i);
             if (!approved(p.board)) return false;
             if (REDUCES) {
-                const Word kept = fetch<ALIGNED, Item>(place, bytes);
+                const Word kept = fetch(place, 0, bytes);
                 from = swap ? combine(from, kept, code) : combine(kept, from, code);
             }
-            deliver<ALIGNED, Item>(place, from, bytes);
+            deliver(place, from, 0, bytes);
         }
+    }
+    return true;
+}
+
+// The same where the array is not aligned: every access is, and words are made of two that follow each other. Of these
+// a thread loads one and its neighbour the other, as the ring's would otherwise come over PCIe twice. What both ends of
+// the array share with others is accessed by bytes; the first word is turned to last, so that whole ones make runs.
+struct Loose {
+    u32 shift, end;  // bytes from the aligned place before the array to its beginning, and to its end
+    XV_DEVICE u32 low(u32 word) const { return word ? 0 : shift; }
+    XV_DEVICE u32 high(u32 word) const { return end - word * 16 < 16 ? end - word * 16 : 16; }
+};
+XV_DEVICE Loose loose(const char* data, u32 nbytes) {
+    const u32 shift = reinterpret_cast<u64>(data) % sizeof(Word);
+    return {shift, shift + nbytes};
+}
+XV_DEVICE void send_loose(const Part& p, const char* data, Word* ring, u32 nbytes) {
+    constexpr u32 DEPTH = 4, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    const Loose array = loose(data, nbytes);
+    const char* base = data - array.shift;
+    const u32 words = (nbytes + SIZE - 1) / SIZE, lane = threadIdx.x % WIDTH;
+    for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
+        if ((at + RUN + 2) * SIZE <= array.end) {
+            const Word* from = reinterpret_cast<const Word*>(base) + at + 1;
+            Word kept[DEPTH], beyond = from[RUN];
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) kept[d] = from[lane + d * WIDTH];
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) {
+                const Word next = pass(lane ? kept[d] : d + 1 < DEPTH ? kept[d + 1] : beyond, (lane + 1) % WIDTH);
+                ring[at + 1 + lane + d * WIDTH] = join(kept[d], next, array.shift);
+            }
+            continue;
+        }
+        for (u32 n = at + lane; n < words && n < at + RUN; n += WIDTH) {
+            const u32 i = n + 1 < words ? n + 1 : 0;
+            Word next = {{0, 0, 0, 0}};
+            if ((i + 1) * SIZE < array.end) next = fetch(base + (i + 1) * SIZE, 0, array.high(i + 1));
+            ring[i] = join(fetch(base + i * SIZE, array.low(i), array.high(i)), next, array.shift);
+        }
+    }
+}
+template <bool REDUCES>
+XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nbytes) {
+    constexpr u32 DEPTH = REDUCES ? 2 : 4, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    const Loose array = loose(data, nbytes);
+    char* base = data - array.shift;
+    const u32 words = (array.end + SIZE - 1) / SIZE, came = (nbytes + SIZE - 1) / SIZE, lane = threadIdx.x % WIDTH;
+    const u32 skip = SIZE - array.shift, code = p.row.reduction;
+    const bool swap = p.row.remote_first;
+    for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
+        if ((at + RUN + 1) * SIZE <= array.end) {
+            Word* place = reinterpret_cast<Word*>(base) + at + 1 + lane;
+            Word from[DEPTH], kept[DEPTH], before = load_ring(ring + at);
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + at + 1 + lane + d * WIDTH);
+            if (REDUCES) {
+                XV_UNROLL
+                for (u32 d = 0; d < DEPTH; ++d) kept[d] = place[d * WIDTH];
+            }
+            if (!approved(p.board)) return false;
+            XV_UNROLL
+            for (u32 d = 0; d < DEPTH; ++d) {
+                const Word last = pass(lane + 1 < WIDTH ? from[d] : d ? from[d - 1] : before, (lane + WIDTH - 1) % WIDTH);
+                Word word = join(last, from[d], skip);
+                if (REDUCES) word = swap ? combine(word, kept[d], code) : combine(kept[d], word, code);
+                place[d * WIDTH] = word;
+            }
+            continue;
+        }
+        for (u32 n = at + lane; n < words && n < at + RUN; n += WIDTH) {
+            const u32 i = n + 1 < words ? n + 1 : 0, low = array.low(i), high = array.high(i);
+            Word word = join(load_ring(ring + (i ? i - 1 : 0)), load_ring(ring + (i < came ? i : came - 1)), skip);
+            if (!approved(p.board)) return false;
+            if (REDUCES) {
+                const Word kept = fetch(base + i * SIZE, low, high);
+                word = swap ? combine(word, kept, code) : combine(kept, word, code);
+            }
+            deliver(base + i * SIZE, word, low, high);
+        }
+    }
+    return true;
+}
+
+// Reduced into an array whose very items are not aligned: a word of its memory may hold parts of two.
+XV_DEVICE bool receive_packed(const Part& p, char* data, const Word* ring, u32 nbytes) {
+    constexpr u32 SIZE = sizeof(Word);
+    const u32 code = p.row.reduction;
+    for (u32 i = worker() * WIDTH + threadIdx.x % WIDTH; i * SIZE < nbytes; i += p.workers * WIDTH) {
+        char* place = data + i * SIZE;
+        const u32 bytes = nbytes - i * SIZE < SIZE ? nbytes - i * SIZE : SIZE;
+        const Word from = load_ring(ring + i), kept = gather(place, 0, bytes);
+        if (!approved(p.board)) return false;
+        scatter(place, p.row.remote_first ? combine(from, kept, code) : combine(kept, from, code), 0, bytes);
     }
     return true;
 }
 template <bool REDUCES>
 XV_DEVICE bool receive_anyhow(const Part& p, char* data, const Word* ring, u32 nbytes) {
-    const u64 loose = reinterpret_cast<u64>(data) | nbytes;
-    if (is_aligned(data)) return receive<true, REDUCES, u8>(p, data, ring, nbytes);
-    if (loose % sizeof(u32) == 0) return receive<false, REDUCES, u32>(p, data, ring, nbytes);
-    if (loose % sizeof(u16) == 0) return receive<false, REDUCES, u16>(p, data, ring, nbytes);
-    return receive<false, REDUCES, u8>(p, data, ring, nbytes);
+    if (is_aligned(data)) return receive<REDUCES>(p, data, ring, nbytes);
+    if (REDUCES && reinterpret_cast<u64>(data) % item_bytes(p.row.dtype)) return receive_packed(p, data, ring, nbytes);
+    return receive_loose<REDUCES>(p, data, ring, nbytes);
 }
 
 // One round of a copying warp: the next piece, if it may be copied. False once all are.
@@ -761,8 +874,8 @@ XV_DEVICE bool copy(const Part& p, u32& piece) {
         p.slots + static_cast<i64>((p.start + piece) % p.row.slots) * p.row.slot_bytes);
     bool approved = true;
     if (p.row.producer) {
-        if (is_aligned(data)) send<true>(p, data, ring, nbytes);
-        else send<false>(p, data, ring, nbytes);
+        if (is_aligned(data)) send(p, data, ring, nbytes);
+        else send_loose(p, data, ring, nbytes);
     } else {
         approved = p.row.reduction ? receive_anyhow<true>(p, data, ring, nbytes) : receive_anyhow<false>(p, data, ring, nbytes);
     }
@@ -879,7 +992,7 @@ struct Terms {
     char* dst;
     i64 count;
     i64 ways;
-    i64 aligned;
+    i64 head;  // elements before those that lie aligned in all operands
     i64 code;
     const char* srcs[XV_TERMS];
 };
@@ -890,31 +1003,32 @@ struct Scaling {
     i64 count;
     double factor;
     i64 divisor;
-    i64 aligned;
+    i64 head;
     i64 dtype;
 };
 
-// `COUNT` elements at once; low precision adds up in float32 and rounds once.
+// `COUNT` elements at once, from element `index` on; low precision adds up in float32 and rounds once.
 template <int DTYPE, int OP, u32 COUNT>
 XV_DEVICE void reduce_some(const Terms& terms, i64 index) {
     typedef Element<DTYPE> E;
     struct alignas(COUNT * sizeof(typename E::Item)) Some {
         typename E::Item items[COUNT];
     };
-    Some some = reinterpret_cast<const Some*>(terms.srcs[0])[index];
+    const i64 offset = index * sizeof(typename E::Item);
+    Some some = *reinterpret_cast<const Some*>(terms.srcs[0] + offset);
     if (terms.ways > 1) {
         typename E::Wide total[COUNT];
         XV_UNROLL
         for (u32 i = 0; i < COUNT; ++i) total[i] = E::load(some.items[i]);
         for (i64 way = 1; way < terms.ways; ++way) {
-            some = reinterpret_cast<const Some*>(terms.srcs[way])[index];
+            some = *reinterpret_cast<const Some*>(terms.srcs[way] + offset);
             XV_UNROLL
             for (u32 i = 0; i < COUNT; ++i) total[i] = Operation<DTYPE, OP>::of(total[i], E::load(some.items[i]));
         }
         XV_UNROLL
         for (u32 i = 0; i < COUNT; ++i) some.items[i] = E::save(total[i]);
     }
-    reinterpret_cast<Some*>(terms.dst)[index] = some;
+    *reinterpret_cast<Some*>(terms.dst + offset) = some;
 }
 
 template <int DTYPE>
@@ -928,9 +1042,10 @@ template <int DTYPE, int OP>
 XV_DEVICE void reduce_all(const Terms& terms) {
     constexpr u32 COUNT = Pack<typename Element<DTYPE>::Item>::COUNT;
     const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, step = static_cast<i64>(gridDim.x) * blockDim.x;
-    const i64 packs = terms.aligned ? terms.count / COUNT : 0;
-    for (i64 i = first; i < packs; i += step) reduce_some<DTYPE, OP, COUNT>(terms, i);
-    for (i64 i = packs * COUNT + first; i < terms.count; i += step) reduce_some<DTYPE, OP, 1>(terms, i);
+    const i64 head = terms.head, packs = (terms.count - head) / COUNT;
+    for (i64 i = first; i < packs; i += step) reduce_some<DTYPE, OP, COUNT>(terms, head + i * COUNT);
+    for (i64 i = first; i < terms.count - packs * COUNT; i += step)
+        reduce_some<DTYPE, OP, 1>(terms, i < head ? i : i + packs * COUNT);
 }
 
 template <int DTYPE>
@@ -938,15 +1053,19 @@ XV_DEVICE void scale_all(const Scaling& how) {
     typedef typename Element<DTYPE>::Item Item;
     constexpr u32 COUNT = Pack<Item>::COUNT;
     const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, step = static_cast<i64>(gridDim.x) * blockDim.x;
-    const i64 packs = how.aligned ? how.count / COUNT : 0;
+    const i64 head = how.head, packs = (how.count - head) / COUNT;
+    const Item* src = reinterpret_cast<const Item*>(how.src);
+    Item* dst = reinterpret_cast<Item*>(how.dst);
     for (i64 i = first; i < packs; i += step) {
-        Pack<Item> pack = {reinterpret_cast<const Word*>(how.src)[i]};
+        Pack<Item> pack = {*reinterpret_cast<const Word*>(src + head + i * COUNT)};
         XV_UNROLL
         for (u32 k = 0; k < COUNT; ++k) pack.items[k] = scale_one<DTYPE>(pack.items[k], how.factor, how.divisor);
-        reinterpret_cast<Word*>(how.dst)[i] = pack.word;
+        *reinterpret_cast<Word*>(dst + head + i * COUNT) = pack.word;
     }
-    for (i64 i = packs * COUNT + first; i < how.count; i += step)
-        reinterpret_cast<Item*>(how.dst)[i] = scale_one<DTYPE>(reinterpret_cast<const Item*>(how.src)[i], how.factor, how.divisor);
+    for (i64 n = first; n < how.count - packs * COUNT; n += step) {
+        const i64 i = n < head ? n : n + packs * COUNT;
+        dst[i] = scale_one<DTYPE>(src[i], how.factor, how.divisor);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------------ kernels

@@ -60,7 +60,9 @@ class PlainRuntime:
         entries = "".join(f"HIPHOST_KERNEL(kernel_{number}, {name})\n" for number, name in enumerate(_kernels.NAMES))
         text, image = self._folder / "source.cpp", self._folder / "image.so"
         text.write_text(f'{source}\n#include "{HIP / "entry.h"}"\n{entries}')
-        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-gnu-unique", "-pthread", text, "-o", image]
+        # What is not aligned would work here, and stop a GPU.
+        checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+        command = ["g++", "-std=c++17", "-O1", *checks, "-shared", "-fPIC", "-fno-gnu-unique", "-pthread", text, "-o", image]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise VendorError("g++", done.returncode, "compilation", done.stderr)
@@ -186,6 +188,14 @@ def anything(dtype: DType, count: int, seed: int) -> np.ndarray:
         return values.astype(f"f{dtype.itemsize // (2 if dtype.kind == 'c' else 1)}").view(dtype.numpy)
 
 
+def placed(x: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
+    """A copy that begins `offset` bytes behind a multiple of 16, and all bytes around it, which are 0xA5."""
+    room = np.full(x.nbytes + 64, 0xA5, np.uint8)
+    begin = -room.ctypes.data % 16 + 16 + offset
+    room[begin : begin + x.nbytes] = x.view(np.uint8)
+    return np.ndarray(x.shape, x.dtype, room, begin), room
+
+
 def assert_bits(got: np.ndarray, want: np.ndarray, *terms: np.ndarray) -> None:
     """The same bits; where several of `terms` are not finite, any NaN for a NaN: the host does not say which it gives."""
     word = f"u{got.itemsize if got.dtype.kind != 'c' else got.itemsize // 2}"
@@ -196,19 +206,45 @@ def assert_bits(got: np.ndarray, want: np.ndarray, *terms: np.ndarray) -> None:
     assert (got[~settled] != got[~settled]).all()
 
 
-@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("offset", [0, 1, 4, 7, 8, 14])
 def test_every_byte_arrives(link: Ring, offset: int) -> None:
     """Sizes around slots and words, arrays at any address, and nothing beside them is touched."""
     for seed, size in enumerate((0, 1, 15, 16, 17, 4096, 12_289, 100_003, 300_001)):
-        data, room = distinct(UINT8, size + offset, seed)[offset:], np.full(size + offset + 32, 0xA5, np.uint8)
-        target = room[offset : offset + size]
+        data = placed(distinct(UINT8, size, seed), offset)[0]
+        target, room = placed(np.full(size, 0xA5, np.uint8), -offset % 16)
+        outside = np.setdiff1d(np.arange(room.size), np.arange(size) + target.ctypes.data - room.ctypes.data)
         link.bench.both(
             lambda: link.move(True, data, message(size, tag=seed)),
             lambda: link.move(False, target, message(size, tag=seed)),
         )
         assert_bits(target, data)
-        assert set(room[:offset]) | set(room[offset + size :]) == {0xA5}
+        assert set(room[outside]) == {0xA5}
         assert (link.producer.finished(), link.consumer.finished()) == ((seed + 1, True), (seed + 1, True))
+
+
+@pytest.mark.parametrize(
+    ("name", "op"), [("uint8", None), ("uint8", 1), ("int16", 1), ("float32", 1), ("complex64", 2), ("complex128", 2)]
+)
+def test_arrays_begin_and_end_anywhere(bench: Bench, name: str, op: int | None) -> None:
+    """Every size up to 200 bytes at every offset from 16, at both ends; nothing beside the arrays is touched."""
+    dtype = BY_NAME[name]
+    combine = {None: lambda mine, theirs: theirs, 1: np.add, 2: np.multiply}[op]
+    rings = [Ring(bench, RingLayout(1, 2, 4096)) for _ in range(16)]
+    for count in range(200 // dtype.itemsize + 1):
+        values = [np.random.default_rng(seed).integers(0, 50, count).astype(dtype.numpy) for seed in range(32)]
+        sent = [placed(x, offset)[0] for offset, x in enumerate(values[:16])]
+        rooms = [placed(x, (5 * offset + count) % 16) for offset, x in enumerate(values[16:])]
+        rows = [ring.transfer(True, x, message(x.nbytes, dtype)) for ring, x in zip(rings, sent, strict=True)]
+        how = {} if op is None else {"op": ReduceOp(op)}
+        rows += [
+            ring.transfer(False, x, message(x.nbytes, dtype), **how) for ring, (x, _) in zip(rings, rooms, strict=True)
+        ]
+        bench.kernels.move(rows, 0)
+        for offset, (_, room) in enumerate(rooms):
+            want = combine(values[16 + offset], values[offset])
+            np.testing.assert_array_equal(room, placed(want, (5 * offset + count) % 16)[1], f"{count} at {offset}")
+    for ring in rings:
+        ring.close()
 
 
 @pytest.mark.parametrize("sender", ["host", "move"])
@@ -334,16 +370,14 @@ def test_a_producer_stops_in_the_middle(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("remote_first", [False, True])
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("offset", [0, 1, 8])
 @pytest.mark.parametrize(("name", "op"), MOVED)
 def test_get_reduces_as_the_host_does(bench: Bench, name: str, op: int, offset: int, remote_first: bool) -> None:
-    """The same bits, NaN included, whatever the cut; the array may begin at any element."""
+    """The same bits, NaN included, whatever the cut; the array may begin at any byte, which need not suit its items."""
     dtype = BY_NAME[name]
-    mine, theirs = anything(dtype, 10_001, 1)[offset:], anything(dtype, 10_001, 2)[offset:].copy()
-    want, got, described = mine.copy(), mine.copy(), message(theirs.nbytes, dtype)
+    mine, theirs = anything(dtype, 10_001, 1), anything(dtype, 10_001, 2)
+    want, got, described = mine.copy(), placed(mine, offset)[0], message(theirs.nbytes, dtype)
     ring = Ring(bench, RingLayout(3, 2, 4096))
-    if offset:
-        got = np.concatenate([mine[:1], mine])[1:]
     for end in ("host", "move"):
         bench.both(
             lambda: ring.move(True, theirs, described),
@@ -367,28 +401,30 @@ def reduce_from(ring: Ring, end: str, data: np.ndarray, said: Message, op: Reduc
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=str)
 def test_reduce_gives_the_hosts_bits(bench: Bench, dtype: DType, op: ReduceOp) -> None:
-    """One, two and more operands, aligned and not, onto memory of its own and onto one of them."""
-    for ways, offset in ((1, 0), (2, 0), (2, 1), (5, 0)):
-        terms = [anything(dtype, 70_001, seed)[offset:] for seed in range(ways)]
+    """One, two and more operands, aligned, alike off it and each on its own, onto memory of its own and onto one of them."""
+    for ways, offset, apart in ((1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 3, 1), (5, 0, 0)):
+        terms = [anything(dtype, 7001 if offset else 70_001, seed) for seed in range(ways)]
         want = np.empty_like(terms[0])
         stream = bench.host.streams(1)[0]
         bench.host.reduce(want.ctypes.data, [x.ctypes.data for x in terms], want.size, dtype, op, stream)
         for place in (None, ways - 1):
-            inputs = [x.copy() for x in terms]
-            got = np.empty_like(want) if place is None else inputs[place]
+            inputs = [placed(x, (offset + way * apart) * dtype.itemsize % 16)[0] for way, x in enumerate(terms)]
+            target, room = placed(np.empty_like(want), offset * dtype.itemsize % 16)
+            got = target if place is None else inputs[place]
             bench.kernels.reduce(got.ctypes.data, [x.ctypes.data for x in inputs], got.size, dtype, op, 0)
             assert_bits(got, want, *terms)
+            assert set(room[: target.ctypes.data - room.ctypes.data]) == set(room[-8:]) == {0xA5}
 
 
 @pytest.mark.parametrize("dtype", SCALED, ids=str)
 def test_scale_gives_the_hosts_bits(bench: Bench, dtype: DType) -> None:
-    """Multiplied and divided, aligned and not."""
-    for offset in (0, 1):
-        x = anything(dtype, 9001, 3)[offset:]
+    """Multiplied and divided, aligned, off it alike, and each on its own."""
+    for source, target in ((0, 0), (1, 1), (3, 3), (0, 1)):
+        x = placed(anything(dtype, 9001, 3), source * dtype.itemsize % 16)[0]
         if dtype.kind == "i":
-            x = np.maximum(x, -np.iinfo(x.dtype).max)  # the least number has no opposite
+            np.maximum(x, -np.iinfo(x.dtype).max, out=x)  # the least number has no opposite
         for factor, divisor in ((3.0, 0), (0.0, 3), (0.0, 7)):
-            want, got = np.empty_like(x), np.empty_like(x)
+            want, got = np.empty_like(x), placed(np.empty_like(x), target * dtype.itemsize % 16)[0]
             bench.host.scale(want.ctypes.data, x.ctypes.data, x.size, dtype, factor, divisor, bench.host.streams(1)[0])
             bench.kernels.scale(got.ctypes.data, x.ctypes.data, x.size, dtype, factor, divisor, 0)
             assert_bits(got, want)

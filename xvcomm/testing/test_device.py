@@ -146,6 +146,36 @@ def test_every_byte_arrives(bench: Bench, layout: RingLayout) -> None:
             assert filled == drained, f"lane {lane} has {filled} slots filled, {drained} drained"
 
 
+@pytest.mark.parametrize("op", [None, ReduceOp.SUM], ids=str)
+def test_arrays_begin_anywhere(bench: Bench, op: ReduceOp | None) -> None:
+    """At every offset from 16 bytes, in sizes about words and about what a GPU's warps take; nothing beside them is touched."""
+    sizes = (1, 15, 16, 33, 200, 4096, 9001, 100_003)
+    with bench.ring(RingLayout(2, 2, 16_384)) as (producer, consumer):
+        for offset in range(16):
+            sent = [np.random.default_rng(size).integers(0, 100, size + 16, np.uint8) for size in sizes]
+            kept, begins = distinct(UINT8, max(sizes) + 32, offset), [(5 * offset + size) % 16 for size in sizes]
+            sources, targets = [put(bench.left, x) for x in sent], [put(bench.right, kept) for _ in sizes]
+
+            def send(at: int = offset, arrays: list[Any] = sources) -> None:
+                stream = streams(bench.left)[0]
+                for tag, (x, size) in enumerate(zip(arrays, sizes, strict=True)):
+                    bench.left.put(producer, address(x) + at, message(size, UINT8, tag), stream)
+                stream.synchronize()
+
+            def receive(arrays: list[Any] = targets, places: list[int] = begins) -> None:
+                stream = streams(bench.right)[0]
+                for tag, (x, size) in enumerate(zip(arrays, sizes, strict=True)):
+                    bench.right.get(consumer, address(x) + places[tag], message(size, UINT8, tag), stream, op)
+                stream.synchronize()
+
+            assert bench.both(send, receive) == (None, None)
+            for x, y, begin, size in zip(sent, targets, begins, sizes, strict=True):
+                want = kept.copy()
+                came = x[offset : offset + size]
+                want[begin : begin + size] = came if op is None else came + want[begin : begin + size]
+                assert_same_bits(get(bench.right, y), want, f"{size} bytes from offset {offset} to {begin}")
+
+
 def test_more_messages_than_the_ledger_holds(bench: Bench) -> None:
     """The ledger goes round; the producer waits for the consumer."""
     data = [distinct(UINT8, 1 + seed % 7, seed) for seed in range(200)]
