@@ -207,7 +207,7 @@ class Kernels:
         assert 0 < len(transfers) <= ROWS
         arguments = self._arguments()
         blocks = _pack(arguments.buffer, transfers, most)
-        self._runtime.launch(self._move, blocks, THREADS, 0, arguments.params, stream)
+        self._runtime.launch(self._move, blocks, THREADS, arguments.params, stream)
         return blocks
 
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int) -> None:
@@ -228,7 +228,7 @@ class Kernels:
         """Spread `count` elements over the device, 16 bytes a thread."""
         if count:
             blocks = min(LOCAL_BLOCKS, 1 + count * dtype.itemsize // (_ALIGN * THREADS))
-            self._runtime.launch(function, blocks, THREADS, 0, params, stream)
+            self._runtime.launch(function, blocks, THREADS, params, stream)
 
     def _arguments(self) -> _Arguments:
         """This thread's memory for arguments."""
@@ -277,7 +277,7 @@ def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
     try:
         image, lowered = images.obtain(runtime, architecture)
         module = runtime.load(image)
-        return [runtime.function(module, lowered[name], 0) for name in NAMES]
+        return [runtime.function(module, lowered[name]) for name in NAMES]
     except VendorError as error:
         log = "\n".join(str(error).splitlines()[:_LOG_LINES])
         raise BackendUnavailable(

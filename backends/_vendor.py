@@ -32,6 +32,12 @@ class VendorError(Exception):
         self.call, self.code, self.name = call, code, name
 
 
+def unknown_code(error: ValueError) -> int:
+    """The code in `99 is not a valid ncclResult_t`: a package for Python that is older than the library; -1 if there is none."""
+    number = str(error).partition(" ")[0]
+    return int(number) if number.isdigit() else -1
+
+
 class Runtime(ABC):
     """CUDA's runtime, or HIP's. Every call raises VendorError.
 
@@ -110,24 +116,12 @@ class Runtime(ABC):
         """A stream of the highest priority that does not wait for the default stream."""
 
     @abstractmethod
-    def destroy_stream(self, stream: int) -> None:
-        """Give a stream back; what is on it goes on."""
-
-    @abstractmethod
-    def synchronize(self, stream: int) -> None:
-        """Block the host until a stream is empty."""
-
-    @abstractmethod
     def capture(self, stream: int) -> int:
         """Number of the capture of a graph that a stream takes part in; 0 if of none."""
 
     @abstractmethod
     def event(self) -> int:
         """An event without timing."""
-
-    @abstractmethod
-    def destroy_event(self, event: int) -> None:
-        """Give an event back."""
 
     @abstractmethod
     def record(self, event: int, stream: int) -> None:
@@ -162,11 +156,11 @@ class Runtime(ABC):
         """Load an image on the current device."""
 
     @abstractmethod
-    def function(self, module: int, name: str, shared: int) -> int:
-        """A kernel of a loaded image, by its lowered name, that may be launched with `shared` bytes of dynamic shared memory."""
+    def function(self, module: int, name: str) -> int:
+        """A kernel of a loaded image, by its lowered name."""
 
     @abstractmethod
-    def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
+    def launch(self, function: int, blocks: int, threads: int, params: int, stream: int) -> None:
         """Enqueue a kernel; `params` is the address of an array of pointers to its arguments, read before this returns."""
 
     @abstractmethod
@@ -229,7 +223,7 @@ class Library(ABC):
 
     @abstractmethod
     def join(self, unique_id: bytes, members: int, me: int) -> int:
-        """Begin to join a communicator without blocking, where the library can; `state` tells when it is there."""
+        """Join a communicator. Blocks until all members have come, with the interpreter lock let go."""
 
     @abstractmethod
     def state(self, comm: int) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cupy.cuda import runtime as cuda
 
 from xvcomm.backends._kernels import STATE_BYTES, Kernels, Transfer
 from xvcomm.backends.cuda.runtime import CudaRuntime
@@ -58,19 +59,19 @@ class Side:
     def write(self, address: int, values: np.ndarray) -> None:
         """Copy an array to the device."""
         self.runtime.copy(address, values.ctypes.data, values.nbytes, self.streams[0])
-        self.runtime.synchronize(self.streams[0])
+        cuda.streamSynchronize(self.streams[0])
 
     def read(self, address: int, count: int) -> np.ndarray:
         """Copy an array from the device."""
         values = np.empty(count, np.float32)
         self.runtime.copy(values.ctypes.data, address, values.nbytes, self.streams[0])
-        self.runtime.synchronize(self.streams[0])
+        cuda.streamSynchronize(self.streams[0])
         return values
 
     def settle(self) -> None:
         """Wait for the GPU."""
         for stream in self.streams:
-            self.runtime.synchronize(stream)
+            cuda.streamSynchronize(stream)
 
     def timed(self, step: Callable[[], None], rounds: int, repeats: int = REPEATS) -> float:
         """Seconds of one round on the slower rank: the median of some repeats, after one to warm up."""

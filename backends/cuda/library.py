@@ -14,7 +14,7 @@ import numpy as np
 from nccl.bindings import nccl
 from nccl.bindings._internal.nccl import _inspect_loaded_library_path
 
-from xvcomm.backends._vendor import SUCCESS, Library, VendorError
+from xvcomm.backends._vendor import SUCCESS, Library, VendorError, unknown_code
 from xvcomm.dtype import BY_NAME, ReduceOp
 
 _UNIQUE_ID_BYTES = 128
@@ -43,19 +43,37 @@ def _checked(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
     except nccl.NCCLError as error:
         text = nccl.get_last_error(_NO_COMM) or nccl.get_error_string(error.status)
         raise VendorError(call, error.status, nccl.Result(error.status).name, text) from error
-    except (RuntimeError, ValueError) as error:  # NCCL, or the function, is missing; nccl4py does not know the code
-        raise VendorError(call, -1, "unknown", str(error)) from error
+    except ValueError as error:
+        raise VendorError(call, unknown_code(error), "unknown error", str(error)) from error
+    except RuntimeError as error:  # NCCL, or the function, is missing
+        raise VendorError(call, -1, "missing", str(error)) from error
+
+
+def _words(code: int) -> str:
+    """A result code in NCCL's words, if nccl4py has them."""
+    try:
+        name = nccl.Result(code).name
+    except ValueError:
+        return f"unknown error {code}"
+    return f"{name} ({code}): {nccl.get_error_string(code)}"
+
+
+def _code(function: Callable[..., None], *arguments: Any) -> int:
+    """NCCL's result code of a call that gives nothing else."""
+    try:
+        function(*arguments)
+    except nccl.NCCLError as error:
+        return int(error.status)
+    except ValueError as error:
+        return unknown_code(error)
+    return SUCCESS
 
 
 def _coded(function: Callable[..., None]) -> Any:
     """A method that is nccl4py's function and gives NCCL's result code."""
 
     def method(*arguments: int) -> int:
-        try:
-            function(*arguments)
-        except nccl.NCCLError as error:
-            return int(error.status)
-        return SUCCESS
+        return _code(function, *arguments)
 
     return staticmethod(method)
 
@@ -64,11 +82,7 @@ def _enqueuing(function: Callable[..., None]) -> Any:
     """The same, of a communicator and a stream, which are the last two arguments."""
 
     def method(self: NcclLibrary, *arguments: int) -> int:
-        try:
-            function(*arguments[:-2], self._comms[arguments[-2]], arguments[-1])
-        except nccl.NCCLError as error:
-            return int(error.status)
-        return SUCCESS
+        return _code(function, *arguments[:-2], self._comms[arguments[-2]], arguments[-1])
 
     return method
 
@@ -98,8 +112,7 @@ class NcclLibrary(Library):
 
     def explain(self, code: int, comm: int) -> str:
         """See `Library.explain`."""
-        last = nccl.get_last_error(self._comms[comm])
-        return f"{nccl.Result(code).name} ({code}): {nccl.get_error_string(code)}" + (f": {last}" if last else "")
+        return ": ".join(filter(None, (_words(code), nccl.get_last_error(self._comms[comm]))))
 
     def path(self) -> str:
         """See `Library.path`."""

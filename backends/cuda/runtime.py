@@ -13,7 +13,6 @@ from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
 
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 1 | 2
-_PLAIN_SHARED_BYTES = 48 << 10
 _MAP_FOR_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 _HIGHEST = -1000  # the driver takes the highest there is
 _DEFAULT_STREAMS = (0, runtime.streamLegacy)
@@ -60,10 +59,7 @@ class CudaRuntime(Runtime):
     free = _bound("cudaFree", runtime.free)
     unregister = _bound("cudaHostUnregister", runtime.hostUnregister)
     stream = _bound("cudaStreamCreateWithPriority", runtime.streamCreateWithPriority, runtime.streamNonBlocking, _HIGHEST)
-    destroy_stream = _bound("cudaStreamDestroy", runtime.streamDestroy)
-    synchronize = _bound("cudaStreamSynchronize", runtime.streamSynchronize)
     event = _bound("cudaEventCreateWithFlags", runtime.eventCreateWithFlags, runtime.eventDisableTiming)
-    destroy_event = _bound("cudaEventDestroy", runtime.eventDestroy)
     record = _bound("cudaEventRecord", runtime.eventRecord)
     wait = _bound("cudaStreamWaitEvent", runtime.streamWaitEvent)
     load = _bound("cuModuleLoadData", driver.moduleLoadData)
@@ -79,7 +75,6 @@ class CudaRuntime(Runtime):
     _copy = _bound("cudaMemcpyAsync", runtime.memcpyAsync)
     _set = _bound("cudaMemsetAsync", runtime.memsetAsync)
     _function = _bound("cuModuleGetFunction", driver.moduleGetFunction)
-    _allow = _bound("cuFuncSetAttribute", driver.funcSetAttribute)
     _launch = _bound("cuLaunchKernel", driver.launchKernel)
 
     def current(self) -> int:
@@ -200,15 +195,13 @@ class CudaRuntime(Runtime):
             if program:
                 nvrtc.destroyProgram(program)
 
-    def function(self, module: int, name: str, shared: int) -> int:
+    def function(self, module: int, name: str) -> int:
         """See `Runtime.function`."""
         found = self._function(module, name)
         if self._finish_loading is not None:  # else CUDA does it at the first launch, and waits for running kernels
             self._finish_loading(ctypes.c_void_p(found))
-        if shared > _PLAIN_SHARED_BYTES:
-            self._allow(found, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
         return int(found)
 
-    def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
+    def launch(self, function: int, blocks: int, threads: int, params: int, stream: int) -> None:
         """See `Runtime.launch`."""
-        self._launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, params, 0)
+        self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, params, 0)

@@ -12,7 +12,7 @@ import numpy as np
 from rocm.bindings import rccl as _rccl
 from rocm.bindings.util.paths import get_library_path
 
-from xvcomm.backends._vendor import Library, VendorError
+from xvcomm.backends._vendor import Library, VendorError, unknown_code
 from xvcomm.dtype import BY_NAME, ReduceOp
 
 rccl: Any = _rccl  # its stubs say nothing of types
@@ -56,9 +56,8 @@ class RcclLibrary(Library):
 
     def explain(self, code: int, comm: int) -> str:
         """See `Library.explain`."""
-        result = rccl.ncclResult_t(code)
         last = str(rccl.ncclGetLastError(self._comms[comm])[1] or "")
-        return f"{result.name} ({code}): {rccl.ncclGetErrorString(result)[1]}" + (f": {last}" if last else "")
+        return ": ".join(filter(None, (_words(code), last)))
 
     def path(self) -> str:
         """See `Library.path`."""
@@ -103,40 +102,40 @@ class RcclLibrary(Library):
 
     def group_start(self) -> int:
         """See `Library.group_start`."""
-        return int(rccl.ncclGroupStart()[0])
+        return _coded(rccl.ncclGroupStart)
 
     def group_end(self) -> int:
         """See `Library.group_end`."""
-        return int(rccl.ncclGroupEnd()[0])
+        return _coded(rccl.ncclGroupEnd)
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, comm: int, stream: int) -> int:
         """See `Library.all_reduce`."""
-        return int(rccl.ncclAllReduce(src, dst, count, _MEMBERS[dtype], self._ops[op], self._comms[comm], stream)[0])
+        return _coded(rccl.ncclAllReduce, src, dst, count, _MEMBERS[dtype], self._ops[op], self._comms[comm], stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int) -> int:
         """See `Library.reduce`."""
-        return int(rccl.ncclReduce(src, dst, count, _MEMBERS[dtype], self._ops[op], root, self._comms[comm], stream)[0])
+        return _coded(rccl.ncclReduce, src, dst, count, _MEMBERS[dtype], self._ops[op], root, self._comms[comm], stream)
 
     def reduce_scatter(self, src: int, dst: int, count: int, dtype: int, op: int, comm: int, stream: int) -> int:
         """See `Library.reduce_scatter`."""
         kind, what, whose = _MEMBERS[dtype], self._ops[op], self._comms[comm]
-        return int(rccl.ncclReduceScatter(src, dst, count, kind, what, whose, stream)[0])
+        return _coded(rccl.ncclReduceScatter, src, dst, count, kind, what, whose, stream)
 
     def all_gather(self, src: int, dst: int, count: int, dtype: int, comm: int, stream: int) -> int:
         """See `Library.all_gather`."""
-        return int(rccl.ncclAllGather(src, dst, count, _MEMBERS[dtype], self._comms[comm], stream)[0])
+        return _coded(rccl.ncclAllGather, src, dst, count, _MEMBERS[dtype], self._comms[comm], stream)
 
     def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, comm: int, stream: int) -> int:
         """See `Library.broadcast`."""
-        return int(rccl.ncclBroadcast(src, dst, count, _MEMBERS[dtype], root, self._comms[comm], stream)[0])
+        return _coded(rccl.ncclBroadcast, src, dst, count, _MEMBERS[dtype], root, self._comms[comm], stream)
 
     def send(self, src: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
         """See `Library.send`."""
-        return int(rccl.ncclSend(src, count, _MEMBERS[dtype], peer, self._comms[comm], stream)[0])
+        return _coded(rccl.ncclSend, src, count, _MEMBERS[dtype], peer, self._comms[comm], stream)
 
     def recv(self, dst: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
         """See `Library.recv`."""
-        return int(rccl.ncclRecv(dst, count, _MEMBERS[dtype], peer, self._comms[comm], stream)[0])
+        return _coded(rccl.ncclRecv, dst, count, _MEMBERS[dtype], peer, self._comms[comm], stream)
 
 
 def _op(number: int) -> Any:
@@ -146,12 +145,31 @@ def _op(number: int) -> Any:
     return member
 
 
+def _words(code: int) -> str:
+    """A result code in RCCL's words, if hip-python has them."""
+    try:
+        result = rccl.ncclResult_t(code)
+    except ValueError:
+        return f"unknown error {code}"
+    return f"{result.name} ({code}): {rccl.ncclGetErrorString(result)[1]}"
+
+
+def _coded(function: Any, *arguments: Any) -> int:
+    """The result code of a function that gives nothing else."""
+    try:
+        return int(function(*arguments)[0])
+    except ValueError as error:
+        return unknown_code(error)
+
+
 def _checked(function: Any, *arguments: Any) -> Any:
     """What hip-python's function gives besides the code."""
     try:
         code, *values = function(*arguments)
-    except (RuntimeError, ValueError) as error:  # the library lacks the function; hip-python does not know the code
-        raise VendorError(function.__name__, -1, "unknown", str(error)) from error
+    except ValueError as error:
+        raise VendorError(function.__name__, unknown_code(error), "unknown error", str(error)) from error
+    except RuntimeError as error:  # the library lacks the function
+        raise VendorError(function.__name__, -1, "missing", str(error)) from error
     if code:
         text = rccl.ncclGetLastError(0)[1] or rccl.ncclGetErrorString(code)[1]
         raise VendorError(function.__name__, int(code), code.name, str(text))

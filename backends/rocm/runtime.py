@@ -10,7 +10,7 @@ from typing import Any
 from rocm.bindings import hip, hiprtc
 from rocm.bindings.util.paths import get_library_path
 
-from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
+from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError, unknown_code
 
 # Plain numbers: to find hip-python's enumerators takes longer than some calls.
 _NOT_READY = int(hip.hipError_t.hipErrorNotReady)
@@ -38,6 +38,16 @@ def _failure(call: str, code: int) -> VendorError:
     return VendorError(call, code, known.name, _text(hip.hipGetErrorString(known)[1]))
 
 
+def _answer(function: Callable[..., Any], *args: Any) -> Any:
+    """What one of hip-python's functions gives: a code that it knows, and results."""
+    try:
+        return function(*args)
+    except ValueError as error:
+        raise _failure(function.__name__, unknown_code(error)) from error
+    except RuntimeError as error:  # the library lacks the function
+        raise VendorError(function.__name__, -1, "missing", str(error)) from error
+
+
 def _bound(function: Callable[..., Any], *last: Any, give: Callable[[Any], Any] | None = None) -> Any:
     """A method that is one of hip-python's functions, and gives the result that follows the code.
 
@@ -45,18 +55,11 @@ def _bound(function: Callable[..., Any], *last: Any, give: Callable[[Any], Any] 
         last: arguments that never change.
         give: what to make of the result.
     """
-    call = function.__name__
 
     def method(*args: Any) -> Any:
-        try:
-            results = function(*args, *last)
-        except ValueError as error:  # "1234 is not a valid hipError_t"
-            number = str(error).partition(" ")[0]
-            raise _failure(call, int(number) if number.isdigit() else -1) from error
-        except RuntimeError as error:  # the library lacks the function
-            raise VendorError(call, -1, "missing", str(error)) from error
+        results = _answer(function, *args, *last)
         if results[0]:
-            raise _failure(call, int(results[0]))
+            raise _failure(function.__name__, int(results[0]))
         found = results[-1]
         return found if give is None else give(found)
 
@@ -82,12 +85,9 @@ class HipRuntime(Runtime):
     free = _bound(hip.hipFree)
     unregister = _bound(hip.hipHostUnregister)
     stream = _bound(hip.hipStreamCreateWithPriority, hip.hipStreamNonBlocking, _HIGHEST, give=int)
-    destroy_stream = _bound(hip.hipStreamDestroy)
-    synchronize = _bound(hip.hipStreamSynchronize)
     _capturing = _bound(hip.hipStreamIsCapturing, give=bool)
     _capture_info = _bound(hip.hipStreamGetCaptureInfo)
     event = _bound(hip.hipEventCreateWithFlags, hip.hipEventDisableTiming, give=int)
-    destroy_event = _bound(hip.hipEventDestroy)
     wait = _bound(hip.hipStreamWaitEvent, 0)
     load = _bound(hip.hipModuleLoadData, give=int)
     _export = _bound(hip.hipIpcGetMemHandle)
@@ -179,7 +179,7 @@ class HipRuntime(Runtime):
                 return False
         except VendorError:  # the stream is gone
             pass
-        (code,) = hip.hipEventQuery(event)
+        (code,) = _answer(hip.hipEventQuery, event)
         if code not in (SUCCESS, _NOT_READY):
             raise _failure("hipEventQuery", int(code))
         return bool(code == SUCCESS)
@@ -199,7 +199,7 @@ class HipRuntime(Runtime):
             for name in names:
                 self._name(program, name.encode())
             options = [f"--offload-arch={architecture}".encode(), b"-std=c++17", b"-O3", b"-ffp-contract=off"]
-            (code,) = hiprtc.hiprtcCompileProgram(program, len(options), options)
+            (code,) = _answer(hiprtc.hiprtcCompileProgram, program, len(options), options)
             if code != SUCCESS:
                 log = bytearray(self._log_size(program))
                 self._log(program, log)
@@ -210,10 +210,10 @@ class HipRuntime(Runtime):
         finally:
             self._destroy(program.createRef())
 
-    def function(self, module: int, name: str, shared: int) -> int:
-        """See `Runtime.function`; HIP need not be told of dynamic shared memory."""
+    def function(self, module: int, name: str) -> int:
+        """See `Runtime.function`."""
         return int(self._function(module, name.encode()))
 
-    def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
+    def launch(self, function: int, blocks: int, threads: int, params: int, stream: int) -> None:
         """See `Runtime.launch`."""
-        self._launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, params)
+        self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, params)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -105,6 +106,8 @@ def counted(runtime: Any, name: str) -> list[Any]:
 @check
 def calls() -> None:
     """The table: memory, streams and events do what it says, and errors have names."""
+    from rocm.bindings import hip
+
     from xvcomm.backends.rocm.runtime import HipRuntime
 
     runtime = HipRuntime()
@@ -121,13 +124,11 @@ def calls() -> None:
     runtime.copy(ctypes.addressof(target), address, 16, one)
     runtime.record(event, one)
     runtime.wait(one, event)
-    runtime.synchronize(one)
+    assert hip.hipStreamSynchronize(one)[0] == 0
     assert runtime.reached(event) and not runtime.capture(one) and not runtime.capture(0)
     assert target.raw == b"hello" + bytes(11)
     runtime.free(address)
     assert runtime.locate(address) is None
-    runtime.destroy_event(event)
-    runtime.destroy_stream(one)
     for call, name in ((lambda: runtime.allocate(1 << 60), "OutOfMemory"), (lambda: runtime.use(9), "InvalidDevice")):
         with pytest.raises(VendorError, match=f"hip[A-Z][a-zA-Z]+: hipError{name}"):
             call()
@@ -137,8 +138,39 @@ def calls() -> None:
 
 
 @check
+def codes_that_hip_python_does_not_know() -> None:
+    """Its enumerations raise ValueError for what a newer library answers; we say the number."""
+    from rocm.bindings import hip, hiprtc, rccl
+
+    from xvcomm.backends.rocm.library import RcclLibrary
+    from xvcomm.backends.rocm.runtime import HipRuntime
+
+    def answers(module: Any, name: str, codes: Any) -> Any:
+        def call(*arguments: object) -> Any:
+            return (codes(99),)
+
+        return mock.patch.object(module, name, mock.Mock(call, __name__=name, side_effect=call))
+
+    runtime, library = HipRuntime(), RcclLibrary()
+    event = runtime.event()
+    assert library.explain(99, 0).startswith("unknown error 99")
+    assert library.explain(4, 0).startswith("ncclInvalidArgument (4): ")
+    with answers(rccl, "ncclAllReduce", rccl.ncclResult_t), answers(rccl, "ncclGroupEnd", rccl.ncclResult_t):
+        assert library.all_reduce(0, 0, 1, library.dtypes()["int8"], 0, 0, 0) == library.group_end() == 99
+    for module, name, codes, ask in (
+        (rccl, "ncclGetVersion", rccl.ncclResult_t, library.version),
+        (hip, "hipEventQuery", hip.hipError_t, lambda: runtime.reached(event)),
+        (hiprtc, "hiprtcCompileProgram", hiprtc.hiprtcResult, lambda: runtime.compile("", [], "gfx942")),
+    ):
+        with answers(module, name, codes), pytest.raises(VendorError, match=rf"{name}: unknown error \(99\)"):
+            ask()
+
+
+@check
 def pinned_memory_is_seen_by_the_device() -> None:
     """Registered by what the runtime says, not by luck: twice is an error, and afterwards it is not pinned."""
+    from rocm.bindings import hip
+
     from xvcomm.backends.rocm.runtime import HipRuntime
 
     runtime, segment = HipRuntime(), Segment.create("/dev/shm", "gpu", 1 << 16)
@@ -152,7 +184,7 @@ def pinned_memory_is_seen_by_the_device() -> None:
     runtime.copy(copy, seen, 5, on)
     back = ctypes.create_string_buffer(5)
     runtime.copy(ctypes.addressof(back), copy, 5, on)
-    runtime.synchronize(on)
+    assert hip.hipStreamSynchronize(on)[0] == 0
     assert back.raw == b"there"
     runtime.unregister(segment.address)
     with pytest.raises(VendorError, match="NotRegistered"):

@@ -6,14 +6,17 @@ several devices, graphs, pinned memory, pools, and reasons not to work.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import subprocess
 import sys
+from enum import IntEnum
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -95,6 +98,36 @@ def test_refusals_of_cuda(
     else:
         assert refused is not None and remedy is not None
         assert refused[0] == reason and remedy in refused[1]
+
+
+def test_codes_that_nccl4py_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors are made of an enumeration, which raises ValueError for what a newer NCCL answers; we say the number."""
+    nccl: Any = MagicMock(Comm=int)
+    nccl.Result = IntEnum("Result", ["Success", "UnhandledCudaError", "SystemError"], start=0)
+    nccl.NCCLError = type("NCCLError", (Exception,), {"__init__": lambda self, code: setattr(self, "status", nccl.Result(code))})
+    nccl.get_error_string.return_value = "a system call failed"
+    nccl.get_last_error.return_value = ""
+
+    def answers(code: int) -> Any:
+        def call(*arguments: object) -> None:
+            raise nccl.NCCLError(code)
+
+        return call
+
+    nccl.all_reduce, nccl.reduce, nccl.group_end, nccl.get_version = answers(99), answers(2), answers(99), answers(99)
+    internal = MagicMock()
+    monkeypatch.setitem(sys.modules, "nccl", MagicMock())
+    monkeypatch.setitem(sys.modules, "nccl.bindings", SimpleNamespace(nccl=nccl))
+    monkeypatch.setitem(sys.modules, "nccl.bindings._internal", internal)
+    monkeypatch.setitem(sys.modules, "nccl.bindings._internal.nccl", internal)
+    monkeypatch.delitem(sys.modules, "xvcomm.backends.cuda.library", raising=False)
+    library = importlib.import_module("xvcomm.backends.cuda.library").NcclLibrary("sm_90")
+    monkeypatch.delitem(sys.modules, "xvcomm.backends.cuda.library")
+    assert library.explain(99, 0) == "unknown error 99"
+    assert library.explain(2, 0) == "SystemError (2): a system call failed"
+    assert (library.all_reduce(0, 0, 1, 0, 0, 0, 0), library.reduce(0, 0, 1, 0, 0, 0, 0, 0), library.group_end()) == (99, 2, 99)
+    with pytest.raises(VendorError, match=r"ncclGetVersion: unknown error \(99\)"):
+        library.version()
 
 
 def test_rocm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,11 @@ class CountingRuntime:
     def load(self, image: bytes) -> int:
         return int(image)
 
-    def function(self, module: int, name: str, shared: int) -> int:
+    def function(self, module: int, name: str) -> int:
         assert name.startswith("lowered xv::")
         return 1000 + 10 * module + [*_kernels.NAMES].index(name.removeprefix("lowered "))
 
-    def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
+    def launch(self, function: int, blocks: int, threads: int, params: int, stream: int) -> None:
         pointer = ctypes.c_void_p.from_address(params).value
         assert pointer is not None
         self.launched.append((function, blocks, threads, ctypes.string_at(pointer, 2000), stream))

@@ -77,10 +77,10 @@ class PlainRuntime:
         self._libraries.append(ctypes.CDLL(str(file)))
         return len(self._libraries) - 1
 
-    def function(self, module: int, name: str, shared: int) -> int:
+    def function(self, module: int, name: str) -> int:
         return ctypes.addressof((ctypes.c_size_t * 3).in_dll(self._libraries[module], name))
 
-    def launch(self, function: int, blocks: int, threads: int, shared: int, params: int, stream: int) -> None:
+    def launch(self, function: int, blocks: int, threads: int, params: int, stream: int) -> None:
         entry = (ctypes.c_size_t * 3).from_address(function)  # as in entry.h
         packed = ctypes.create_string_buffer(entry[0] + 16)
         place = ctypes.addressof(packed) + -ctypes.addressof(packed) % 16

@@ -209,7 +209,7 @@ def check_arrays_die(comm: Communicator) -> None:
     await_that(died)
 
 
-_COSTLY = ("allocate", "free", "register", "unregister", "stream", "destroy_stream", "synchronize", "compile", "load")
+_COSTLY = ("allocate", "free", "register", "unregister", "stream", "compile", "load")
 """What may make the whole device wait, or takes longer than a small message."""
 
 
