@@ -30,6 +30,9 @@ _DEFAULT_STREAM = 0
 _NO_POINTERS = range(3, 4096)
 """Numbers that are neither the handle of a special stream nor an address."""
 
+_NOT_LOADED = (ImportError, OSError, AttributeError, VendorError)
+"""What the vendor's libraries, or Python's for them, raise where they do not load or do not answer."""
+
 
 class _Adopted(threading.local):
     """A thread's adopted streams, by handle."""
@@ -230,6 +233,15 @@ class GpuBackend(Backend):
         names = ", ".join(f"{a} and {b}" for a, b in pairs)
         return f"rings in host memory between devices that do not reach each other's: {names}"
 
+    def lacks(self) -> tuple[str, str] | None:
+        """See `Backend.lacks`: the collective library, which one GPU that is an island beside others never asks for."""
+        try:
+            self.library(self.runtime().architecture(0)).version()
+        except _NOT_LOADED as error:
+            reason = f"no island of its own kind alone, or of several GPUs: {type(error).__name__}: {error}"
+            return reason, f"reinstall xvcomm[{self.kind}]"
+        return None
+
     def device(self, config: Config) -> Device:
         """See `Backend.device`."""
         with self._loading():
@@ -253,7 +265,7 @@ class GpuBackend(Backend):
         """Say what is missing when the vendor's libraries, or Python's for them, do not load or do not answer."""
         try:
             yield
-        except (ImportError, OSError, AttributeError, VendorError) as error:
+        except _NOT_LOADED as error:
             raise BackendUnavailable(
                 f"{self.kind}: {type(error).__name__}: {error}; reinstall xvcomm[{self.kind}], and see `xvcomm doctor`"
             ) from error

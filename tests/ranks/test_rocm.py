@@ -5,21 +5,26 @@ Everything but the GPU itself is real: hip-python, the kernels' source, the stre
 
 from __future__ import annotations
 
+import itertools
 import runpy
+import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import DTYPES
-from xvcomm.errors import PeerLost
+from xvcomm.errors import BackendUnavailable, PeerLost
 from xvcomm.testing import World, asynchronous, channels, collectives, failures, graphs, pointtopoint, refusals
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
-from xvcomm.testing.signals import meet
+from xvcomm.testing.signals import SECONDS, meet
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
@@ -172,6 +177,65 @@ def test_streams_that_lag(job: Job) -> None:
         ranks.run(pointtopoint.check_exchange, "float32", 10_001)
         for check in (*asynchronous.CHECKS, channels.check_channels_pass, channels.check_probe_behind_receives):
             ranks.run(check)
+
+
+def join_two_at_once(comm: Communicator) -> None:
+    """First operations of two communicators, from two threads; the last rank joins the first of them when the second is there."""
+    from xvcomm.backends.rocm.library import RcclLibrary
+
+    groups = [comm.split(0), comm.split(0, -comm.rank)]
+    join, calls, held, through = RcclLibrary.join, itertools.count(), threading.Event(), threading.Event()
+
+    def held_back(library: RcclLibrary, unique_id: bytes, members: int, me: int) -> int:
+        if next(calls) == 0:
+            held.set()
+            assert through.wait(SECONDS), "the second could not be joined while the first was"
+            return join(library, unique_id, members, me)
+        made = join(library, unique_id, members, me)
+        through.set()
+        return made
+
+    holds = comm.rank == comm.size - 1
+    with mock.patch.object(RcclLibrary, "join", held_back if holds else join), ThreadPoolExecutor(2) as threads:
+        works = [threads.submit(collectives.check_all_reduce, groups[0], "float32", "sum", 3001)]
+        assert not holds or held.wait(SECONDS)
+        works.append(threads.submit(collectives.check_all_reduce, groups[1], "float32", "sum", 3001))
+        for work in works:
+            work.result(SECONDS)
+    for group in groups:
+        group.close()
+    comm.barrier()
+
+
+@pytest.mark.parametrize("name", ["rocm:2", "rocm:4"])
+def test_joining_several_at_once(job: Job, name: str) -> None:
+    """A rank waits in the library for the members of one communicator, and meets those of another meanwhile."""
+    with job(name) as ranks:
+        for _ in range(3):
+            ranks.run(join_two_at_once)
+
+
+def has_no_library(comm: Communicator) -> None:
+    """Collectives and messages across the border, and what doctor says."""
+    collectives.check_all_reduce(comm, "float32", "sum", 3001)
+    collectives.check_all_gather(comm, "int64", 101)
+    pointtopoint.check_exchange(comm, "float32", 1001)
+    reason, remedy = comm._context.session.backend.lacks() or ("", "")
+    assert comm._context.kind == "host" or ("VendorError" in reason and "xvcomm[rocm]" in remedy), reason
+
+
+def test_one_gpu_needs_no_library(job: Job, environment: Mapping[str, str], tmp_path: Path) -> None:
+    """An island of one rank beside another never asks for RCCL; two GPUs that want it learn what is missing."""
+    shutil.copytree(environment["ROCM_PATH"], tmp_path / "rocm")
+    (tmp_path / "rocm" / "lib" / "librccl.so").unlink()
+    with job("rocm:1, host:1", ROCM_PATH=str(tmp_path / "rocm")) as ranks:
+        ranks.run(has_no_library)
+    with job("rocm:2", ROCM_PATH=str(tmp_path / "rocm")) as ranks:
+        for rank in range(2):
+            ranks.submit(rank, collectives.check_all_reduce, "float32", "sum", 10)
+        outcomes = ranks.collect()
+        assert all("librccl.so: cannot open" in str(outcome) for outcome in outcomes), outcomes
+        assert any(isinstance(outcome, BackendUnavailable) for outcome in outcomes), outcomes
 
 
 @pytest.mark.parametrize("name", ["rocm:2", *PAIR])

@@ -120,6 +120,17 @@ def test_doctor_reports_as_json():
     assert {v["name"]: v["value"] for v in report["variables"]}["XVCOMM_SECRET"] == "(set)"
 
 
+def test_doctor_says_what_a_usable_backend_lacks(monkeypatch):
+    def lacks(self):
+        return "no fortune", "marry"
+
+    monkeypatch.setattr("xvcomm.backends.host.HostBackend.lacks", lacks)
+    (host,) = [b for b in examine({}).backends if b["name"] == "host"]
+    assert host["usable"] and (host["lacks"], host["remedy"]) == ("no fortune", "marry")
+    output = CliRunner().invoke(app, ["doctor"]).output
+    assert "no fortune" in output and "marry" in output
+
+
 def test_doctor_prints_tables():
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0

@@ -130,6 +130,21 @@ def test_codes_that_nccl4py_does_not_know(monkeypatch: pytest.MonkeyPatch) -> No
         library.version()
 
 
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'nccl'"), VendorError("ncclGetVersion", -1, "missing", "libnccl")]
+)
+def test_a_library_that_is_missing_is_no_refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """One GPU beside other islands does without; doctor says so."""
+    backend = cuda.CudaBackend()
+    monkeypatch.setattr(cuda.CudaBackend, "runtime", lambda self: SimpleNamespace(architecture=lambda index: "sm_90"))
+    library = MagicMock(version=lambda: 22809)
+    monkeypatch.setattr(cuda.CudaBackend, "library", lambda self, architecture: library)
+    assert backend.lacks() is None
+    library.version = MagicMock(side_effect=error)
+    reason, remedy = backend.lacks() or ("", "")
+    assert str(error) in reason and remedy == "reinstall xvcomm[cuda]"
+
+
 def test_rocm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rocm, "find_spec", lambda name: None)
     refused = rocm.RocmBackend().refusal()

@@ -30,6 +30,10 @@ class Backend(ABC):
         """Whether its devices reach each other's memory, in words; asked only where there are several."""
         return ""
 
+    def lacks(self) -> tuple[str, str] | None:
+        """What it cannot do here though nothing refuses it, and what to do about that; may load the vendor's libraries."""
+        return None
+
     @abstractmethod
     def device(self, config: Config) -> Device:
         """This rank's device."""

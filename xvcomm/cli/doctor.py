@@ -108,12 +108,18 @@ def _found(found: registry.Found) -> dict[str, Any]:
 
 
 def _devices(found: registry.Found) -> dict[str, Any]:
-    """How many devices a backend has, and whether they reach each other's memory."""
+    """How many devices a backend has, whether they reach each other's memory, and what it cannot do, with the remedy."""
     if not found.usable:
-        return {"devices": 0, "peer_memory": ""}
+        return {"devices": 0, "peer_memory": "", "lacks": ""}
     backend = found.load()()
-    count = backend.devices()
-    return {"devices": count, "peer_memory": backend.peer_memory() if count > 1 else ""}
+    count, (lacks, remedy) = backend.devices(), backend.lacks() or ("", "")
+    return {
+        "devices": count, "peer_memory": backend.peer_memory() if count > 1 else "", "lacks": lacks, "remedy": remedy
+    }  # fmt: skip
+
+
+def _remarks(found: Mapping[str, Any]) -> str:
+    return found["reason"] or "; ".join(filter(None, (found.get("lacks"), found.get("peer_memory"))))
 
 
 def _missing(kind: str, name: str, found: list[dict[str, Any]]) -> list[Problem]:
@@ -236,7 +242,7 @@ def show(report: Report, console: Console) -> None:
     console.print(_pairs("Shared memory", ((k.replace("_", " "), str(v)) for k, v in shm.items())))
     console.print(_pairs("Limits", report.limits.items()))
     for title, found in (("Backends", report.backends), ("Transports", report.transports)):
-        rows = ((f["name"], _usable(f), f["reason"] or f.get("peer_memory", ""), f["remedy"]) for f in found)
+        rows = ((f["name"], _usable(f), _remarks(f), f["remedy"]) for f in found)
         console.print(_table(title, ("name", "usable", "remarks", "remedy"), rows))
     settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in report.variables)
     console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
