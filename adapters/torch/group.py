@@ -25,8 +25,9 @@ from xvcomm.adapters.torch.monitored import monitored_barrier
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.profiling import profiling, recorded
+from xvcomm.adapters.torch.tensors import on_one_device
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamMessage, StreamWork, Work
-from xvcomm.errors import ArgumentError, XvcommError
+from xvcomm.errors import ArrayError, XvcommError
 
 Tensors = Sequence[Tensor]
 _NO_TENSOR: tuple[Tensor, ...] = ()
@@ -74,8 +75,9 @@ class ProcessGroup(Identity):
         """Give all ranks all blocks, one tensor each."""
         outs, ins = _paired(output_tensors, input_tensors)
         how = options.read(opts, timeout)
+        results = [t for ranks in outs for t in ranks]
         return self._run(
-            "all_gather", outs[0], how, lambda plane: _each(collectives.all_gather, plane, how, outs, ins), ins
+            "all_gather", results, how, lambda plane: _each(collectives.all_gather, plane, how, outs, ins), ins
         )
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Work:
@@ -106,8 +108,9 @@ class ProcessGroup(Identity):
         """Reduce and give each rank its block, one tensor each."""
         ins, outs = _paired(input_tensors, output_tensors)
         how = options.read(op if opts is None else opts, timeout)
+        blocks = [t for ranks in ins for t in ranks]
         return self._run(
-            "reduce_scatter", outs, how, lambda plane: _each(collectives.reduce_scatter, plane, how, outs, ins)
+            "reduce_scatter", outs, how, lambda plane: _each(collectives.reduce_scatter, plane, how, outs, ins), blocks
         )
 
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
@@ -144,7 +147,7 @@ class ProcessGroup(Identity):
         root, opts = (opts, None) if isinstance(opts, int) else (root, opts)
         how = options.read(opts, timeout, root=root)
         parts, (out,) = (input_tensors[0] if input_tensors else _NO_TENSOR), output_tensors
-        return self._run("scatter", [out], how, lambda plane: collectives.scatter(plane, out, parts, how))
+        return self._run("scatter", [out], how, lambda plane: collectives.scatter(plane, out, parts, how), parts)
 
     def all_to_all_single(
         self, output_tensor: Tensor, input_tensor: Tensor, output_split_sizes: Sequence[int] = (),
@@ -275,8 +278,7 @@ class ProcessGroup(Identity):
         self, what: str, results: Tensors, how: Options, job: Callable[[Plane], None], inputs: Tensors = _NO_TENSOR
     ) -> Work:
         """Run a collective on the plane of its tensors."""
-        shown = inputs or results
-        return self._on(self._plane(shown), what, results, how, job, shown)
+        return self._on(self._plane((*results, *inputs)), what, results, how, job, inputs or results)
 
     def _run_one(self, what: str, operation: Operation, tensors: Tensors, how: Options) -> Work:
         """Run a collective of one output, which comes first, and perhaps one input: what is called most, by the shortest way."""
@@ -286,8 +288,8 @@ class ProcessGroup(Identity):
         return self._one(what, operation, tensors, how)
 
     def _one(self, what: str, operation: Operation, tensors: Tensors, how: Options) -> Work:
-        self._sequence = next(self._numbers)
         plane = self._plane(tensors)
+        self._sequence = next(self._numbers)
         if plane.takes(tensors):
             if not how.waits:
                 return plane.start(operation, tensors, how, what)
@@ -309,6 +311,9 @@ class ProcessGroup(Identity):
             return plane.run(job, results, what, waits=how.waits, inputs=shown)
 
     def _plane(self, tensors: Tensors) -> Plane:
+        """What serves a call's tensors, all of which must be here: nothing below asks a second time where one lies."""
+        if len(tensors) > 1:
+            on_one_device(tensors)
         if not tensors or tensors[0].is_cpu:
             return self.planes.host
         gpu = self.planes.gpu
@@ -319,7 +324,7 @@ class ProcessGroup(Identity):
             return self.planes.host
         if device.type != "cuda" or self.planes.gpu is None:
             kinds = " and ".join(d.type for d in self._device_types)
-            raise ArgumentError(f"a tensor on {device}: this group serves {kinds}; move the tensor there")
+            raise as_torch(ArrayError(f"a tensor on {device}: this group serves {kinds}; make or move the tensor there"))
         return self.planes.gpu
 
 

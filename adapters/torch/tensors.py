@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xvcomm.adapters.torch.errors import as_torch
 from xvcomm.array import ArrayView
 from xvcomm.dtype import BY_NAME, DType
 from xvcomm.errors import ArrayError, DTypeError, MismatchError
@@ -27,14 +28,17 @@ def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
 
     Raises:
         DTypeError: its element type is not carried.
+        ArrayError: it has elements and no memory.
     """
     dtype = _DTYPES.get(x.dtype)
     if dtype is None:
         raise DTypeError(f"{x.dtype} is not carried by xvcomm; convert the tensor to one of {', '.join(BY_NAME)}")
-    count = x.numel()
+    count, address = x.numel(), x.data_ptr()
+    if not address and count:
+        raise ArrayError(f"a tensor of {count} elements without memory: it is a fake one, or its storage was freed")
     index = 0 if stream is None else x.get_device()
     return ArrayView(
-        x.data_ptr(), (count,), dtype, count, count * dtype.itemsize, x, kind, index, stream=stream,
+        address, (count,), dtype, count, count * dtype.itemsize, x, kind, index, stream=stream,
         trusted=stream is not None,
     )  # fmt: skip
 
@@ -104,6 +108,16 @@ def same_dtype(tensors: Sequence[Tensor], what: str) -> None:
     if len({t.dtype for t in tensors}) > 1:
         kinds = ", ".join(sorted({str(t.dtype) for t in tensors}))
         raise MismatchError(f"{what}: the tensors have different dtypes ({kinds}); convert them to one")
+
+
+def on_one_device(tensors: Sequence[Tensor]) -> None:
+    """Raise ArrayError unless all lie on one device."""
+    place = tensors[0].device
+    for other in tensors:
+        if other.device != place:
+            raise as_torch(ArrayError(
+                f"the tensors of one call lie on {place} and on {other.device}; make or move them all to one device"
+            ))  # fmt: skip
 
 
 def _run(parts: Sequence[Tensor]) -> Tensor | None:
