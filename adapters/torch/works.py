@@ -58,7 +58,7 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """As `wait` without a timeout: on a GPU the current stream waits, and not the host."""
         self.wait()
 
     block_current_stream = synchronize
@@ -200,10 +200,6 @@ class StreamWork(Work):
         self._used = ()
         return True
 
-    def synchronize(self) -> None:
-        """Block the host until it is over."""
-        self._block(None)
-
     def is_completed(self) -> bool:
         """Whether it is over."""
         return bool(self._event.query()) or self.exception() is not None
@@ -226,7 +222,7 @@ class StreamWork(Work):
             future.set_result(list(self.tensors))
         return future
 
-    def _block(self, timeout: float | None) -> None:
+    def _block(self, timeout: float) -> None:
         deadline = Deadline.after(timeout)
         while not self._event.query():
             self._place.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -51,11 +52,17 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
     noted: Notes = []
 
     class Event:
+        over = True
+
         def record(self, stream: Any) -> None:
             noted.append(("record", id(self), stream.cuda_stream))
 
         def wait(self, stream: Any) -> None:
             noted.append(("wait", id(self), stream.cuda_stream))
+
+        def query(self) -> bool:
+            noted.append(("asked", id(self)))
+            return self.over
 
     class Stream:
         def __init__(self, *device: Any, priority: int = 0) -> None:
@@ -101,6 +108,48 @@ def test_what_does_not_wait_goes_beside_it(plane: StreamPlane, notes: Notes) -> 
     assert work.wait()
     del work
     assert notes == [("wait", ended, CURRENT)], "and nobody need be told that the memory is in use"
+
+
+class Posted:
+    """The communicator's Work for a message: notes who waits for it."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+
+    def wait(self) -> None:
+        self.notes.append(("ordered", CURRENT))
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        self.notes.append(("the host waits", timeout))
+
+
+@pytest.mark.parametrize("name", ["synchronize", "block_current_stream"])
+def test_synchronize_lets_the_stream_wait_and_not_the_host(plane: StreamPlane, notes: Notes, name: str) -> None:
+    """As NCCL's, of collectives and of messages."""
+    work = start(plane, memory(notes))
+    ended = notes[-1][1]
+    notes.clear()
+    getattr(work, name)()
+    assert notes == [("wait", ended, CURRENT)]
+    del work
+    assert len(notes) == 1, "and nobody need be told that the memory is in use"
+    notes.clear()
+    message = plane.message(Posted(notes), [memory(notes)], "recv from rank 1", 1, lambda: notes.append(("then",)))
+    getattr(message, name)()
+    assert notes == [("ordered", CURRENT), ("then",)]
+
+
+def test_a_timeout_lets_the_host_wait(plane: StreamPlane, notes: Notes) -> None:
+    torch.cuda.Event.over = False  # type: ignore[attr-defined]
+    work = start(plane, memory(notes))
+    notes.clear()
+    with pytest.raises(dist.DistBackendError, match="Timed out"):
+        work.wait(timedelta(milliseconds=10))
+    assert [note[0] for note in notes] == ["asked"] * len(notes) and notes
+    message = plane.message(Posted(notes), [memory(notes)], "recv from rank 1", 1, None)
+    notes.clear()
+    message.wait(timedelta(milliseconds=10))
+    assert notes == [("the host waits", 0.01), ("ordered", CURRENT)]
 
 
 def test_memory_stays_in_use_if_nobody_waits(plane: StreamPlane, notes: Notes) -> None:
