@@ -105,6 +105,67 @@ def test_device_mesh(four: Job) -> None:
     four.run(meshes)
 
 
+def splits() -> None:
+    """Across the islands and along them, at once, without a name, and in an order of its own; what a split has is its own."""
+    world = dist.group.WORLD
+    before = world.comm_split_count()
+    for number, halves in enumerate(([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0]], [[2]])):
+        mine = next((half for half in halves if me() in half), None)
+        part = world.split_group(mine or halves[0], timedelta(seconds=20))
+        assert world.comm_split_count() == before + number + 1, "also on those that are no members"
+        if mine is None:
+            assert part is None
+            world.perform_nocolor_split(torch.device("cpu"))
+            continue
+        assert (part.rank(), part.size()) == (mine.index(me()), len(mine)) and part.name() == BACKEND
+        assert part.options._timeout == timedelta(seconds=20) and part.comm_split_count() == 0
+        assert part.group_desc == f"{world.group_desc}:split:{before + number + 1}"
+        part.allreduce(x := torch.tensor([float(me()), 1.0])).wait()
+        same(x, [float(sum(mine)), float(len(mine))])
+        part.all_gather_single(out := torch.zeros(len(mine)), torch.tensor([float(me())])).wait()
+        same(out, [float(rank) for rank in mine])
+        part.broadcast(x := torch.tensor([float(me())]), len(mine) - 1).wait()
+        same(x, [float(mine[-1])])
+        again = part.split_group(list(range(len(mine)))[::-1], group_name=f"again-{number}", group_desc="reversed")
+        assert again.group_name == f"again-{number}" and again.group_desc == "reversed"
+        assert again.options._timeout == timedelta(seconds=20), "the parent's"
+        again.all_gather_single(out, torch.tensor([float(me())])).wait()
+        same(out, [float(rank) for rank in mine[::-1]])
+        again.shutdown()
+        part.shutdown()
+    dist.barrier()
+
+
+@pytest.mark.not_gloo("the method")
+def test_splits_of_a_group(four: Job) -> None:
+    four.run(splits)
+
+
+def splits_by_torch() -> None:
+    """`dist.split_group` wants an accelerator and a device that the job is bound to; nothing else of it needs one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.accelerator, "is_available", lambda: True)
+        patched.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+        patched.setattr(type(dist.group.WORLD), "bound_device_id", torch.device("cpu"), raising=False)
+        for halves in ([[0, 2], [1, 3]], [[0, 1], [2, 3]], [[1, 2, 3]]):
+            mine = next((half for half in halves if me() in half), None)
+            part = dist.split_group(split_ranks=halves, group_desc="described")
+            assert (part is None) == (mine is None)
+            if part is not None:
+                summed(part, mine)
+                assert part.group_desc == "described" and dist.get_process_group_ranks(part) == mine
+                inner = dist.split_group(part, [[0], list(range(1, len(mine)))])
+                summed(inner, mine[:1] if me() == mine[0] else mine[1:])
+                dist.destroy_process_group(inner)
+                dist.destroy_process_group(part)
+    dist.barrier()
+
+
+@pytest.mark.not_gloo("splitting")
+def test_split_group(start: Callable[..., Job]) -> None:
+    start("cuda:2,rocm:2").run(splits_by_torch)
+
+
 def several_in_threads() -> None:
     groups = [dist.new_group() for _ in range(4)]
     errors: list[BaseException] = []
