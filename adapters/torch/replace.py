@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +11,18 @@ from torch.distributed import distributed_c10d as c10d
 
 from xvcomm.errors import ConfigError
 
+_TIMEOUT = timedelta(minutes=10)
 _CLASSES = {"nccl": "ProcessGroupNCCL", "gloo": "ProcessGroupGloo"}
 
 
 class Options(SimpleNamespace):
-    """What scripts set for NCCL or Gloo; kept, and not used but for the timeout."""
+    """What scripts set for NCCL or Gloo; kept, and not used but for the timeout, whose default is NCCL's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(
-            **{"is_high_priority_stream": False, "_timeout": None, "config": SimpleNamespace(), "split_from": None, **kwargs}
-        )
+        super().__init__(**{
+            "is_high_priority_stream": False, "_timeout": c10d.default_pg_nccl_timeout, "config": SimpleNamespace(),
+            "split_from": None, **kwargs,
+        })  # fmt: skip
 
 
 def install(backend: str) -> None:
@@ -44,6 +47,8 @@ def install(backend: str) -> None:
 
         dist.ProcessGroupNCCL = stand_in
         c10d._NCCL_AVAILABLE = True
+        # None where torch was built without NCCL; torch warns of a default that is none, and of one that options do not share.
+        c10d.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout or _TIMEOUT
         _accept_hooks()
 
 

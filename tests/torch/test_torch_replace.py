@@ -1,0 +1,27 @@
+"""Programs that ask for NCCL run on xvcomm unchanged: under `xvcomm run --replace nccl`, and under torchrun by a variable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torchjobs import launch
+
+PROGRAM = str(Path(__file__).parent / "nccl_program.py")
+XVCOMM = ("-m", "xvcomm", "run", "--replace", "nccl", "--islands", "cuda:1,rocm:1", "--")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+WAYS = {
+    "torchrun": (TORCHRUN, {"XVCOMM_REPLACE": "nccl"}, "nccl"),
+    "xvcomm run over two islands": (XVCOMM, {}, "cpu:gloo,cuda:nccl"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_that_asks_for_nccl(way: str) -> None:
+    """Its exit code says whether it found all as with NCCL."""
+    command, env, backend = WAYS[way]
+    out = launch(sys.executable, *command, PROGRAM, backend, env=env)
+    assert f"get_backend: {backend} served by: xvcomm." in out
+    if ":" not in backend:  # with one a device, NCCL's own options make torch warn
+        assert "Warning" not in out, out
