@@ -184,7 +184,8 @@ class ProcessGroup(Identity):
         limit = self.options._timeout if timeout is None else timeout
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
         self._monitored += 1
-        monitored_barrier(self._store, self._rank, self._size, self._monitored, seconds, wait_all_ranks)
+        with recorded(self._backend, "monitored_barrier", _NO_TENSOR):
+            monitored_barrier(self._store, self._rank, self._size, self._monitored, seconds, wait_all_ranks)
 
     # Messages.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torchchecks import close, loss_of, me, mean_gradients, noise, perceptron, same, size
 from torchjobs import BACKEND, Job
 
@@ -97,6 +98,78 @@ def test_operations_are_events_of_the_profiler(pair: Job) -> None:
     assert f"{BACKEND}:broadcast" in sender
     assert any(name.startswith(f"{BACKEND}:") and "gather" in name for name in sender)
     assert f"{BACKEND}:send" in sender and f"{BACKEND}:recv" in receiver
+
+
+def calls(n: int) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Every entry point of a group of two, and the event that it is."""
+    group, x, wide = dist.group.WORLD, torch.ones(2), torch.ones(2 * n)
+    parts, mine, other = [torch.ones(2) for _ in range(n)], me() == 0, 1 - me()
+
+    def coalesced() -> None:
+        with _coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
+            dist.isend(x, other)
+            dist.irecv(x.clone(), other)
+        manager.wait()
+
+    def from_any() -> None:
+        if mine:
+            dist.send(x, 1)
+        else:
+            dist.recv(x.clone())
+
+    return {
+        "all_reduce": ("all_reduce", lambda: dist.all_reduce(x)),
+        "all_reduce, async": ("all_reduce", lambda: dist.all_reduce(x, async_op=True).wait()),
+        "all_reduce of several": ("all_reduce", lambda: group.allreduce_coalesced([x, x]).wait()),
+        "all_reduce, sparse": ("all_reduce", lambda: dist.all_reduce(torch.eye(2).to_sparse())),
+        "broadcast": ("broadcast", lambda: dist.broadcast(x, 0)),
+        "broadcast of several": ("broadcast", lambda: group.broadcast([x, x]).wait()),
+        "reduce": ("reduce", lambda: dist.reduce(x, 0)),
+        "all_gather": ("all_gather", lambda: dist.all_gather(parts, x)),
+        "all_gather_coalesced": ("all_gather", lambda: dist.all_gather_coalesced([[p] for p in parts], [x])),
+        "all_gather_into_tensor": ("_allgather_base", lambda: dist.all_gather_into_tensor(wide, x)),
+        "all_gather_into_tensor of several": (
+            "allgather_into_tensor_coalesced", lambda: group.allgather_into_tensor_coalesced([wide], [x]).wait()
+        ),
+        "reduce_scatter": ("reduce_scatter", lambda: dist.reduce_scatter(x, parts)),
+        "reduce_scatter_tensor": ("_reduce_scatter_base", lambda: dist.reduce_scatter_tensor(x, wide)),
+        "reduce_scatter_tensor of several": (
+            "reduce_scatter_tensor_coalesced", lambda: group.reduce_scatter_tensor_coalesced([x], [wide]).wait()
+        ),
+        "gather": ("gather", lambda: dist.gather(x, parts if mine else None, 0)),
+        "scatter": ("scatter", lambda: dist.scatter(x, parts if mine else None, 0)),
+        "all_to_all": ("all_to_all", lambda: dist.all_to_all(parts, [p.clone() for p in parts])),
+        "all_to_all_single": ("all_to_all", lambda: dist.all_to_all_single(wide.clone(), wide)),
+        "barrier": ("barrier", dist.barrier),
+        "monitored_barrier": ("monitored_barrier", dist.monitored_barrier),
+        "send and recv": (
+            "send" if mine else "recv", lambda: dist.send(x, 1) if mine else dist.recv(x.clone(), 0)
+        ),
+        "isend and irecv": (
+            "send" if mine else "recv", lambda: (dist.isend(x, 1) if mine else dist.irecv(x.clone(), 0)).wait()
+        ),
+        "recv from any": ("send" if mine else "recvAnySource", from_any),
+        "coalesced messages": ("coalesced", coalesced),
+    }  # fmt: skip
+
+
+def events() -> dict[str, tuple[str, list[str]]]:
+    """Of each call: the event that it is to be, and those of the backend that the profiler saw."""
+    found = {}
+    for name, (event, call) in calls(size()).items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call()
+        seen = [e.name for e in profile.events() if e.name.startswith(f"{BACKEND}:")]
+        found[name] = f"{BACKEND}:{event}", seen
+    return found
+
+
+@pytest.mark.not_gloo("events of all kinds, and by these names")
+def test_every_operation_is_one_event_of_the_profiler(pair: Job) -> None:
+    for found in pair.run(events):
+        for name, (event, seen) in found.items():
+            expected = [event] if name != "coalesced messages" else [f"{BACKEND}:send", f"{BACKEND}:recv", event]
+            assert seen == expected, name
 
 
 def logged() -> dict[str, Any]:
