@@ -66,6 +66,20 @@ def reduce_scatter(x: Tensor, comm: Communicator, counts: Sequence[int] | None =
     return _ReduceScatter.apply(x, comm, counts)
 
 
+def gather(x: Tensor, comm: Communicator, root: int = 0, counts: Sequence[int] | None = None) -> Tensor:
+    """All blocks along axis 0 at the root, zeros in their shape elsewhere; the transpose is `scatter`. Arguments as in `all_gather`."""
+    return _Gather.apply(x, comm, root, counts)
+
+
+def scatter(x: Tensor, comm: Communicator, root: int = 0, counts: Sequence[int] | None = None) -> Tensor:
+    """This rank's rows of the root's tensor; the transpose is `gather`. `counts` are rows a rank.
+
+    Args:
+        x: all rows on the root; elsewhere a tensor of its shape and dtype, whose gradient is zero.
+    """
+    return _Scatter.apply(x, comm, root, counts)
+
+
 def all_to_all(
     x: Tensor, comm: Communicator, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
 ) -> Tensor:
@@ -181,6 +195,35 @@ class _ReduceScatter(_Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         comm, counts = ctx.arguments
         return all_gather(dy, comm, counts), None, None
+
+
+class _Gather(_Function):
+    @staticmethod
+    def forward(x: Tensor, comm: Communicator, root: int, counts: Sequence[int] | None) -> Tensor:
+        with mapped():
+            out: Tensor | None = comm.gather(_dense(x), root, counts=counts)
+        if out is not None:
+            return out
+        rows = sum(counts) if counts is not None else comm.size * (x.shape[0] if x.dim() else 1)
+        return x.new_zeros(rows, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        comm, root, counts = ctx.arguments
+        return scatter(dy, comm, root, counts).view(ctx.x_shape), None, None, None
+
+
+class _Scatter(_Function):
+    @staticmethod
+    def forward(x: Tensor, comm: Communicator, root: int, counts: Sequence[int] | None) -> Tensor:
+        with mapped():
+            out: Tensor = comm.scatter(_dense(x), root, counts=counts)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        comm, root, counts = ctx.arguments
+        return gather(dy, comm, root, counts), None, None, None
 
 
 class _AllToAll(_Function):

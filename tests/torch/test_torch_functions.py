@@ -81,6 +81,39 @@ def check_blocks(comm: Communicator) -> None:
     )  # fmt: skip
 
 
+def check_rooted_blocks(comm: Communicator) -> None:
+    """Where there is no result there are zeros, and what flows back into those goes nowhere."""
+    size, root = comm.size, comm.size - 1
+    uneven = [r + 1 for r in range(size)]
+
+    def gathered(xs: Sequence[Tensor]) -> list[Tensor]:
+        whole = torch.cat(list(xs))
+        return [whole if r == root else 0 * whole for r in range(len(xs))]
+
+    def scattered(rows: Sequence[int]) -> Formula:
+        return lambda xs: [part + 0 * x.sum() for part, x in zip(xs[root].split(list(rows)), xs, strict=True)]
+
+    compare(comm, [2] * size, lambda x, c: functions.gather(x, c, root), gathered)
+    compare(comm, uneven, lambda x, c: functions.gather(x, c, root, uneven), gathered)
+    compare(comm, [2 * size] * size, lambda x, c: functions.scatter(x, c, root), scattered([2] * size))
+    compare(comm, [sum(uneven)] * size, lambda x, c: functions.scatter(x, c, root, uneven), scattered(uneven))
+    x = torch.tensor(float(comm.rank), requires_grad=True)
+    y = functions.gather(x, comm)
+    assert y.tolist() == ([float(r) for r in range(size)] if comm.rank == 0 else [0.0] * size)
+    (y * torch.arange(size)).sum().backward()
+    assert x.grad is not None and x.grad.item() == comm.rank
+
+
+def check_twice(comm: Communicator) -> None:
+    """The second derivative of the sum of cubes, there and back: 6x."""
+    x = torch.full((comm.size,), comm.rank + 1.0, dtype=torch.float64, requires_grad=True)
+    back = functions.scatter(functions.gather(x, comm), comm)
+    (first,) = torch.autograd.grad((back**3).sum(), x, create_graph=True)
+    torch.testing.assert_close(first.detach(), 3 * x.detach() ** 2)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 6 * x.detach())
+
+
 def check_all_to_all(comm: Communicator) -> None:
     size = comm.size
 
@@ -121,9 +154,9 @@ def check_refusals(comm: Communicator) -> str:
         return str(functions.all_reduce(x * comm.rank, comm, "max").tolist())
 
 
-@pytest.mark.parametrize(
-    "check", [check_all_reduce, check_rooted, check_blocks, check_all_to_all, check_messages], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("check", [
+    check_all_reduce, check_rooted, check_blocks, check_rooted_blocks, check_twice, check_all_to_all, check_messages,
+], ids=lambda c: c.__name__)  # fmt: skip
 def test_gradients(world: World, check: Callable[..., Any]) -> None:
     world.run(check)
 
