@@ -261,7 +261,8 @@ class Context:
         if known:
             self.abort(known)
         elif isinstance(error, (RingStopped, CollectiveStopped)):
-            self._pass_on(error.word)
+            differs = isinstance(error, RingStopped) and error.end.dispute()  # which says more than that its rank left since
+            self._pass_on(Reason.MISMATCH.word(self.rank) if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
             late = self._blame.late(operation, self._suspects(error))
             why = self._blame.waited(operation, late) if late else str(error)

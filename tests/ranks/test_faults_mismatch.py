@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from xvcomm.errors import MismatchError
+from xvcomm.testing import failures
 from xvcomm.testing.world import World
 
 SOON = 4.0
@@ -156,6 +157,11 @@ def test_point_to_point(pair, case, sender):
             assert error.rank == rank and error.peer == 1 - rank
             assert f"rank {sender} on " in str(error) and f"rank {1 - sender} on " in str(error)
             assert f"sent {sent}" in str(error) and f"expected {size} x float32, tag 5" in str(error)
+
+
+def test_a_message_of_a_rank_that_left(world):
+    """Its sender was through with it, and could not be told."""
+    world.run(failures.check_message_mismatch_with_the_departed)
 
 
 def third(comm):

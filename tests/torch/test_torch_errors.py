@@ -226,6 +226,28 @@ def test_messages_that_do_not_fit(start: Callable[..., Job]) -> None:
     assert sender[1][0] and sender[1][3], sender
 
 
+def sends_and_leaves() -> None:
+    works = [dist.isend(torch.ones(8), 1, tag=tag) for tag in (1, 33)]
+    for work in works:
+        work.wait()
+    dist.destroy_process_group()
+
+
+def receives_in_another_order() -> list[tuple[str, str, float, bool]]:
+    return [attempt(lambda: dist.recv(torch.ones(8), 0, tag=33)), attempt(lambda: dist.irecv(torch.ones(8), 0, tag=1).wait())]
+
+
+@pytest.mark.not_gloo("tags that share a channel")
+def test_tags_of_one_channel_out_of_order(start: Callable[..., Job]) -> None:
+    """The receiver learns what is wrong also from a sender that has left."""
+    job = start(BORDER)
+    job.submit(0, sends_and_leaves)
+    job.collect(0)
+    job.submit(1, receives_in_another_order)
+    for name, text, _, caught in job.collect(1)[0]:
+        assert name == "MismatchError" and caught and "tag 1;" in text and "tag 33 (channel 1)" in text, (name, text)
+
+
 def exits_without_destroying() -> None:
     dist.all_reduce(torch.ones(1))
     threading.Timer(0.2, os._exit, (7,)).start()

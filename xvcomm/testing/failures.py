@@ -56,6 +56,30 @@ def check_message_mismatch(comm: Communicator) -> None:
             assert not a.get(y).any(), "a message was delivered that both ends described differently"
 
 
+def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
+    """Who receives what a rank described differently before it left learns of that, and not only that it left."""
+    a, last = arrays(comm), comm.size - 1
+    for asynchronous in (True, False):
+        signals = Signals(comm)
+        with _group(comm) as group:
+            if comm.rank == last:
+                group.send(a.put(np.ones(10)), 0, tag=1)
+                group.close()
+            elif comm.rank == 0:
+                signals.hear("left", [last])
+                y = a.put(np.zeros(10))
+                if asynchronous:
+                    errors = [_raised(MismatchError, _finished, group.irecv, y, last, tag=2)]
+                else:
+                    errors = [_raised_soon(MismatchError, group.recv, y, last, tag=2)]
+                errors.append(_raised_soon(MismatchError, group.barrier))
+                for error in errors:
+                    assert "sent 10 x float64, tag 1" in str(error) and "expected 10 x float64, tag 2" in str(error), error
+                assert not a.get(y).any(), "a message was delivered that both ends described differently"
+            signals.tell("left")
+            signals.hear("left", range(comm.size))
+
+
 def check_deadline(comm: Communicator) -> None:
     """What nobody comes to ends by its deadline, and the stream that it is on goes on."""
     a, late = arrays(comm), comm.size - 1
@@ -258,6 +282,6 @@ def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any,
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
-    check_mismatch, check_message_mismatch, check_deadline, check_deadline_behind_a_late_mark, check_abort, check_departure, check_probe_deadline,
-    check_probe_of_the_departed,
+    check_mismatch, check_message_mismatch, check_message_mismatch_with_the_departed, check_deadline,
+    check_deadline_behind_a_late_mark, check_abort, check_departure, check_probe_deadline, check_probe_of_the_departed,
 )  # fmt: skip
