@@ -18,11 +18,6 @@ collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_torch_
 kept: dict[str, Job] = {}
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark that lets the same tests run on gloo, as a reference."""
-    config.addinivalue_line("markers", "not_gloo(reason): skipped with TORCH_BACKEND=gloo, which has not got this")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start what the test needs and keeps, before the leak check looks at the machine."""

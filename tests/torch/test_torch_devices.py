@@ -18,13 +18,16 @@ from xvcomm.errors import ArrayError
 pytestmark = pytest.mark.not_gloo("named errors for tensors on several devices")
 
 
+where = {"here": "cpu", "foreign": "meta"}
+
+
 def foreign(count: int = 4) -> torch.Tensor:
-    """A tensor that no group serves."""
-    return torch.empty(count, device="meta")
+    """A tensor on another device than the others of the call."""
+    return torch.empty(count, device=where["foreign"])
 
 
 def here(count: int = 4) -> torch.Tensor:
-    return torch.zeros(count)
+    return torch.zeros(count, device=where["here"])
 
 
 def coalesced(*calls: Callable[[], Any]) -> None:
@@ -33,7 +36,7 @@ def coalesced(*calls: Callable[[], Any]) -> None:
             call()
 
 
-FORMS: dict[str, Callable[[Any], Any]] = {
+ONE: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda o: dist.all_reduce(foreign(), **o),
     "broadcast": lambda o: dist.broadcast(foreign(), 0, **o),
     "reduce": lambda o: dist.reduce(foreign(), 0, **o),
@@ -42,6 +45,10 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "recv from any": lambda _: dist.recv(foreign()),
     "isend": lambda _: dist.isend(foreign(), 1),
     "irecv": lambda _: dist.irecv(foreign(), 1),
+    "gather to another": lambda o: dist.gather(foreign(), None, 1, **o),
+    "scatter from another": lambda o: dist.scatter(foreign(), None, 1, **o),
+}
+SEVERAL: dict[str, Callable[[Any], Any]] = {
     "all_reduce, the second": lambda _: dist.group.WORLD.allreduce([here(), foreign()]),
     "all_reduce_coalesced": lambda o: dist.all_reduce_coalesced([here(), foreign()], **o),
     "broadcast, the second": lambda _: dist.group.WORLD.broadcast([here(), foreign()]),
@@ -70,11 +77,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "gather in": lambda o: dist.gather(foreign(), [here(), here()], 0, **o),
     "gather outs": lambda o: dist.gather(here(), [foreign(), foreign()], 0, **o),
     "gather an out": lambda o: dist.gather(here(), [here(), foreign()], 0, **o),
-    "gather to another": lambda o: dist.gather(foreign(), None, 1, **o),
     "scatter ins": lambda o: dist.scatter(here(), [foreign(), foreign()], 0, **o),
     "scatter an in": lambda o: dist.scatter(here(), [here(), foreign()], 0, **o),
     "scatter out": lambda o: dist.scatter(foreign(), [here(), here()], 0, **o),
-    "scatter from another": lambda o: dist.scatter(foreign(), None, 1, **o),
     "all_to_all_single in": lambda o: dist.all_to_all_single(here(), foreign(), **o),
     "all_to_all_single out": lambda o: dist.all_to_all_single(foreign(), here(), **o),
     "all_to_all ins": lambda o: dist.all_to_all([here(), here()], [foreign(), foreign()], **o),
@@ -84,19 +89,20 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def refused(form: str, async_op: bool) -> None:
+def refused(form: str, async_op: bool, home: str = "cpu", other: str = "meta") -> None:
     """Rank 0 calls it alone: had it begun anything, what all ranks do next would not fit."""
+    where.update(here=home, foreign=other)
     if me() == 0:
         before = dist.group.WORLD._get_sequence_number_for_group()
-        with pytest.raises(dist.DistBackendError, match=r"meta.*(make or )?move") as caught:
-            FORMS[form]({"async_op": async_op})
+        with pytest.raises(dist.DistBackendError, match=rf"{other}.*move") as caught:
+            (ONE | SEVERAL)[form]({"async_op": async_op})
         assert isinstance(caught.value, ArrayError)
         assert dist.group.WORLD._get_sequence_number_for_group() == before
-    dist.all_reduce(x := torch.ones(3))
+    dist.all_reduce(x := torch.ones(3, device=home))
     same(x, torch.full((3,), float(size())))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ONE | SEVERAL)
 def test_tensors_on_several_devices(pair: Job, form: str) -> None:
     for async_op in (False, True):
         pair.run(refused, form, async_op)

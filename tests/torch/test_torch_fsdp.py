@@ -18,10 +18,10 @@ from torchchecks import close, loss_of, me, mean_gradients, noise, perceptron, s
 from torchjobs import Job
 
 
-def first_version(strategy: str) -> None:
+def first_version(strategy: str, place: str = "cpu", relative: float = 1e-6) -> None:
     alone = trained_alone(3, torch.optim.SGD, lr=0.1)
     model = FullyShardedDataParallel(
-        perceptron(), device_id=torch.device("cpu"), use_orig_params=True, sharding_strategy=ShardingStrategy[strategy]
+        perceptron(), device_id=torch.device(place), use_orig_params=True, sharding_strategy=ShardingStrategy[strategy]
     )
     rule = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -30,11 +30,11 @@ def first_version(strategy: str) -> None:
         if step == 0:
             with FullyShardedDataParallel.summon_full_params(model, with_grads=strategy != "NO_SHARD"):
                 for parameter, expected in zip(model.parameters(), mean_gradients(), strict=True):
-                    close(parameter.grad, expected)
+                    close(parameter.grad, expected, relative)
         rule.step()
     with FullyShardedDataParallel.summon_full_params(model):
         for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
-            close(found, expected, 1e-5)
+            close(found, expected, 10 * relative)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -43,8 +43,8 @@ def test_first_version(pair: Job, strategy: str) -> None:
 
 
 def sharded(mesh: Any, **options: Any) -> nn.Sequential:
-    """The perceptron under the second version, a unit a layer."""
-    model = perceptron()
+    """The perceptron under the second version, a unit a layer, on the mesh's devices."""
+    model = perceptron().to(mesh.device_type)
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
@@ -58,24 +58,24 @@ def whole(tensor: Any) -> torch.Tensor:
     return found
 
 
-def mesh_of(shape: tuple[int, ...]) -> Any:
+def mesh_of(shape: tuple[int, ...], kind: str = "cpu") -> Any:
     """A mesh of replicas and shards, or of shards."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
-def second_version(shape: tuple[int, ...], reshard: bool) -> None:
+def second_version(shape: tuple[int, ...], reshard: bool, kind: str = "cpu", relative: float = 1e-6) -> None:
     alone = trained_alone(3, torch.optim.AdamW, lr=0.01)
-    model = sharded(mesh_of(shape), reshard_after_forward=reshard)
+    model = sharded(mesh_of(shape, kind), reshard_after_forward=reshard)
     rule = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):
         rule.zero_grad()
         loss_of(model, me(), step).backward()
         if step == 0:
             for parameter, expected in zip(model.parameters(), mean_gradients(), strict=True):
-                close(whole(parameter.grad), expected)
+                close(whole(parameter.grad), expected, relative)
         rule.step()
     for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        close(whole(found), expected, 1e-5)
+        close(whole(found), expected, 10 * relative)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

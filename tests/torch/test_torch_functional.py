@@ -172,21 +172,21 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     """The usual calls, which torch rewrites."""
     y = x * 2
     dist.all_reduce(y)
-    out = torch.empty(dist.get_world_size() * x.shape[0])
+    out = torch.empty(dist.get_world_size() * x.shape[0], device=x.device)
     dist.all_gather_into_tensor(out, y)
     return out + 1
 
 
-def runs_compiled(backend: str) -> None:
-    n = size()
+def runs_compiled(backend: str, place: str = "cpu") -> None:
+    n, x = size(), noise(0, 3).round()
     for _ in range(2):
-        same(compiled(chain, backend)(noise(0, 3).round()), ((noise(0, 3).round() * 2 * n + 1) * n))
-        same(compiled(plain, backend)(noise(0, 3).round()), (noise(0, 3).round() * 2 * n).repeat(n) + 1)
+        same(compiled(chain, backend)(x.to(place)), (x * 2 * n + 1) * n)
+        same(compiled(plain, backend)(x.to(place)), (x * 2 * n).repeat(n) + 1)
 
 
-def parallel_compiled(backend: str) -> None:
+def parallel_compiled(backend: str, place: str = "cpu") -> None:
     torch._dynamo.reset()
-    model = torch.nn.parallel.DistributedDataParallel(perceptron())
+    model = torch.nn.parallel.DistributedDataParallel(perceptron().to(place))
     fast = torch.compile(model, backend=backend)
     for _ in range(2):
         model.zero_grad()

@@ -31,18 +31,23 @@ def draw(rows: Sequence[int], seed: int) -> list[Tensor]:
     return [torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in rows]
 
 
+def place(comm: Communicator) -> torch.device:
+    """Where this rank's tensors lie."""
+    return torch.device("cpu") if comm.device == "host" else torch.device("cuda", comm.device_index)
+
+
 def compare(comm: Communicator, rows: Sequence[int], ours: Ours, formula: Formula) -> None:
     """This rank's value and gradient against `formula`, which gives all ranks' results from all ranks' inputs."""
     xs = [x.requires_grad_() for x in draw(rows, 1)]
     results = formula(xs)
     weights = draw([len(r) for r in results], 2)
     torch.autograd.backward(results, weights)
-    x = draw(rows, 1)[comm.rank].requires_grad_()
+    x = draw(rows, 1)[comm.rank].to(place(comm)).requires_grad_()
     y = ours(x, comm)
-    torch.testing.assert_close(y.detach(), results[comm.rank].detach())
-    y.backward(weights[comm.rank])
+    torch.testing.assert_close(y.detach().cpu(), results[comm.rank].detach())
+    y.backward(weights[comm.rank].to(y.device))
     wanted, found = xs[comm.rank].grad, x.grad
-    torch.testing.assert_close(found, torch.zeros_like(x) if wanted is None else wanted)
+    torch.testing.assert_close(found.cpu(), torch.zeros_like(xs[comm.rank]) if wanted is None else wanted)
 
 
 def total(xs: Sequence[Tensor]) -> Tensor:
@@ -97,16 +102,16 @@ def check_rooted_blocks(comm: Communicator) -> None:
     compare(comm, uneven, lambda x, c: functions.gather(x, c, root, uneven), gathered)
     compare(comm, [2 * size] * size, lambda x, c: functions.scatter(x, c, root), scattered([2] * size))
     compare(comm, [sum(uneven)] * size, lambda x, c: functions.scatter(x, c, root, uneven), scattered(uneven))
-    x = torch.tensor(float(comm.rank), requires_grad=True)
+    x = torch.tensor(float(comm.rank), requires_grad=True, device=place(comm))
     y = functions.gather(x, comm)
     assert y.tolist() == ([float(r) for r in range(size)] if comm.rank == 0 else [0.0] * size)
-    (y * torch.arange(size)).sum().backward()
+    (y * torch.arange(size, device=y.device)).sum().backward()
     assert x.grad is not None and x.grad.item() == comm.rank
 
 
 def check_twice(comm: Communicator) -> None:
     """The second derivative of the sum of cubes, there and back: 6x."""
-    x = torch.full((comm.size,), comm.rank + 1.0, dtype=torch.float64, requires_grad=True)
+    x = torch.full((comm.size,), comm.rank + 1.0, dtype=torch.float64, requires_grad=True, device=place(comm))
     back = functions.scatter(functions.gather(x, comm), comm)
     (first,) = torch.autograd.grad((back**3).sum(), x, create_graph=True)
     torch.testing.assert_close(first.detach(), 3 * x.detach() ** 2)
@@ -138,11 +143,11 @@ def check_messages(comm: Communicator) -> None:
     """Rank 0 squares and sends, the last rank cubes: d(x^6)/dx at rank 0."""
     last = comm.size - 1
     if comm.rank == 0:
-        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True, device=place(comm))
         functions.send(x * x, comm, last, tag=3).backward()
         assert torch.equal(x.grad, 6 * x.detach() ** 5), x.grad  # type: ignore[arg-type]
     elif comm.rank == last:
-        y = functions.recv(torch.empty(3, requires_grad=True), comm, 0, tag=3)
+        y = functions.recv(torch.empty(3, requires_grad=True, device=place(comm)), comm, 0, tag=3)
         (y**3).sum().backward()
 
 
@@ -154,9 +159,12 @@ def check_refusals(comm: Communicator) -> str:
         return str(functions.all_reduce(x * comm.rank, comm, "max").tolist())
 
 
-@pytest.mark.parametrize("check", [
+CHECKS = (
     check_all_reduce, check_rooted, check_blocks, check_rooted_blocks, check_twice, check_all_to_all, check_messages,
-], ids=lambda c: c.__name__)  # fmt: skip
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_gradients(world: World, check: Callable[..., Any]) -> None:
     world.run(check)
 

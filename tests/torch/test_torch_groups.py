@@ -17,9 +17,9 @@ from torchchecks import combined, me, noise, same, size, small
 from torchjobs import BACKEND, Job
 
 
-def summed(group: dist.ProcessGroup, expected: list[int]) -> None:
+def summed(group: dist.ProcessGroup, expected: list[int], place: str = "cpu") -> None:
     """An all-reduce in a group adds these global ranks."""
-    dist.all_reduce(x := torch.tensor([float(me()), 1.0]), group=group)
+    dist.all_reduce(x := torch.tensor([float(me()), 1.0], device=place), group=group)
     same(x, [float(sum(expected)), float(len(expected))])
 
 
@@ -141,29 +141,35 @@ def test_splits_of_a_group(four: Job) -> None:
     four.run(splits)
 
 
-def splits_by_torch() -> None:
+def splits_by_torch(*splits: list[list[int]], place: str = "cpu") -> None:
+    """Groups by `dist.split_group`, and groups split off those."""
+    for halves in splits:
+        mine = next((half for half in halves if me() in half), None)
+        part = dist.split_group(split_ranks=halves, group_desc="described")
+        assert (part is None) == (mine is None)
+        if part is not None:
+            summed(part, mine, place)
+            assert part.group_desc == "described" and dist.get_process_group_ranks(part) == mine
+            if len(mine) > 1:
+                inner = dist.split_group(part, [[0], list(range(1, len(mine)))])
+                summed(inner, mine[:1] if me() == mine[0] else mine[1:], place)
+                dist.destroy_process_group(inner)
+            dist.destroy_process_group(part)
+    dist.barrier()
+
+
+def splits_without_a_gpu() -> None:
     """`dist.split_group` wants an accelerator and a device that the job is bound to; nothing else of it needs one."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.accelerator, "is_available", lambda: True)
         patched.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
         patched.setattr(type(dist.group.WORLD), "bound_device_id", torch.device("cpu"), raising=False)
-        for halves in ([[0, 2], [1, 3]], [[0, 1], [2, 3]], [[1, 2, 3]]):
-            mine = next((half for half in halves if me() in half), None)
-            part = dist.split_group(split_ranks=halves, group_desc="described")
-            assert (part is None) == (mine is None)
-            if part is not None:
-                summed(part, mine)
-                assert part.group_desc == "described" and dist.get_process_group_ranks(part) == mine
-                inner = dist.split_group(part, [[0], list(range(1, len(mine)))])
-                summed(inner, mine[:1] if me() == mine[0] else mine[1:])
-                dist.destroy_process_group(inner)
-                dist.destroy_process_group(part)
-    dist.barrier()
+        splits_by_torch([[0, 2], [1, 3]], [[0, 1], [2, 3]], [[1, 2, 3]])
 
 
 @pytest.mark.not_gloo("splitting")
 def test_split_group(start: Callable[..., Job]) -> None:
-    start("cuda:2,rocm:2").run(splits_by_torch)
+    start("cuda:2,rocm:2").run(splits_without_a_gpu)
 
 
 def several_in_threads() -> None:

@@ -92,16 +92,16 @@ def test_receives_posted_first(pair: Job) -> None:
     pair.run(posted_before_they_are_sent)
 
 
-def from_anybody() -> list[int]:
+def from_anybody(place: str = "cpu") -> list[int]:
     found = []
     if me() == 0:
         for _ in range(2 * (size() - 1)):
-            source = dist.recv(x := torch.zeros(5))
+            source = dist.recv(x := torch.zeros(5, device=place))
             same(x, torch.full((5,), float(source)))
             found.append(source)
     else:
         for _ in range(2):
-            dist.send(torch.full((5,), float(me())), 0)
+            dist.send(torch.full((5,), float(me()), device=place), 0)
     return found
 
 

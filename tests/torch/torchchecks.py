@@ -68,20 +68,20 @@ def reduction(op: str, factor: float = 1.0) -> Any:
 
 
 def same(found: torch.Tensor, expected: Any) -> None:
-    """Same dtype, shape and bits; what is expected may be numbers."""
+    """Same dtype, shape and bits, wherever they lie; what is expected may be numbers."""
     expected = torch.as_tensor(expected).to(found.dtype) if not isinstance(expected, torch.Tensor) else expected
     assert found.dtype == expected.dtype and found.shape == expected.shape, (found, expected)
     assert raw(found) == raw(expected), (found, expected)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-6) -> None:
-    """Equal up to the order of additions."""
-    torch.testing.assert_close(found, expected, rtol=relative, atol=1e-7)
+    """Equal up to the order of additions, wherever they lie."""
+    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=relative, atol=1e-7)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor; -0.0 counts as 0.0."""
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().cpu().contiguous()
     if tensor.is_floating_point() and tensor.element_size() > 1:
         tensor = tensor + 0.0
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -100,8 +100,9 @@ def perceptron() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    """Loss of the batch that a rank has in a step."""
-    found: torch.Tensor = model(noise(rank + 1000 * step, 5, 8)).pow(2).mean()
+    """Loss of the batch that a rank has in a step, where the model lies."""
+    place = next(model.parameters()).device
+    found: torch.Tensor = model(noise(rank + 1000 * step, 5, 8).to(place)).pow(2).mean()
     return found
 
 
