@@ -76,7 +76,7 @@ class Links:
         self._left: dict[int, int] = {}
         self._gpu_layout = full = RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
         # A collective keeps all links of a host busy at once, both ways. Half the memory, in more and shorter lanes, stays
-        # in the CPU's caches: an all_reduce of 256 MiB over 2 + 2 H200 takes 4.1 ms, and 4.9 in rings as of messages.
+        # in the CPU's caches: an all_reduce of 256 MiB over 2 + 2 H200 took 4.1 ms, and 4.9 in rings as of messages.
         self.gpu_collective_layout = RingLayout(
             min(MAX_LANES, 2 * full.lanes), full.slots, round_up(full.slot_bytes // 4, PAGE)
         )
