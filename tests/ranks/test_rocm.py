@@ -40,7 +40,8 @@ MIXED = {
     "host:2, rocm:1, host:1": {"devices": "host:2,rocm:1,host:1"},
 }
 TABLE = ALONE | MIXED
-PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}, "rocm:4": {"devices": "rocm:4"}}
+PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}}
+FOUR = {"rocm:4": {"devices": "rocm:4"}}
 Job = Callable[..., World]
 
 
@@ -58,7 +59,7 @@ def environment(root: Path) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def job(environment: Mapping[str, str]) -> Job:
     """Starts ranks by a name of the table, with further variables."""
-    return lambda name, **further: World(**(TABLE | PAIR)[name], env={**environment, **further})
+    return lambda name, **further: World(**(TABLE | PAIR | FOUR)[name], env={**environment, **further})
 
 
 @pytest.fixture(scope="module", params=TABLE)

@@ -137,7 +137,10 @@ def test_a_launch_shares_its_blocks(tmp_path: Path) -> None:
     assert runtime.launched[1][0] == 1010 and runtime.launched[1][4] == 5
 
 
-@pytest.mark.parametrize(("architecture", "wave", "linked"), [("gfx90a", 64, True), ("gfx1100", 32, False)])
+@pytest.mark.parametrize(
+    ("architecture", "wave", "linked"),
+    [("gfx90a", 64, True), pytest.param("gfx1100", 32, False, marks=pytest.mark.slow)],
+)
 def test_the_source_compiles_for_amd(tmp_path: Path, architecture: str, wave: int, linked: bool) -> None:
     """Movers, reductions and scaling, for waves of both widths, where hipcc is installed."""
     hipcc = shutil.which("hipcc")
