@@ -13,7 +13,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_data_parallel.py"
 
 
-@pytest.mark.parametrize("islands", ["cuda:1,rocm:1", "cuda:2,rocm:1"])
+@pytest.mark.parametrize("islands", [pytest.param("cuda:1,rocm:1", marks=pytest.mark.slow), "cuda:2,rocm:1"])
 def test_losses_are_those_of_one_process(tmp_path: Path, islands: str) -> None:
     """Over two islands, of equal and of unequal size; and they fall."""
     command = [sys.executable, "-m", "xvcomm", "run", "--islands", islands, "--", str(EXAMPLE), "--check", "--steps", "41"]

@@ -113,7 +113,9 @@ def test_mpirun(tmp_path: Path, alone: list[float]) -> None:
     assert header["stages"] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("names", ["torch", "jax", "torch,jax"])
+@pytest.mark.parametrize(
+    "names", [pytest.param("torch", marks=pytest.mark.slow), pytest.param("jax", marks=pytest.mark.slow), "torch,jax"]
+)
 def test_frameworks_across_the_border(tmp_path: Path, alone: list[float], names: str) -> None:
     for name in names.split(","):
         pytest.importorskip(name)
