@@ -879,7 +879,7 @@ XV_DEVICE bool copy(const Part& p, u32& piece) {
     } else {
         approved = p.row.reduction ? receive_anyhow<true>(p, data, ring, nbytes) : receive_anyhow<false>(p, data, ring, nbytes);
     }
-    if (!approved) return false;
+    if (!agree(approved)) return false;  // lanes that had nothing to deliver did not ask
     hand_over();
     ++piece;
     if (first_of_warp()) board.copied[worker()] = piece;
