@@ -164,7 +164,7 @@ def _from_cupy(cupy: Any) -> _Reader:
     def read(x: Any) -> ArrayView:
         data, shape = x.data, x.shape
         index = data.device_id
-        kind = shape, x.strides, x.dtype.num
+        kind = shape, x.strides, x.dtype
         found = known.get(kind)
         if found is None:
             if not x.flags.c_contiguous:

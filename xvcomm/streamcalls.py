@@ -51,15 +51,15 @@ class StreamCaller(Caller):
 
         The host waits only for a barrier, and where nobody knows the arrays' stream.
         """
-        trusted = self._trusts(call)
-        handle = _stream_of(call, stream)
-        ready = self._ready(call) if handle is not None and call.op is not _BARRIER else None
-        if ready is not None and handle is not None:
-            if not trusted:
-                self._user(call, handle, trusted)
-            place = self._places.get(handle) or self._door.place(handle)
-            if ready.run(place, handle, call.src, call.dst, call.site or call_site(_INSIDE), deadline):
-                return self._result(call)
+        handle, trusted = self._look_at(call, stream)
+        if handle is not None and call.op is not _BARRIER:
+            ready = self._ready(call)
+            if ready is not None:
+                if not trusted:
+                    self._user(call, handle, trusted)
+                place = self._places.get(handle) or self._door.place(handle)
+                if ready.run(place, handle, call.src, call.dst, call.site or call_site(_INSIDE), deadline):
+                    return self._result(call)
         user = self._user(call, handle, trusted)
         operation, mark, ends = self._launch(call, deadline, user)
         pending = self._context.pending
@@ -74,9 +74,9 @@ class StreamCaller(Caller):
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
-        trusted, own = self._trusts(call), self._own
+        (handle, trusted), own = self._look_at(call, stream), self._own
         with self._starting:
-            own.wait(self._user(call, _stream_of(call, stream), trusted).mark())
+            own.wait(self._user(call, handle, trusted).mark())
             ready = self._ready(call)
             site, place = call.site or call_site(_INSIDE), self._boarding.address
             if ready is not None and ready.run(place, own.handle, call.src, call.dst, site, deadline):
@@ -96,19 +96,21 @@ class StreamCaller(Caller):
         staged = call.dst is not None and call.dst.staged
         return StreamWork(pending, None if staged else follow, partial(self._result, call), str(call.op), flight)
 
-    def _trusts(self, call: Call) -> bool:
-        """Whether the arrays' frameworks vouch for their memory; raises if it is not this rank's."""
-        src, dst, kind, index = call.src, call.dst, self._kind, self._index
-        trusted = True
-        if src is not None:
-            trusted = src.trusted
-            if src.device != kind or src.index != index:
+    def _look_at(self, call: Call, given: int | None) -> tuple[int | None, bool]:
+        """The stream that a collective is ordered on, None where neither the user nor the arrays' framework tells; and
+        whether the frameworks vouch for their memory. Raises if that is not this rank's."""
+        src, dst = call.src, call.dst
+        main = src if dst is None else dst
+        if main is None:
+            return given, True
+        handle, trusted = main.stream if given is None else given, main.trusted
+        if main.device != self._kind or main.index != self._index:
+            self._context.admit(main)
+        if src is not main and src is not None:
+            trusted = trusted and src.trusted
+            if src.device != self._kind or src.index != self._index:
                 self._context.admit(src)
-        if dst is not None and dst is not src:
-            trusted = trusted and dst.trusted
-            if dst.device != kind or dst.index != index:
-                self._context.admit(dst)
-        return trusted
+        return handle, trusted
 
     def _user(self, call: Call, handle: int | None, trusted: bool) -> Stream:
         """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""
@@ -169,9 +171,3 @@ class StreamCaller(Caller):
 
     def _close(self) -> None:
         """Nothing: streams end by themselves."""
-
-
-def _stream_of(call: Call, given: int | None) -> int | None:
-    """The stream that a collective is ordered on; None where neither the user nor the arrays' framework tells."""
-    view = call.dst if call.dst is not None else call.src
-    return given if given is not None or view is None else view.stream

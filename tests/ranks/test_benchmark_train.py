@@ -40,13 +40,14 @@ def figures(train, mode, **speeds):
     ],
     ids=["met", "missed", "failed", "nothing to compare with", "Gloo fails"],
 )
-def test_the_pipeline_is_judged(train, capsys, speeds, word, code):
-    assert train.verdict(figures(train, "pp", **speeds)) == code
+def test_the_larger_pipeline_is_judged(train, capsys, speeds, word, code):
+    assert train.verdict(figures(train, train.LARGE, **speeds)) == code
     printed = capsys.readouterr().out
     assert word in printed and bool(word) == bool(printed)
 
 
 def test_other_modes_have_no_bar(train, capsys):
-    assert train.verdict(figures(train, "ddp", mixed=50, nccl=100)) == 0
-    assert not capsys.readouterr().out
-    assert train.verdict(figures(train, "ddp", mixed=0, nccl=100)) == 1
+    for mode in train.SHAPES.keys() - {train.LARGE}:
+        assert train.verdict(figures(train, mode, mixed=50, nccl=100)) == 0
+        assert not capsys.readouterr().out
+        assert train.verdict(figures(train, mode, mixed=0, nccl=100)) == 1
