@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from xvcomm.config import Config
+from xvcomm.links import at_once
 from xvcomm.schedule import build
 from xvcomm.schedule.describe import lines
 from xvcomm.schedule.steps import Lane, Put, Request, Schedule
@@ -24,7 +25,7 @@ class Plan:
         request: the collective.
         rank: whose plan.
         nbytes: size of the whole array.
-        segment: elements of a segment; 0 for one segment.
+        segment, short: how it is carried out; see `schedule.build`.
         schedule: the steps.
         lanes: those that the steps are on.
         messages: the most that one rank is sent.
@@ -34,6 +35,7 @@ class Plan:
     rank: int
     nbytes: int
     segment: int
+    short: bool
     schedule: Schedule
     lanes: frozenset[Lane]
     messages: int
@@ -62,6 +64,8 @@ class Planner:
     def __init__(self, topology: Topology, rank: int, config: Config, gpus: bool = False) -> None:
         self._topology = topology
         self._rank = rank
+        # Among processes of one host, which share its cores, less work counts for more than fewer calls.
+        self._at_once = at_once(config) if gpus else 0
         self._link_bytes = config.gpu_segment_bytes if gpus else config.segment_bytes
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 
@@ -75,11 +79,12 @@ class Planner:
 
     def _make(self, request: Request) -> Plan:
         nbytes = _elements(request) * request.itemsize
-        segment = tune(request.op, nbytes, self._topology, self._link_bytes).segment_bytes // request.itemsize
-        schedule = build(request, self._topology, self._rank, segment)
+        tuning = tune(request.op, nbytes, self._topology, self._link_bytes, self._at_once)
+        segment = tuning.segment_bytes // request.itemsize
+        schedule = build(request, self._topology, self._rank, segment, tuning.short)
         lanes = frozenset(step.lane for step in schedule.steps)
         messages = Counter(step.peer for step in schedule.steps if isinstance(step, Put))
-        return Plan(request, self._rank, nbytes, segment, schedule, lanes, max(messages.values(), default=0))
+        return Plan(request, self._rank, nbytes, segment, tuning.short, schedule, lanes, max(messages.values(), default=0))
 
 
 def _elements(request: Request) -> int:

@@ -8,12 +8,14 @@ import pytest
 
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
+from xvcomm.links import at_once
 from xvcomm.planner import Planner
 from xvcomm.schedule.steps import Collective, Native, NativeOp, Request
 from xvcomm.topology import Topology
-from xvcomm.tuner import tune
+from xvcomm.tuner import SHORT_BYTES, tune
 
-CONFIG = Config(segment_bytes=1 << 20)
+CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
+AT_ONCE = at_once(CONFIG)
 TOPOLOGY = Topology.from_labels("aabb")
 
 
@@ -43,22 +45,39 @@ def test_large_arrays_are_cut_into_segments() -> None:
 
 def test_segments_need_a_border_and_an_operation_that_can_be_cut() -> None:
     huge = 1 << 40
-    assert tune(Collective.ALL_REDUCE, huge, Topology.from_labels("aaaa"), 4096).segment_bytes == 0
-    assert tune(Collective.ALL_GATHER, huge, TOPOLOGY, 4096).segment_bytes == 0
-    assert tune(Collective.BROADCAST, huge, TOPOLOGY, 4096).segment_bytes == 8192
+    assert tune(Collective.ALL_REDUCE, huge, Topology.from_labels("aaaa"), 4096, AT_ONCE).segment_bytes == 0
+    assert tune(Collective.ALL_GATHER, huge, TOPOLOGY, 4096, AT_ONCE).segment_bytes == 0
+    assert tune(Collective.BROADCAST, huge, TOPOLOGY, 4096, AT_ONCE).segment_bytes == 8192
 
 
 def test_explain_names_every_step() -> None:
-    plan = Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=64))
+    plan = Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=4096))
     head, *steps = plan.explain()
-    assert head == "all_reduce of 64 elements of 4 bytes on rank 2: 5 steps, one segment, scratch 32"
+    assert head == "all_reduce of 4096 elements of 4 bytes on rank 2: 5 steps, one segment, scratch 2048"
     assert steps == [
-        "   0  native  reduce_scatter in[0:64] -> tmp[0:32] counts 2 x 32",
-        "   1  native  copy tmp[0:32] -> out[0:32]",
-        "   2  send    put tmp[0:32] -> rank 0  after 0",
-        "   3  recv    get_reduce rank 0 -> out[0:32] remote first  after 1",
-        "   4  native  all_gather out[0:32] -> out[0:64] counts 2 x 32  after 3",
+        "   0  native  reduce_scatter in[0:4096] -> tmp[0:2048] counts 2 x 2048",
+        "   1  native  copy tmp[0:2048] -> out[0:2048]",
+        "   2  send    put tmp[0:2048] -> rank 0  after 0",
+        "   3  recv    get_reduce rank 0 -> out[0:2048] remote first  after 1",
+        "   4  native  all_gather out[0:2048] -> out[0:4096] counts 2 x 2048  after 3",
     ]
+
+
+def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> None:
+    planner = Planner(TOPOLOGY, 2, CONFIG, gpus=True)
+    _, *steps = planner.plan(Request(Collective.ALL_REDUCE, 4, count=AT_ONCE // 4)).explain()
+    n = AT_ONCE // 4
+    assert steps == [
+        f"   0  native  all_reduce in[0:{n}] -> out[0:{n}]",
+        f"   1  send    put out[0:{n}] -> rank 0  after 0",
+        f"   2  recv    get_reduce rank 0 -> out[0:{n}] remote first  after 0, 1",
+    ]
+    assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 5
+    roomy = Config(ring_lanes=8)
+    for config, most in ((CONFIG, AT_ONCE), (roomy, SHORT_BYTES)):
+        assert most <= at_once(config)
+        request = Request(Collective.ALL_REDUCE, 4, count=most // 4 + 1)
+        assert len(Planner(TOPOLOGY, 2, config, gpus=True).plan(request).schedule.steps) == 5
 
 
 @pytest.mark.parametrize(

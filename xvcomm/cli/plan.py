@@ -46,7 +46,7 @@ def plan(
     for line in describe(topology, made, steps):
         typer.echo(line)
     typer.echo("")
-    for line in costs(request, estimate(request, topology, made.segment, links), links):
+    for line in costs(request, estimate(request, topology, made.segment, links, made.short), links):
         typer.echo(line)
     typer.echo(f"planned in {took * 1e3:.1f} ms; kept for the next call")
 

@@ -40,7 +40,7 @@ _WRITERS: Mapping[Collective, Callable[[Builder], None]] = {
 }
 
 
-def build(request: Request, topology: Topology, rank: int, segment: int = 0) -> Schedule:
+def build(request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False) -> Schedule:
     """The schedule of one rank.
 
     Args:
@@ -48,13 +48,14 @@ def build(request: Request, topology: Topology, rank: int, segment: int = 0) -> 
         topology: the ranks and their islands.
         rank: whose schedule.
         segment: elements of a segment, rounded up to 16 bytes; 0 for one segment.
+        short: whether fewer steps count for more than fewer bytes over the border, and rings take every message at once.
 
     Raises:
         ArgumentError: the request does not fit the topology.
     """
     check(request, topology, rank)
     unit = grain(request.itemsize)
-    builder = Builder(request, topology, rank, -(-segment // unit) * unit)
+    builder = Builder(request, topology, rank, -(-segment // unit) * unit, short)
     write = homogeneous.write if topology.homogeneous else _WRITERS[request.op]
     write(builder)
     return builder.schedule()

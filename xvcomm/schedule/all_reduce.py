@@ -1,4 +1,4 @@
-"""All-reduce: native reduce-scatter, exchange of the shares over the border, native all-gather."""
+"""All-reduce: native reduce-scatter, exchange of the shares over the border, native all-gather; short arrays undivided."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ def write(b: Builder) -> None:
     Two islands send each other their sums and both add. Three and more divide the adding, so that each rank of the
     communicator adds the same number of elements, and then exchange the results.
     """
+    if b.short and b.request.count:
+        _exchange_all(b)
+        return
     two = len(b.topology.islands) == 2
 
     def first(slot: int, start: int, stop: int) -> _Piece:
@@ -87,6 +90,33 @@ def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Pi
     if two:
         b.copy(source if b.island.size == 1 else partial, result)
     return _Piece(slot, whole, shares, partial, result)
+
+
+def _exchange_all(b: Builder) -> None:
+    """Every rank sends its island's whole sum to the ranks of the other islands that have it for their partner."""
+    count, islands = b.request.count, b.topology.islands
+    whole, source = Span(Buf.OUT, 0, count), Span(Buf.IN, 0, count)
+    if b.scale_before is not None:
+        b.take(source, whole)
+        source = whole
+    if b.island.size > 1:
+        b.native(NativeOp.ALL_REDUCE, source, whole)
+    else:
+        b.copy(source, whole)
+    for other in b.ahead():
+        for rank in other.ranks[b.local :: b.island.size]:
+            b.put(rank, whole)
+    others: dict[int, Span] = {}
+    for other in b.behind():
+        partner = other.ranks[b.local % other.size]
+        if len(islands) == 2:
+            b.get_reduce(partner, whole)
+        else:
+            others[other.index] = b.scratch(count)
+            b.get(partner, others[other.index])
+    if others:
+        b.reduce(in_island_order(b, whole, others), whole)
+    b.finish(whole)
 
 
 def _exchange_sums(b: Builder, piece: _Piece) -> None:

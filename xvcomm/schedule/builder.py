@@ -52,9 +52,10 @@ class Builder:
         local: this rank's place in it.
         scale_before: factor of each rank's input, or None.
         scale_after: factor of the result, or None.
+        short: see `build`.
     """
 
-    def __init__(self, request: Request, topology: Topology, rank: int, segment: int = 0) -> None:
+    def __init__(self, request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False) -> None:
         self.request = request
         self.topology = topology
         self.rank = rank
@@ -66,6 +67,7 @@ class Builder:
         elif request.average and request.scale_first:
             self.scale_before = Factor.AVERAGE
         self.scale_after = Factor.AVERAGE if request.average and not request.scale_first else None
+        self.short = short
         self._segment = segment
         self._steps: list[Step] = []
         self._reserved = 0

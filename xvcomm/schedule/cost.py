@@ -69,9 +69,9 @@ def representatives(topology: Topology) -> tuple[int, ...]:
     return tuple(sorted({rank for island in topology.islands for rank in (island.ranks[0], island.ranks[-1])}))
 
 
-def estimate(request: Request, topology: Topology, segment: int, links: Links) -> Prediction:
+def estimate(request: Request, topology: Topology, segment: int, links: Links, short: bool = False) -> Prediction:
     """Predicted time of a collective that all ranks describe with `request`, from representative ranks."""
-    schedules = {rank: build(request, topology, rank, segment) for rank in representatives(topology)}
+    schedules = {rank: build(request, topology, rank, segment, short) for rank in representatives(topology)}
     return predict(schedules, request.itemsize, links)
 
 

@@ -162,7 +162,7 @@ class Schedule:
     Attributes:
         steps: in an order that is itself a correct sequential program, provided that neighbouring border steps
             (Put, Get, GetReduce with no Native between them) progress together. In one segment also one by one, if
-            no Put has to wait for its Get.
+            no Put has to wait for its Get; those for short arrays rely on that.
         scratch: elements of TMP needed.
     """
 
