@@ -192,6 +192,7 @@ class Figure:
         speed: tokens a second, of all ranks together.
         losses: of the last rank, step by step.
         rehearsal: whether islands were labels.
+        date: when it was measured.
         failed: whether the job ended with an error (Gloo cannot send tensors on GPUs).
     """
 
@@ -201,20 +202,21 @@ class Figure:
     speed: float
     losses: list[float]
     rehearsal: bool
+    date: str
     failed: bool = False
 
 
 def measure(way: str, mode: str, ranks: int, steps: int) -> Figure:
     """One job."""
-    backend, islands, environment = WAYS[way]
+    (backend, islands, environment), date = WAYS[way], f"{datetime.now(UTC):%Y-%m-%d}"
     labels = [("cuda" if r < ranks // 2 else "rocm") if islands else "" for r in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "result"))
         argv = (sys.executable, __file__, "--rank", backend, mode, str(steps), json.dumps(asdict(SHAPES[mode])), file)
         if launch(argv, labels, extra={**environment, "XVCOMM_DEVICE": ""}):
-            return Figure(way, mode, ranks, 0.0, [], islands, failed=True)
+            return Figure(way, mode, ranks, 0.0, [], islands, date, failed=True)
         speed, losses = json.loads(Path(file).read_text())
-    return Figure(way, mode, ranks, speed, losses, islands)
+    return Figure(way, mode, ranks, speed, losses, islands, date)
 
 
 def bars(figures: Sequence[Figure]) -> list[Bar]:
@@ -238,20 +240,20 @@ def verdict(figures: Sequence[Figure]) -> int:
 def markdown(figures: Sequence[Figure]) -> str:
     """The page."""
     ranks, shape, large = figures[0].ranks, SHAPES["pp"], SHAPES[LARGE]
+    judged = [f"| {' | '.join(bar.cells())} |" for bar in bars(figures)]
+    if judged:
+        judged = ["| bar | bound | measured | |", "| --- | --- | --- | --- |", *judged, ""]
     lines = [
         "# Training over two islands: figures",
         "",
-        f"{ranks} x {torch.cuda.get_device_name()}, {datetime.now(UTC):%Y-%m-%d}. torch {torch.__version__}. A LLaMA of "
+        f"{ranks} x {torch.cuda.get_device_name()}. torch {torch.__version__}. A LLaMA of "
         f"{shape.parameters() / 1e9:.2f} billion parameters (8B: {large.parameters() / 1e9:.2f}), bfloat16, AdamW; "
         f"{shape.samples} samples of {shape.tokens} tokens a "
         f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands are labels: a rehearsal.",
         "",
-        "| bar | bound | measured | |",
-        "| --- | --- | --- | --- |",
-        *(f"| {' | '.join(bar.cells())} |" for bar in bars(figures)),
-        "",
-        "| | " + " | ".join(WAYS) + " | two islands, part of NCCL | two islands, times NCCL without P2P | times Gloo |",
-        "| --- " * (len(WAYS) + 4) + "|",
+        *judged,
+        "| | date | " + " | ".join(WAYS) + " | two islands, part of NCCL | two islands, times NCCL without P2P | times Gloo |",
+        "| --- " * (len(WAYS) + 5) + "|",
     ]
     for mode in dict.fromkeys(f.mode for f in figures):
         speed = {f.way: f.speed for f in figures if f.mode == mode}
@@ -259,7 +261,8 @@ def markdown(figures: Sequence[Figure]) -> str:
         cells = ["not measured" if way not in speed else f"{speed[way]:,.0f}" if speed[way] else "fails" for way in WAYS]
         for other in ("nccl", "nccl without P2P", "gloo"):
             cells.append(f"{mixed / speed[other]:.2f}" if speed.get(other) else "")
-        lines.append(f"| {mode} | {' | '.join(cells)} |")
+        newest = max(f.date for f in figures if f.mode == mode)
+        lines.append(f"| {mode} | {newest} | {' | '.join(cells)} |")
     worst = max(
         abs(a - b) / abs(b)
         for f in figures for other in figures if (f.mode, other.way) == (other.mode, "nccl") and not f.failed
