@@ -147,9 +147,11 @@ class GpuDevice(Device):
         cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
 
     @on_device
-    def enqueued(self, end: RingEnd, message: Message) -> EnqueuedMessage | None:
+    def enqueued(
+        self, end: RingEnd, message: Message, op: ReduceOp | None = None, *, remote_first: bool = False
+    ) -> EnqueuedMessage | None:
         """See `Device.enqueued`."""
-        found = self._engine.message(end, message)
+        found = self._engine.message(end, (message, op, remote_first))
         return EnqueuedMessage(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
 
     def _failed(self, code: int) -> NoReturn:

@@ -15,10 +15,14 @@ from xvcomm.backends._messages import NOBODY, ArmedMessage
 from xvcomm.backends._pools import Mark
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import Deadline
+from xvcomm.dtype import ReduceOp
 from xvcomm.ring import Message, Reason, RingEnd
 
 _PAUSE_SECONDS = 0.0005
 _GRACE_SECONDS = 0.5
+
+Shape = tuple[Message, ReduceOp | None, bool]
+"""A message but for its tag, which is 0; what it is reduced by, and whether its elements come first in that."""
 
 
 class Port:
@@ -45,7 +49,7 @@ class Port:
         self.own: Mark | None = None
         self.prepared: dict[object, Prepared] = {}
         self.armed = ctypes.c_int64(NOBODY)
-        self.messages: dict[Message, ArmedMessage] = {}
+        self.messages: dict[Shape, ArmedMessage] = {}
         self._closed: tuple[tuple[int, bool], int] | None = None
 
     def finished(self) -> tuple[int, bool]:

@@ -16,7 +16,7 @@ from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import CAPTURING, MOST_BLOCKS, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
 from xvcomm.backends._messages import NOBODY, ArmedMessage
 from xvcomm.backends._pools import Events, Mark, Memory
-from xvcomm.backends._ports import Port, Tail, Watcher
+from xvcomm.backends._ports import Port, Shape, Tail, Watcher
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.dtype import ReduceOp
@@ -83,15 +83,15 @@ class Engine:
         return 1 << half.bit_length() - 1  # few different numbers, by which launches are prepared
 
     def take(self, stream: int, port: Port, blocks: int) -> None:
-        """Remember the blocks of the newest launch on a stream, and one of its ports."""
+        """Remember the most blocks of a launch on a stream, and one of its ports: compiled code may launch as many again."""
         before = self._blocks.get(stream)
-        if before is None or before[1] != blocks:
+        if before is None or before[1] < blocks:
             self._taken += blocks - (before[1] if before is not None else 0)
             self._blocks[stream] = before[0] if before is not None else set(), blocks
             self._room.value += 1
         self._blocks[stream][0].add(port)
 
-    def message(self, end: RingEnd, message: Message) -> ArmedMessage | None:
+    def message(self, end: RingEnd, message: Shape) -> ArmedMessage | None:
         """A message through a ring end for compiled code, once the ring is pinned; the device is the thread's current one."""
         port = self._ports.get(end)
         if port is None:
@@ -104,9 +104,9 @@ class Engine:
             found = port.messages[message] = ArmedMessage(end.counter, armed, room, *self._place)
         return found
 
-    def arm(self, port: Port, message: Message, prepared: Prepared, stream: int) -> None:
+    def arm(self, port: Port, message: Shape, prepared: Prepared, stream: int) -> None:
         """Let compiled code launch the next message of this shape, if it is on the same stream."""
-        found = port.messages.get(message._replace(tag=0))
+        found = port.messages.get(message)
         if found is not None and port.own is not None:
             found.arm(prepared, port.own.event, self._room.value)
             port.armed.value = stream
@@ -321,7 +321,7 @@ class GpuStream(Stream):
             engine.outside[handle] = own
         engine.take(handle, port, prepared.blocks)
         if port.messages and not self._queue[1]:
-            engine.arm(port, message, prepared, handle)
+            engine.arm(port, (message._replace(tag=0), op, remote_first), prepared, handle)
         return True
 
     def _count(self, port: Port) -> None:

@@ -33,7 +33,7 @@ class Word(enum.IntEnum):
     NAME = 2
     PEER = 3
     CHANNEL = 4
-    COUNTER = 5  # of a message: its `RingEnd.counter`; else 0
+    COUNTER = 5  # of a ring end that it uses: `RingEnd.counter`; else 0
     FOLLOWING = 6  # and the number of the next message there
     MESSAGE = 7  # five
 
@@ -50,9 +50,9 @@ _RECORD, _COUNTER, _FOLLOWING = int(Word.RECORD), int(Word.COUNTER), int(Word.FO
 
 
 @register_jitable
-def full(boarding: int) -> bool:
-    """Whether there is no room."""
-    return load(boarding + _COUNT) >= ROOM
+def fits(boarding: int, seats: int) -> bool:
+    """Whether there is room for so many."""
+    return load(boarding + _COUNT) + seats <= ROOM
 
 
 @register_jitable
@@ -94,7 +94,7 @@ Ends = list[tuple[RingEnd, int, Operation]]
 
 
 class Passengers:
-    """Operations that were aboard together, in order.
+    """Operations that were aboard together, in order; a collective over a border once more for each of its ring ends.
 
     Args:
         words: the bits of their soonest deadline, then the words of each of them, `count` in all.
@@ -110,7 +110,8 @@ class Passengers:
     def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd]) -> None:
         self._words, self._end, self._rings = words, 1 + count * _SIZE, rings
         (self.deadline,) = _FLOAT.unpack_from(words)
-        self.records, self._counters = self._each(_RECORD), self._each(_COUNTER)
+        self._counters = self._each(_COUNTER)
+        self.records = array("q", dict.fromkeys(self._each(_RECORD)))
         self.collective = 0 in self._counters
 
     def operations(self) -> list[Operation]:
@@ -121,7 +122,7 @@ class Passengers:
         ]
 
     def ends(self) -> Ends:
-        """The ring ends that the messages among them use."""
+        """The ring ends that they use."""
         uses = zip(self._entries(), self.operations(), strict=True)
         return [
             (self._rings[entry[Word.COUNTER]], entry[Word.FOLLOWING], operation)

@@ -1,4 +1,4 @@
-"""Blocking operations on a device's stream that one compiled call starts: from its record to the note that it must end.
+"""Operations on a device's stream that one compiled call starts: from its record to the note that it must end.
 
 For what was called before in the same shape. Nothing is left out: a collective is posted and compared on the board, a
 message waits for none that must come before it, both are looked after by `Pending`. Where compiled code cannot do it, it
@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 import enum
 import threading
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 from xvcomm.abc.collective import CAPTURED, CollectiveStopped, EnqueuedCollective
 from xvcomm.abc.device import EnqueuedMessage
 from xvcomm.array import ArrayView
 from xvcomm.atomics import load, load_acquire, store
 from xvcomm.board import post
-from xvcomm.boarding import ROOM, aboard, full
+from xvcomm.boarding import ROOM, aboard, fits
 from xvcomm.calling import bits_of, call_3, call_5
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
@@ -28,34 +29,99 @@ from xvcomm.ring import ABORT, Message, RingEnd
 from xvcomm.trace import note
 
 _CLOSE_SECONDS = 1.0
-_REFUSED, _FAILED = -3, -1
+_FAILED, _FULL, _UNREADY = -1, -3, -4
+
+
+class Place(NamedTuple):
+    """A place in a collective's output, or else its input.
+
+    Attributes:
+        output: which of them.
+        offset: in bytes.
+    """
+
+    output: bool
+    offset: int
+
+
+class EnqueuedStep(NamedTuple):
+    """One call of the native library, or one message, of a collective for compiled code.
+
+    Attributes:
+        call: what is called.
+        first, second: the places in input or output that it takes; of messages only the first counts.
+        ring: of messages.
+    """
+
+    call: EnqueuedCollective | EnqueuedMessage
+    first: Place
+    second: Place
+    ring: RingEnd | None = None
 
 
 class Word(enum.IntEnum):
-    """Words of a call."""
+    """Words of every call; its others come behind them."""
 
     PLACE = 0  # `Context.place`
     MESSAGE = 1  # five
-    FUNCTION = 6  # these two: the native library's, or the device's
-    ARGUMENT = 7
-    RECORD = 8  # what became of the newest: its record's number, inverted if the board was aborted
-    RESULT = 9  # and what the function gave
-    NAME = 10  # the others: of messages only
-    PEER = 11
-    CHANNEL = 12
-    COUNTER = 13
-    READY = 14
+    RECORD = 6  # what became of the newest: its record's number, inverted if the board was aborted
+    RESULT = 7  # and what a function gave
 
 
-_MESSAGE, _FUNCTION, _ARGUMENT, _RECORD, _RESULT = (8 * int(w) for w in list(Word)[1:6])
-_NAME, _PEER, _CHANNEL, _COUNTER, _READY = (8 * int(w) for w in list(Word)[6:])
-_WORDS = int(Word.READY) + 1
+class MessageWord(enum.IntEnum):
+    """Further words of a message."""
+
+    NAME = 8
+    PEER = 9
+    CHANNEL = 10
+    COUNTER = 11
+    READY = 12
+    FUNCTION = 13
+    ARGUMENT = 14
+
+
+class CollectiveWord(enum.IntEnum):
+    """Further words of a collective."""
+
+    INPUT = 8  # these three are what steps take, with something added
+    OUTPUT = 9
+    SEQUENCE = 10
+    AT = 11  # the step that is under way
+    STEPS = 12  # how many there are
+    SEATS = 13  # entries that it needs aboard
+    FIRST = 14  # the words of the steps
+
+
+class StepWord(enum.IntEnum):
+    """Words of a step."""
+
+    READY = 0  # of messages: see `EnqueuedMessage`; else 0
+    FUNCTION = 1
+    ARGUMENT = 2
+    FIRST = 3  # what to add: the offset of a word of the call, and bytes
+    FIRST_BYTES = 4
+    SECOND = 5
+    SECOND_BYTES = 6
+    COUNTER = 7  # of messages: `RingEnd.counter`; else 0
+
+
+_MESSAGE, _RECORD, _RESULT = (8 * int(w) for w in list(Word)[1:])
+_NAME, _PEER, _CHANNEL, _COUNTER, _READY, _FUNCTION, _ARGUMENT = (8 * int(w) for w in MessageWord)
+_INPUT, _OUTPUT, _SEQUENCE, _AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in CollectiveWord)
+_STEP = 8 * len(StepWord)
+_S_READY, _S_FUNCTION, _S_ARGUMENT, _S_FIRST, _S_FIRST_BYTES = (8 * int(w) for w in list(StepWord)[:5])
+_S_SECOND, _S_SECOND_BYTES, _S_COUNTER = (8 * int(w) for w in list(StepWord)[5:])
 _BOARD, _RECORDER, _COMMUNICATOR = 0, 24, 32  # words of `Board.place`
 
 
 def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # type: ignore[no-untyped-def]
-    if full(boarding):
-        return _REFUSED
+    first, end = call + _FIRST, call + _FIRST + load(call + _STEPS) * _STEP
+    if not fits(boarding, load(call + _SEATS)):
+        return _FULL
+    for step in range(first, end, _STEP):
+        ready = load(step + _S_READY)
+        if ready != 0 and call_3(ready, load(step + _S_ARGUMENT), stream, 0) == 0:
+            return _UNREADY
     message, bits = call + _MESSAGE, bits_of(deadline)
     op, dtype, nbytes = load(message), load(message + 8), load(message + 16)
     tag, detail = load(message + 24), load(message + 32)
@@ -63,19 +129,30 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # 
     store(call + _RECORD, number)
     if number < 0:
         return _FAILED
-    code = call_5(load(call + _FUNCTION), load(call + _ARGUMENT), src, dst, stream, bits)
-    store(call + _RESULT, code)
-    if code == 0:
-        return aboard(boarding, number, sequence, op, NO_PEER, 0, 0, message, tag, bits)
-    return CAPTURED if code == CAPTURED else _FAILED
+    store(call + _INPUT, src)
+    store(call + _OUTPUT, dst)
+    store(call + _SEQUENCE, sequence)
+    for step in range(first, end, _STEP):
+        one = load(call + load(step + _S_FIRST)) + load(step + _S_FIRST_BYTES)
+        two = load(call + load(step + _S_SECOND)) + load(step + _S_SECOND_BYTES)
+        code = call_5(load(step + _S_FUNCTION), load(step + _S_ARGUMENT), one, two, stream, bits)
+        if code != 0:
+            store(call + _RESULT, code)
+            store(call + _AT, (step - first) // _STEP)
+            return CAPTURED if code == CAPTURED else _FAILED
+    seats = aboard(boarding, number, sequence, op, NO_PEER, 0, 0, message, tag, bits)
+    for step in range(first, end, _STEP):
+        if load(step + _S_COUNTER) != 0:
+            seats = aboard(boarding, number, sequence, op, NO_PEER, 0, load(step + _S_COUNTER), message, tag, bits)
+    return seats
 
 
 def _message(call, boarding, sequence, site, data, tag, stream, deadline):  # type: ignore[no-untyped-def]
     place, argument = load(call), load(call + _ARGUMENT)
-    if full(boarding) or load_acquire(load(place + _BOARD) + ABORT) != 0:
-        return _REFUSED
+    if not fits(boarding, 1) or load_acquire(load(place + _BOARD) + ABORT) != 0:
+        return _UNREADY
     if call_3(load(call + _READY), argument, stream, 0) == 0:
-        return _REFUSED
+        return _UNREADY
     message, name, peer, counter = call + _MESSAGE, load(call + _NAME), load(call + _PEER), load(call + _COUNTER)
     number = note(
         load(place + _RECORDER), load(place + _COMMUNICATOR), sequence, name, load(message + 8), load(message + 16), peer, tag,
@@ -138,12 +215,21 @@ class Door:
 
 
 class CollectiveCall:
-    """A collective of fixed shape that is one call of the native library."""
+    """A collective of fixed shape that is a few calls, one behind the other on one stream."""
 
-    def __init__(self, context: Context, door: Door, op: OpCode, message: Message, native: EnqueuedCollective) -> None:
-        self._context, self._door, self._op, self._message, self._native = context, door, op, message, native
-        words = context.place, *message, native.function, native.argument
-        self._words = (ctypes.c_int64 * _WORDS)(*words)
+    def __init__(
+        self, context: Context, door: Door, op: OpCode, message: Message, steps: Sequence[EnqueuedStep]
+    ) -> None:
+        self._context, self._door, self._op, self._message = context, door, op, message
+        self._calls = [step.call for step in steps]  # compiled code knows them by address
+        rings = [step.ring for step in steps if step.ring is not None]
+        context.pending.rings.update((ring.counter, ring) for ring in rings)
+        seats = 1 + len(rings)
+        self._most = ROOM - seats
+        words = [context.place, *message, *[0] * 6, len(steps), seats]
+        for step in steps:
+            words += _words_of(step)
+        self._words = (ctypes.c_int64 * len(words))(*words)
         self._address = ctypes.addressof(self._words)
 
     def run(
@@ -167,13 +253,14 @@ class CollectiveCall:
                 return False
             sequence = context.sequence
             code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline.at)
-            if code == _REFUSED:
-                context.pending.depart_from(handle)
+            if code in (_FULL, _UNREADY):
+                if code == _FULL:
+                    context.pending.depart_from(handle)
                 return False
             context.sequence = sequence + 1
             if code < 0:
                 self._end(sequence, code)
-        if code >= ROOM:
+        if code > self._most:
             context.pending.depart_from(handle)
         return True
 
@@ -187,9 +274,18 @@ class CollectiveCall:
         try:
             if number < 0:
                 raise CollectiveStopped(self._context.word())
-            self._native.failed(self._words[Word.RESULT])
+            self._calls[self._words[CollectiveWord.AT]].failed(self._words[Word.RESULT])
         except BaseException as error:
             _raise(self._context, error, operation)
+
+
+def _words_of(step: EnqueuedStep) -> list[int]:
+    """The words of a step."""
+    call, ring = step.call, step.ring
+    places = [[_OUTPUT if place.output else _INPUT, place.offset] for place in (step.first, step.second)]
+    if isinstance(call, EnqueuedMessage) and ring is not None:
+        return [call.ready, call.function, call.argument, *places[0], _SEQUENCE, 0, ring.counter]  # the tag is the number
+    return [0, call.function, call.argument, *places[0], *places[1], 0]
 
 
 class MessageCall:
@@ -200,8 +296,8 @@ class MessageCall:
     ) -> None:
         self._context, self._door, self._name, self._message = context, door, name, message
         self._ring, self._device = end, device
-        words = context.place, *message, device.function, device.argument, 0, 0, +name, end.peer, end.channel, end.counter
-        self._words = (ctypes.c_int64 * _WORDS)(*words, device.ready)
+        words = context.place, *message, 0, 0, +name, end.peer, end.channel, end.counter, *device[:3]
+        self._words = (ctypes.c_int64 * len(words))(*words)
         self._address = ctypes.addressof(self._words)
         context.pending.rings[end.counter] = end
 
@@ -213,7 +309,7 @@ class MessageCall:
                 return False
             code = _message_kernel(self._address, place, context.sequence, site, data, tag, handle, deadline.at)
             if code < 0:
-                if code == _REFUSED:
+                if code == _UNREADY:
                     return False
                 self._fail(tag)
         if code >= ROOM:

@@ -9,8 +9,10 @@ from xvcomm.abc.device import Allocation, Mark, Stream
 from xvcomm.boarding import Ends
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import DType, Reduction
+from xvcomm.dtype import DType, ReduceOp, Reduction
+from xvcomm.enqueued import EnqueuedStep, Place
 from xvcomm.links import Use
+from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
 from xvcomm.planner import Plan
 from xvcomm.ring import Message, RingEnd
@@ -33,6 +35,10 @@ from xvcomm.schedule.steps import (
 
 _LANES = tuple(Lane)
 
+_ENQUEUED = {
+    NativeOp.ALL_REDUCE: OpCode.ALL_REDUCE, NativeOp.REDUCE_SCATTER: OpCode.REDUCE_SCATTER,
+    NativeOp.ALL_GATHER: OpCode.ALL_GATHER, NativeOp.BROADCAST: OpCode.BROADCAST,
+}  # fmt: skip
 SERIAL_BYTES = 256 << 10
 """Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
 
@@ -101,6 +107,23 @@ class Executor:
             self._last = mark = cast(Mark, user.mark())
             self._user = user
         return mark, [(end, sequence, operation) for end, sequence in ends.items()]
+
+    def enqueued(
+        self, plan: Plan, dtype: DType, op: Reduction, message: Message, in_place: bool, deadline: Deadline
+    ) -> list[EnqueuedStep] | None:
+        """The steps of a plan that `launch` has run before, for compiled code; None if not all of them are for that.
+
+        Args:
+            message: what all ranks must agree on.
+            in_place: whether input and output are the same array.
+        """
+        if plan.schedule.scratch or not self._fits(plan):
+            return None
+        run = _Run(self._context, {}, {}, dtype, op, Operation(OpCode.INIT, 0, message), deadline)
+        steps = [s for s in plan.schedule.steps if not (in_place and isinstance(s, Copy) and s.src.start == s.dst.start)]
+        found = [run.enqueued(step) for step in steps]
+        complete = [step for step in found if step is not None]
+        return complete if len(complete) == len(found) and any(step.ring is not None for step in complete) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
@@ -175,6 +198,35 @@ class _Run:
                 )
             case Native():
                 self._native(step, stream)
+
+    def enqueued(self, step: Step) -> EnqueuedStep | None:
+        """The same for compiled code, which has the addresses; None if it is not for that."""
+        match step:
+            case Put(peer=peer, src=span):
+                return self._enqueued_message(peer, span, producer=True)
+            case Get(peer=peer, dst=span):
+                return self._enqueued_message(peer, span, producer=False)
+            case GetReduce(peer=peer, dst=span, remote_first=first):
+                return self._enqueued_message(peer, span, self._op.base, producer=False, remote_first=first)
+            case Native(op=op, src=src, dst=dst, counts=counts) if op in _ENQUEUED and len(set(counts)) < 2:
+                native = self._context.native(self._deadline)
+                count = counts[0] if counts else max(src.count, dst.count)
+                found = native.enqueued(_ENQUEUED[op], count, self._dtype, Reduction(self._op.base), step.root)
+                places = self._place(src if src.count else dst), self._place(dst)
+                return EnqueuedStep(found, *places) if found is not None else None
+        return None
+
+    def _enqueued_message(
+        self, peer: int, span: Span, op: ReduceOp | None = None, *, producer: bool, remote_first: bool = False
+    ) -> EnqueuedStep | None:
+        end = self._end(peer, producer=producer)
+        message = self._message(span)._replace(tag=0)
+        found = self._device.enqueued(end, message, op, remote_first=remote_first)
+        place = self._place(span)
+        return EnqueuedStep(found, place, place, end) if found is not None else None
+
+    def _place(self, span: Span) -> Place:
+        return Place(span.buf is Buf.OUT, span.start * self._dtype.itemsize)
 
     def _end(self, peer: int, *, producer: bool) -> RingEnd:
         """The ring end for the next message to or from a peer."""

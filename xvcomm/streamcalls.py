@@ -14,8 +14,8 @@ from xvcomm.abc.device import Mark, Stream
 from xvcomm.boarding import Boarding, Ends
 from xvcomm.calls import Call, Caller
 from xvcomm.context import Context
-from xvcomm.deadline import Deadline
-from xvcomm.enqueued import CollectiveCall, Door
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.enqueued import CollectiveCall, Door, EnqueuedStep, Place
 from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
@@ -24,7 +24,7 @@ from xvcomm.staging import Staging
 from xvcomm.trace import call_site
 from xvcomm.work import Work
 
-_Shape = tuple[OpCode, int, int, int, tuple[int, ...], int]
+_Shape = tuple[OpCode, int, int, int, tuple[int, ...], int, bool, bool]
 _SHAPES_KEPT = 1000
 _INSIDE = 3
 """Functions of xvcomm that are under way at the least when a collective asks for the call site."""
@@ -42,8 +42,9 @@ class StreamCaller(Caller):
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
         self._own = context.device.streams(1)[0]
-        self._boarding = Boarding({})
+        self._boarding = Boarding(context.pending.rings)
         self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
+        self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
@@ -139,32 +140,43 @@ class StreamCaller(Caller):
 
     def _ready(self, call: Call) -> CollectiveCall | None:
         """A call of this shape for compiled code; None before one has run, or if it is not for compiled code."""
-        if not self._native_only:
-            return None
         how = call.reduction
-        shape = call.op, call.dtype.code, 0 if how is None else how.op, call.count, call.counts, call.root
+        shape = (
+            call.op, call.dtype.code, 0 if how is None else how.op, call.count, call.counts, call.root, call.uneven,
+            call.src is call.dst,
+        )  # fmt: skip
         try:
             return self._calls[shape]
         except KeyError:
             return self._prepare(call, shape)
 
     def _prepare(self, call: Call, shape: _Shape) -> CollectiveCall | None:
-        native = self._joined()
-        if native is None:
+        """The second call of a shape, which may then find all that it needs."""
+        if shape not in self._once:
+            if len(self._once) >= _SHAPES_KEPT:
+                self._once.clear()
+                self._calls.clear()
+            self._once.add(shape)
             return None
-        if len(self._calls) >= _SHAPES_KEPT:
-            self._calls.clear()
-        counts = call.counts or (call.count,)
-        found = None
-        if not call.uneven and counts.count(counts[0]) == len(counts):
-            found = native.enqueued(call.op, counts[0], call.dtype, call.how(), call.root)
-        ready = None
-        if found is not None:
+        ready, steps = None, None if call.uneven else self._steps(call)
+        if steps is not None:
             with self._order:
                 self._door.admit(call.op)
-            ready = CollectiveCall(self._context, self._door, call.op, call.message(), found)
+            ready = CollectiveCall(self._context, self._door, call.op, call.message(), steps)
         self._calls[shape] = ready
         return ready
+
+    def _steps(self, call: Call) -> list[EnqueuedStep] | None:
+        """What compiled code has to call for it; None if it is not for compiled code."""
+        how, counts = call.how(), call.counts or (call.count,)
+        if not self._native_only:
+            plan = self._context.planner.plan(call.request())
+            return self._executor.enqueued(plan, call.dtype, how, call.message(), call.src is call.dst, NEVER)
+        native = self._joined()
+        if native is None or counts.count(counts[0]) < len(counts):
+            return None
+        found = native.enqueued(call.op, counts[0], call.dtype, how, call.root)
+        return [EnqueuedStep(found, Place(False, 0), Place(True, 0))] if found is not None else None
 
     def _joined(self) -> Collective | None:
         return self._context.joined_native()

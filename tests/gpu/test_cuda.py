@@ -106,6 +106,7 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_objects, ()),
         (collectives.check_async, (40,)),
         (collectives.check_barrier, ()),
+        (collectives.check_repeated, (40,)),
         (collectives.check_objects, ()),
         (collectives.check_premul_factors, ()),
         (collectives.check_split, ()),

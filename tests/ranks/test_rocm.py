@@ -122,6 +122,7 @@ def test_messages(world: World, count: int) -> None:
         *((check, ()) for check in channels.CHECKS),
         (collectives.check_async, (20,)),
         (collectives.check_barrier, ()),
+        (collectives.check_repeated, (40,)),
         (collectives.check_objects, ()),
         (collectives.check_premul_factors, ()),
         (collectives.check_split, ()),

@@ -267,11 +267,14 @@ class Device(ABC):
         """
         raise NotImplementedError
 
-    def enqueued(self, end: RingEnd, message: Message) -> EnqueuedMessage | None:
+    def enqueued(
+        self, end: RingEnd, message: Message, op: ReduceOp | None = None, *, remote_first: bool = False
+    ) -> EnqueuedMessage | None:
         """Messages for compiled code; None if the device has none, or not before `put` or `get` was called for the ring end.
 
         Args:
             message: what all of them are, but for the tag, which is 0.
+            op, remote_first: as of `get`.
         """
         return None
 

@@ -5,10 +5,12 @@ No framework is needed to test a backend: an array is memory of `Device.empty`, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -270,3 +272,18 @@ class Room:
         found = self._arrays.get(self._bytes)
         around = np.concatenate([found[: self._first], found[self._last :]])
         assert (around == _CANARY).all(), "bytes around the output were written"
+
+
+@contextlib.contextmanager
+def on_device(comm: Communicator) -> Iterator[None]:
+    """Make the rank's GPU the thread's current one, as users of frameworks do."""
+    runtime = getattr(comm._context.device, "runtime", None)
+    if runtime is None:
+        yield
+        return
+    before = runtime.current()
+    runtime.use(comm.device_index)
+    try:
+        yield
+    finally:
+        runtime.use(before)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from xvcomm.communicator import Communicator
+from xvcomm.context import Context
 from xvcomm.dtype import BY_NAME, premul_sum
-from xvcomm.testing.arrays import Array, Room, arrays
+from xvcomm.testing.arrays import Array, Room, arrays, on_device
 from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct, uneven
 
 _WIDTH = 3
@@ -240,6 +242,33 @@ def check_async(comm: Communicator, many: int) -> None:
     work.synchronize()
     assert work.done()
     assert work.exception() is None
+
+
+def check_repeated(comm: Communicator, rounds: int) -> None:
+    """What was called before in the same shape gives the same; over one or two islands compiled code starts it on GPUs."""
+    a, begun = arrays(comm), mock.Mock()
+    begin, mine = Context.begin, float(comm.rank + 1)
+    total = sum(range(1, comm.size + 1))
+
+    def begin_counted(context: Context, *args: Any, **kwargs: Any) -> Any:
+        begun()
+        return begin(context, *args, **kwargs)
+
+    xs = [a.put(np.full(1000, mine)) for _ in range(rounds)]
+    with on_device(comm), mock.patch.object(Context, "begin", begin_counted):
+        for number, x in enumerate(xs):
+            if number % 2:
+                comm.all_reduce(x)
+            else:
+                comm.all_reduce(x, async_op=True).wait()
+        assert all((a.get(x) == total).all() for x in xs)
+        begun.reset_mock()
+        for x in xs:
+            comm.broadcast(x, comm.size - 1)
+            comm.all_reduce(x)
+        if a.asynchronous and len(comm.topology.islands) < 3:
+            assert begun.call_count < rounds + 5, "Python began all operations"  # not all islands' shapes suit a broadcast
+    assert all((a.get(x) == total * comm.size).all() for x in xs)
 
 
 def check_barrier(comm: Communicator) -> None:

@@ -16,11 +16,13 @@ import numpy as np
 from xvcomm.communicator import Communicator
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.pending import Pending
-from xvcomm.testing.arrays import SECONDS, arrays
+from xvcomm.testing.arrays import SECONDS, arrays, on_device
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.work import Work
 
 _PATIENCE = 0.4
+_warming = 0
+"""Collectives that `_group` runs of those shapes that are to fail; after a few, compiled code starts them on GPUs."""
 
 
 def check_mismatch(comm: Communicator) -> None:
@@ -143,6 +145,30 @@ def check_departure(comm: Communicator) -> None:
         assert error.peer == comm.size - 1, error
 
 
+def check_mismatch_repeated(comm: Communicator) -> None:
+    """`check_mismatch` of collectives that were called before in the same shape."""
+    with _repeated(comm):
+        check_mismatch(comm)
+
+
+def check_deadline_repeated(comm: Communicator) -> None:
+    """`check_deadline` of collectives that were called before in the same shape."""
+    with _repeated(comm):
+        check_deadline(comm)
+
+
+def check_abort_repeated(comm: Communicator) -> None:
+    """`check_abort` of collectives that were called before in the same shape."""
+    with _repeated(comm):
+        check_abort(comm)
+
+
+def check_departure_repeated(comm: Communicator) -> None:
+    """`check_departure` of collectives that were called before in the same shape."""
+    with _repeated(comm):
+        check_departure(comm)
+
+
 def check_probe_deadline(comm: Communicator) -> None:
     """A probe that finds nothing ends by its deadline, and names who sent nothing; by an abort at once."""
     last = comm.size - 1
@@ -244,6 +270,8 @@ def _group(comm: Communicator) -> Iterator[Communicator]:
     for each in (group, comm):
         each.all_reduce(a.put(np.ones(3)))
         each.sendrecv(a.put(np.ones(3)), after, a.put(np.ones(3)), before)
+    for number in range(_warming):
+        group.all_reduce(a.put(np.zeros(1000, (np.float32, np.float64)[number % 2])))
     comm.barrier()  # otherwise what finishes the group may meet another rank's warming up
     try:
         yield group
@@ -251,6 +279,18 @@ def _group(comm: Communicator) -> Iterator[Communicator]:
         group.close()
     assert (a.get(comm.all_reduce(a.put(np.ones(3)))) == comm.size).all()
     assert (a.get(comm.sendrecv(a.put(np.ones(3)), after, a.put(np.zeros(3)), before)) == 1).all()
+
+
+@contextlib.contextmanager
+def _repeated(comm: Communicator) -> Iterator[None]:
+    """Warm up the collectives that fail, with the rank's device as the thread's: else no compiled code may start them."""
+    global _warming
+    _warming = 8
+    try:
+        with on_device(comm):
+            yield
+    finally:
+        _warming = 0
 
 
 def _finished(start: Callable[..., Work], *args: Any, **kwargs: Any) -> None:
@@ -284,4 +324,5 @@ def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any,
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_mismatch, check_message_mismatch, check_message_mismatch_with_the_departed, check_deadline,
     check_deadline_behind_a_late_mark, check_abort, check_departure, check_probe_deadline, check_probe_of_the_departed,
+    check_mismatch_repeated, check_deadline_repeated, check_abort_repeated, check_departure_repeated,
 )  # fmt: skip
