@@ -292,11 +292,16 @@ class RingEnd:
         return (turn, True) if turn >= 0 else (-1 - turn, False)
 
     def dispute(self) -> tuple[Message, Message] | None:
-        """The newest message that both ends described, and differently: (this end's words, the other's)."""
+        """The newest message that both ends described, and differently: (this end's words, the other's).
+
+        Only of those that were not received: an entry of an older one may hold words of the next one there already, which
+        its end then gave up before it made them valid.
+        """
         if not self.address:
             return None
+        consumed = ctypes.c_int64.from_address(self.address + CONSUMED).value
         pairs = [(self._entry(i, self.producer), self._entry(i, not self.producer)) for i in range(LEDGER)]
-        differing = [(mine, theirs) for mine, theirs in pairs if mine[0] == theirs[0] and mine != theirs]
+        differing = [(mine, theirs) for mine, theirs in pairs if mine[0] == theirs[0] > consumed and mine != theirs]
         if not differing:
             return None
         mine, theirs = max(differing)

@@ -141,6 +141,19 @@ def test_disputes(ends: tuple[RingEnd, RingEnd]) -> None:
     assert producer.dispute() is None
 
 
+def test_words_of_a_message_that_was_given_up_are_no_dispute(ends: tuple[RingEnd, RingEnd]) -> None:
+    producer, consumer = ends
+    first_entry = (ctypes.c_int64 * 6).from_address(producer.address + producer.layout.ledger)
+    first_entry[1:] = MESSAGE  # no number: it is not valid yet
+    assert producer.dispute() is None and consumer.dispute() is None
+    for sequence in range(LEDGER):
+        post(producer, sequence, MESSAGE)
+        post(consumer, sequence, MESSAGE)
+    ctypes.c_int64.from_address(consumer.address + CONSUMED).value = LEDGER
+    first_entry[1:] = MESSAGE._replace(nbytes=8)
+    assert producer.dispute() is None and consumer.dispute() is None
+
+
 def test_messages_are_told_in_words() -> None:
     assert MESSAGE.describe() == "1024 x float32, tag 7"
     assert Message(OpCode.SEND, 99, 10, 0).describe() == "10 bytes of dtype 99, tag 0"

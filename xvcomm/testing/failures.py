@@ -82,6 +82,22 @@ def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
             signals.hear("left", range(comm.size))
 
 
+def check_message_to_the_departed(comm: Communicator) -> None:
+    """Who sends to a rank that has left learns that, and not that it described a message differently."""
+    a, last, signals = arrays(comm), comm.size - 1, Signals(comm)
+    with _group(comm) as group:
+        if comm.rank == last:
+            group.recv(a.put(np.zeros(10)), 0)
+            group.close()
+        elif comm.rank == 0:
+            group.send(a.put(np.ones(10)), last)
+            signals.hear("left", [last])
+            error = _raised_soon(PeerLost, group.send, a.put(np.ones(20)), last)
+            assert error.peer == last, error
+        signals.tell("left")
+        signals.hear("left", range(comm.size))
+
+
 def check_deadline(comm: Communicator) -> None:
     """What nobody comes to ends by its deadline, and the stream that it is on goes on."""
     a, late = arrays(comm), comm.size - 1
@@ -322,7 +338,8 @@ def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any,
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
-    check_mismatch, check_message_mismatch, check_message_mismatch_with_the_departed, check_deadline,
+    check_mismatch, check_message_mismatch, check_message_mismatch_with_the_departed,
+    check_message_to_the_departed, check_deadline,
     check_deadline_behind_a_late_mark, check_abort, check_departure, check_probe_deadline, check_probe_of_the_departed,
     check_mismatch_repeated, check_deadline_repeated, check_abort_repeated, check_departure_repeated,
 )  # fmt: skip
