@@ -18,7 +18,7 @@ from numba.extending import register_jitable
 from xvcomm.atomics import copy_bytes, load, store
 from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
-from xvcomm.operation import Operation
+from xvcomm.operation import NO_PEER, Operation
 from xvcomm.ring import Message, RingEnd
 
 ROOM = 64
@@ -46,7 +46,8 @@ _MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
 _MESSAGE = 8 * int(Word.MESSAGE)
 _TAG = _MESSAGE + 24
 _BLANK = array("q", bytes(8 * (1 + ROOM * _SIZE)))
-_RECORD, _COUNTER, _FOLLOWING = int(Word.RECORD), int(Word.COUNTER), int(Word.FOLLOWING)
+_RECORD, _PEER = int(Word.RECORD), int(Word.PEER)
+_COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
 
 
 @register_jitable
@@ -111,7 +112,8 @@ class Passengers:
         self._words, self._end, self._rings = words, 1 + count * _SIZE, rings
         (self.deadline,) = _FLOAT.unpack_from(words)
         self._counters = self._each(_COUNTER)
-        self.records = array("q", dict.fromkeys(self._each(_RECORD)))
+        entries = zip(self._each(_RECORD), self._each(_PEER), self._counters, strict=True)
+        self.records = array("q", [record for record, peer, counter in entries if peer != NO_PEER or not counter])
         self.collective = 0 in self._counters
 
     def operations(self) -> list[Operation]:

@@ -20,7 +20,7 @@ from xvcomm.board import Board
 from xvcomm.boarding import ROOM, Boarding
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction
-from xvcomm.enqueued import CollectiveCall
+from xvcomm.enqueued import CollectiveCall, EnqueuedStep, Place
 from xvcomm.errors import Aborted
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
@@ -43,7 +43,7 @@ class Caller:
         self._door: Any = SimpleNamespace(lock=threading.Lock(), open=True)
         self._context: Any = SimpleNamespace(
             place=self._board.place, sequence=0, word=self._board.abort_word, end=self.ended.append,
-            fail=lambda error, operation: error, pending=SimpleNamespace(depart_from=self.departures.append),
+            fail=lambda error, operation: error, pending=SimpleNamespace(depart_from=self.departures.append, rings={}),
         )  # fmt: skip
 
     def prepare(
@@ -52,7 +52,8 @@ class Caller:
         """A call on two arrays, with a deadline."""
         ready = comm.enqueued(op, 10, dtype, how, 0)
         assert ready is not None
-        made = CollectiveCall(self._context, self._door, op, Message(int(op), 0, 0, 0), ready)
+        steps = [EnqueuedStep(ready, Place(False, 0), Place(True, 0))]
+        made = CollectiveCall(self._context, self._door, op, Message(int(op), 0, 0, 0), steps)
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:
             arrays: Any = SimpleNamespace(address=src), SimpleNamespace(address=dst)
