@@ -24,6 +24,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import BackendUnavailable, PeerLost, ResourceError, XvcommError
 from xvcomm.lending import Lending
 from xvcomm.links import Member
+from xvcomm.ring import Reason
 from xvcomm.shm import Segment, sweep
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.store.join import join_barrier, refuse
@@ -243,12 +244,19 @@ class Session:
         words = self.last_words(rank)
         with self._lock:
             self._lost[rank] = words
-        for context in self._open_contexts():
-            context.lose(rank)
+        self._watch_over(lambda context: context.lose(rank))
 
     def _look(self) -> None:
+        self._watch_over(lambda context: context.look())
+
+    def _watch_over(self, look: Callable[[Context], None]) -> None:
+        """Look after every communicator; one that this fails for stops, because nobody would find out what it waits for."""
         for context in self._open_contexts():
-            context.look()
+            try:
+                look(context)
+            except Exception as error:
+                why = f"the thread that watches the other ranks failed: {type(error).__name__}: {error}"
+                context.abort(Reason.ABORTED.word(context.rank), why)
 
     def sweep(self, rank: int, part: str = "") -> None:
         """Take away the names of the segments that a rank of this host made; `part` tells a communicator."""

@@ -2,11 +2,13 @@
 
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from xvcomm.errors import PeerLost
+from xvcomm.context import Context
+from xvcomm.errors import Aborted, PeerLost
 from xvcomm.testing.world import World
 
 LIMIT = 20
@@ -241,3 +243,24 @@ def test_every_thread_is_told_of_a_lost_rank(topology):
         world.kill(1)
         outcomes = world.collect()
         assert outcomes[0] == outcomes[2] == [1] * 4
+
+
+def blind_watcher(comm):
+    """What should find a rank's failures out fails itself on rank 0."""
+    sub = comm.split(0)
+    if comm.rank == 0:
+        look = Context.look
+        broken = mock.patch.object(
+            Context, "look", autospec=True, side_effect=lambda c: look(c) if c.path == "0" else [].pop()
+        )
+        with broken, pytest.raises(Aborted, match="watches the other ranks failed: IndexError: pop from empty list"):
+            sub.recv(np.empty(3), 1)
+    else:
+        with pytest.raises(Aborted, match="rank 0.*IndexError: pop from empty list"):
+            sub.recv(np.empty(3), 0)
+    sub.close()
+    assert comm.all_reduce(np.ones(1))[0] == 2  # other communicators go on
+
+
+def test_blind_watcher(pair):
+    pair.run(blind_watcher)

@@ -266,7 +266,7 @@ def check_repeated(comm: Communicator, rounds: int) -> None:
         for x in xs:
             comm.broadcast(x, comm.size - 1)
             comm.all_reduce(x)
-        if a.asynchronous and len(comm.topology.islands) < 3:
+        if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:  # a rank alone has no call to repeat
             assert begun.call_count < rounds + 5, "Python began all operations"  # not all islands' shapes suit a broadcast
     assert all((a.get(x) == total * comm.size).all() for x in xs)
 
