@@ -5,9 +5,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# Test runs side by side: ranks often wait, so that three are through sooner than two, also on two cores. Alone afterwards
+# Test runs side by side: ranks often wait, so that four are through sooner than three, also on two cores. Alone afterwards
 # come the tests of faults, which look at the clock, and those that leave something behind on purpose.
-JOBS   ?= 3
+JOBS   ?= 4
 ALONE  := $(wildcard tests/ranks/test_faults_*.py) tests/house/test_house_leaks.py
 
 # Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
