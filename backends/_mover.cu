@@ -759,8 +759,9 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
 }
 
 // The same where the array is not aligned: every access is, and words are made of two that follow each other. Of these
-// a thread loads one and its neighbour the other, as the ring's would otherwise come over PCIe twice. What both ends of
-// the array share with others is accessed by bytes; the first word is turned to last, so that whole ones make runs.
+// a thread loads one and its neighbour the other, as the ring's would otherwise come over PCIe twice. Runs begin where
+// the ring's do: over PCIe a warp's access that begins in the middle of a line costs a line more. What both ends of the
+// array share with others is accessed by bytes.
 struct Loose {
     u32 shift, end;  // bytes from the aligned place before the array to its beginning, and to its end
     XV_DEVICE u32 low(u32 word) const { return word ? 0 : shift; }
@@ -776,20 +777,21 @@ XV_DEVICE void send_loose(const Part& p, const char* data, Word* ring, u32 nbyte
     const char* base = data - array.shift;
     const u32 words = (nbytes + SIZE - 1) / SIZE, lane = threadIdx.x % WIDTH;
     for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
-        if ((at + RUN + 2) * SIZE <= array.end) {
-            const Word* from = reinterpret_cast<const Word*>(base) + at + 1;
-            Word kept[DEPTH], beyond = from[RUN];
+        const u32 first = at + lane;
+        if ((at + RUN + 1) * SIZE <= array.end) {
+            const Word* from = reinterpret_cast<const Word*>(base) + first;
+            Word kept[DEPTH], beyond = from[RUN - lane];
+            kept[0] = fetch(base + first * SIZE, array.low(first), SIZE);
             XV_UNROLL
-            for (u32 d = 0; d < DEPTH; ++d) kept[d] = from[lane + d * WIDTH];
+            for (u32 d = 1; d < DEPTH; ++d) kept[d] = from[d * WIDTH];
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) {
                 const Word next = pass(lane ? kept[d] : d + 1 < DEPTH ? kept[d + 1] : beyond, (lane + 1) % WIDTH);
-                ring[at + 1 + lane + d * WIDTH] = join(kept[d], next, array.shift);
+                ring[first + d * WIDTH] = join(kept[d], next, array.shift);
             }
             continue;
         }
-        for (u32 n = at + lane; n < words && n < at + RUN; n += WIDTH) {
-            const u32 i = n + 1 < words ? n + 1 : 0;
+        for (u32 i = first; i < words && i < at + RUN; i += WIDTH) {
             Word next = {{0, 0, 0, 0}};
             if ((i + 1) * SIZE < array.end) next = fetch(base + (i + 1) * SIZE, 0, array.high(i + 1));
             ring[i] = join(fetch(base + i * SIZE, array.low(i), array.high(i)), next, array.shift);
@@ -798,21 +800,23 @@ XV_DEVICE void send_loose(const Part& p, const char* data, Word* ring, u32 nbyte
 }
 template <bool REDUCES>
 XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nbytes) {
-    constexpr u32 DEPTH = REDUCES ? 2 : 4, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
+    constexpr u32 DEPTH = REDUCES ? 2 : 8, RUN = DEPTH * WIDTH, SIZE = sizeof(Word);
     const Loose array = loose(data, nbytes);
     char* base = data - array.shift;
     const u32 words = (array.end + SIZE - 1) / SIZE, came = (nbytes + SIZE - 1) / SIZE, lane = threadIdx.x % WIDTH;
     const u32 skip = SIZE - array.shift, code = p.row.reduction;
     const bool swap = p.row.remote_first;
     for (u32 at = worker() * RUN; at < words; at += p.workers * RUN) {
-        if ((at + RUN + 1) * SIZE <= array.end) {
-            Word* place = reinterpret_cast<Word*>(base) + at + 1 + lane;
-            Word from[DEPTH], kept[DEPTH], before = load_ring(ring + at);
+        const u32 first = at + lane;
+        if ((at + RUN) * SIZE <= array.end) {
+            char* place = base + first * SIZE;
+            const u32 low = array.low(first);
+            Word from[DEPTH], kept[DEPTH], before = load_ring(ring + (at ? at - 1 : 0));
             XV_UNROLL
-            for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + at + 1 + lane + d * WIDTH);
+            for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + first + d * WIDTH);
             if (REDUCES) {
                 XV_UNROLL
-                for (u32 d = 0; d < DEPTH; ++d) kept[d] = place[d * WIDTH];
+                for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch(place + d * WIDTH * SIZE, d ? 0 : low, SIZE);
             }
             if (!approved(p.board)) return false;
             XV_UNROLL
@@ -820,12 +824,12 @@ XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nb
                 const Word last = pass(lane + 1 < WIDTH ? from[d] : d ? from[d - 1] : before, (lane + WIDTH - 1) % WIDTH);
                 Word word = join(last, from[d], skip);
                 if (REDUCES) word = swap ? combine(word, kept[d], code) : combine(kept[d], word, code);
-                place[d * WIDTH] = word;
+                deliver(place + d * WIDTH * SIZE, word, d ? 0 : low, SIZE);
             }
             continue;
         }
-        for (u32 n = at + lane; n < words && n < at + RUN; n += WIDTH) {
-            const u32 i = n + 1 < words ? n + 1 : 0, low = array.low(i), high = array.high(i);
+        for (u32 i = first; i < words && i < at + RUN; i += WIDTH) {
+            const u32 low = array.low(i), high = array.high(i);
             Word word = join(load_ring(ring + (i ? i - 1 : 0)), load_ring(ring + (i < came ? i : came - 1)), skip);
             if (!approved(p.board)) return false;
             if (REDUCES) {
