@@ -16,7 +16,7 @@ from xvcomm.abc.store import Store
 from xvcomm.backends._ccl import CclCollective
 from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import Kernels
-from xvcomm.backends._messages import LAUNCH, READY
+from xvcomm.backends._messages import LAUNCH, LAUNCH_TOGETHER, READY
 from xvcomm.backends._peer import PeerPool, apart, reached
 from xvcomm.backends._streams import Engine, GpuStream
 from xvcomm.backends._vendor import Library, Runtime, VendorError
@@ -151,8 +151,14 @@ class GpuDevice(Device):
         self, end: RingEnd, message: Message, op: ReduceOp | None = None, *, remote_first: bool = False
     ) -> EnqueuedMessage | None:
         """See `Device.enqueued`."""
-        found = self._engine.message(end, (message, op, remote_first))
+        found = self._engine.messages([(end, (message, op, remote_first))])
         return EnqueuedMessage(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
+
+    @on_device
+    def enqueued_together(self, messages: Sequence[tuple[RingEnd, Message]]) -> EnqueuedMessage | None:
+        """See `Device.enqueued_together`."""
+        found = self._engine.messages([(end, (message, None, False)) for end, message in messages])
+        return EnqueuedMessage(READY, LAUNCH_TOGETHER, found.address, found, self._failed) if found is not None else None
 
     def _failed(self, code: int) -> NoReturn:
         raise told(self.runtime.failure(code), self.runtime.kind, self.index)

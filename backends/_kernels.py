@@ -51,8 +51,8 @@ MOST_BLOCKS = 64
 LOCAL_BLOCKS = 512
 NAMES = ("xv::move", "xv::reduce", "xv::scale")
 _ROW = struct.Struct("=4Q6q12I")
-_DATA, _TAG = 24, 64
-"""Where array and tag lie in a row."""
+_ROW_BYTES, _DATA, _TAG = _ROW.size, 24, 64
+"""For compiled code: how long a row is, and where array and tag lie in it."""
 
 _TERMS = struct.Struct("=Q4q")
 _SCALE = struct.Struct("=2Qqd3q")
@@ -62,14 +62,14 @@ _DIGEST = 32
 
 
 class Word(enum.IntEnum):
-    """Words of a prepared transfer."""
+    """Words of a prepared launch."""
 
     ASK = 0  # these three: the vendor's functions, see `Runtime.addresses`
     LAUNCH = 1
     RECORD = 2
     KERNEL = 3
     BLOCKS = 4
-    ROW = 5  # address of the row
+    ROW = 5  # address of the first row
     PARAMS = 6  # address of the launch's parameters
     STATUS = 7  # whether the stream is capturing
 
@@ -121,23 +121,33 @@ def is_capturing(ask: int, status: int, stream: int) -> int:
 
 @register_jitable
 def asked_capturing(words: int, stream: int) -> int:
-    """The same for a `Prepared` transfer."""
+    """The same for what is `Prepared`."""
     return is_capturing(load(words + _ASK), words + _STATUS, stream)
 
 
 @register_jitable
-def launched(words: int, data: int, tag: int, stream: int, event: int) -> int:
-    """Launch a `Prepared` transfer and let an event mark the stream behind it; gives what the vendor's functions do."""
-    row = load(words + _ROW_AT)
+def fill(words: int, number: int, data: int, tag: int) -> None:
+    """Say which array one of a `Prepared` launch's transfers moves, and its tag."""
+    row = load(words + _ROW_AT) + number * _ROW_BYTES
     store(row + _DATA, data)
     store(row + _TAG, tag)
+
+
+@register_jitable
+def launched(words: int, stream: int) -> int:
+    """Launch what is `Prepared` and filled in; gives what the vendor's function does."""
     blocks, params = load(words + _BLOCKS), load(words + _PARAMS)
-    code = call_11(load(words + _LAUNCH), load(words + _KERNEL), blocks, 1, 1, THREADS, 1, 1, 0, stream, params, 0)
-    return code if code != 0 else call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return call_11(load(words + _LAUNCH), load(words + _KERNEL), blocks, 1, 1, THREADS, 1, 1, 0, stream, params, 0)
+
+
+@register_jitable
+def recorded(words: int, stream: int, event: int) -> int:
+    """Let an event mark a stream; gives what the vendor's function does."""
+    return call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _start(words: int, data: int, tag: int, stream: int, event: int) -> int:
-    """Launch a `Prepared` transfer, unless the stream is capturing, with the interpreter lock let go.
+    """Launch a single `Prepared` transfer, unless the stream is capturing, with the interpreter lock let go.
 
     Returns:
         0, CAPTURING, or what one of the vendor's functions gave.
@@ -145,7 +155,10 @@ def _start(words: int, data: int, tag: int, stream: int, event: int) -> int:
     thread = let_go()
     code = asked_capturing(words, stream)
     if code == 0:
-        code = launched(words, data, tag, stream, event)
+        fill(words, 0, data, tag)
+        code = launched(words, stream)
+    if code == 0:
+        code = recorded(words, stream, event)
     take_back(thread)
     return code
 
@@ -155,7 +168,7 @@ with compiling():
 
 
 class Prepared:
-    """A transfer through one ring end, of one shape: from launch to launch only array and tag differ.
+    """Transfers through one ring end each, of fixed shapes: from launch to launch only arrays and tags differ.
 
     Attributes:
         address: what `start` takes.
@@ -193,10 +206,10 @@ class Kernels:
             raise self._runtime.failure(code)
         return self._where, here.value
 
-    def prepare(self, transfer: Transfer, most: int) -> Prepared:
-        """A transfer for `start`, of at most so many blocks."""
+    def prepare(self, transfers: Sequence[Transfer], most: int) -> Prepared:
+        """What `move` would launch, for compiled code; `start` takes a single one."""
         arguments = _Arguments()
-        return Prepared(arguments, self._move, _pack(arguments.buffer, [transfer], most), self._calls)
+        return Prepared(arguments, self._move, _pack(arguments.buffer, transfers, most), self._calls)
 
     def move(self, transfers: Sequence[Transfer], stream: int, most: int = MOST_BLOCKS) -> int:
         """Start up to ROWS transfers together, at most one of each ring end; by `most` blocks if that is one for each.

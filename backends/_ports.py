@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from xvcomm.abc.device import Allocation, RingStalled, RingStopped
 from xvcomm.backends._guard import told
 from xvcomm.backends._kernels import Prepared
-from xvcomm.backends._messages import NOBODY, ArmedMessage
+from xvcomm.backends._messages import NOBODY, ArmedMessages
 from xvcomm.backends._pools import Mark
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import Deadline
@@ -25,6 +25,10 @@ Shape = tuple[Message, ReduceOp | None, bool]
 """A message but for its tag, which is 0; what it is reduced by, and whether its elements come first in that."""
 
 
+Together = tuple[tuple["Port", Shape], ...]
+"""Messages of one launch, each of another port."""
+
+
 class Port:
     """A ring end as its device uses it. Its transfers follow one another, whichever streams they are on.
 
@@ -34,9 +38,9 @@ class Port:
         queue, mark: which stream the last transfer is on, and the point behind it.
         captured: whether a graph has transfers of it, which count when the graph runs.
         own: the mark behind transfers that compiled code launches, over and over.
-        prepared: such transfers by their shape.
+        prepared: launches that begin with one of its transfers, by what they hold and the most blocks that they may take.
         armed: the handle of the stream that messages are armed for, or NOBODY; `own` is then what `mark` is.
-        messages: those that can be armed, by their shape.
+        messages: what can be armed and begins with one of its messages.
     """
 
     __slots__ = ("_closed", "armed", "captured", "end", "mark", "messages", "own", "prepared", "queue", "ring", "state")
@@ -47,9 +51,9 @@ class Port:
         self.mark: Mark | None = None
         self.captured = False
         self.own: Mark | None = None
-        self.prepared: dict[object, Prepared] = {}
+        self.prepared: dict[tuple[Together, int], Prepared] = {}
         self.armed = ctypes.c_int64(NOBODY)
-        self.messages: dict[Shape, ArmedMessage] = {}
+        self.messages: dict[Together, ArmedMessages] = {}
         self._closed: tuple[tuple[int, bool], int] | None = None
 
     def finished(self) -> tuple[int, bool]:

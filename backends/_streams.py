@@ -14,9 +14,9 @@ from typing import cast
 from xvcomm.abc.device import Stream
 from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import CAPTURING, MOST_BLOCKS, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
-from xvcomm.backends._messages import NOBODY, ArmedMessage
+from xvcomm.backends._messages import NOBODY, ArmedMessages
 from xvcomm.backends._pools import Events, Mark, Memory
-from xvcomm.backends._ports import Port, Shape, Tail, Watcher
+from xvcomm.backends._ports import Port, Shape, Tail, Together, Watcher
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.dtype import ReduceOp
@@ -91,25 +91,35 @@ class Engine:
             self._room.value += 1
         self._blocks[stream][0].add(port)
 
-    def message(self, end: RingEnd, message: Shape) -> ArmedMessage | None:
-        """A message through a ring end for compiled code, once the ring is pinned; the device is the thread's current one."""
-        port = self._ports.get(end)
-        if port is None:
+    def messages(self, parts: Sequence[tuple[RingEnd, Shape]]) -> ArmedMessages | None:
+        """Messages for compiled code, once their rings are pinned; the device is the thread's current one."""
+        ports = [self._ports.get(end) for end, _ in parts]
+        key = tuple((port, shape) for port, (_, shape) in zip(ports, parts, strict=True) if port is not None)
+        if len(key) < len(parts) or len(parts) > ROWS:
             return None
-        found = port.messages.get(message)
-        if found is None:
-            if len(port.messages) >= _SHAPES:
-                return None
-            armed, room = ctypes.addressof(port.armed), ctypes.addressof(self._room)
-            found = port.messages[message] = ArmedMessage(end.counter, armed, room, *self._place)
+        kept = key[0][0].messages
+        found = kept.get(key)
+        if found is None and len(kept) < _SHAPES:
+            ends = [(port.end.counter, ctypes.addressof(port.armed)) for port, _ in key]
+            found = kept[key] = ArmedMessages(ends, ctypes.addressof(self._room), *self._place)
         return found
 
-    def arm(self, port: Port, message: Shape, prepared: Prepared, stream: int) -> None:
-        """Let compiled code launch the next message of this shape, if it is on the same stream."""
-        found = port.messages.get(message)
-        if found is not None and port.own is not None:
-            found.arm(prepared, port.own.event, self._room.value)
-            port.armed.value = stream
+    def prepare(self, rows: Sequence[tuple[Port, Transfer]], key: Together, most: int) -> Prepared:
+        """A launch for compiled code, of at most so many blocks; its first port keeps it."""
+        kept = key[0][0].prepared
+        if len(kept) >= _SHAPES:
+            kept.clear()
+        found = kept[key, most] = self.kernels.prepare([row for _, row in rows], most)
+        return found
+
+    def arm(self, key: Together, prepared: Prepared, stream: int) -> None:
+        """Let compiled code launch the next messages of these shapes, if they are on the same stream."""
+        found = key[0][0].messages.get(key)
+        events = [port.own.event for port, _ in key if port.own is not None]
+        if found is not None and len(events) == len(key):
+            found.arm(prepared, events, self._room.value)
+            for port, _ in key:
+                port.armed.value = stream
 
     def known(self, end: RingEnd) -> Port | None:
         """The port of a ring end that was used before."""
@@ -298,18 +308,13 @@ class GpuStream(Stream):
         if self._together is not None or port.captured or port.mark is None or port.queue != self._queue:
             return False
         engine, handle = self._engine, self._handle
-        most = engine.room(handle)
-        shape = message.nbytes, message.dtype, message.op, message.detail, op, remote_first, most
-        prepared = port.prepared.get(shape)
+        key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room(handle)
+        prepared = port.prepared.get((key, most))
         if prepared is None:
-            if len(port.prepared) >= _SHAPES:
-                port.prepared.clear()
-            row = _row(port, data, message, op, remote_first)
-            prepared = port.prepared[shape] = engine.kernels.prepare(row, most)
+            prepared = engine.prepare([(port, _row(port, data, message, op, remote_first))], key, most)
         own = port.own
         if port.mark is not own or own is None:
-            own = port.own = own or engine.events.take()
-            self.runtime.recorded(own.event, handle)
+            own = self._mark_behind(port)
         code = start(prepared.address, data, message.tag, handle, own.event)
         if code == CAPTURING:
             return False
@@ -321,8 +326,14 @@ class GpuStream(Stream):
             engine.outside[handle] = own
         engine.take(handle, port, prepared.blocks)
         if port.messages and not self._queue[1]:
-            engine.arm(port, (message._replace(tag=0), op, remote_first), prepared, handle)
+            engine.arm(key, prepared, handle)
         return True
+
+    def _mark_behind(self, port: Port) -> Mark:
+        """The mark that is a port's own, now behind what is on this stream."""
+        own = port.own = port.own or self._engine.events.take()
+        self.runtime.recorded(own.event, self._handle)
+        return own
 
     def _count(self, port: Port) -> None:
         """Give the transfer its number, and remember to look what became of it."""
@@ -364,7 +375,22 @@ class GpuStream(Stream):
         mark = self._record(captured)
         for port, _ in rows:
             port.queue, port.mark, port.armed.value = self._queue, mark, NOBODY
+        if not captured and len(rows) > 1 and not self._queue[1]:
+            self._arm(rows)
         return mark
+
+    def _arm(self, rows: Sequence[tuple[Port, Transfer]]) -> None:
+        """Let compiled code launch the next transfers of these shapes, if it is to."""
+        key = tuple((port, (row.message._replace(tag=0), row.op, row.remote_first)) for port, row in rows)
+        if key not in rows[0][0].messages:
+            return
+        engine, handle = self._engine, self._handle
+        most = engine.room(handle)
+        prepared = key[0][0].prepared.get((key, most)) or engine.prepare(rows, key, most)
+        for port, _ in rows:
+            port.mark = self._mark_behind(port)
+        engine.take(handle, rows[-1][0], prepared.blocks)
+        engine.arm(key, prepared, handle)
 
     def _follow(self, port: Port, captured: int) -> None:
         """Let what comes next wait for a port's last transfer, if that is on another stream.

@@ -26,7 +26,7 @@ from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
 from xvcomm.operation import NO_PEER, Operation
 from xvcomm.ring import ABORT, Message, RingEnd
-from xvcomm.trace import note
+from xvcomm.trace import State, note
 
 _CLOSE_SECONDS = 1.0
 _FAILED, _FULL, _UNREADY = -1, -3, -4
@@ -59,30 +59,37 @@ class EnqueuedStep(NamedTuple):
     ring: RingEnd | None = None
 
 
-class Word(enum.IntEnum):
-    """Words of every call; its others come behind them."""
+class CallWord(enum.IntEnum):
+    """Words of messages that start together."""
+
+    PLACE = 0  # `Context.place`
+    RESULT = 1  # what the device's function gave
+    READY = 2  # these three: see `EnqueuedMessage`
+    FUNCTION = 3
+    ARGUMENT = 4
+    ITEMS = 5  # address of three words for each of them: array, tag, and where the user called it
+    COUNT = 6
+    FIRST = 7  # the words of each, behind which the items are
+
+
+class MessageWord(enum.IntEnum):
+    """Words of a message."""
+
+    NAME = 0
+    PEER = 1
+    CHANNEL = 2
+    COUNTER = 3
+    RECORD = 4  # the newest one's number
+    MESSAGE = 5  # five
+
+
+class CollectiveWord(enum.IntEnum):
+    """Words of a collective."""
 
     PLACE = 0  # `Context.place`
     MESSAGE = 1  # five
     RECORD = 6  # what became of the newest: its record's number, inverted if the board was aborted
     RESULT = 7  # and what a function gave
-
-
-class MessageWord(enum.IntEnum):
-    """Further words of a message."""
-
-    NAME = 8
-    PEER = 9
-    CHANNEL = 10
-    COUNTER = 11
-    READY = 12
-    FUNCTION = 13
-    ARGUMENT = 14
-
-
-class CollectiveWord(enum.IntEnum):
-    """Further words of a collective."""
-
     INPUT = 8  # these three are what steps take, with something added
     OUTPUT = 9
     SEQUENCE = 10
@@ -105,9 +112,11 @@ class StepWord(enum.IntEnum):
     COUNTER = 7  # of messages: `RingEnd.counter`; else 0
 
 
-_MESSAGE, _RECORD, _RESULT = (8 * int(w) for w in list(Word)[1:])
-_NAME, _PEER, _CHANNEL, _COUNTER, _READY, _FUNCTION, _ARGUMENT = (8 * int(w) for w in MessageWord)
-_INPUT, _OUTPUT, _SEQUENCE, _AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in CollectiveWord)
+_, _RESULT, _READY, _FUNCTION, _ARGUMENT, _ITEMS, _COUNT, _MESSAGES = (8 * int(w) for w in CallWord)
+_NAME, _PEER, _CHANNEL, _COUNTER, _RECORD, _MESSAGE = (8 * int(w) for w in MessageWord)
+_ENTRY, _ITEM = _MESSAGE + 40, 24
+_, _C_MESSAGE, _C_RECORD, _C_RESULT, _INPUT, _OUTPUT, _SEQUENCE = (8 * int(w) for w in list(CollectiveWord)[:7])
+_AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in list(CollectiveWord)[7:])
 _STEP = 8 * len(StepWord)
 _S_READY, _S_FUNCTION, _S_ARGUMENT, _S_FIRST, _S_FIRST_BYTES = (8 * int(w) for w in list(StepWord)[:5])
 _S_SECOND, _S_SECOND_BYTES, _S_COUNTER = (8 * int(w) for w in list(StepWord)[5:])
@@ -122,11 +131,11 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # 
         ready = load(step + _S_READY)
         if ready != 0 and call_3(ready, load(step + _S_ARGUMENT), stream, 0) == 0:
             return _UNREADY
-    message, bits = call + _MESSAGE, bits_of(deadline)
+    message, bits = call + _C_MESSAGE, bits_of(deadline)
     op, dtype, nbytes = load(message), load(message + 8), load(message + 16)
     tag, detail = load(message + 24), load(message + 32)
     number = post(load(call), sequence, op, dtype, nbytes, tag, detail, site)
-    store(call + _RECORD, number)
+    store(call + _C_RECORD, number)
     if number < 0:
         return _FAILED
     store(call + _INPUT, src)
@@ -137,7 +146,7 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # 
         two = load(call + load(step + _S_SECOND)) + load(step + _S_SECOND_BYTES)
         code = call_5(load(step + _S_FUNCTION), load(step + _S_ARGUMENT), one, two, stream, bits)
         if code != 0:
-            store(call + _RESULT, code)
+            store(call + _C_RESULT, code)
             store(call + _AT, (step - first) // _STEP)
             return CAPTURED if code == CAPTURED else _FAILED
     seats = aboard(boarding, number, sequence, op, NO_PEER, 0, 0, message, tag, bits)
@@ -147,30 +156,35 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # 
     return seats
 
 
-def _message(call, boarding, sequence, site, data, tag, stream, deadline):  # type: ignore[no-untyped-def]
-    place, argument = load(call), load(call + _ARGUMENT)
-    if not fits(boarding, 1) or load_acquire(load(place + _BOARD) + ABORT) != 0:
+def _messages(call, boarding, sequence, stream, deadline):  # type: ignore[no-untyped-def]
+    place, argument, count, items = load(call), load(call + _ARGUMENT), load(call + _COUNT), load(call + _ITEMS)
+    if not fits(boarding, count):
+        return _FULL
+    if load_acquire(load(place + _BOARD) + ABORT) != 0 or call_3(load(call + _READY), argument, stream, 0) == 0:
         return _UNREADY
-    if call_3(load(call + _READY), argument, stream, 0) == 0:
-        return _UNREADY
-    message, name, peer, counter = call + _MESSAGE, load(call + _NAME), load(call + _PEER), load(call + _COUNTER)
-    number = note(
-        load(place + _RECORDER), load(place + _COMMUNICATOR), sequence, name, load(message + 8), load(message + 16), peer, tag,
-        site,
-    )  # fmt: skip
-    code = call_5(load(call + _FUNCTION), argument, data, tag, stream, 0)
+    recorder, communicator, first = load(place + _RECORDER), load(place + _COMMUNICATOR), call + _MESSAGES
+    for i in range(count):
+        entry, item = first + i * _ENTRY, items + i * _ITEM
+        name, peer, message = load(entry + _NAME), load(entry + _PEER), entry + _MESSAGE
+        tag, site = load(item + 8), load(item + 16)
+        number = note(recorder, communicator, sequence, name, load(message + 8), load(message + 16), peer, tag, site)
+        store(entry + _RECORD, number)
+    code = call_5(load(call + _FUNCTION), argument, items, 0, stream, 0)
     if code != 0:
-        store(call + _RECORD, number)
         store(call + _RESULT, code)
         return _FAILED
-    channel = load(call + _CHANNEL)
-    return aboard(boarding, number, sequence, name, peer, channel, counter, message, tag, bits_of(deadline))
+    seats, bits = 0, bits_of(deadline)
+    for i in range(count):
+        entry, tag = first + i * _ENTRY, load(items + i * _ITEM + 8)
+        record, name, peer = load(entry + _RECORD), load(entry + _NAME), load(entry + _PEER)
+        channel, counter = load(entry + _CHANNEL), load(entry + _COUNTER)
+        seats = aboard(boarding, record, sequence, name, peer, channel, counter, entry + _MESSAGE, tag, bits)
+    return seats
 
 
-_SIGNATURE = "int64(int64, int64, int64, int64, int64, int64, int64, float64)"
 with compiling():
-    _collective_kernel = brief(_SIGNATURE)(_collective)
-    _message_kernel = brief(_SIGNATURE)(_message)
+    _collective_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, float64)")(_collective)
+    _messages_kernel = brief("int64(int64, int64, int64, int64, float64)")(_messages)
 
 
 class Door:
@@ -253,9 +267,10 @@ class CollectiveCall:
                 return False
             sequence = context.sequence
             code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline.at)
+            if code == _FULL:
+                context.pending.depart_from(handle)
+                code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline.at)
             if code in (_FULL, _UNREADY):
-                if code == _FULL:
-                    context.pending.depart_from(handle)
                 return False
             context.sequence = sequence + 1
             if code < 0:
@@ -266,7 +281,7 @@ class CollectiveCall:
 
     def _end(self, sequence: int, code: int) -> None:
         """What is not the usual end of a call."""
-        number = self._words[Word.RECORD]
+        number = self._words[CollectiveWord.RECORD]
         operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
         if code == CAPTURED:
             self._context.end(operation)
@@ -274,7 +289,7 @@ class CollectiveCall:
         try:
             if number < 0:
                 raise CollectiveStopped(self._context.word())
-            self._calls[self._words[CollectiveWord.AT]].failed(self._words[Word.RESULT])
+            self._calls[self._words[CollectiveWord.AT]].failed(self._words[CollectiveWord.RESULT])
         except BaseException as error:
             _raise(self._context, error, operation)
 
@@ -288,42 +303,71 @@ def _words_of(step: EnqueuedStep) -> list[int]:
     return [0, call.function, call.argument, *places[0], *places[1], 0]
 
 
+class EnqueuedTransfer(NamedTuple):
+    """A message of fixed shape: what it is called, its ring end, and what it is but for its tag."""
+
+    name: OpCode
+    end: RingEnd
+    message: Message
+
+
 class MessageCall:
-    """Messages of fixed shape through one ring end."""
+    """Messages of fixed shapes that start together, each through a ring end of its own."""
 
     def __init__(
-        self, context: Context, door: Door, name: OpCode, end: RingEnd, message: Message, device: EnqueuedMessage
+        self, context: Context, door: Door, transfers: Sequence[EnqueuedTransfer], device: EnqueuedMessage
     ) -> None:
-        self._context, self._door, self._name, self._message = context, door, name, message
-        self._ring, self._device = end, device
-        words = context.place, *message, 0, 0, +name, end.peer, end.channel, end.counter, *device[:3]
+        self._context, self._door, self._transfers, self._device = context, door, transfers, device
+        words = [context.place, 0, *device[:3], 0, len(transfers)]
+        for name, end, message in transfers:
+            words += +name, end.peer, end.channel, end.counter, 0, *message
+            context.pending.rings[end.counter] = end
+        self._at, self._most = len(words), ROOM - len(transfers)
+        words += [0] * 3 * len(transfers)
         self._words = (ctypes.c_int64 * len(words))(*words)
         self._address = ctypes.addressof(self._words)
-        context.pending.rings[end.counter] = end
+        self._words[CallWord.ITEMS] = self._address + 8 * self._at
 
-    def run(self, place: int, handle: int, data: int, tag: int, site: int, deadline: Deadline) -> bool:
-        """Enqueue one on a stream; what is not told here as in `CollectiveCall.run`."""
+    def run(self, place: int, handle: int, items: list[int], deadline: Deadline) -> bool:
+        """Enqueue them on a stream; what is not told here as in `CollectiveCall.run`.
+
+        Args:
+            items: of each message the array's address, the tag, and where the user called it.
+        """
         context, door = self._context, self._door
         with door.lock:
             if not door.open:
                 return False
-            code = _message_kernel(self._address, place, context.sequence, site, data, tag, handle, deadline.at)
-            if code < 0:
-                if code == _UNREADY:
-                    return False
-                self._fail(tag)
-        if code >= ROOM:
+            self._words[self._at :] = items  # type: ignore[assignment]
+            code = _messages_kernel(self._address, place, context.sequence, handle, deadline.at)
+            if code == _FULL:
+                context.pending.depart_from(handle)
+                code = _messages_kernel(self._address, place, context.sequence, handle, deadline.at)
+            if code in (_FULL, _UNREADY):
+                return False
+            if code == _FAILED:
+                self._fail()
+        if code > self._most:
             context.pending.depart_from(handle)
         return True
 
-    def _fail(self, tag: int) -> NoReturn:
-        message, end = self._message._replace(tag=tag), self._ring
-        number = self._words[Word.RECORD]
-        operation = Operation(self._name, self._context.sequence, message, end.peer, number, end.channel)
+    def _fail(self) -> NoReturn:
+        first, *others = self._operations()
+        for operation in others:
+            self._context.end(operation, State.FAILED)
         try:
-            self._device.failed(self._words[Word.RESULT])
+            self._device.failed(self._words[CallWord.RESULT])
         except BaseException as error:
-            _raise(self._context, error, operation)
+            _raise(self._context, error, first)
+
+    def _operations(self) -> list[Operation]:
+        """What was noted last."""
+        found = []
+        for i, (name, end, message) in enumerate(self._transfers):
+            number = self._words[CallWord.FIRST + i * _ENTRY // 8 + MessageWord.RECORD]
+            told = message._replace(tag=self._words[self._at + 3 * i + 1])
+            found.append(Operation(name, self._context.sequence, told, end.peer, number, end.channel))
+        return found
 
 
 def _raise(context: Context, error: BaseException, operation: Operation) -> NoReturn:

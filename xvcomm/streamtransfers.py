@@ -11,7 +11,7 @@ from xvcomm import array
 from xvcomm.abc.device import Mark, Stream
 from xvcomm.boarding import Ends
 from xvcomm.deadline import Deadline
-from xvcomm.enqueued import Door, MessageCall
+from xvcomm.enqueued import Door, EnqueuedTransfer, MessageCall
 from xvcomm.opcode import OpCode
 from xvcomm.pending import Flight, StreamWork
 from xvcomm.ring import RingEnd
@@ -27,7 +27,7 @@ _Shape = tuple[OpCode, int, int, int, int]
 _SHAPES_KEPT = 1000
 _UNPREPARED = object()
 _INSIDE = 2
-"""Functions of xvcomm that are under way when `run_alone` asks for the call site."""
+"""Functions of xvcomm that are under way when `run_alone` and `run` ask for the call site."""
 _RING_STREAMS = 64
 """Rings of a communicator that keep a stream: a device has only so many that were made before anything ran."""
 
@@ -40,7 +40,7 @@ class StreamTransfers(Transfers):
         self._free: list[Stream] = []
         self._of_rings: dict[RingEnd, Stream] = {}
         self._door = Door(context, context.enqueueing)
-        self._calls: dict[_Shape, MessageCall | None] = {}
+        self._calls: dict[tuple[_Shape, ...], MessageCall | None] = {}
         self._turns = Turns(context.pending, self._go)
         context.closing.append(self._turns.close)
 
@@ -50,16 +50,16 @@ class StreamTransfers(Transfers):
         if handle is None:
             self.run([t])
             return
-        view, key = t.view, (t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code)
+        view, key = t.view, ((t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code),)
         user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
         call = self._calls.get(key, _UNPREPARED)
         if isinstance(call, MessageCall) and not self._turns:
             place = self._door.places.get(handle) or self._door.place(handle)
-            if call.run(place, handle, view.address, t.tag, t.site or call_site(_INSIDE), t.deadline):
+            if call.run(place, handle, [view.address, t.tag, t.site or call_site(_INSIDE)], t.deadline):
                 return
         self._run_alone(t, handle, user or self._context.device.adopt(handle))
         if call is _UNPREPARED:
-            self._prepare(t, key)
+            self._prepare([t], key)
 
     def _run_alone(self, t: Transfer, handle: int, user: Stream) -> None:
         """Put one message on its array's stream."""
@@ -79,22 +79,51 @@ class StreamTransfers(Transfers):
         else:
             context.pending.board([t.operation], handle, t.deadline, [(end, end.sequence, t.operation)])
 
-    def _prepare(self, t: Transfer, key: _Shape) -> None:
-        """Let compiled code put further messages of this shape on streams, where the device has that."""
+    def _prepare(self, transfers: Sequence[Transfer], key: tuple[_Shape, ...]) -> None:
+        """Let compiled code put further messages of these shapes on streams, where the device has that."""
         if len(self._calls) >= _SHAPES_KEPT:
             self._calls.clear()
-        assert t.end is not None and t.operation is not None
-        message = t.operation.message._replace(tag=0)
-        found = self._context.device.enqueued(t.end, message)
+        parts = [
+            EnqueuedTransfer(t.name, t.end, t.operation.message._replace(tag=0))
+            for t in transfers if t.end is not None and t.operation is not None
+        ]  # fmt: skip
+        found = self._context.device.enqueued_together([(part.end, part.message) for part in parts])
         if found is None:
             self._calls[key] = None
             return
         with self._context.enqueueing:
-            self._door.admit(t.name)
-        self._calls[key] = MessageCall(self._context, self._door, t.name, t.end, message, found)
+            self._door.admit(transfers[0].name)
+        self._calls[key] = MessageCall(self._context, self._door, parts, found)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream."""
+        handle = transfers[0].stream
+        if handle is None or not all(t.stream == handle for t in transfers):
+            self._run_together(transfers)
+            return
+        if len(transfers) == 1:
+            self.run_alone(transfers[0])
+            return
+        key = tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
+        call = self._calls.get(key, _UNPREPARED)
+        if isinstance(call, MessageCall) and not self._turns:
+            unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
+            if unknown:
+                self._context.device.adopt(handle, *unknown)
+            place, site = self._door.places.get(handle) or self._door.place(handle), transfers[0].site or call_site(_INSIDE)
+            items = [word for t in transfers for word in (t.view.address, t.tag, t.site or site)]
+            if call.run(place, handle, items, _soonest(transfers)):
+                return
+        self._run_together(transfers)
+        if call is _UNPREPARED:
+            rings, channels = {(t.name, t.peer) for t in transfers}, {t.channel for t in transfers}
+            if len(rings) == len(transfers) and len(channels) == 1:
+                self._prepare(transfers, key)
+            else:
+                self._calls[key] = None
+
+    def _run_together(self, transfers: Sequence[Transfer]) -> None:
+        """Put messages on one of their arrays' streams, with the others before and behind them."""
         user, *others = self._streams(transfers)
         self._begin_all(transfers)
         if self._turns:

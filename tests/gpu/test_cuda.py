@@ -104,6 +104,7 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_small_send_returns, ()),
         (pointtopoint.check_beside_collectives, ()),
         (pointtopoint.check_objects, ()),
+        (pointtopoint.check_repeated, (20,)),
         (collectives.check_async, (40,)),
         (collectives.check_barrier, ()),
         (collectives.check_repeated, (40,)),

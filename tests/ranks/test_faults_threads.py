@@ -256,7 +256,7 @@ def blind_watcher(comm):
         with broken, pytest.raises(Aborted, match="watches the other ranks failed: IndexError: pop from empty list"):
             sub.recv(np.empty(3), 1)
     else:
-        with pytest.raises(Aborted, match="rank 0.*IndexError: pop from empty list"):
+        with pytest.raises(Aborted, match=r"rank 0.*IndexError: pop from empty list"):
             sub.recv(np.empty(3), 0)
     sub.close()
     assert comm.all_reduce(np.ones(1))[0] == 2  # other communicators go on

@@ -119,6 +119,7 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_small_send_returns, ()),
         (pointtopoint.check_beside_collectives, ()),
         (pointtopoint.check_objects, ()),
+        (pointtopoint.check_repeated, (20,)),
         *((check, ()) for check in channels.CHECKS),
         (collectives.check_async, (20,)),
         (collectives.check_barrier, ()),

@@ -188,9 +188,9 @@ class Courier(ABC):
 
 
 class EnqueuedMessage(NamedTuple):
-    """Messages of fixed shape through one ring end that compiled code enqueues on a device's stream.
+    """Messages of fixed shape through one ring end, or some, that compiled code enqueues on a device's stream.
 
-    One call at a time, and none at the same time as another transfer through the ring end. The functions are called
+    One call at a time, and none at the same time as another transfer through a ring end. The functions are called
     with the interpreter lock, and let it go where they may wait.
 
     Attributes:
@@ -275,6 +275,14 @@ class Device(ABC):
         Args:
             message: what all of them are, but for the tag, which is 0.
             op, remote_first: as of `get`.
+        """
+        return None
+
+    def enqueued_together(self, messages: Sequence[tuple[RingEnd, Message]]) -> EnqueuedMessage | None:
+        """The same for messages that start together, each through a ring end of its own.
+
+        Its function takes, for array and tag, the address of three words for each message: array, tag, and one that means
+        nothing; and one that means nothing.
         """
         return None
 

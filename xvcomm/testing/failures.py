@@ -185,6 +185,38 @@ def check_departure_repeated(comm: Communicator) -> None:
         check_departure(comm)
 
 
+def check_exchange_repeated(comm: Communicator) -> None:
+    """What goes wrong in an exchange that was called before in the same shape is told: mismatch, deadline, departure."""
+    a, last = arrays(comm), comm.size - 1
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for what, wanted in (("mismatch", MismatchError), ("deadline", DeadlineExceeded), ("departure", PeerLost)):
+        signals = Signals(comm)
+        with on_device(comm), _group(comm) as group:
+            x, y = a.put(np.ones(1000)), a.put(np.zeros(1000))
+            for _ in range(8):
+                group.sendrecv(a.put(np.zeros(1000)), after, y, before)
+            a.get(y)
+            signals.tell("warm")
+            signals.hear("warm", range(comm.size))
+            if what == "departure" and comm.rank == last:
+                group.close()
+            elif what == "mismatch" or comm.rank != last:
+                tags = {"send_tag": int(comm.rank == last), "recv_tag": 2 * int(comm.rank == 0)} if what == "mismatch" else {}
+                with contextlib.suppress(wanted):  # on host memory
+                    group.sendrecv(x, after, y, before, **tags, timeout=_PATIENCE if what == "deadline" else None)
+            else:
+                signals.hear("late", range(last))
+            signals.tell("late")
+            if what == "departure" and comm.rank == last:
+                continue
+            error = _raised_soon(wanted, group.barrier)
+            if what == "mismatch":
+                assert "tag 1" in str(error) and "tag 2" in str(error), error
+                assert comm.rank or not a.get(y).any(), "a message was delivered that both ends described differently"
+            elif comm.size == 2:
+                assert f"rank {last}" in str(error), error
+
+
 def check_probe_deadline(comm: Communicator) -> None:
     """A probe that finds nothing ends by its deadline, and names who sent nothing; by an abort at once."""
     last = comm.size - 1
@@ -342,4 +374,5 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_message_to_the_departed, check_deadline,
     check_deadline_behind_a_late_mark, check_abort, check_departure, check_probe_deadline, check_probe_of_the_departed,
     check_mismatch_repeated, check_deadline_repeated, check_abort_repeated, check_departure_repeated,
+    check_exchange_repeated,
 )  # fmt: skip

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from xvcomm.communicator import Communicator
+from xvcomm.context import Context
 from xvcomm.dtype import BY_NAME
-from xvcomm.testing.arrays import Array, Room, arrays
+from xvcomm.testing.arrays import Array, Room, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.work import Work
 
@@ -77,6 +79,40 @@ def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
         assert_same_bits(a.get(buffer), theirs, f"{way} of {count} x {dtype}")
         room.check()
     assert_same_bits(a.get(x), mine, "what was sent")
+
+
+def check_repeated(comm: Communicator, rounds: int) -> None:
+    """Messages that start together, called before in the same shapes; compiled code starts them on GPUs."""
+    a, begun, begin = arrays(comm), mock.Mock(), Context.begin
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+
+    def begin_counted(context: Context, *args: Any, **kwargs: Any) -> Any:
+        begun()
+        return begin(context, *args, **kwargs)
+
+    def data(source: int, number: int) -> Array:
+        return np.full(1000, 100.0 * number + source)
+
+    sent = [a.put(data(comm.rank, number)) for number in range(rounds)]
+    rooms = [{peer: a.put(np.zeros(1000)) for peer in (*peers, "sendrecv", "recv")} for _ in sent]
+    with on_device(comm), mock.patch.object(Context, "begin", begin_counted):
+        for number, (x, room) in enumerate(zip(sent, rooms, strict=True)):
+            if number == 5:
+                begun.reset_mock()
+            assert comm.sendrecv(x, after, room["sendrecv"], before, number, number) is room["sendrecv"]
+            with comm.group():
+                for peer in peers:
+                    comm.recv(room[peer], peer, 7)
+                    comm.send(x, peer, 7)
+            comm.send(x, after)
+            comm.recv(room["recv"], before)
+    if a.asynchronous:
+        assert begun.call_count == 0, "Python began messages that compiled code can begin"
+    for number, room in enumerate(rooms):
+        for key, array in room.items():
+            want = data(key if isinstance(key, int) else before, number)
+            assert_same_bits(a.get(array), want, f"message {number} ({key})")
 
 
 def check_group_beyond_rings(comm: Communicator, nbytes: int, messages: int) -> None:
