@@ -492,7 +492,8 @@ struct State {
     u64 consumed;
     u32 done;  // blocks of the running message
     u32 stopped;
-    u64 padding[13];
+    u64 compared;  // what came of comparing the descriptions of the newest message: see `compared`
+    u64 padding[12];
     Lane lanes[XV_MAX_LANES];
 };
 static_assert(sizeof(State) == XV_STATE_BYTES, "as _kernels.py allocates it");
@@ -552,7 +553,7 @@ struct Watch {
     bool warned;  // the ring has stopped
 };
 constexpr u32 PATIENCE = 1000;  // looks, of a microsecond each over PCIe
-constexpr u32 SELDOM = 8;  // looks from one at the abort word to the next
+constexpr u32 SELDOM = 32;  // looks from one at the abort word to the next
 
 XV_DEVICE u64* word(const Row& row, i64 offset) { return reinterpret_cast<u64*>(row.ring + offset); }
 XV_DEVICE u64* entry(const Row& row, u64 sequence, bool producer) {
@@ -644,15 +645,22 @@ XV_DEVICE void publish(const Part& p, u32 published) {
     if (published) store(p.mine, p.start + published);
 }
 
-// Look at what the other end has done. Seldom-changing words are left out where they can be: looks take bandwidth.
+// How the leader tells the other blocks, in device memory, what came of comparing the descriptions.
+XV_DEVICE u64 compared(const Part& p, Verdict verdict) { return (p.sequence + 1) << 2 | verdict; }
+
+// Look at what the other end has done. A GPU reads a line of host memory for one block at a time, a microsecond each: all
+// blocks read their own lane's counters, but only the leader reads the other end's description, and the abort word is
+// looked at seldom, by each in its turn.
 XV_DEVICE void look_around(Part& p, Watch& w) {
     Board& board = p.board;
-    const bool producer = p.row.producer, asks = w.idle % SELDOM == SELDOM - 1;
-    const Look found = look(p.theirs, asks ? word(p.row, XV_ABORT) : p.theirs,
-                            w.verdict == OPEN ? entry(p.row, p.sequence, !producer) : p.theirs);
+    const bool producer = p.row.producer, asks = (w.idle + blockIdx.x) % SELDOM == SELDOM - 1;
+    u64* answer = &p.row.state->compared;
+    const u64* description = p.leader ? entry(p.row, p.sequence, !producer) : answer;
+    const Look found = look(p.theirs, asks ? word(p.row, XV_ABORT) : p.theirs, w.verdict == OPEN ? description : p.theirs);
     const u64 may = found.first - p.start + (producer ? p.row.slots : 0);
     const u32 ready = may < p.pieces ? static_cast<u32>(may) : p.pieces;
-    const bool described = w.verdict == OPEN && found.third == p.sequence + 1;
+    const u64 described_as = p.leader ? found.third : found.third >> 2;
+    const bool described = w.verdict == OPEN && described_as == p.sequence + 1;
     if (ready == w.ready && !described) {
         // What was published before a stop is still delivered, and may be younger than this look: look once more.
         if (w.warned) board.left = 1;
@@ -667,8 +675,11 @@ XV_DEVICE void look_around(Part& p, Watch& w) {
     // The copying warps fetch while the descriptions are compared, and wait before they deliver.
     if (first_of_warp() && !alone()) board.ready = ready;
     if (described) {
-        w.verdict = compare(p);
-        if (first_of_warp()) board.verdict = w.verdict;
+        w.verdict = p.leader ? compare(p) : static_cast<Verdict>(found.third & 3);
+        if (first_of_warp()) {
+            if (p.leader) store(answer, compared(p, w.verdict));
+            board.verdict = w.verdict;
+        }
         if (w.verdict == DIFFERENT) board.left = 1;
     }
     if (first_of_warp() && w.verdict == EQUAL) board.ready = ready;

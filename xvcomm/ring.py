@@ -44,7 +44,7 @@ LEDGER = 64
 ENTRY = 64
 ALIGN = 16
 LEAST_CHUNK = 16 << 10
-LEAST_APART_CHUNK = 64 << 10
+LEAST_APART_CHUNK = 32 << 10
 """The same of slots in a GPU's memory, where copying is fast and the hand-over through host memory is not."""
 
 
