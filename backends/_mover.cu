@@ -645,7 +645,7 @@ XV_DEVICE void publish(const Part& p, u32 published) {
     if (published) store(p.mine, p.start + published);
 }
 
-// How the leader tells the other blocks, in device memory, what came of comparing the descriptions.
+// How the leader tells the other blocks, in device memory, what came of comparing the descriptions; OPEN if it left before.
 XV_DEVICE u64 compared(const Part& p, Verdict verdict) { return (p.sequence + 1) << 2 | verdict; }
 
 // Look at what the other end has done. A GPU reads a line of host memory for one block at a time, a microsecond each: all
@@ -662,8 +662,12 @@ XV_DEVICE void look_around(Part& p, Watch& w) {
     const u64 described_as = p.leader ? found.third : found.third >> 2;
     const bool described = w.verdict == OPEN && described_as == p.sequence + 1;
     if (ready == w.ready && !described) {
-        // What was published before a stop is still delivered, and may be younger than this look: look once more.
-        if (w.warned) board.left = 1;
+        // What was published before a stop is still delivered, and may be younger than this look: look once more. Others
+        // than the leader leave the comparison to it, which may come late.
+        if (w.warned && (p.leader || w.verdict != OPEN)) {
+            if (w.verdict == OPEN && first_of_warp()) store(answer, compared(p, OPEN));
+            board.left = 1;
+        }
         w.warned = w.warned || (asks && found.second);
         if (++w.idle > PATIENCE || w.ready) rest();
         if (alone()) pause();
@@ -680,7 +684,7 @@ XV_DEVICE void look_around(Part& p, Watch& w) {
             if (p.leader) store(answer, compared(p, w.verdict));
             board.verdict = w.verdict;
         }
-        if (w.verdict == DIFFERENT) board.left = 1;
+        if (w.verdict != EQUAL) board.left = 1;
     }
     if (first_of_warp() && w.verdict == EQUAL) board.ready = ready;
 }

@@ -37,9 +37,14 @@ MOVED = [("float32", 1), ("bfloat16", 1), ("float8_e4m3fn", 2), ("int16", 4), ("
 
 
 class PlainRuntime:
-    """The part of a Runtime that Kernels uses, for plain C++: a launch runs a thread a block and waits for them."""
+    """The part of a Runtime that Kernels uses, for plain C++: a launch runs a thread a block and waits for them.
+
+    Attributes:
+        late: seconds that the first block of a launch begins after the others.
+    """
 
     kind = "plain"
+    late = 0.0
     source = f'#include "{HIP / "prelude.h"}"\n'
 
     def __init__(self, folder: Path) -> None:
@@ -88,10 +93,12 @@ class PlainRuntime:
         run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(entry[2])
         grid = (ctypes.c_uint * 3)(blocks, 1, 1)
         indices = [(ctypes.c_uint * 3)(number, 0, 0) for number in range(blocks)]
-        running = [threading.Thread(target=run, args=(place, index, grid)) for index in indices]
-        for thread in running:
+        first, *others = [threading.Thread(target=run, args=(place, index, grid)) for index in indices]
+        for thread in others:
             thread.start()
-        for thread in running:
+        time.sleep(self.late)
+        first.start()
+        for thread in (first, *others):
             thread.join()
 
 
@@ -354,6 +361,20 @@ def test_a_stopped_ring_lets_all_go(bench: Bench) -> None:
     ring.move(False, target, message(4000))
     ring.move(True, data, message(4000))
     assert ring.producer.finished() == ring.consumer.finished() == (1, False)
+    ring.close()
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_first_block_comes_late_to_a_stopped_ring(bench: Bench, published: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone compares the descriptions: the others wait for it, and leave with it."""
+    ring, data, target = Ring(bench, RingLayout(3, 4, 4096)), distinct(UINT8, 40_000, 1), np.zeros(40_000, np.uint8)
+    if published:
+        ring.move(True, data, message(data.nbytes))
+    ring.producer.abort(Reason.LEFT.word(0))
+    monkeypatch.setattr(bench.kernels._runtime, "late", 0.2)
+    bench.threads.submit(ring.move, False, target, message(data.nbytes)).result(20)
+    assert_bits(target, data if published else np.zeros_like(data))
+    assert ring.consumer.finished() == (1, True) if published else (0, False)
     ring.close()
 
 
