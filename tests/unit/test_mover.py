@@ -37,14 +37,10 @@ MOVED = [("float32", 1), ("bfloat16", 1), ("float8_e4m3fn", 2), ("int16", 4), ("
 
 
 class PlainRuntime:
-    """The part of a Runtime that Kernels uses, for plain C++: a launch runs a thread a block and waits for them.
-
-    Attributes:
-        late: seconds that the first block of a launch begins after the others.
-    """
+    """The part of a Runtime that Kernels uses, for plain C++: a launch runs a thread a block and waits for them."""
 
     kind = "plain"
-    late = 0.0
+    late = 0.0  # seconds that the first block of a launch begins after the others
     source = f'#include "{HIP / "prelude.h"}"\n'
 
     def __init__(self, folder: Path) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from xvcomm.communicator import Communicator
-from xvcomm.context import Context
 from xvcomm.dtype import BY_NAME, premul_sum
-from xvcomm.testing.arrays import Array, Room, arrays, on_device
+from xvcomm.testing.arrays import Array, Room, arrays, begun_by_python
 from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct, uneven
 
 _WIDTH = 3
@@ -246,16 +244,9 @@ def check_async(comm: Communicator, many: int) -> None:
 
 def check_repeated(comm: Communicator, rounds: int) -> None:
     """What was called before in the same shape gives the same; over one or two islands compiled code starts it on GPUs."""
-    a, begun = arrays(comm), mock.Mock()
-    begin, mine = Context.begin, float(comm.rank + 1)
-    total = sum(range(1, comm.size + 1))
-
-    def begin_counted(context: Context, *args: Any, **kwargs: Any) -> Any:
-        begun()
-        return begin(context, *args, **kwargs)
-
+    a, mine, total = arrays(comm), float(comm.rank + 1), sum(range(1, comm.size + 1))
     xs = [a.put(np.full(1000, mine)) for _ in range(rounds)]
-    with on_device(comm), mock.patch.object(Context, "begin", begin_counted):
+    with begun_by_python(comm) as begun:
         for number, x in enumerate(xs):
             if number % 2:
                 comm.all_reduce(x)

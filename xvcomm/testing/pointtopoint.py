@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import time
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from xvcomm.communicator import Communicator
-from xvcomm.context import Context
 from xvcomm.dtype import BY_NAME
-from xvcomm.testing.arrays import Array, Room, arrays, on_device
+from xvcomm.testing.arrays import Array, Room, arrays, begun_by_python
 from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.work import Work
 
@@ -83,20 +81,16 @@ def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
 
 def check_repeated(comm: Communicator, rounds: int) -> None:
     """Messages that start together, called before in the same shapes; compiled code starts them on GPUs."""
-    a, begun, begin = arrays(comm), mock.Mock(), Context.begin
+    a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
-
-    def begin_counted(context: Context, *args: Any, **kwargs: Any) -> Any:
-        begun()
-        return begin(context, *args, **kwargs)
 
     def data(source: int, number: int) -> Array:
         return np.full(1000, 100.0 * number + source)
 
     sent = [a.put(data(comm.rank, number)) for number in range(rounds)]
     rooms = [{peer: a.put(np.zeros(1000)) for peer in (*peers, "sendrecv", "recv")} for _ in sent]
-    with on_device(comm), mock.patch.object(Context, "begin", begin_counted):
+    with begun_by_python(comm) as begun:
         for number, (x, room) in enumerate(zip(sent, rooms, strict=True)):
             if number == 5:
                 begun.reset_mock()
