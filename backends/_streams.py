@@ -382,7 +382,7 @@ class GpuStream(Stream):
     def _arm(self, rows: Sequence[tuple[Port, Transfer]]) -> None:
         """Let compiled code launch the next transfers of these shapes, if it is to."""
         key = tuple((port, (row.message._replace(tag=0), row.op, row.remote_first)) for port, row in rows)
-        if key not in rows[0][0].messages:
+        if key not in rows[0][0].messages or any(port.captured for port, _ in rows):  # `_count` knows of graphs
             return
         engine, handle = self._engine, self._handle
         most = engine.room(handle)

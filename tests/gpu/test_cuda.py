@@ -190,7 +190,7 @@ def test_frameworks(alone: World, framework: str) -> None:
             alone.run(check, [framework])
 
 
-@pytest.mark.parametrize("check", [graphs.check_graphs, graphs.check_graph_of_many])
+@pytest.mark.parametrize("check", graphs.CHECKS)
 def test_graphs(alone: World, check: Callable[..., None]) -> None:
     """Operations captured in CUDA graphs by CuPy, of the native library and across borders."""
     if alone.size > 1:

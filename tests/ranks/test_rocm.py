@@ -253,7 +253,7 @@ def test_dtypes(job: Job, name: str) -> None:
             ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
 
 
-@pytest.mark.parametrize("check", [graphs.check_graphs, graphs.check_graph_of_many])
+@pytest.mark.parametrize("check", graphs.CHECKS)
 def test_graphs(alone: World, check: Callable[..., None]) -> None:
     """Operations captured in a HIP graph, of the native library and across a border."""
     alone.run(check)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from xvcomm.communicator import Communicator
-from xvcomm.testing.arrays import DeviceArrays, arrays
+from xvcomm.deadline import NEVER
+from xvcomm.links import Use
+from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits
 from xvcomm.testing.trials import Trial, warm
 
@@ -92,9 +94,41 @@ def check_graph_of_many(comm: Communicator) -> None:
         assert_same_bits(a.get(x), ((comm.size - 1) / 2 + number) * ones, f"launch {number} of many operations")
 
 
+def check_graph_beside_repeated(comm: Communicator) -> None:
+    """An exchange that compiled code starts, and then a graph as well: rings count the messages of both."""
+    a, number = arrays(comm), 0
+    x, y = a.put(np.zeros(1000)), a.put(np.zeros(1000))
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def exchange() -> None:
+        comm.sendrecv(x, after, y, before)
+
+    def check(run: Callable[[], None]) -> None:
+        nonlocal number
+        number += 1
+        a.fill(x, np.full(1000, 100.0 * number + comm.rank))
+        run()
+        assert_same_bits(a.get(y), np.full(1000, 100.0 * number + before), f"exchange {number}")
+
+    with on_device(comm):
+        for _ in range(5):
+            check(exchange)
+        replay = _captured(comm, exchange)
+        for _ in range(3):
+            check(replay)
+            for _ in range(4):
+                check(exchange)
+    links, use = comm._context.links, Use.POINT_TO_POINT
+    for end in (links.end(after, use, NEVER, producer=True), links.end(before, use, NEVER, producer=False)):
+        assert end.sequence == end.finished()[0], "not all messages were counted"
+
+
 def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], None]:
     """What runs a graph of what is enqueued."""
     a = arrays(comm)
     assert isinstance(a, DeviceArrays) and a.handle is not None
     a.synchronize()
     return CAPTURES[a.kind](a.handle, enqueue)
+
+
+CHECKS: tuple[Callable[[Communicator], None], ...] = (check_graphs, check_graph_of_many, check_graph_beside_repeated)
