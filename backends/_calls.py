@@ -10,7 +10,7 @@ import enum
 
 import numpy as np
 
-from xvcomm.abc.collective import CAPTURED
+from xvcomm.abc.device import CAPTURED
 from xvcomm.atomics import full_fence, load, load_acquire, store, store_release
 from xvcomm.backends._kernels import CAPTURING, is_capturing
 from xvcomm.calling import call_11, let_go, take_back

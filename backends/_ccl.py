@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
-from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped, EnqueuedCollective
-from xvcomm.abc.device import Allocation, Device, Stream
+from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
+from xvcomm.abc.device import Allocation, Device, EnqueuedCall, Stream
 from xvcomm.abc.store import Store
 from xvcomm.backends._calls import ENQUEUE, FUNCTIONS, State, prepared
 from xvcomm.backends._join import Member, join, meet
@@ -259,7 +259,7 @@ class CclCollective(Collective):
         """See `Collective.all_to_all`."""
         self._exchange(parts(src, counts, dtype.itemsize), parts(dst, recv_counts, dtype.itemsize), stream)
 
-    def enqueued(self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int) -> EnqueuedCollective | None:
+    def enqueued(self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int) -> EnqueuedCall | None:
         """See `Collective.enqueued`."""
         native, plain = self._native.get(dtype.code << 4 | reduction.op), (count * dtype.itemsize, self._bytes)
         calls: dict[OpCode, tuple[int, ...]] = {OpCode.ALL_GATHER: plain, OpCode.BROADCAST: (*plain, root)}
@@ -270,7 +270,7 @@ class CclCollective(Collective):
             return None
         function, (ask, *_) = self._library.address(FUNCTIONS[op]), self._runtime.addresses()
         words = prepared(ctypes.addressof(self._state), function, ask, *calls[op], self._comm)
-        return EnqueuedCollective(ENQUEUE, int(words.ctypes.data), words, self._fail)
+        return EnqueuedCall(ENQUEUE, int(words.ctypes.data), words, self._fail)
 
     def abort(self, word: int) -> None:
         """See `Collective.abort`; of a member that merely left, what is under way goes on, but nothing new begins."""

@@ -11,11 +11,12 @@ from typing import NoReturn, cast
 
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, EnqueuedMessage, Loan, Stream
+from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, EnqueuedCall, EnqueuedMessage, Loan, Stream
 from xvcomm.abc.store import Store
 from xvcomm.backends._ccl import CclCollective
 from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import Kernels
+from xvcomm.backends._local import LAUNCH_LOCAL, LocalCall
 from xvcomm.backends._messages import LAUNCH, LAUNCH_TOGETHER, READY
 from xvcomm.backends._peer import PeerPool, apart, reached
 from xvcomm.backends._streams import Engine, GpuStream
@@ -159,6 +160,17 @@ class GpuDevice(Device):
         """See `Device.enqueued_together`."""
         found = self._engine.messages([(end, (message, None, False)) for end, message in messages])
         return EnqueuedMessage(READY, LAUNCH_TOGETHER, found.address, found, self._failed) if found is not None else None
+
+    def enqueued_copy(self, nbytes: int) -> EnqueuedCall:
+        """See `Device.enqueued_copy`."""
+        return self._local(LocalCall.copy(self._kernels, nbytes))
+
+    def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall:
+        """See `Device.enqueued_scale`."""
+        return self._local(LocalCall.scale(self._kernels, count, dtype, factor, divisor))
+
+    def _local(self, call: LocalCall) -> EnqueuedCall:
+        return EnqueuedCall(LAUNCH_LOCAL, call.address, call, self._failed)
 
     def _failed(self, code: int) -> NoReturn:
         raise told(self.runtime.failure(code), self.runtime.kind, self.index)

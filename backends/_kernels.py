@@ -24,7 +24,7 @@ from xvcomm import ring
 from xvcomm.atomics import load, store
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.calling import call_11, let_go, take_back
-from xvcomm.dtype import DTYPES, DType, ReduceOp
+from xvcomm.dtype import DTYPES, UINT8, DType, ReduceOp
 from xvcomm.errors import BackendUnavailable
 from xvcomm.jit import brief, compiling
 from xvcomm.ring import MAX_LANES, Message
@@ -56,6 +56,9 @@ _ROW_BYTES, _DATA, _TAG = _ROW.size, 24, 64
 
 _TERMS = struct.Struct("=Q4q")
 _SCALE = struct.Struct("=2Qqd3q")
+COPY_PLACES, SCALE_PLACES = (_TERMS.size, 24), (8, 40)
+"""For compiled code: where input, and the number of elements that lie before the first aligned one, lie in these two."""
+
 _ALIGN = 16
 _LOG_LINES = 12
 _DIGEST = 32
@@ -146,6 +149,25 @@ def recorded(words: int, stream: int, event: int) -> int:
     return call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
+@register_jitable
+def first_aligned(count: int, itemsize: int, dst: int, skew: int) -> int:
+    """How many of `count` elements lie before the first that begins an aligned word in all operands; all, if none does.
+
+    Args:
+        skew: the bits in which the operands' addresses differ.
+    """
+    gap = -dst & (_ALIGN - 1)
+    if skew & (_ALIGN - 1) != 0 or gap % itemsize != 0:
+        return count
+    return min(gap // itemsize, count)
+
+
+@register_jitable
+def arguments_of(words: int) -> int:
+    """Address of what a `Prepared` launch's kernel takes."""
+    return load(words + _ROW_AT)
+
+
 def _start(words: int, data: int, tag: int, stream: int, event: int) -> int:
     """Launch a single `Prepared` transfer, unless the stream is capturing, with the interpreter lock let go.
 
@@ -168,10 +190,10 @@ with compiling():
 
 
 class Prepared:
-    """Transfers through one ring end each, of fixed shapes: from launch to launch only arrays and tags differ.
+    """A launch of fixed shape, of transfers through one ring end each or of a local kernel: only arrays and tags differ.
 
     Attributes:
-        address: what `start` takes.
+        address: what `start` takes, of a single transfer.
         blocks: of its launch.
     """
 
@@ -211,6 +233,18 @@ class Kernels:
         arguments = _Arguments()
         return Prepared(arguments, self._move, _pack(arguments.buffer, transfers, most), self._calls)
 
+    def prepare_copy(self, nbytes: int) -> Prepared:
+        """What copies so many bytes: a reduction of one operand. The addresses and what is aligned are left out."""
+        arguments = _Arguments()
+        _TERMS.pack_into(arguments.buffer, 0, 0, nbytes, 1, 0, _code(UINT8.code, ReduceOp.SUM))
+        return Prepared(arguments, self._reduce, _blocks(nbytes), self._calls)
+
+    def prepare_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> Prepared:
+        """What `scale` would launch; the addresses and what is aligned are left out."""
+        arguments = _Arguments()
+        _SCALE.pack_into(arguments.buffer, 0, 0, 0, count, factor, divisor, 0, dtype.code)
+        return Prepared(arguments, self._scale, _blocks(count * dtype.itemsize), self._calls)
+
     def move(self, transfers: Sequence[Transfer], stream: int, most: int = MOST_BLOCKS) -> int:
         """Start up to ROWS transfers together, at most one of each ring end; by `most` blocks if that is one for each.
 
@@ -226,22 +260,23 @@ class Kernels:
     def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int) -> None:
         """See `Device.reduce`."""
         assert 0 < len(srcs) <= TERMS
-        head, arguments = _head(count, dtype.itemsize, dst, *srcs), self._arguments()
+        skew = 0
+        for src in srcs:
+            skew |= src ^ dst
+        head, arguments = first_aligned(count, dtype.itemsize, dst, skew), self._arguments()
         _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), head, _code(dtype.code, op))
         struct.pack_into(f"={len(srcs)}Q", arguments.buffer, _TERMS.size, *srcs)
         self._launch_local(self._reduce, dtype, count, arguments.params, stream)
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: int) -> None:
         """See `Device.scale`."""
-        head, arguments = _head(count, dtype.itemsize, dst, src), self._arguments()
+        head, arguments = first_aligned(count, dtype.itemsize, dst, src ^ dst), self._arguments()
         _SCALE.pack_into(arguments.buffer, 0, dst, src, count, factor, divisor, head, dtype.code)
         self._launch_local(self._scale, dtype, count, arguments.params, stream)
 
     def _launch_local(self, function: int, dtype: DType, count: int, params: int, stream: int) -> None:
-        """Spread `count` elements over the device, 16 bytes a thread."""
         if count:
-            blocks = min(LOCAL_BLOCKS, 1 + count * dtype.itemsize // (_ALIGN * THREADS))
-            self._runtime.launch(function, blocks, THREADS, params, stream)
+            self._runtime.launch(function, _blocks(count * dtype.itemsize), THREADS, params, stream)
 
     def _arguments(self) -> _Arguments:
         """This thread's memory for arguments."""
@@ -272,12 +307,9 @@ def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], mo
     return block
 
 
-def _head(count: int, itemsize: int, *addresses: int) -> int:
-    """How many of `count` elements lie before the first that begins an aligned word in all operands; all, if none does."""
-    offset = addresses[0] % _ALIGN
-    head, rest = divmod(-offset % _ALIGN, itemsize)
-    together = not rest and all(address % _ALIGN == offset for address in addresses)
-    return min(head, count) if together else count
+def _blocks(nbytes: int) -> int:
+    """Of a local kernel: 16 bytes a thread, spread over the device."""
+    return min(LOCAL_BLOCKS, 1 + nbytes // (_ALIGN * THREADS))
 
 
 def _code(dtype: int, op: int) -> int:

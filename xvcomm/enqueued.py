@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
-from xvcomm.abc.collective import CAPTURED, CollectiveStopped, EnqueuedCollective
-from xvcomm.abc.device import EnqueuedMessage
+from xvcomm.abc.collective import CollectiveStopped
+from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMessage
 from xvcomm.array import ArrayView
 from xvcomm.atomics import load, load_acquire, store
 from xvcomm.board import post
@@ -26,6 +26,7 @@ from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
 from xvcomm.operation import NO_PEER, Operation
 from xvcomm.ring import ABORT, Message, RingEnd
+from xvcomm.schedule.steps import Buf
 from xvcomm.trace import State, note
 
 _CLOSE_SECONDS = 1.0
@@ -33,27 +34,27 @@ _FAILED, _FULL, _UNREADY = -1, -3, -4
 
 
 class Place(NamedTuple):
-    """A place in a collective's output, or else its input.
+    """A place in one of a collective's three pieces of memory.
 
     Attributes:
-        output: which of them.
+        buf: which of them.
         offset: in bytes.
     """
 
-    output: bool
+    buf: Buf
     offset: int
 
 
 class EnqueuedStep(NamedTuple):
-    """One call of the native library, or one message, of a collective for compiled code.
+    """One call of the native library, copy, scaling or message, of a collective for compiled code.
 
     Attributes:
         call: what is called.
-        first, second: the places in input or output that it takes; of messages only the first counts.
+        first, second: the places that it reads and writes; of messages only the first counts.
         ring: of messages.
     """
 
-    call: EnqueuedCollective | EnqueuedMessage
+    call: EnqueuedCall | EnqueuedMessage
     first: Place
     second: Place
     ring: RingEnd | None = None
@@ -90,13 +91,14 @@ class CollectiveWord(enum.IntEnum):
     MESSAGE = 1  # five
     RECORD = 6  # what became of the newest: its record's number, inverted if the board was aborted
     RESULT = 7  # and what a function gave
-    INPUT = 8  # these three are what steps take, with something added
+    INPUT = 8  # these four are what steps take, with something added
     OUTPUT = 9
-    SEQUENCE = 10
-    AT = 11  # the step that is under way
-    STEPS = 12  # how many there are
-    SEATS = 13  # entries that it needs aboard
-    FIRST = 14  # the words of the steps
+    SCRATCH = 10
+    SEQUENCE = 11
+    AT = 12  # the step that is under way
+    STEPS = 13  # how many there are
+    SEATS = 14  # entries that it needs aboard
+    FIRST = 15  # the words of the steps
 
 
 class StepWord(enum.IntEnum):
@@ -115,8 +117,9 @@ class StepWord(enum.IntEnum):
 _, _RESULT, _READY, _FUNCTION, _ARGUMENT, _ITEMS, _COUNT, _MESSAGES = (8 * int(w) for w in CallWord)
 _NAME, _PEER, _CHANNEL, _COUNTER, _RECORD, _MESSAGE = (8 * int(w) for w in MessageWord)
 _ENTRY, _ITEM = _MESSAGE + 40, 24
-_, _C_MESSAGE, _C_RECORD, _C_RESULT, _INPUT, _OUTPUT, _SEQUENCE = (8 * int(w) for w in list(CollectiveWord)[:7])
-_AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in list(CollectiveWord)[7:])
+_, _C_MESSAGE, _C_RECORD, _C_RESULT, _INPUT, _OUTPUT, _SCRATCH, _SEQUENCE = (8 * int(w) for w in list(CollectiveWord)[:8])
+_AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in list(CollectiveWord)[8:])
+_BASES = {Buf.IN: _INPUT, Buf.OUT: _OUTPUT, Buf.TMP: _SCRATCH}
 _STEP = 8 * len(StepWord)
 _S_READY, _S_FUNCTION, _S_ARGUMENT, _S_FIRST, _S_FIRST_BYTES = (8 * int(w) for w in list(StepWord)[:5])
 _S_SECOND, _S_SECOND_BYTES, _S_COUNTER = (8 * int(w) for w in list(StepWord)[5:])
@@ -229,18 +232,23 @@ class Door:
 
 
 class CollectiveCall:
-    """A collective of fixed shape that is a few calls, one behind the other on one stream."""
+    """A collective of fixed shape that is a few calls, one behind the other on one stream.
+
+    Args:
+        scratch: gives the address of scratch memory that only collectives on a stream use; None if the steps need none.
+    """
 
     def __init__(
-        self, context: Context, door: Door, op: OpCode, message: Message, steps: Sequence[EnqueuedStep]
-    ) -> None:
-        self._context, self._door, self._op, self._message = context, door, op, message
+        self, context: Context, door: Door, op: OpCode, message: Message, steps: Sequence[EnqueuedStep],
+        scratch: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
+        self._context, self._door, self._op, self._message, self._scratch = context, door, op, message, scratch
         self._calls = [step.call for step in steps]  # compiled code knows them by address
         rings = [step.ring for step in steps if step.ring is not None]
         context.pending.rings.update((ring.counter, ring) for ring in rings)
         seats = 1 + len(rings)
         self._most = ROOM - seats
-        words = [context.place, *message, *[0] * 6, len(steps), seats]
+        words = [context.place, *message, *[0] * 7, len(steps), seats]
         for step in steps:
             words += _words_of(step)
         self._words = (ctypes.c_int64 * len(words))(*words)
@@ -266,6 +274,8 @@ class CollectiveCall:
             if not door.open:
                 return False
             sequence = context.sequence
+            if self._scratch is not None:
+                self._words[CollectiveWord.SCRATCH] = self._scratch(handle)
             code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline.at)
             if code == _FULL:
                 context.pending.depart_from(handle)
@@ -297,7 +307,7 @@ class CollectiveCall:
 def _words_of(step: EnqueuedStep) -> list[int]:
     """The words of a step."""
     call, ring = step.call, step.ring
-    places = [[_OUTPUT if place.output else _INPUT, place.offset] for place in (step.first, step.second)]
+    places = [[_BASES[place.buf], place.offset] for place in (step.first, step.second)]
     if isinstance(call, EnqueuedMessage) and ring is not None:
         return [call.ready, call.function, call.argument, *places[0], _SEQUENCE, 0, ring.counter]  # the tag is the number
     return [0, call.function, call.argument, *places[0], *places[1], 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from xvcomm.abc.device import Allocation, Mark, Stream
+from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, Stream
 from xvcomm.boarding import Ends
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
@@ -39,7 +39,7 @@ _ENQUEUED = {
     NativeOp.ALL_REDUCE: OpCode.ALL_REDUCE, NativeOp.REDUCE_SCATTER: OpCode.REDUCE_SCATTER,
     NativeOp.ALL_GATHER: OpCode.ALL_GATHER, NativeOp.BROADCAST: OpCode.BROADCAST,
 }  # fmt: skip
-SERIAL_BYTES = 256 << 10
+SERIAL_BYTES = 4 << 20
 """Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
 
 
@@ -49,6 +49,10 @@ class Buffers:
 
     src: int
     dst: int
+
+    def bases(self, scratch: int) -> dict[Buf, int]:
+        """Where everything lies that spans speak of."""
+        return {Buf.IN: self.src, Buf.OUT: self.dst, Buf.TMP: scratch}
 
 
 class Executor:
@@ -61,6 +65,8 @@ class Executor:
         self._scratch: Allocation | None = None
         self._last: Mark | None = None
         self._user: Stream | None = None
+        self._captured: set[Allocation | None] = set()
+        self._serial: dict[int, list[Allocation]] = {}
 
     def run(
         self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
@@ -70,7 +76,8 @@ class Executor:
         Raises:
             RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.fail`.
         """
-        self._enqueue(schedule, buffers, dtype, op, operation, deadline, self._streams)
+        bases = buffers.bases(self._scratch_address(schedule.scratch * dtype.itemsize))
+        self._enqueue(schedule, bases, dtype, op, operation, deadline, self._streams)
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -86,58 +93,71 @@ class Executor:
         Raises:
             CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
         """
-        captured = user.capturing()
-        # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
-        last = None if captured or self._user is user else self._last
-        serial = self._fits(plan)
-        lanes = [] if serial else [stream for lane, stream in self._streams.items() if lane in plan.lanes]
-        if last is not None and serial:
-            user.wait(last)
-        begin = user.mark() if lanes else None
-        for stream in lanes:
-            stream.wait(begin)
-            if last is not None:
-                stream.wait(last)
-        streams = dict.fromkeys(_LANES, user) if serial else self._streams
-        ends = self._enqueue(plan.schedule, buffers, dtype, op, operation, deadline, streams)
-        for stream in lanes:
-            user.wait(stream.mark())
-        mark = None
-        if plan.schedule.scratch and not captured:
-            self._last = mark = cast(Mark, user.mark())
-            self._user = user
+        schedule, mark, nbytes = plan.schedule, None, plan.schedule.scratch * dtype.itemsize
+        if self._fits(plan):
+            bases, streams = buffers.bases(self.serial_scratch(nbytes, user.handle)), dict.fromkeys(_LANES, user)
+            ends = self._enqueue(schedule, bases, dtype, op, operation, deadline, streams)
+        else:
+            captured = user.capturing()
+            bases = buffers.bases(self._scratch_address(nbytes))
+            # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
+            last = None if captured or self._user is user else self._last
+            lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
+            begin = user.mark() if lanes else None
+            for stream in lanes:
+                stream.wait(begin)
+                if last is not None:
+                    stream.wait(last)
+            ends = self._enqueue(schedule, bases, dtype, op, operation, deadline, self._streams)
+            for stream in lanes:
+                user.wait(stream.mark())
+            if nbytes and captured:
+                self._captured.add(self._scratch)  # the graph uses it as often as it runs
+            elif nbytes:
+                self._last = mark = cast(Mark, user.mark())
+                self._user = user
         return mark, [(end, sequence, operation) for end, sequence in ends.items()]
+
+    def serial_scratch(self, nbytes: int, handle: int) -> int:
+        """Address of scratch memory that only collectives on one stream use, where one step runs after the other.
+
+        What compiled code or a graph was given before stays theirs; memory at least doubles where it does not suffice.
+        """
+        if not nbytes:
+            return 0
+        kept = self._serial.setdefault(handle, [])
+        if not kept or kept[-1].nbytes < nbytes:
+            kept.append(self._device.empty(max([nbytes, *(2 * memory.nbytes for memory in kept)])))
+        return kept[-1].address
 
     def enqueued(
         self, plan: Plan, dtype: DType, op: Reduction, message: Message, in_place: bool, deadline: Deadline
     ) -> list[EnqueuedStep] | None:
         """The steps of a plan that `launch` has run before, for compiled code; None if not all of them are for that.
 
+        They use what `serial_scratch` gives.
+
         Args:
             message: what all ranks must agree on.
             in_place: whether input and output are the same array.
         """
-        if plan.schedule.scratch or not self._fits(plan):
+        if not self._fits(plan):
             return None
         run = _Run(self._context, {}, {}, dtype, op, Operation(OpCode.INIT, 0, message), deadline)
-        steps = [s for s in plan.schedule.steps if not (in_place and isinstance(s, Copy) and s.src.start == s.dst.start)]
-        found = [run.enqueued(step) for step in steps]
+        found = [run.enqueued(step) for step in plan.schedule.steps if not (in_place and _moves_nothing(step))]
         complete = [step for step in found if step is not None]
         return complete if len(complete) == len(found) and any(step.ring is not None for step in complete) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
         layout = self._context.links.gpu_collective_layout
-        if plan.segment or plan.nbytes > min(SERIAL_BYTES, layout.at_once):
-            return False
-        return plan.messages <= layout.slots
+        return not plan.segment and plan.nbytes <= min(SERIAL_BYTES, layout.at_once(plan.messages))
 
     def _enqueue(
-        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
-        streams: dict[Lane, Stream],
+        self, schedule: Schedule, bases: dict[Buf, int], dtype: DType, op: Reduction, operation: Operation,
+        deadline: Deadline, streams: dict[Lane, Stream],
     ) -> dict[RingEnd, int]:  # fmt: skip
         """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
-        bases = {Buf.IN: buffers.src, Buf.OUT: buffers.dst, Buf.TMP: self._scratch_address(schedule, dtype)}
         run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
         distinct = set(streams.values())
         for stream in distinct:
@@ -154,11 +174,15 @@ class Executor:
                 marks[index] = stream.mark()
         return run.ends
 
-    def _scratch_address(self, schedule: Schedule, dtype: DType) -> int:
-        needed = schedule.scratch * dtype.itemsize
-        if self._scratch is None or self._scratch.nbytes < needed:
-            self._scratch = self._device.empty(needed)
+    def _scratch_address(self, nbytes: int) -> int:
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = self._device.empty(nbytes)
         return self._scratch.address
+
+
+def _moves_nothing(step: Step) -> bool:
+    """Whether a step copies to where it copies from, if input and output are the same array."""
+    return isinstance(step, Copy) and Buf.TMP not in (step.src.buf, step.dst.buf) and step.src.start == step.dst.start
 
 
 class _Run:
@@ -192,10 +216,8 @@ class _Run:
                 addresses = [self._at(s) for s in srcs]
                 self._device.reduce(self._at(dst), addresses, dst.count, self._dtype, self._op.base, stream)
             case Scale(src=src, dst=dst, factor=factor):
-                divisor = self._context.topology.size if factor is Factor.AVERAGE else 0
-                self._device.scale(
-                    self._at(dst), self._at(src), src.count, self._dtype, self._op.factor, divisor, stream
-                )
+                divisor = self._divisor(factor)
+                self._device.scale(self._at(dst), self._at(src), src.count, self._dtype, self._op.factor, divisor, stream)
             case Native():
                 self._native(step, stream)
 
@@ -208,13 +230,24 @@ class _Run:
                 return self._enqueued_message(peer, span, producer=False)
             case GetReduce(peer=peer, dst=span, remote_first=first):
                 return self._enqueued_message(peer, span, self._op.base, producer=False, remote_first=first)
+            case Copy(src=src, dst=dst):
+                return self._enqueued_call(self._device.enqueued_copy(src.count * self._dtype.itemsize), src, dst)
+            case Scale(src=src, dst=dst, factor=factor):
+                divisor = self._divisor(factor)
+                found = self._device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor)
+                return self._enqueued_call(found, src, dst)
             case Native(op=op, src=src, dst=dst, counts=counts) if op in _ENQUEUED and len(set(counts)) < 2:
                 native = self._context.native(self._deadline)
                 count = counts[0] if counts else max(src.count, dst.count)
                 found = native.enqueued(_ENQUEUED[op], count, self._dtype, Reduction(self._op.base), step.root)
-                places = self._place(src if src.count else dst), self._place(dst)
-                return EnqueuedStep(found, *places) if found is not None else None
+                return self._enqueued_call(found, src if src.count else dst, dst)
         return None
+
+    def _divisor(self, factor: Factor) -> int:
+        return self._context.topology.size if factor is Factor.AVERAGE else 0
+
+    def _enqueued_call(self, call: EnqueuedCall | None, src: Span, dst: Span) -> EnqueuedStep | None:
+        return EnqueuedStep(call, self._place(src), self._place(dst)) if call is not None else None
 
     def _enqueued_message(
         self, peer: int, span: Span, op: ReduceOp | None = None, *, producer: bool, remote_first: bool = False
@@ -226,7 +259,7 @@ class _Run:
         return EnqueuedStep(found, place, place, end) if found is not None else None
 
     def _place(self, span: Span) -> Place:
-        return Place(span.buf is Buf.OUT, span.start * self._dtype.itemsize)
+        return Place(span.buf, span.start * self._dtype.itemsize)
 
     def _end(self, peer: int, *, producer: bool) -> RingEnd:
         """The ring end for the next message to or from a peer."""

@@ -52,8 +52,8 @@ class Member(NamedTuple):
 
 
 def at_once(config: Config) -> int:
-    """Bytes of a message that any ring between islands takes before any of it is received."""
-    return min(_host_layout(config).at_once, _gpu_collective_layout(config).at_once)
+    """Bytes of a message that any empty ring between islands takes before any of it is received."""
+    return min(_host_layout(config).at_once(1), _gpu_collective_layout(config).at_once(1))
 
 
 def _host_layout(config: Config) -> RingLayout:

@@ -47,6 +47,9 @@ LEAST_CHUNK = 16 << 10
 LEAST_APART_CHUNK = 32 << 10
 """The same of slots in a GPU's memory, where copying is fast and the hand-over through host memory is not."""
 
+_PIECES = 4
+"""Slots of a lane that a message takes, if they are large enough: so both ends copy at the same time."""
+
 
 class EntryWord(enum.IntEnum):
     """Words of a ledger entry behind the message's number, from 1 on, and the fields of `Message`."""
@@ -117,10 +120,12 @@ class RingLayout:
         """Bytes of all slots."""
         return self.lanes * self.slots * self.slot_bytes
 
-    @property
-    def at_once(self) -> int:
-        """Bytes of messages, `slots` of them at most, that an empty ring takes before any of them is received."""
-        return self.lanes * min(self.slots, 4) * min(self.slot_bytes, LEAST_CHUNK)
+    def at_once(self, messages: int) -> int:
+        """Bytes of so many messages, all together, that an empty ring takes before any of them is received."""
+        if messages < 2 and self.slots >= _PIECES:
+            return self.capacity
+        # Of each message but one, a lane's last slot may be nearly empty.
+        return self.lanes * max(0, self.slots - max(0, messages - 1)) * min(self.slot_bytes, LEAST_CHUNK)
 
     def head(self, lane: int) -> int:
         """Offset of a lane's count of produced slots."""
@@ -141,9 +146,9 @@ def header() -> str:
 
 
 def chunk_bytes(nbytes: int, lanes: int, slot_bytes: int, least: int = LEAST_CHUNK) -> int:
-    """Bytes of a message that one slot carries: a quarter of a lane's part, so that both ends copy at the same time,
-    but no less than is worth a hand-over. Movers compile this very function."""
-    pieces = 4 * lanes
+    """Bytes of a message that one slot carries: a quarter of a lane's part, but no less than is worth a hand-over.
+    Movers compile this very function."""
+    pieces = _PIECES * lanes
     quarter = (nbytes + pieces * PAGE - 1) // (pieces * PAGE) * PAGE
     return min(slot_bytes, max(least, quarter))
 

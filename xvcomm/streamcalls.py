@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -20,11 +21,12 @@ from xvcomm.executor import Buffers, Executor
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
 from xvcomm.pending import Flight, StreamWork
+from xvcomm.schedule.steps import Buf
 from xvcomm.staging import Staging
 from xvcomm.trace import call_site
 from xvcomm.work import Work
 
-_Shape = tuple[OpCode, int, int, int, tuple[int, ...], int, bool, bool]
+_Shape = tuple[OpCode, int, int, float, int, tuple[int, ...], int, bool, bool]
 _SHAPES_KEPT = 1000
 _INSIDE = 3
 """Functions of xvcomm that are under way at the least when a collective asks for the call site."""
@@ -142,8 +144,8 @@ class StreamCaller(Caller):
         """A call of this shape for compiled code; None before one has run, or if it is not for compiled code."""
         how = call.reduction
         shape = (
-            call.op, call.dtype.code, 0 if how is None else how.op, call.count, call.counts, call.root, call.uneven,
-            call.src is call.dst,
+            call.op, call.dtype.code, 0 if how is None else how.op, 0.0 if how is None else how.factor, call.count,
+            call.counts, call.root, call.uneven, call.src is call.dst,
         )  # fmt: skip
         try:
             return self._calls[shape]
@@ -158,25 +160,35 @@ class StreamCaller(Caller):
                 self._calls.clear()
             self._once.add(shape)
             return None
-        ready, steps = None, None if call.uneven else self._steps(call)
-        if steps is not None:
-            with self._order:
-                self._door.admit(call.op)
-            ready = CollectiveCall(self._context, self._door, call.op, call.message(), steps)
+        ready = None
+        if not call.uneven:
+            ready = self._compiled_native(call) if self._native_only else self._compiled_plan(call)
         self._calls[shape] = ready
         return ready
 
-    def _steps(self, call: Call) -> list[EnqueuedStep] | None:
-        """What compiled code has to call for it; None if it is not for compiled code."""
-        how, counts = call.how(), call.counts or (call.count,)
-        if not self._native_only:
-            plan = self._context.planner.plan(call.request())
-            return self._executor.enqueued(plan, call.dtype, how, call.message(), call.src is call.dst, NEVER)
-        native = self._joined()
+    def _compiled_plan(self, call: Call) -> CollectiveCall | None:
+        """A collective that has run over a border, if all its steps are for compiled code."""
+        plan, executor = self._context.planner.plan(call.request()), self._executor
+        steps = executor.enqueued(plan, call.dtype, call.how(), call.message(), call.src is call.dst, NEVER)
+        nbytes = plan.schedule.scratch * call.dtype.itemsize
+        return self._compiled(call, steps, partial(executor.serial_scratch, nbytes) if nbytes else None)
+
+    def _compiled_native(self, call: Call) -> CollectiveCall | None:
+        """A collective inside an island, if it is one call of the native library."""
+        native, counts = self._joined(), call.counts or (call.count,)
         if native is None or counts.count(counts[0]) < len(counts):
             return None
-        found = native.enqueued(call.op, counts[0], call.dtype, how, call.root)
-        return [EnqueuedStep(found, Place(False, 0), Place(True, 0))] if found is not None else None
+        found = native.enqueued(call.op, counts[0], call.dtype, call.how(), call.root)
+        return self._compiled(call, [EnqueuedStep(found, Place(Buf.IN, 0), Place(Buf.OUT, 0))] if found is not None else None)
+
+    def _compiled(
+        self, call: Call, steps: list[EnqueuedStep] | None, scratch: Callable[[int], int] | None = None
+    ) -> CollectiveCall | None:
+        if steps is None:
+            return None
+        with self._order:
+            self._door.admit(call.op)
+        return CollectiveCall(self._context, self._door, call.op, call.message(), steps, scratch)
 
     def _joined(self) -> Collective | None:
         return self._context.joined_native()

@@ -22,8 +22,8 @@ class Tuning:
     short: bool = False
 
 
-SHORT_BYTES = 64 << 10
-"""Up to here a call less takes less time than what all of an array takes more than a share of it, over the border."""
+SHORT_BYTES = 1 << 20
+"""Up to here two calls less take less time than what all of an array takes more than a share of it, over the border."""
 
 
 def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_once: int) -> Tuning:

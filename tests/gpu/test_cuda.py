@@ -27,6 +27,7 @@ from xvcomm.testing import (
     graphs,
     pointtopoint,
     refusals,
+    repeated,
 )
 from xvcomm.testing.cases import SMALL_GPU_RINGS, assert_same_bits, reductions
 from xvcomm.testing.signals import meet
@@ -107,7 +108,10 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_repeated, (20,)),
         (collectives.check_async, (40,)),
         (collectives.check_barrier, ()),
-        (collectives.check_repeated, (40,)),
+        (repeated.check_repeated, (40,)),
+        (repeated.check_factors_repeated, ()),
+        (repeated.check_forms_repeated, (480,)),
+        (repeated.check_forms_repeated, (96_000,)),
         (collectives.check_objects, ()),
         (collectives.check_premul_factors, ()),
         (collectives.check_split, ()),

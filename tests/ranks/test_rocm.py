@@ -22,7 +22,17 @@ import pytest
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import BackendUnavailable, PeerLost
-from xvcomm.testing import World, asynchronous, channels, collectives, failures, graphs, pointtopoint, refusals
+from xvcomm.testing import (
+    World,
+    asynchronous,
+    channels,
+    collectives,
+    failures,
+    graphs,
+    pointtopoint,
+    refusals,
+    repeated,
+)
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
 from xvcomm.testing.signals import SECONDS, meet
 
@@ -123,7 +133,10 @@ def test_messages(world: World, count: int) -> None:
         *((check, ()) for check in channels.CHECKS),
         (collectives.check_async, (20,)),
         (collectives.check_barrier, ()),
-        (collectives.check_repeated, (40,)),
+        (repeated.check_repeated, (40,)),
+        (repeated.check_factors_repeated, ()),
+        (repeated.check_forms_repeated, (480,)),
+        (repeated.check_forms_repeated, (96_000,)),
         (collectives.check_objects, ()),
         (collectives.check_premul_factors, ()),
         (collectives.check_split, ()),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
+
+import numpy as np
+
+from xvcomm.dtype import BY_NAME
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
 device, stream, message, ring = (_shared[name] for name in ("device", "stream", "message", "ring"))
@@ -81,6 +86,21 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
             gpu.get(consumer, memory.address, message(data.nbytes, tag), receiving)
         receiving.synchronize()
         assert all((down(gpu, memory) == data).all() for memory in got)
+
+
+@check
+def copies_and_scaling_of_compiled_code_suit_any_addresses() -> None:
+    """They move whole arrays, and touch nothing else."""
+    gpu, count, width = device(), 5000, 4
+    on, x = gpu.adopt(gpu.runtime.stream()), np.arange(count + 8, dtype=np.float32)
+    for call, factor in ((gpu.enqueued_copy(width * count), 1), (gpu.enqueued_scale(count, BY_NAME["float32"], 3.0, 0), 3)):
+        launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(call.function)
+        for src, dst in itertools.product(range(5), repeat=2):
+            source, target, want = up(gpu, x), up(gpu, -x), -x
+            want[dst : dst + count] = factor * x[src : src + count]
+            assert launch(call.argument, source.address + width * src, target.address + width * dst, on.handle, 0) == 0
+            on.synchronize()
+            assert (down(gpu, target).view(np.float32) == want).all(), f"{factor} times from {src} to {dst}"
 
 
 @check

@@ -25,6 +25,7 @@ from xvcomm.errors import Aborted
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
 from xvcomm.ring import Message, Reason
+from xvcomm.schedule.steps import Buf
 from xvcomm.shm import Segment
 
 _shared = runpy.run_path(str(Path(__file__).with_name("test_ccl.py")))
@@ -52,7 +53,7 @@ class Caller:
         """A call on two arrays, with a deadline."""
         ready = comm.enqueued(op, 10, dtype, how, 0)
         assert ready is not None
-        steps = [EnqueuedStep(ready, Place(False, 0), Place(True, 0))]
+        steps = [EnqueuedStep(ready, Place(Buf.IN, 0), Place(Buf.OUT, 0))]
         made = CollectiveCall(self._context, self._door, op, Message(int(op), 0, 0, 0), steps)
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:

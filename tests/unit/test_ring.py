@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,20 @@ def test_parts_cover_a_message(nbytes: int, lanes: int, slot_bytes: int) -> None
         # No lane carries more than its fair share and what alignment adds, nor are lanes used for crumbs.
         assert max(high - low for low, high in parts) <= -(-nbytes // len(parts)) + ALIGN * len(parts)
         assert len(parts) <= -(-nbytes // chunk)
+
+
+@given(layouts, st.data())
+def test_an_empty_ring_takes_what_it_says_it_takes_at_once(layout: RingLayout, data: st.DataObject) -> None:
+    messages = data.draw(st.integers(1, layout.slots))
+    most = layout.at_once(messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, most), min_size=messages - 1, max_size=messages - 1)))
+    slots = [0] * layout.lanes
+    for low, high in pairwise([0, *cuts, most]):
+        chunk = chunk_bytes(high - low, layout.lanes, layout.slot_bytes)
+        for lane, (begin, end) in enumerate(lane_parts(high - low, layout.lanes, layout.slot_bytes)):
+            slots[lane] += -(-(end - begin) // chunk)
+    assert max(slots) <= layout.slots
+    assert layout.at_once(layout.slots + 1) == 0
 
 
 def test_cuts_written_out() -> None:

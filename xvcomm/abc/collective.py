@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from xvcomm.abc.device import Stream
+from xvcomm.abc.device import EnqueuedCall, Stream
 from xvcomm.dtype import DType, Reduction
 from xvcomm.opcode import OpCode
-
-CAPTURED = -2
-"""Beside the result codes of vendors, which are not negative: what was enqueued went into a graph, to run later."""
 
 
 class PreparedCollective(NamedTuple):
@@ -32,23 +29,6 @@ class PreparedCollective(NamedTuple):
     function: int
     argument: int
     resume: Callable[[int, int, Stream], None]
-
-
-class EnqueuedCollective(NamedTuple):
-    """An operation of fixed shape that compiled code enqueues; the library works behind the host. One call at a time.
-
-    Attributes:
-        function: address of a C function: the word `argument`, input and output, the stream's handle, and the bits
-            of the float `Deadline.at` until when it may be busy. It is called with the interpreter lock, lets it go where it may wait,
-            and returns 0 if the operation is enqueued, CAPTURED if it went into a graph.
-        argument: address of what must live as long: `keep`.
-        failed: raises what another result means.
-    """
-
-    function: int
-    argument: int
-    keep: object
-    failed: Callable[[int], NoReturn]
 
 
 class Collective(ABC):
@@ -109,7 +89,7 @@ class Collective(ABC):
 
     def enqueued(
         self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int
-    ) -> EnqueuedCollective | None:
+    ) -> EnqueuedCall | None:
         """An operation for compiled code, on a device's stream; None if this library has none, or needs several calls.
 
         Args:

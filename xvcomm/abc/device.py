@@ -187,6 +187,27 @@ class Courier(ABC):
         """
 
 
+CAPTURED = -2
+"""Beside the result codes of vendors, which are not negative: what was enqueued went into a graph, to run later."""
+
+
+class EnqueuedCall(NamedTuple):
+    """An operation of fixed shape that compiled code enqueues on a device's stream. One call at a time.
+
+    Attributes:
+        function: address of a C function: the word `argument`, input and output, the stream's handle, and the bits
+            of the float `Deadline.at` until when it may be busy. It is called with the interpreter lock, lets it go where it may wait,
+            and returns 0 if the operation is enqueued, CAPTURED if it went into a graph.
+        argument: address of what must live as long: `keep`.
+        failed: raises what another result means.
+    """
+
+    function: int
+    argument: int
+    keep: object
+    failed: Callable[[int], NoReturn]
+
+
 class EnqueuedMessage(NamedTuple):
     """Messages of fixed shape through one ring end, or some, that compiled code enqueues on a device's stream.
 
@@ -284,6 +305,14 @@ class Device(ABC):
         Its function takes, for array and tag, the address of three words for each message: array, tag, and one that means
         nothing; and one that means nothing.
         """
+        return None
+
+    def enqueued_copy(self, nbytes: int) -> EnqueuedCall | None:
+        """What `copy` does, for compiled code that knows the stream not to be capturing; None if the device has none."""
+        return None
+
+    def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall | None:
+        """The same of `scale`."""
         return None
 
     def lend(self, nbytes: int) -> Loan:

@@ -13,7 +13,7 @@ import numpy as np
 
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import BY_NAME, premul_sum
-from xvcomm.testing.arrays import Array, Room, arrays, begun_by_python
+from xvcomm.testing.arrays import Array, Room, arrays
 from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct, uneven
 
 _WIDTH = 3
@@ -240,26 +240,6 @@ def check_async(comm: Communicator, many: int) -> None:
     work.synchronize()
     assert work.done()
     assert work.exception() is None
-
-
-def check_repeated(comm: Communicator, rounds: int) -> None:
-    """What was called before in the same shape gives the same; over one or two islands compiled code starts it on GPUs."""
-    a, mine, total = arrays(comm), float(comm.rank + 1), sum(range(1, comm.size + 1))
-    xs = [a.put(np.full(1000, mine)) for _ in range(rounds)]
-    with begun_by_python(comm) as begun:
-        for number, x in enumerate(xs):
-            if number % 2:
-                comm.all_reduce(x)
-            else:
-                comm.all_reduce(x, async_op=True).wait()
-        assert all((a.get(x) == total).all() for x in xs)
-        begun.reset_mock()
-        for x in xs:
-            comm.broadcast(x, comm.size - 1)
-            comm.all_reduce(x)
-        if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:  # a rank alone has no call to repeat
-            assert begun.call_count < rounds + 5, "Python began all operations"  # not all islands' shapes suit a broadcast
-    assert all((a.get(x) == total * comm.size).all() for x in xs)
 
 
 def check_barrier(comm: Communicator) -> None:

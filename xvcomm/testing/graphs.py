@@ -123,6 +123,26 @@ def check_graph_beside_repeated(comm: Communicator) -> None:
         assert end.sequence == end.finished()[0], "not all messages were counted"
 
 
+def check_graph_keeps_its_memory(comm: Communicator) -> None:
+    """A graph of a collective runs as before when later ones have needed more memory, and nobody else got what it uses."""
+    a, count = arrays(comm), 150_000
+    ones, total = np.ones(count, np.float32), np.full(count, comm.size, np.float32)
+    x, larger = a.put(ones), a.put(np.ones(4 * count, np.float32))
+    with on_device(comm):
+        comm.all_reduce(x)
+        replay = _captured(comm, lambda: comm.all_reduce(x))
+        comm.all_reduce(larger)
+        others = []
+        for number in range(_MANY):
+            a.synchronize()
+            others.append(a.put(number * ones))
+        a.fill(x, ones)
+        replay()
+        assert_same_bits(a.get(x), total, "launched when memory was given to others")
+    for number, other in enumerate(others):
+        assert_same_bits(a.get(other), number * ones, f"array {number}, which the graph has nothing to do with")
+
+
 def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], None]:
     """What runs a graph of what is enqueued."""
     a = arrays(comm)
@@ -131,4 +151,6 @@ def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], N
     return CAPTURES[a.kind](a.handle, enqueue)
 
 
-CHECKS: tuple[Callable[[Communicator], None], ...] = (check_graphs, check_graph_of_many, check_graph_beside_repeated)
+CHECKS: tuple[Callable[[Communicator], None], ...] = (
+    check_graphs, check_graph_of_many, check_graph_beside_repeated, check_graph_keeps_its_memory,
+)  # fmt: skip

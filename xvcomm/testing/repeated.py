@@ -1,0 +1,168 @@
+"""Checks of collectives that compiled code starts on GPUs, because they were called before in the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xvcomm.communicator import Communicator
+from xvcomm.dtype import BY_NAME, premul_sum
+from xvcomm.testing.arrays import Array, arrays, begun_by_python
+from xvcomm.testing.cases import assert_same_bits
+
+_WARM, _TIMES, _BESIDE = 3, 8, 3
+_SEVERAL = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One way to call a collective.
+
+    Attributes:
+        call: with input and output.
+        want: what this rank gets, from all ranks' inputs; None if nothing.
+        whole: whether the input is as long as all blocks together.
+        wide: whether the output is.
+        in_place: whether the input is the output.
+        dtype: of both.
+        members: of islands that have no more, compiled code starts all of it.
+    """
+
+    call: Callable[..., Any]
+    want: Callable[[Sequence[Array]], Array | None]
+    whole: bool = True
+    wide: bool = True
+    in_place: bool = False
+    dtype: str = "float32"
+    members: int = _SEVERAL
+
+
+def check_repeated(comm: Communicator, rounds: int) -> None:
+    """What was called before in the same shape gives the same; over one or two islands compiled code starts it on GPUs."""
+    a, mine, total = arrays(comm), float(comm.rank + 1), sum(range(1, comm.size + 1))
+    xs = [a.put(np.full(1000, mine)) for _ in range(rounds)]
+    with begun_by_python(comm) as begun:
+        for number, x in enumerate(xs):
+            if number % 2:
+                comm.all_reduce(x)
+            else:
+                comm.all_reduce(x, async_op=True).wait()
+        assert all((a.get(x) == total).all() for x in xs)
+        begun.reset_mock()
+        for x in xs:
+            comm.broadcast(x, comm.size - 1)
+            comm.all_reduce(x)
+        if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:  # a rank alone has no call to repeat
+            assert begun.call_count < rounds + 5, "Python began all operations"  # not all islands' shapes suit a broadcast
+    assert all((a.get(x) == total * comm.size).all() for x in xs)
+
+
+def check_forms_repeated(comm: Communicator, count: int) -> None:
+    """Every collective with other numbers each time, asynchronous ones beside; on GPUs compiled code starts them.
+
+    Args:
+        count: elements of all ranks' blocks together; divisible by their number, and few enough for an empty ring.
+    """
+    a, islands = arrays(comm), [island.size for island in comm.topology.islands]
+    block = count // comm.size
+    for name, form in _forms(comm).items():
+        length = count if form.whole else block
+        x = a.put(np.zeros(length, BY_NAME[form.dtype].numpy))
+        y = x if form.in_place else a.put(np.zeros(count if form.wide else block, BY_NAME[form.dtype].numpy))
+        with begun_by_python(comm) as begun:
+            for number in range(_TIMES):
+                if number == _WARM:
+                    begun.reset_mock()
+                _once(comm, f"{name}, call {number}", form, length, number, x, y)
+            if a.asynchronous and len(islands) == 2 and islands[0] == islands[1] <= form.members:
+                assert begun.call_count < 2, f"Python began {begun.call_count} of {_TIMES - _WARM} times {name}"
+            for number in range(_TIMES, _TIMES + _BESIDE):
+                _once(comm, f"asynchronous {name}, call {number}", form, length, number, x, y, async_op=True)
+                _once(comm, f"{name} beside, call {number}", form, length, number + 1, x, y)
+
+
+def check_factors_repeated(comm: Communicator) -> None:
+    """Sums with factors that differ between calls of one shape."""
+    a = arrays(comm)
+    x, y = a.put(np.full(480, comm.rank + 1.0, np.float32)), a.put(np.zeros(480, np.float32))
+    for factor in (2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 2.0, 3.0):
+        comm.all_reduce(x, premul_sum(factor), out=y)
+        want = np.full(480, factor * sum(range(1, comm.size + 1)), np.float32)
+        assert_same_bits(a.get(y), want, f"sum with the factor {factor}")
+
+
+def _once(comm: Communicator, what: str, form: _Form, length: int, number: int, x: Any, y: Any, **how: Any) -> None:
+    """Call a collective on new numbers and look at what comes out."""
+    a = arrays(comm)
+    inputs = [_numbers(length, number, rank, comm.size).astype(BY_NAME[form.dtype].numpy) for rank in range(comm.size)]
+    want = form.want(inputs)
+    a.fill(y, np.zeros_like(a.get(y)))
+    a.fill(x, inputs[comm.rank])
+    work = form.call(x, y, **how)
+    if how:
+        work.wait()
+    if want is not None:
+        assert_same_bits(a.get(y), want.astype(BY_NAME[form.dtype].numpy), what)
+
+
+def _numbers(count: int, number: int, rank: int, size: int) -> Array:
+    """Small whole numbers that differ between calls and ranks, with averages that are whole, too."""
+    return (np.arange(count) % 5 + 3 * number % 7 + rank) * size
+
+
+def _forms(comm: Communicator) -> dict[str, _Form]:
+    size, rank, root = comm.size, comm.rank, comm.size - 1
+    here, half = rank == root, premul_sum(0.5)
+
+    def total(xs: Sequence[Array]) -> Array:
+        return np.asarray(np.sum(xs, axis=0, dtype=np.float32))
+
+    def mean(xs: Sequence[Array]) -> Array:
+        return total(xs) / size
+
+    def own(whole: Array) -> Array:
+        return np.split(whole, size)[rank]
+
+    def at_root(value: Array) -> Array | None:
+        return value if here else None
+
+    return {
+        "all_reduce": _Form(lambda x, y, **how: comm.all_reduce(x, out=y, **how), total),
+        "all_reduce in place": _Form(lambda x, y, **how: comm.all_reduce(x, **how), total, in_place=True),
+        "all_reduce avg": _Form(lambda x, y, **how: comm.all_reduce(x, "avg", out=y, **how), mean),
+        "all_reduce avg of float16 in place": _Form(
+            lambda x, y, **how: comm.all_reduce(x, "avg", **how), mean, in_place=True, dtype="float16"
+        ),
+        "all_reduce premul_sum": _Form(
+            lambda x, y, **how: comm.all_reduce(x, half, out=y, **how), lambda xs: total(xs) / 2
+        ),
+        "broadcast": _Form(lambda x, y, **how: comm.broadcast(x, root, **how), lambda xs: xs[root], in_place=True),
+        "reduce_scatter": _Form(
+            lambda x, y, **how: comm.reduce_scatter(x, out=y, **how), lambda xs: own(total(xs)), wide=False
+        ),
+        "reduce_scatter avg": _Form(
+            lambda x, y, **how: comm.reduce_scatter(x, "avg", out=y, **how), lambda xs: own(mean(xs)), wide=False
+        ),
+        "reduce_scatter avg of float16": _Form(
+            lambda x, y, **how: comm.reduce_scatter(x, "avg", out=y, **how), lambda xs: own(mean(xs)), wide=False,
+            dtype="float16",
+        ),
+        "all_gather": _Form(lambda x, y, **how: comm.all_gather(x, out=y, **how), np.concatenate, whole=False),
+        "reduce": _Form(
+            lambda x, y, **how: comm.reduce(x, root, out=y if here else None, **how), lambda xs: at_root(total(xs)), members=1
+        ),
+        "gather": _Form(
+            lambda x, y, **how: comm.gather(x, root, out=y if here else None, **how),
+            lambda xs: at_root(np.concatenate(xs)), whole=False, members=1,
+        ),
+        "scatter": _Form(
+            lambda x, y, **how: comm.scatter(x if here else None, root, out=y, **how), lambda xs: own(xs[root]), wide=False,
+            members=1,
+        ),
+        "all_to_all": _Form(
+            lambda x, y, **how: comm.all_to_all(x, out=y, **how), lambda xs: np.concatenate([own(x) for x in xs]), members=1
+        ),
+    }  # fmt: skip
