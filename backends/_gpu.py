@@ -11,13 +11,22 @@ from typing import NoReturn, cast
 
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, EnqueuedCall, EnqueuedMessage, Loan, Stream
+from xvcomm.abc.device import (
+    Allocation,
+    Device,
+    DeviceCapabilities,
+    EnqueuedCall,
+    EnqueuedMessages,
+    Loan,
+    MessageForm,
+    Stream,
+)
 from xvcomm.abc.store import Store
 from xvcomm.backends._ccl import CclCollective
 from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import Kernels
 from xvcomm.backends._local import LAUNCH_LOCAL, LocalCall
-from xvcomm.backends._messages import LAUNCH, LAUNCH_TOGETHER, READY
+from xvcomm.backends._messages import LAUNCH, READY
 from xvcomm.backends._peer import PeerPool, apart, reached
 from xvcomm.backends._streams import Engine, GpuStream
 from xvcomm.backends._vendor import Library, Runtime, VendorError
@@ -148,18 +157,10 @@ class GpuDevice(Device):
         cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
 
     @on_device
-    def enqueued(
-        self, end: RingEnd, message: Message, op: ReduceOp | None = None, *, remote_first: bool = False
-    ) -> EnqueuedMessage | None:
+    def enqueued(self, forms: Sequence[MessageForm]) -> EnqueuedMessages | None:
         """See `Device.enqueued`."""
-        found = self._engine.messages([(end, (message, op, remote_first))])
-        return EnqueuedMessage(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
-
-    @on_device
-    def enqueued_together(self, messages: Sequence[tuple[RingEnd, Message]]) -> EnqueuedMessage | None:
-        """See `Device.enqueued_together`."""
-        found = self._engine.messages([(end, (message, None, False)) for end, message in messages])
-        return EnqueuedMessage(READY, LAUNCH_TOGETHER, found.address, found, self._failed) if found is not None else None
+        found = self._engine.messages([(form.end, (form.message, form.op, form.remote_first)) for form in forms])
+        return EnqueuedMessages(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
 
     def enqueued_copy(self, nbytes: int) -> EnqueuedCall:
         """See `Device.enqueued_copy`."""

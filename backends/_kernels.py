@@ -252,7 +252,7 @@ class Kernels:
             How many blocks it took.
         """
         assert 0 < len(transfers) <= ROWS
-        arguments = self._arguments()
+        arguments = self._arguments(len(transfers) * _ROW.size)
         blocks = _pack(arguments.buffer, transfers, most)
         self._runtime.launch(self._move, blocks, THREADS, arguments.params, stream)
         return blocks
@@ -263,14 +263,15 @@ class Kernels:
         skew = 0
         for src in srcs:
             skew |= src ^ dst
-        head, arguments = first_aligned(count, dtype.itemsize, dst, skew), self._arguments()
+        head = first_aligned(count, dtype.itemsize, dst, skew)
+        arguments = self._arguments(_TERMS.size + 8 * len(srcs))
         _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), head, _code(dtype.code, op))
         struct.pack_into(f"={len(srcs)}Q", arguments.buffer, _TERMS.size, *srcs)
         self._launch_local(self._reduce, dtype, count, arguments.params, stream)
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: int) -> None:
         """See `Device.scale`."""
-        head, arguments = first_aligned(count, dtype.itemsize, dst, src ^ dst), self._arguments()
+        head, arguments = first_aligned(count, dtype.itemsize, dst, src ^ dst), self._arguments(_SCALE.size)
         _SCALE.pack_into(arguments.buffer, 0, dst, src, count, factor, divisor, head, dtype.code)
         self._launch_local(self._scale, dtype, count, arguments.params, stream)
 
@@ -278,13 +279,17 @@ class Kernels:
         if count:
             self._runtime.launch(function, _blocks(count * dtype.itemsize), THREADS, params, stream)
 
-    def _arguments(self) -> _Arguments:
-        """This thread's memory for arguments."""
+    def _arguments(self, nbytes: int) -> _Arguments:
+        """This thread's memory for arguments, of which so many bytes will be written.
+
+        The others are cleared: whoever looks for addresses that no kernel may read finds none of an earlier launch.
+        """
         try:
-            return self._local.arguments
+            found: _Arguments = self._local.arguments
         except AttributeError:
-            self._local.arguments = _Arguments()
-            return self._local.arguments
+            found = self._local.arguments = _Arguments()
+        found.clear_behind(nbytes)
+        return found
 
 
 def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], most: int) -> int:
@@ -389,6 +394,10 @@ class _Arguments:
         self.buffer = ctypes.create_string_buffer(max(ROWS * _ROW.size, _TERMS.size + 8 * TERMS, _SCALE.size))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.params = ctypes.addressof(self._pointers)
+
+    def clear_behind(self, nbytes: int) -> None:
+        """Zero all but the first bytes."""
+        ctypes.memset(ctypes.addressof(self.buffer) + nbytes, 0, len(self.buffer) - nbytes)
 
 
 @lru_cache(maxsize=4096)

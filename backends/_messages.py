@@ -66,23 +66,12 @@ def _ready(words: int, stream: int, _: int) -> int:
     return 1 if code == 0 and load(answer) == load(words + _HERE) else 0
 
 
-def _launch(words: int, data: int, tag: int, stream: int, _: int) -> int:
-    """Launch a single one that is ready; 0, or what one of the vendor's functions gave."""
-    prepared, end = load(words + _PREPARED), words + _FIRST
-    thread = let_go()
-    fill(prepared, 0, data, tag)
-    code = launched(prepared, stream)
-    if code == 0:
-        code = recorded(prepared, stream, load(end + _EVENT))
-    take_back(thread)
-    if code == 0:
-        counter = load(end + _COUNTER)
-        store(counter, load(counter) + 1)
-    return code
+def _launch(words: int, items: int, _: int, stream: int, __: int) -> int:
+    """Launch those that are ready; at `items` are the words of each, of which the first are its array and its tag.
 
-
-def _launch_together(words: int, items: int, _: int, stream: int, __: int) -> int:
-    """The same of all of them; at `items` are the words of each, of which the first are its array and its tag."""
+    Returns:
+        0, or what one of the vendor's functions gave.
+    """
     prepared, first, count = load(words + _PREPARED), words + _FIRST, load(words + _COUNT)
     ends = range(first, first + count * _END, _END)
     thread = let_go()
@@ -104,7 +93,6 @@ def _launch_together(words: int, items: int, _: int, stream: int, __: int) -> in
 with compiling():
     READY = native("int64(int64, int64, int64)", _ready)
     LAUNCH = native("int64(int64, int64, int64, int64, int64)", _launch)
-    LAUNCH_TOGETHER = native("int64(int64, int64, int64, int64, int64)", _launch_together)
 
 
 class ArmedMessages:
@@ -118,7 +106,7 @@ class ArmedMessages:
         here: what it says on the rings' device.
 
     Attributes:
-        address: what READY, LAUNCH and LAUNCH_TOGETHER take.
+        address: what READY and LAUNCH take.
     """
 
     __slots__ = ("_prepared", "_words", "address")

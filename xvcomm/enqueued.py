@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+from numba.extending import register_jitable
+
 from xvcomm.abc.collective import CollectiveStopped
-from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMessage
+from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMessages
 from xvcomm.array import ArrayView
 from xvcomm.atomics import load, load_acquire, store
 from xvcomm.board import post
@@ -46,18 +48,17 @@ class Place(NamedTuple):
 
 
 class EnqueuedStep(NamedTuple):
-    """One call of the native library, copy, scaling or message, of a collective for compiled code.
+    """A call of the native library, a copy, a scaling, or messages that start together, of a collective for compiled code.
 
     Attributes:
         call: what is called.
-        first, second: the places that it reads and writes; of messages only the first counts.
-        ring: of messages.
+        places: what it reads and what it writes; of messages each one's array.
+        rings: of messages: their ring ends.
     """
 
-    call: EnqueuedCall | EnqueuedMessage
-    first: Place
-    second: Place
-    ring: RingEnd | None = None
+    call: EnqueuedCall | EnqueuedMessages
+    places: Sequence[Place]
+    rings: Sequence[RingEnd] = ()
 
 
 class CallWord(enum.IntEnum):
@@ -65,7 +66,7 @@ class CallWord(enum.IntEnum):
 
     PLACE = 0  # `Context.place`
     RESULT = 1  # what the device's function gave
-    READY = 2  # these three: see `EnqueuedMessage`
+    READY = 2  # these three: see `EnqueuedMessages`
     FUNCTION = 3
     ARGUMENT = 4
     ITEMS = 5  # address of three words for each of them: array, tag, and where the user called it
@@ -91,39 +92,63 @@ class CollectiveWord(enum.IntEnum):
     MESSAGE = 1  # five
     RECORD = 6  # what became of the newest: its record's number, inverted if the board was aborted
     RESULT = 7  # and what a function gave
-    INPUT = 8  # these four are what steps take, with something added
+    INPUT = 8  # these three are where steps find their places
     OUTPUT = 9
     SCRATCH = 10
-    SEQUENCE = 11
-    AT = 12  # the step that is under way
-    STEPS = 13  # how many there are
-    SEATS = 14  # entries that it needs aboard
-    FIRST = 15  # the words of the steps
+    AT = 11  # the step that is under way
+    STEPS = 12  # how many there are
+    SEATS = 13  # entries that it needs aboard
+    FIRST = 14  # the words of the steps, behind which those of the places are, and then the items
 
 
 class StepWord(enum.IntEnum):
     """Words of a step."""
 
-    READY = 0  # of messages: see `EnqueuedMessage`; else 0
+    READY = 0  # of messages: see `EnqueuedMessages`; else 0
     FUNCTION = 1
     ARGUMENT = 2
-    FIRST = 3  # what to add: the offset of a word of the call, and bytes
-    FIRST_BYTES = 4
-    SECOND = 5
-    SECOND_BYTES = 6
-    COUNTER = 7  # of messages: `RingEnd.counter`; else 0
+    PLACES = 3  # address of the words of its places
+    COUNT = 4  # how many those are
+    ITEMS = 5  # of messages: address of three words for each of them, which their function takes
+
+
+class PlaceWord(enum.IntEnum):
+    """Words of a place."""
+
+    BUF = 0  # where among the call's words the address of its memory is
+    BYTES = 1  # what to add
+    COUNTER = 2  # of messages: `RingEnd.counter`; else 0
 
 
 _, _RESULT, _READY, _FUNCTION, _ARGUMENT, _ITEMS, _COUNT, _MESSAGES = (8 * int(w) for w in CallWord)
 _NAME, _PEER, _CHANNEL, _COUNTER, _RECORD, _MESSAGE = (8 * int(w) for w in MessageWord)
 _ENTRY, _ITEM = _MESSAGE + 40, 24
-_, _C_MESSAGE, _C_RECORD, _C_RESULT, _INPUT, _OUTPUT, _SCRATCH, _SEQUENCE = (8 * int(w) for w in list(CollectiveWord)[:8])
-_AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in list(CollectiveWord)[8:])
+_, _C_MESSAGE, _C_RECORD, _C_RESULT, _INPUT, _OUTPUT, _SCRATCH = (8 * int(w) for w in list(CollectiveWord)[:7])
+_AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in list(CollectiveWord)[7:])
 _BASES = {Buf.IN: _INPUT, Buf.OUT: _OUTPUT, Buf.TMP: _SCRATCH}
-_STEP = 8 * len(StepWord)
-_S_READY, _S_FUNCTION, _S_ARGUMENT, _S_FIRST, _S_FIRST_BYTES = (8 * int(w) for w in list(StepWord)[:5])
-_S_SECOND, _S_SECOND_BYTES, _S_COUNTER = (8 * int(w) for w in list(StepWord)[5:])
+_S_READY, _S_FUNCTION, _S_ARGUMENT, _S_PLACES, _S_COUNT, _S_ITEMS = (8 * int(w) for w in StepWord)
+_P_BUF, _P_BYTES, _P_COUNTER = (8 * int(w) for w in PlaceWord)
+_STEP, _PLACE = 8 * len(StepWord), 8 * len(PlaceWord)
 _BOARD, _RECORDER, _COMMUNICATOR = 0, 24, 32  # words of `Board.place`
+
+
+@register_jitable
+def _address(call: int, step: int, number: int) -> int:
+    """Where a step's place of this number is."""
+    place = load(step + _S_PLACES) + number * _PLACE
+    return load(call + load(place + _P_BUF)) + load(place + _P_BYTES)
+
+
+@register_jitable
+def _do(call: int, step: int, sequence: int, stream: int, bits: int) -> int:
+    """Enqueue a step; 0, or what its function gave."""
+    function, argument, items = load(step + _S_FUNCTION), load(step + _S_ARGUMENT), load(step + _S_ITEMS)
+    if items == 0:
+        return call_5(function, argument, _address(call, step, 0), _address(call, step, 1), stream, bits)
+    for number in range(load(step + _S_COUNT)):
+        store(items + number * _ITEM, _address(call, step, number))
+        store(items + number * _ITEM + 8, sequence)  # the tag
+    return call_5(function, argument, items, 0, stream, 0)
 
 
 def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # type: ignore[no-untyped-def]
@@ -143,19 +168,18 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # 
         return _FAILED
     store(call + _INPUT, src)
     store(call + _OUTPUT, dst)
-    store(call + _SEQUENCE, sequence)
     for step in range(first, end, _STEP):
-        one = load(call + load(step + _S_FIRST)) + load(step + _S_FIRST_BYTES)
-        two = load(call + load(step + _S_SECOND)) + load(step + _S_SECOND_BYTES)
-        code = call_5(load(step + _S_FUNCTION), load(step + _S_ARGUMENT), one, two, stream, bits)
+        code = _do(call, step, sequence, stream, bits)
         if code != 0:
             store(call + _C_RESULT, code)
             store(call + _AT, (step - first) // _STEP)
             return CAPTURED if code == CAPTURED else _FAILED
     seats = aboard(boarding, number, sequence, op, NO_PEER, 0, 0, message, tag, bits)
     for step in range(first, end, _STEP):
-        if load(step + _S_COUNTER) != 0:
-            seats = aboard(boarding, number, sequence, op, NO_PEER, 0, load(step + _S_COUNTER), message, tag, bits)
+        if load(step + _S_ITEMS) != 0:
+            for place in range(load(step + _S_COUNT)):
+                counter = load(load(step + _S_PLACES) + place * _PLACE + _P_COUNTER)
+                seats = aboard(boarding, number, sequence, op, NO_PEER, 0, counter, message, tag, bits)
     return seats
 
 
@@ -244,14 +268,11 @@ class CollectiveCall:
     ) -> None:  # fmt: skip
         self._context, self._door, self._op, self._message, self._scratch = context, door, op, message, scratch
         self._calls = [step.call for step in steps]  # compiled code knows them by address
-        rings = [step.ring for step in steps if step.ring is not None]
+        rings = [ring for step in steps for ring in step.rings]
         context.pending.rings.update((ring.counter, ring) for ring in rings)
         seats = 1 + len(rings)
         self._most = ROOM - seats
-        words = [context.place, *message, *[0] * 7, len(steps), seats]
-        for step in steps:
-            words += _words_of(step)
-        self._words = (ctypes.c_int64 * len(words))(*words)
+        self._words = _pack([context.place, *message, *[0] * 6, len(steps), seats], steps)
         self._address = ctypes.addressof(self._words)
 
     def run(
@@ -304,13 +325,22 @@ class CollectiveCall:
             _raise(self._context, error, operation)
 
 
-def _words_of(step: EnqueuedStep) -> list[int]:
-    """The words of a step."""
-    call, ring = step.call, step.ring
-    places = [[_BASES[place.buf], place.offset] for place in (step.first, step.second)]
-    if isinstance(call, EnqueuedMessage) and ring is not None:
-        return [call.ready, call.function, call.argument, *places[0], _SEQUENCE, 0, ring.counter]  # the tag is the number
-    return [0, call.function, call.argument, *places[0], *places[1], 0]
+def _pack(head: list[int], steps: Sequence[EnqueuedStep]) -> ctypes.Array[ctypes.c_int64]:
+    """The words of a collective: a head, its steps', their places', and room for the items."""
+    count = sum(len(step.places) for step in steps)
+    length = len(head) + len(steps) * len(StepWord)
+    words = (ctypes.c_int64 * (length + count * (len(PlaceWord) + _ITEM // 8)))()
+    place = ctypes.addressof(words) + 8 * length
+    item = place + count * _PLACE
+    tail: list[int] = []
+    for call, places, rings in steps:
+        ready = call.ready if isinstance(call, EnqueuedMessages) else 0
+        head += ready, call.function, call.argument, place, len(places), item if rings else 0
+        for where, counter in zip(places, [ring.counter for ring in rings] or [0] * len(places), strict=True):
+            tail += _BASES[where.buf], where.offset, counter
+        place, item = place + len(places) * _PLACE, item + len(places) * _ITEM
+    words[: length + len(tail)] = head + tail  # type: ignore[assignment]
+    return words
 
 
 class EnqueuedTransfer(NamedTuple):
@@ -325,7 +355,7 @@ class MessageCall:
     """Messages of fixed shapes that start together, each through a ring end of its own."""
 
     def __init__(
-        self, context: Context, door: Door, transfers: Sequence[EnqueuedTransfer], device: EnqueuedMessage
+        self, context: Context, door: Door, transfers: Sequence[EnqueuedTransfer], device: EnqueuedMessages
     ) -> None:
         self._context, self._door, self._transfers, self._device = context, door, transfers, device
         words = [context.place, 0, *device[:3], 0, len(transfers)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, Stream
+from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, MessageForm, Stream
 from xvcomm.boarding import Ends
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import DType, ReduceOp, Reduction
+from xvcomm.dtype import DType, Reduction
 from xvcomm.enqueued import EnqueuedStep, Place
 from xvcomm.links import Use
 from xvcomm.opcode import OpCode
@@ -96,7 +97,11 @@ class Executor:
         schedule, mark, nbytes = plan.schedule, None, plan.schedule.scratch * dtype.itemsize
         if self._fits(plan):
             bases, streams = buffers.bases(self.serial_scratch(nbytes, user.handle)), dict.fromkeys(_LANES, user)
-            ends = self._enqueue(schedule, bases, dtype, op, operation, deadline, streams)
+            user.deadline = deadline
+            run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
+            for steps in plan.runs:
+                run.steps(steps, user)
+            ends = run.ends
         else:
             captured = user.capturing()
             bases = buffers.bases(self._scratch_address(nbytes))
@@ -144,9 +149,9 @@ class Executor:
         if not self._fits(plan):
             return None
         run = _Run(self._context, {}, {}, dtype, op, Operation(OpCode.INIT, 0, message), deadline)
-        found = [run.enqueued(step) for step in plan.schedule.steps if not (in_place and _moves_nothing(step))]
+        found = [run.enqueued(steps) for steps in plan.runs if not (in_place and _moves_nothing(steps[0]))]
         complete = [step for step in found if step is not None]
-        return complete if len(complete) == len(found) and any(step.ring is not None for step in complete) else None
+        return complete if len(complete) == len(found) and any(step.rings for step in complete) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
@@ -159,16 +164,14 @@ class Executor:
     ) -> dict[RingEnd, int]:  # fmt: skip
         """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
         run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
-        distinct = set(streams.values())
-        for stream in distinct:
+        for stream in streams.values():
             stream.deadline = deadline
-        awaited = {earlier for step in schedule.steps for earlier in step.after} if len(distinct) > 1 else set()
+        awaited = {earlier for step in schedule.steps for earlier in step.after}
         marks: dict[int, object] = {}
         for index, step in enumerate(schedule.steps):
             stream = streams[step.lane]
             for earlier in step.after:
-                if earlier in awaited:
-                    stream.wait(marks[earlier])
+                stream.wait(marks[earlier])
             run.step(step)
             if index in awaited:
                 marks[index] = stream.mark()
@@ -221,25 +224,30 @@ class _Run:
             case Native():
                 self._native(step, stream)
 
-    def enqueued(self, step: Step) -> EnqueuedStep | None:
+    def steps(self, steps: Sequence[Step], stream: Stream) -> None:
+        """Enqueue a run of steps, see `Plan.runs`, on one stream."""
+        if len(steps) > 1:
+            stream.together()
+        for step in steps:
+            self.step(step)
+        if len(steps) > 1:
+            stream.mark()
+
+    def enqueued(self, steps: Sequence[Step]) -> EnqueuedStep | None:
         """The same for compiled code, which has the addresses; None if it is not for that."""
-        match step:
-            case Put(peer=peer, src=span):
-                return self._enqueued_message(peer, span, producer=True)
-            case Get(peer=peer, dst=span):
-                return self._enqueued_message(peer, span, producer=False)
-            case GetReduce(peer=peer, dst=span, remote_first=first):
-                return self._enqueued_message(peer, span, self._op.base, producer=False, remote_first=first)
+        match steps[0]:
+            case Put() | Get() | GetReduce():
+                return self._enqueued_messages(steps)
             case Copy(src=src, dst=dst):
                 return self._enqueued_call(self._device.enqueued_copy(src.count * self._dtype.itemsize), src, dst)
             case Scale(src=src, dst=dst, factor=factor):
                 divisor = self._divisor(factor)
                 found = self._device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor)
                 return self._enqueued_call(found, src, dst)
-            case Native(op=op, src=src, dst=dst, counts=counts) if op in _ENQUEUED and len(set(counts)) < 2:
+            case Native(op=op, src=src, dst=dst, counts=counts, root=root) if op in _ENQUEUED and len(set(counts)) < 2:
                 native = self._context.native(self._deadline)
                 count = counts[0] if counts else max(src.count, dst.count)
-                found = native.enqueued(_ENQUEUED[op], count, self._dtype, Reduction(self._op.base), step.root)
+                found = native.enqueued(_ENQUEUED[op], count, self._dtype, Reduction(self._op.base), root)
                 return self._enqueued_call(found, src if src.count else dst, dst)
         return None
 
@@ -247,16 +255,26 @@ class _Run:
         return self._context.topology.size if factor is Factor.AVERAGE else 0
 
     def _enqueued_call(self, call: EnqueuedCall | None, src: Span, dst: Span) -> EnqueuedStep | None:
-        return EnqueuedStep(call, self._place(src), self._place(dst)) if call is not None else None
+        return EnqueuedStep(call, (self._place(src), self._place(dst))) if call is not None else None
 
-    def _enqueued_message(
-        self, peer: int, span: Span, op: ReduceOp | None = None, *, producer: bool, remote_first: bool = False
-    ) -> EnqueuedStep | None:
-        end = self._end(peer, producer=producer)
-        message = self._message(span)._replace(tag=0)
-        found = self._device.enqueued(end, message, op, remote_first=remote_first)
-        place = self._place(span)
-        return EnqueuedStep(found, place, place, end) if found is not None else None
+    def _enqueued_messages(self, steps: Sequence[Step]) -> EnqueuedStep | None:
+        forms, places = [], []
+        for step in steps:
+            match step:
+                case Put(peer=peer, src=span):
+                    forms.append(self._form(peer, span, producer=True))
+                case Get(peer=peer, dst=span):
+                    forms.append(self._form(peer, span, producer=False))
+                case GetReduce(peer=peer, dst=span, remote_first=first):
+                    forms.append(self._form(peer, span, producer=False)._replace(op=self._op.base, remote_first=first))
+                case _:
+                    return None
+            places.append(self._place(span))
+        found = self._device.enqueued(forms)
+        return EnqueuedStep(found, places, [form.end for form in forms]) if found is not None else None
+
+    def _form(self, peer: int, span: Span, *, producer: bool) -> MessageForm:
+        return MessageForm(self._end(peer, producer=producer), self._message(span)._replace(tag=0))
 
     def _place(self, span: Span) -> Place:
         return Place(span.buf, span.start * self._dtype.itemsize)

@@ -10,7 +10,8 @@ from xvcomm.config import Config
 from xvcomm.links import at_once
 from xvcomm.schedule import build
 from xvcomm.schedule.describe import lines
-from xvcomm.schedule.steps import Lane, Put, Request, Schedule
+from xvcomm.schedule.runs import runs
+from xvcomm.schedule.steps import Lane, Put, Request, Schedule, Step
 from xvcomm.topology import Topology
 from xvcomm.tuner import tune
 
@@ -27,6 +28,7 @@ class Plan:
         nbytes: size of the whole array.
         segment, short: how it is carried out; see `schedule.build`.
         schedule: the steps.
+        runs: of one segment the same, messages that may start together as one.
         lanes: those that the steps are on.
         messages: the most that one rank is sent.
     """
@@ -37,6 +39,7 @@ class Plan:
     segment: int
     short: bool
     schedule: Schedule
+    runs: tuple[tuple[Step, ...], ...]
     lanes: frozenset[Lane]
     messages: int
 
@@ -84,7 +87,9 @@ class Planner:
         schedule = build(request, self._topology, self._rank, segment, tuning.short)
         lanes = frozenset(step.lane for step in schedule.steps)
         messages = Counter(step.peer for step in schedule.steps if isinstance(step, Put))
-        return Plan(request, self._rank, nbytes, segment, tuning.short, schedule, lanes, max(messages.values(), default=0))
+        most = max(messages.values(), default=0)
+        together = runs(schedule.steps) if not segment else ()
+        return Plan(request, self._rank, nbytes, segment, tuning.short, schedule, together, lanes, most)
 
 
 def _elements(request: Request) -> int:

@@ -179,7 +179,8 @@ class StreamCaller(Caller):
         if native is None or counts.count(counts[0]) < len(counts):
             return None
         found = native.enqueued(call.op, counts[0], call.dtype, call.how(), call.root)
-        return self._compiled(call, [EnqueuedStep(found, Place(Buf.IN, 0), Place(Buf.OUT, 0))] if found is not None else None)
+        places = Place(Buf.IN, 0), Place(Buf.OUT, 0)
+        return self._compiled(call, [EnqueuedStep(found, places)] if found is not None else None)
 
     def _compiled(
         self, call: Call, steps: list[EnqueuedStep] | None, scratch: Callable[[int], int] | None = None

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from xvcomm import array
-from xvcomm.abc.device import Mark, Stream
+from xvcomm.abc.device import Mark, MessageForm, Stream
 from xvcomm.boarding import Ends
 from xvcomm.deadline import Deadline
 from xvcomm.enqueued import Door, EnqueuedTransfer, MessageCall
@@ -87,7 +87,7 @@ class StreamTransfers(Transfers):
             EnqueuedTransfer(t.name, t.end, t.operation.message._replace(tag=0))
             for t in transfers if t.end is not None and t.operation is not None
         ]  # fmt: skip
-        found = self._context.device.enqueued_together([(part.end, part.message) for part in parts])
+        found = self._context.device.enqueued([MessageForm(part.end, part.message) for part in parts])
         if found is None:
             self._calls[key] = None
             return

@@ -13,6 +13,8 @@ from unittest.mock import Mock
 
 import numpy as np
 
+from xvcomm.abc.device import MessageForm
+from xvcomm.backends._kernels import _ROW_BYTES
 from xvcomm.dtype import BY_NAME
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
@@ -51,15 +53,15 @@ def a_message_behind_another_is_one_call_of_compiled_code() -> None:
 def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -> None:
     """Only behind one of the same shape, ring and stream, on the ring's device, and while launches have the same room."""
     gpu, data = device(), bytes_of(3)
-    wanted = message(data.nbytes)
     with ring() as (producer, consumer):
-        assert gpu.enqueued(producer, wanted) is None, "the ring is not pinned yet"
+        forms = [MessageForm(producer, message(data.nbytes))]
+        assert gpu.enqueued(forms) is None, "the ring is not pinned yet"
         sent, got = up(gpu, data), [gpu.empty(data.nbytes) for _ in range(6)]
         receiving = stream(gpu)
         one, other = gpu.adopt(gpu.runtime.stream()), gpu.adopt(gpu.runtime.stream())
         handles = one.handle, other.handle
         gpu.put(producer, sent.address, message(data.nbytes, 0), one)
-        found = gpu.enqueued(producer, wanted)
+        found = gpu.enqueued(forms)
         assert found is not None
         is_ready = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(found.ready)
         launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(found.function)
@@ -70,7 +72,8 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
         assert not ready(), "not before one of its shape was launched behind another"
         gpu.put(producer, sent.address, message(data.nbytes, 1), one)
         assert ready() and not ready(handles[1])
-        assert launch(found.argument, sent.address, 2, handles[0], 0) == 0 and producer.sequence == 3
+        items = (ctypes.c_int64 * 3)(sent.address, 2)
+        assert launch(found.argument, ctypes.addressof(items), 0, handles[0], 0) == 0 and producer.sequence == 3
         gpu.runtime.use(1)
         assert not ready(), "another device is the thread's"
         gpu.runtime.use(0)
@@ -86,6 +89,23 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
             gpu.get(consumer, memory.address, message(data.nbytes, tag), receiving)
         receiving.synchronize()
         assert all((down(gpu, memory) == data).all() for memory in got)
+
+
+@check
+def a_launch_shows_no_addresses_of_earlier_ones() -> None:
+    """Memory that is gone may have been given to somebody else, whom a driver would take for an argument."""
+    gpu, data = device(), bytes_of(4)
+    with ring() as (producer, consumer):
+        on, sent, got = stream(gpu), up(gpu, data), gpu.empty(data.nbytes)
+        on.together()
+        gpu.put(producer, sent.address, message(data.nbytes, 0), on)
+        gpu.get(consumer, got.address, message(data.nbytes, 0), on)
+        on.synchronize()
+        arguments = gpu._kernels._local.arguments.buffer
+        assert any(arguments.raw[_ROW_BYTES:]), "two messages were not one launch"
+        gpu.scale(got.address, got.address, data.nbytes, BY_NAME["uint8"], 1.0, 0, on)
+        assert not any(arguments.raw[_ROW_BYTES:]) and any(arguments.raw)
+        on.synchronize()
 
 
 @check

@@ -53,7 +53,7 @@ class Caller:
         """A call on two arrays, with a deadline."""
         ready = comm.enqueued(op, 10, dtype, how, 0)
         assert ready is not None
-        steps = [EnqueuedStep(ready, Place(Buf.IN, 0), Place(Buf.OUT, 0))]
+        steps = [EnqueuedStep(ready, (Place(Buf.IN, 0), Place(Buf.OUT, 0)))]
         made = CollectiveCall(self._context, self._door, op, Message(int(op), 0, 0, 0), steps)
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:

@@ -208,8 +208,21 @@ class EnqueuedCall(NamedTuple):
     failed: Callable[[int], NoReturn]
 
 
-class EnqueuedMessage(NamedTuple):
-    """Messages of fixed shape through one ring end, or some, that compiled code enqueues on a device's stream.
+class MessageForm(NamedTuple):
+    """A message but for its array and its tag, which is 0 here.
+
+    Attributes:
+        op, remote_first: as of `Device.get`.
+    """
+
+    end: RingEnd
+    message: Message
+    op: ReduceOp | None = None
+    remote_first: bool = False
+
+
+class EnqueuedMessages(NamedTuple):
+    """Messages of fixed form, each through a ring end of its own, that compiled code enqueues together on a device's stream.
 
     One call at a time, and none at the same time as another transfer through a ring end. The functions are called
     with the interpreter lock, and let it go where they may wait.
@@ -218,8 +231,9 @@ class EnqueuedMessage(NamedTuple):
         ready: address of a C function of three words: `argument`, the stream's handle, and one that means nothing. It
             gives 0 where the device has to look at more: then `Device.put` or `get` serve, after which it may be ready.
         function: address of a C function of five words, to be called where the other one has just given another number:
-            `argument`, the array, the message's tag, the stream's handle, and one that means nothing. Gives 0 if the
-            message is enqueued, which is then counted by the ring end.
+            `argument`, the address of three words for each message, which are its array, its tag and one that means
+            nothing, again one such, the stream's handle, and one such. Gives 0 if the messages are enqueued, which are
+            then counted by the ring ends.
         argument: address of what must live as long: `keep`.
         failed: raises what another result means.
     """
@@ -288,22 +302,10 @@ class Device(ABC):
         """
         raise NotImplementedError
 
-    def enqueued(
-        self, end: RingEnd, message: Message, op: ReduceOp | None = None, *, remote_first: bool = False
-    ) -> EnqueuedMessage | None:
-        """Messages for compiled code; None if the device has none, or not before `put` or `get` was called for the ring end.
+    def enqueued(self, forms: Sequence[MessageForm]) -> EnqueuedMessages | None:
+        """Messages for compiled code, which start together if they are several.
 
-        Args:
-            message: what all of them are, but for the tag, which is 0.
-            op, remote_first: as of `get`.
-        """
-        return None
-
-    def enqueued_together(self, messages: Sequence[tuple[RingEnd, Message]]) -> EnqueuedMessage | None:
-        """The same for messages that start together, each through a ring end of its own.
-
-        Its function takes, for array and tag, the address of three words for each message: array, tag, and one that means
-        nothing; and one that means nothing.
+        None if the device has none, or not before `put` or `get` was called for each of the ring ends.
         """
         return None
 

@@ -19,6 +19,7 @@ from xvcomm.dtype import ReduceOp, from_numpy
 from xvcomm.errors import ScheduleError
 from xvcomm.schedule import semantics
 from xvcomm.schedule.describe import step_text
+from xvcomm.schedule.runs import runs
 from xvcomm.schedule.semantics import Array, Fault, Memory
 from xvcomm.schedule.steps import (
     Copy,
@@ -63,8 +64,8 @@ def run(
         factors: what `Factor.PREMUL` multiplies by on each rank; 1 if left out.
         shared: run with IN and OUT in one array, as in a call in place; a broadcast always does.
         order: `"sequential"`: each rank does its steps in order, except that neighbouring border steps are reached
-            together. `"concurrent"`: each lane goes on as soon as `after` allows. `"buffered"`: one step after the
-            other, all on one stream, where a ring takes every message at once.
+            together. `"concurrent"`: each lane goes on as soon as `after` allows. `"buffered"`: one of `runs` after
+            the other, all on one stream, where a ring takes every message at once.
         seed: of the choice among possible events.
 
     Raises:
@@ -118,12 +119,15 @@ def _in_order(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
             yield []
 
 
-def _one_by_one(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
-    """Steps that a rank reaches next, when nothing goes on beside another."""
-    for index in range(len(steps)):
-        yield [index]
-        while not done[index]:
+def _in_runs(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
+    """Steps that a rank reaches next, when nothing goes on beside another but what starts together."""
+    begin = 0
+    for run in runs(steps):
+        end = begin + len(run)
+        yield list(range(begin, end))
+        while not all(done[begin:end]):
             yield []
+        begin = end
 
 
 def _by_lanes(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
@@ -140,7 +144,7 @@ def _by_lanes(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
 
 
 _PROGRAMS: dict[Order, Callable[[Sequence[Step], Sequence[bool]], _Program]] = {
-    "sequential": _in_order, "concurrent": _by_lanes, "buffered": _one_by_one,
+    "sequential": _in_order, "concurrent": _by_lanes, "buffered": _in_runs,
 }  # fmt: skip
 
 
