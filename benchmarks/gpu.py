@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py --out docs/figures
 
-measures on all GPUs of this host: with two the way between them, with four and more collectives over two islands; with any
-number those of one island.
+measures on all GPUs of this host: with two the way between them and collectives over it, with four and more those over two
+islands; with any number those of one island.
 Everything is measured in one run; each bar is a ratio within it. Writes gpuN.md, gpuN.json and gpuN.png for N ranks as
 it goes on, and ends with code 1 if a bar is not met. Where all GPUs are NVIDIA's this is a rehearsal: the second half
 of the ranks uses the ROCm backend over libraries that forward to CUDA (`tests/hip_on_cuda`), or, with --labels-only,
@@ -75,14 +75,23 @@ def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
         return tuple(name for name in names if PEERS[name].serves(kind))
 
     alike = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-    island = Scenario("island", "Inside an island", ("",) * ranks, alike, peers("nccl", "nccl-cupy"), every, 0.3)
+    island = Scenario("island", "Inside an island", ("",) * ranks, alike, peers("nccl", "nccl-cupy"), every, 0.25)
     if ranks == 2:
         pairs = ("send", "sendrecv", "p2p")
         return [
             Scenario(
-                "border", "Across the border", halves, pairs, peers("nccl", "nccl-shm", "gloo", "raw"), every, 0.55
+                "border", "Across the border", halves, pairs, peers("nccl", "nccl-shm", "gloo", "raw"), every, 0.45
             ),
             island,
+            Scenario(
+                "border-collectives",
+                "Collectives across the border",
+                halves,
+                (*alike, "all_to_all"),
+                peers("nccl-shm"),
+                every,
+                0.2,
+            ),
             Scenario(
                 "border-one-queue",
                 "Across the border, one hardware queue",
@@ -90,7 +99,7 @@ def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
                 pairs,
                 peers("nccl", "raw"),
                 few,
-                0.15,
+                0.1,
                 ONE_QUEUE,
             ),
         ]
