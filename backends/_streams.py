@@ -214,8 +214,7 @@ class GpuStream(Stream):
         self.runtime, self.index = engine.runtime, engine.index
         self.deadline = NEVER
         self._engine, self._handle, self._owned = engine, handle, owned
-        # The same for all streams on which one thing is done after the other.
-        self._queue = (handle, threading.get_ident()) if handle == _PER_THREAD else (handle, 0)
+        self.queue = (handle, threading.get_ident()) if handle == _PER_THREAD else (handle, 0)
         self._newest: Mark | None = None
         self._empty = owned
         self._transfers: dict[Port, int] = {}
@@ -305,7 +304,7 @@ class GpuStream(Stream):
 
     def _starts(self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> bool:
         """Have compiled code launch a transfer that follows another one of its port here; whether it could."""
-        if self._together is not None or port.captured or port.mark is None or port.queue != self._queue:
+        if self._together is not None or port.captured or port.mark is None or port.queue != self.queue:
             return False
         engine, handle = self._engine, self._handle
         key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room(handle)
@@ -325,7 +324,7 @@ class GpuStream(Stream):
         if not self._owned:
             engine.outside[handle] = own
         engine.take(handle, port, prepared.blocks)
-        if port.messages and not self._queue[1]:
+        if port.messages and not self.queue[1]:
             engine.arm(key, prepared, handle)
         return True
 
@@ -374,8 +373,8 @@ class GpuStream(Stream):
         engine.take(handle, rows[-1][0], blocks)
         mark = self._record(captured)
         for port, _ in rows:
-            port.queue, port.mark, port.armed.value = self._queue, mark, NOBODY
-        if not captured and len(rows) > 1 and not self._queue[1]:
+            port.queue, port.mark, port.armed.value = self.queue, mark, NOBODY
+        if not captured and len(rows) > 1 and not self.queue[1]:
             self._arm(rows)
         return mark
 
@@ -398,7 +397,7 @@ class GpuStream(Stream):
         In a graph only what is in the same graph can be waited for, and outside only what is in none.
         """
         mark = port.mark
-        if mark is not None and port.queue != self._queue and mark.captured == captured:
+        if mark is not None and port.queue != self.queue and mark.captured == captured:
             self.runtime.wait(self._handle, mark.event)
 
     @on_device

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, MessageForm, Stream
+from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, MessageForm, Queue, Stream
 from xvcomm.boarding import Ends
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
@@ -67,7 +67,7 @@ class Executor:
         self._last: Mark | None = None
         self._user: Stream | None = None
         self._captured: set[Allocation | None] = set()
-        self._serial: dict[int, list[Allocation]] = {}
+        self._serial: dict[Queue, list[Allocation]] = {}
 
     def run(
         self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
@@ -78,7 +78,7 @@ class Executor:
             RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.fail`.
         """
         bases = buffers.bases(self._scratch_address(schedule.scratch * dtype.itemsize))
-        self._enqueue(schedule, bases, dtype, op, operation, deadline, self._streams)
+        self._enqueue(schedule, bases, dtype, op, operation, deadline)
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -94,43 +94,56 @@ class Executor:
         Raises:
             CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
         """
-        schedule, mark, nbytes = plan.schedule, None, plan.schedule.scratch * dtype.itemsize
-        if self._fits(plan):
-            bases, streams = buffers.bases(self.serial_scratch(nbytes, user.handle)), dict.fromkeys(_LANES, user)
-            user.deadline = deadline
-            run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
-            for steps in plan.runs:
-                run.steps(steps, user)
-            ends = run.ends
-        else:
-            captured = user.capturing()
-            bases = buffers.bases(self._scratch_address(nbytes))
-            # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
-            last = None if captured or self._user is user else self._last
-            lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
-            begin = user.mark() if lanes else None
-            for stream in lanes:
-                stream.wait(begin)
-                if last is not None:
-                    stream.wait(last)
-            ends = self._enqueue(schedule, bases, dtype, op, operation, deadline, self._streams)
-            for stream in lanes:
-                user.wait(stream.mark())
-            if nbytes and captured:
-                self._captured.add(self._scratch)  # the graph uses it as often as it runs
-            elif nbytes:
-                self._last = mark = cast(Mark, user.mark())
-                self._user = user
+        enqueue = self._enqueue_serially if self._fits(plan) else self._enqueue_on_lanes
+        mark, ends = enqueue(plan, buffers, dtype, op, operation, deadline, user)
         return mark, [(end, sequence, operation) for end, sequence in ends.items()]
 
-    def serial_scratch(self, nbytes: int, handle: int) -> int:
+    def _enqueue_serially(
+        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        user: Stream,
+    ) -> tuple[None, dict[RingEnd, int]]:  # fmt: skip
+        bases = buffers.bases(self.serial_scratch(plan.schedule.scratch * dtype.itemsize, user.queue))
+        run = _Run(self._context, dict.fromkeys(_LANES, user), bases, dtype, op, operation, deadline)
+        user.deadline = deadline
+        for steps in plan.runs:
+            run.steps(steps, user)
+        return None, run.ends
+
+    def _enqueue_on_lanes(
+        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        user: Stream,
+    ) -> tuple[Mark | None, dict[RingEnd, int]]:  # fmt: skip
+        nbytes, captured = plan.schedule.scratch * dtype.itemsize, user.capturing()
+        bases = buffers.bases(self._scratch_address(nbytes))
+        # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
+        last = None if captured or self._user is user else self._last
+        lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
+        begin = user.mark() if lanes else None
+        for stream in lanes:
+            stream.wait(begin)
+            if last is not None:
+                stream.wait(last)
+        ends = self._enqueue(plan.schedule, bases, dtype, op, operation, deadline)
+        for stream in lanes:
+            user.wait(stream.mark())
+        if nbytes and captured:
+            self._captured.add(self._scratch)  # the graph uses it as often as it runs
+        elif nbytes:
+            self._last, self._user = cast(Mark, user.mark()), user
+            return self._last, ends
+        return None, ends
+
+    def serial_scratch(self, nbytes: int, queue: Queue) -> int:
         """Address of scratch memory that only collectives on one stream use, where one step runs after the other.
 
         What compiled code or a graph was given before stays theirs; memory at least doubles where it does not suffice.
+
+        Args:
+            queue: the stream's `Stream.queue`.
         """
         if not nbytes:
             return 0
-        kept = self._serial.setdefault(handle, [])
+        kept = self._serial.setdefault(queue, [])
         if not kept or kept[-1].nbytes < nbytes:
             kept.append(self._device.empty(max([nbytes, *(2 * memory.nbytes for memory in kept)])))
         return kept[-1].address
@@ -160,9 +173,10 @@ class Executor:
 
     def _enqueue(
         self, schedule: Schedule, bases: dict[Buf, int], dtype: DType, op: Reduction, operation: Operation,
-        deadline: Deadline, streams: dict[Lane, Stream],
+        deadline: Deadline,
     ) -> dict[RingEnd, int]:  # fmt: skip
         """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
+        streams = self._streams
         run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
         for stream in streams.values():
             stream.deadline = deadline

@@ -171,7 +171,11 @@ class StreamCaller(Caller):
         plan, executor = self._context.planner.plan(call.request()), self._executor
         steps = executor.enqueued(plan, call.dtype, call.how(), call.message(), call.src is call.dst, NEVER)
         nbytes = plan.schedule.scratch * call.dtype.itemsize
-        return self._compiled(call, steps, partial(executor.serial_scratch, nbytes) if nbytes else None)
+
+        def scratch(handle: int) -> int:
+            return executor.serial_scratch(nbytes, (handle, 0))  # of a thread's own stream Python starts everything
+
+        return self._compiled(call, steps, scratch if nbytes else None)
 
     def _compiled_native(self, call: Call) -> CollectiveCall | None:
         """A collective inside an island, if it is one call of the native library."""

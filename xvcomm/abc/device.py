@@ -88,11 +88,18 @@ class Mark(Protocol):
     captured: int
 
 
+Queue = tuple[int, int]
+"""A stream's handle and, where the vendor has one such stream in each thread, which thread; else 0."""
+
+
 class Stream(ABC):
     """A queue of work of one device; made by `Device.streams` and `Device.adopt`."""
 
     deadline: Deadline
     """Until when the host may wait for what is on it; set by whoever enqueues."""
+
+    queue: Queue = (0, 0)
+    """Equal for streams of the vendor's on which one thing is done after the other."""
 
     @property
     def handle(self) -> int:

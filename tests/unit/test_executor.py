@@ -1,0 +1,36 @@
+"""Scratch memory of schedules that run on one stream: who shares it, and how long it stays."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from xvcomm.abc.device import Allocation
+from xvcomm.executor import Executor
+
+
+@pytest.fixture
+def executor() -> Executor:
+    """One whose device gives memory of ever new addresses."""
+    addresses = itertools.count(4096, 4096)
+    context: Any = Mock()
+    context.device.streams = lambda count: [Mock() for _ in range(count)]
+    context.device.empty = lambda nbytes: Allocation(next(addresses), nbytes, None)
+    return Executor(context)
+
+
+def test_collectives_of_one_stream_share_scratch_memory(executor: Executor) -> None:
+    assert executor.serial_scratch(0, (7, 0)) == 0
+    first = executor.serial_scratch(100, (7, 0))
+    assert executor.serial_scratch(100, (7, 0)) == executor.serial_scratch(1, (7, 0)) == first
+    others = {executor.serial_scratch(100, queue) for queue in ((8, 0), (2, 11), (2, 12))}
+    assert len(others | {first}) == 4, "other streams, and those of other threads, have their own"
+
+
+def test_scratch_memory_that_was_given_out_stays(executor: Executor) -> None:
+    given = [executor.serial_scratch(nbytes, (7, 0)) for nbytes in (100, 101, 200, 201)]
+    assert given[0] != given[1] == given[2] != given[3]
+    assert [memory.nbytes for memory in executor._serial[7, 0]] == [100, 200, 400]
