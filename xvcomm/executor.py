@@ -137,15 +137,21 @@ class Executor:
         """Address of scratch memory that only collectives on one stream use, where one step runs after the other.
 
         What compiled code or a graph was given before stays theirs; memory at least doubles where it does not suffice.
+        A graph captured from a stream that has none uses another stream's: whoever launches it orders it with all calls.
 
         Args:
             queue: the stream's `Stream.queue`.
         """
         if not nbytes:
             return 0
-        kept = self._serial.setdefault(queue, [])
-        if not kept or kept[-1].nbytes < nbytes:
-            kept.append(self._device.empty(max([nbytes, *(2 * memory.nbytes for memory in kept)])))
+        kept = self._serial.get(queue, [])
+        if kept and kept[-1].nbytes >= nbytes:
+            return kept[-1].address
+        if self._device.adopt(queue[0]).capturing():  # when nothing can be allocated
+            for newest in (memories[-1] for memories in self._serial.values()):
+                if newest.nbytes >= nbytes:
+                    return newest.address
+        self._serial.setdefault(queue, kept).append(self._device.empty(max([nbytes, *(2 * m.nbytes for m in kept)])))
         return kept[-1].address
 
     def enqueued(

@@ -11,6 +11,9 @@ import pytest
 from xvcomm.abc.device import Allocation
 from xvcomm.executor import Executor
 
+CAPTURING = 9
+"""Handle of a stream that a graph is captured from."""
+
 
 @pytest.fixture
 def executor() -> Executor:
@@ -19,6 +22,7 @@ def executor() -> Executor:
     context: Any = Mock()
     context.device.streams = lambda count: [Mock() for _ in range(count)]
     context.device.empty = lambda nbytes: Allocation(next(addresses), nbytes, None)
+    context.device.adopt = lambda handle: Mock(capturing=lambda: handle == CAPTURING)
     return Executor(context)
 
 
@@ -34,3 +38,11 @@ def test_scratch_memory_that_was_given_out_stays(executor: Executor) -> None:
     given = [executor.serial_scratch(nbytes, (7, 0)) for nbytes in (100, 101, 200, 201)]
     assert given[0] != given[1] == given[2] != given[3]
     assert [memory.nbytes for memory in executor._serial[7, 0]] == [100, 200, 400]
+
+
+def test_a_graph_takes_no_new_memory_where_some_suffices(executor: Executor) -> None:
+    small, large = executor.serial_scratch(100, (7, 0)), executor.serial_scratch(200, (8, 0))
+    assert executor.serial_scratch(100, (CAPTURING, 0)) == small
+    assert executor.serial_scratch(200, (CAPTURING, 0)) == large
+    assert (CAPTURING, 0) not in executor._serial, "it is not the stream's own: calls outside of graphs are not ordered"
+    assert executor.serial_scratch(300, (CAPTURING, 0)) not in (small, large), "and the device says that it cannot"

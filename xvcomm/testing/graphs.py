@@ -143,6 +143,34 @@ def check_graph_keeps_its_memory(comm: Communicator) -> None:
         assert_same_bits(a.get(other), number * ones, f"array {number}, which the graph has nothing to do with")
 
 
+def check_graph_of_another_stream(comm: Communicator) -> None:
+    """Captured from a stream that ran nothing before, as `torch.cuda.graph` does; its memory must be there already."""
+    _graph_of_another_stream(comm, 480)
+    _graph_of_another_stream(comm, 100_000)
+
+
+def _graph_of_another_stream(comm: Communicator, count: int) -> None:
+    a, other = arrays(comm), DeviceArrays(comm._context.device)
+    assert isinstance(a, DeviceArrays) and a.handle is not None and other.handle is not None
+    ones = np.ones((comm.size, count), np.float16)
+    x, y = other.put(ones), other.put(ones[0])
+
+    def enqueue(stream: int | None) -> None:
+        comm.all_reduce(x, stream=stream)
+        comm.reduce_scatter(x, "avg", out=y, stream=stream)
+
+    with on_device(comm):
+        other.synchronize()
+        for _ in range(3):
+            enqueue(a.handle)
+        a.synchronize()
+        replay = CAPTURES[a.kind](other.handle, lambda: enqueue(other.handle))
+        for number in range(3):
+            other.fill(x, number * ones)
+            replay()
+            assert_same_bits(other.get(y), number * comm.size * ones[0], f"launch {number}")
+
+
 def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], None]:
     """What runs a graph of what is enqueued."""
     a = arrays(comm)
@@ -153,4 +181,5 @@ def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], N
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_graphs, check_graph_of_many, check_graph_beside_repeated, check_graph_keeps_its_memory,
+    check_graph_of_another_stream,
 )  # fmt: skip
