@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.topology import parse_islands
 
 Job = Callable[..., World]
+SHARE = "SHARE_GPUS"
+"""Set, islands of ranks share GPUs where there are too few: each rank waits for its turn, about two milliseconds long."""
 JAX = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """It would take most of the memory of all GPUs that a rank sees, other ranks' too."""
 
@@ -59,8 +62,8 @@ def places(vendor: str, gpus: int) -> Callable[[str], tuple[str, ...]]:
         if vendor == "rocm" and {"cuda", "rocm"} <= set(kinds):
             pytest.skip("ranks on CUDA beside ranks on ROCm: only by ROCm's libraries over CUDA's, on NVIDIA GPUs")
         wanted = sum(kind != "host" for kind in kinds)
-        if wanted > gpus:
-            pytest.skip(f"{wanted} ranks on GPUs, and {gpus} GPUs")
+        if wanted > gpus and not os.environ.get(SHARE):
+            pytest.skip(f"{wanted} ranks on GPUs, and {gpus} GPUs (with {SHARE}=1 islands share them, slowly)")
         return tuple(vendor if kind == "cuda" else kind for kind in kinds)
 
     return place
@@ -78,13 +81,16 @@ def libraries(vendor: str, request: pytest.FixtureRequest) -> Callable[[str], di
 
 
 @pytest.fixture(scope="session")
-def job(places: Callable[[str], tuple[str, ...]], libraries: Callable[[str], dict[str, str]]) -> Job:
+def job(
+    places: Callable[[str], tuple[str, ...]], gpus: int, libraries: Callable[[str], dict[str, str]],
+) -> Job:  # fmt: skip
     """Starts ranks on kinds of device, each on a GPU of its own; skips where there are too few."""
 
     def start(devices: str, islands: str | None = None, env: Mapping[str, str] | None = None) -> World:
         kinds = places(devices)
+        indices = _gpus(kinds, parse_islands(islands) if islands else kinds, gpus)
         ranks = World(islands=islands, devices=",".join(kinds), env=[
-            {**SMALL_GPU_RINGS, **JAX, **libraries(kind), **_gpu(kinds, rank), **(env or {})}
+            {**SMALL_GPU_RINGS, **JAX, **libraries(kind), **indices[rank], **(env or {})}
             for rank, kind in enumerate(kinds)
         ], timeout=60)  # fmt: skip
         return ranks
@@ -92,8 +98,16 @@ def job(places: Callable[[str], tuple[str, ...]], libraries: Callable[[str], dic
     return start
 
 
-def _gpu(kinds: Sequence[str], rank: int) -> dict[str, str]:
-    """The GPU of a rank: both vendors' ranks number the same ones."""
-    if kinds[rank] == "host":
-        return {}
-    return {"XVCOMM_DEVICE_INDEX": str(sum(kind != "host" for kind in kinds[:rank]))}
+def _gpus(kinds: Sequence[str], labels: Sequence[str], gpus: int) -> list[dict[str, str]]:
+    """Each rank's GPU; both vendors' ranks number the same ones.
+
+    Where there are too few, the islands share them, as no vendor's library joins two ranks of one GPU.
+    """
+    on_gpus = [rank for rank, kind in enumerate(kinds) if kind != "host"]
+    if len(on_gpus) <= gpus:
+        places = {rank: place for place, rank in enumerate(on_gpus)}
+    else:
+        places = {rank: sum(labels[other] == labels[rank] for other in on_gpus if other < rank) for rank in on_gpus}
+    if max(places.values(), default=0) >= gpus:
+        pytest.skip(f"an island of {max(places.values()) + 1} ranks, and {gpus} GPUs")
+    return [{"XVCOMM_DEVICE_INDEX": str(places[rank])} if rank in places else {} for rank in range(len(kinds))]
