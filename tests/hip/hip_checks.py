@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,32 @@ def delay() -> None:
     assert code(hip.hipStreamQuery(behind)) == "NotReady"
     ok(hip.hipStreamSynchronize(behind))
     ok(hip.hipStreamQuery(behind))
+
+
+def one_queue() -> None:
+    """With GPU_MAX_HW_QUEUES=1 what comes behind something in its stream, or waits for it, holds up all streams."""
+    kernels, flags = Kernels(), [Pinned(), Pinned()]
+    busy, after, free = stream(), stream(), stream()
+    event = ok(hip.hipEventCreate())
+
+    def behind() -> None:
+        ok(hip.hipMemsetAsync(flags[0].device + 8, 1, 4, busy))
+
+    def waits() -> None:
+        ok(hip.hipEventRecord(event, busy))
+        ok(hip.hipStreamWaitEvent(after, event, 0))
+
+    for flag, holds_up in zip(flags, (behind, waits), strict=True):
+        ok(kernels.launch("hold", busy, flag.device))
+        ok(hip.hipMemsetAsync(flag.device + 12, 1, 4, free))
+        ok(hip.hipStreamSynchronize(free))
+        holds_up()
+        ok(hip.hipMemsetAsync(flag.device + 16, 1, 4, free))
+        time.sleep(0.1)
+        assert code(hip.hipStreamQuery(free)) == "NotReady"
+        flag.words[0] = 1
+        ok(hip.hipStreamSynchronize(free))
+    ok(hip.hipStreamSynchronize(after))
 
 
 def blocks() -> None:

@@ -61,6 +61,7 @@ API void *hiphost_address(const void *address, size_t bytes);
 /* stream.c. An operation's argument is plain bytes, copied with it, so that a graph can run it many times. */
 typedef struct op {
     struct op *next;
+    uint64_t number; /* in its hardware queue */
     void (*run)(void *arg);
     void (*issue)(void *arg); /* as it enters a stream, in program order; may be NULL */
     size_t bytes;
@@ -68,11 +69,13 @@ typedef struct op {
 } op_t;
 typedef struct stream stream_t;
 typedef struct graph graph_t;
+typedef struct queue queue_t;
 struct stream {
     struct stream *next;
     struct op *head, *tail;
     uint64_t submitted, done;
     int device, flags, priority, delay, ended;
+    queue_t *queue; /* of the hardware, NULL if it has one for each stream */
     graph_t *graph; /* being captured from this stream */
     int branch;
 };

@@ -1,18 +1,33 @@
 /* Streams and events. A stream is a thread with a queue; operation number n of a stream is through when `done` >= n.
- * Settings: HIPHOST_DELAY_US (0), a sleep before every operation, which shows what lacks synchronisation. */
+ * Settings: HIPHOST_DELAY_US (0), a sleep before every operation, which shows what lacks synchronisation;
+ * GPU_MAX_HW_QUEUES (no limit), hardware queues of a device, which streams share. */
 #define _GNU_SOURCE
 #include "hiphost.h"
 #include <pthread.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { EVENT = 0x6576656e, NON_BLOCKING = 1 };
+enum { EVENT = 0x6576656e, NON_BLOCKING = 1, MAX_QUEUES = 64 };
 
 /* One lock and one condition for all streams: they are few, and an operation may wait for any of them. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static stream_t *streams; /* never freed: events name them; those that have ended take no more operations */
 static stream_t *default_streams[MAX_DEVICES];
+
+/* Operations of a queue begin in order, and one begins when what its stream holds before it is through. A wait holds up
+ * the queue. */
+struct queue {
+    uint64_t submitted, begun;
+};
+static queue_t queues[MAX_DEVICES][MAX_QUEUES];
+
+static void await(void *arg);
+
+static void begin(queue_t *queue) {
+    queue->begun++;
+    pthread_cond_broadcast(&changed);
+}
 
 static void *work_off(void *arg) {
     stream_t *s = arg;
@@ -26,11 +41,15 @@ static void *work_off(void *arg) {
         }
         s->head = op->next;
         if (!s->head) s->tail = NULL;
+        int waits = op->run == await;
+        while (s->queue && s->queue->begun + 1 < op->number) pthread_cond_wait(&changed, &lock);
+        if (s->queue && !waits) begin(s->queue);
         pthread_mutex_unlock(&lock);
         if (s->delay) usleep(s->delay);
         op->run(op->arg);
         free(op);
         pthread_mutex_lock(&lock);
+        if (s->queue && waits) begin(s->queue);
         s->done++;
         pthread_cond_broadcast(&changed);
     }
@@ -41,7 +60,10 @@ static void *work_off(void *arg) {
 stream_t *new_stream(int device, unsigned flags, int priority) {
     stream_t *s = calloc(1, sizeof *s);
     s->device = device, s->flags = flags, s->priority = priority, s->delay = setting("HIPHOST_DELAY_US", 0);
+    static int made[MAX_DEVICES];
+    int limit = setting("GPU_MAX_HW_QUEUES", 0);
     pthread_mutex_lock(&lock);
+    if (limit > 0) s->queue = &queues[device][made[device]++ % (limit < MAX_QUEUES ? limit : MAX_QUEUES)];
     s->next = streams;
     streams = s;
     pthread_mutex_unlock(&lock);
@@ -83,6 +105,7 @@ static uint64_t append(stream_t *s, op_t *op) {
     if (s->tail) s->tail->next = op;
     else s->head = op;
     s->tail = op;
+    if (s->queue) op->number = ++s->queue->submitted;
     return ++s->submitted;
 }
 

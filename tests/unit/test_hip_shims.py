@@ -76,6 +76,11 @@ def test_delay(run: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_one_hardware_queue(run: Run) -> None:
+    done = run("hip_checks.py", "one_queue", GPU_MAX_HW_QUEUES="1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_devices(run: Run) -> None:
     done = run("hip_checks.py", "no_devices", HIPHOST_DEVICES="0")
     assert done.returncode == 0, done.stderr
