@@ -308,7 +308,8 @@ class StreamWork(Work):
 
     Attributes:
         flight: the operation, once it was enqueued.
-        let_go: has it enqueued now, if it waits on the host for its turn.
+        come: makes the host wait while other messages do, until this one is over or a deadline has passed; what waits is
+            enqueued then.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class StreamWork(Work):
         self._what = what
         self._error: BaseException | None = None
         self.flight = flight
-        self.let_go: Callable[[], None] | None = None
+        self.come: Callable[[Callable[[], bool], Deadline], None] | None = None
 
     def give_up(self, error: BaseException) -> None:
         """The operation will never be enqueued."""
@@ -330,20 +331,20 @@ class StreamWork(Work):
         """See `Work.wait`."""
         if self._follow is None:
             return self.synchronize(timeout)
-        self._pending.poll()
-        flight = self._under_way()
+        flight = self._under_way(Deadline.after(timeout))
         if not flight.over:
             self._follow(flight.mark)
         return self._finish()
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
-        flight = self._under_way()
+        deadline = Deadline.after(timeout)
+        flight = self._under_way(deadline)
         if flight.mark.captured:
             raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
-        if not self._pending.finish(flight, Deadline.after(timeout)):
+        if not self._pending.finish(flight, deadline):
             raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()")
-        self._under_way()
+        self._raise()
         return self._finish()
 
     result = synchronize
@@ -355,9 +356,7 @@ class StreamWork(Work):
 
     def exception(self) -> BaseException | None:
         """See `Work.exception`."""
-        if not self.done():
-            return None
-        return self._error or (self.flight.error if self.flight is not None else None)
+        return self._failure() if self.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
         """Not on a device: no thread of the host is there when the operation ends."""
@@ -365,13 +364,19 @@ class StreamWork(Work):
             f"{self._what} is on a device's stream, which tells nobody when it is done: wait() orders the stream"
         )
 
-    def _under_way(self) -> Flight:
+    def _under_way(self, deadline: Deadline) -> Flight:
         """The operation, if nothing is wrong with it."""
-        if self.flight is None and self.let_go is not None:
-            self.let_go()
-        error = self._error or (self.flight.error if self.flight is not None else None)
-        if error is not None:
-            raise error
+        if not self.done() and self.come is not None:
+            self.come(lambda: self.done() or self._failure() is not None, deadline)
+        self._raise()
         if self.flight is None:
             raise ArgumentError(f"{self._what} starts at the end of its group(): wait for it behind that")
         return self.flight
+
+    def _raise(self) -> None:
+        error = self._failure()
+        if error is not None:
+            raise error
+
+    def _failure(self) -> BaseException | None:
+        return self._error or (self.flight.error if self.flight is not None else None)

@@ -66,8 +66,9 @@ class StreamTransfers(Transfers):
         context = self._context
         try:
             end = self._begin(t)
-            if self._turns:
-                self._turns.let_go([end])
+            waiting = bool(self._turns)
+            if waiting:
+                self._make_way([end], t.deadline, user)
             with context.enqueueing:
                 self._enqueue(t, user)
         except BaseException as error:
@@ -78,6 +79,15 @@ class StreamTransfers(Transfers):
             context.end(t.operation)
         else:
             context.pending.board([t.operation], handle, t.deadline, [(end, end.sequence, t.operation)])
+            if waiting:
+                self._turns.see_through([end], t.deadline)
+
+    def _make_way(self, ends: Collection[RingEnd], deadline: Deadline, user: Stream) -> None:
+        """Let go first what waits for rings; a graph has that at once."""
+        if user.capturing():
+            self._turns.let_go(ends)
+        else:
+            self._turns.come_next(ends, deadline)
 
     def _prepare(self, transfers: Sequence[Transfer], key: tuple[_Shape, ...]) -> None:
         """Let compiled code put further messages of these shapes on streams, where the device has that."""
@@ -126,8 +136,9 @@ class StreamTransfers(Transfers):
         """Put messages on one of their arrays' streams, with the others before and behind them."""
         user, *others = self._streams(transfers)
         self._begin_all(transfers)
-        if self._turns:
-            self._turns.let_go(_ends(transfers))
+        ends, deadline, waiting = _ends(transfers), _soonest(transfers), bool(self._turns)
+        if waiting:
+            self._make_way(ends, deadline, user)
         for other in others:
             user.wait(other.mark())
         flight = self._launch(transfers, user)
@@ -140,6 +151,8 @@ class StreamTransfers(Transfers):
             pending.board(flight.operations, handle, flight.deadline, flight.ends)
         else:
             pending.add(flight)
+        if waiting and not flight.mark.captured:
+            self._turns.see_through(ends, deadline)
 
     def work(self, t: Transfer) -> Work:
         """See `Transfers.work`."""
@@ -162,7 +175,7 @@ class StreamTransfers(Transfers):
             self._go(launch)
             return
         for t in transfers:
-            t.promise.let_go = partial(self._turns.let_go, ends)
+            t.promise.come = partial(self._turns.come, ends)
         self._turns.add(launch)
 
     def settle(self, peers: Collection[int], channel: int) -> None:

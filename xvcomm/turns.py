@@ -3,7 +3,8 @@
 A kernel that stands on the device behind one that waits for a peer holds up its hardware queue, which several streams
 share; and what the peer waits for may stand behind it there. So of each ring one launch at a time is on the device, and
 none stands behind a message that may wait: it stays here until the ring is through with what came before. A thread looks
-after those that stay. Whoever cannot wait for that lets them go on at once, in order, for the device to sort out.
+after those that stay. Whoever cannot wait for that lets them go on at once, in order, for the device to sort out. Who
+waits for a message stands in a hardware queue too, so the host waits as long as messages of other rings stay.
 """
 
 from __future__ import annotations
@@ -86,6 +87,28 @@ class Turns:
                     chosen.append(launch)
             for launch in reversed(chosen):
                 self._take(launch)
+
+    def come(self, ends: Collection[RingEnd], over: Callable[[], bool], deadline: Deadline) -> None:
+        """Block while messages of other rings wait, until `over`; then, or late, start what waits for these rings."""
+        rings = set(ends)
+        while not deadline.expired():
+            with self._arrived:
+                self._sweep()
+                if all(launch.ends <= rings for launch in self._queue):
+                    break
+            if over():
+                return
+            self._pending.poll()
+            time.sleep(_PAUSE_SECONDS)
+        self.let_go(rings)
+
+    def come_next(self, ends: Collection[RingEnd], deadline: Deadline) -> None:
+        """The same until nothing waits for these rings: before a message that is put on the device at once."""
+        self.come(ends, lambda: all(launch.ends.isdisjoint(ends) for launch in list(self._queue)), deadline)
+
+    def see_through(self, ends: Collection[RingEnd], deadline: Deadline) -> None:
+        """The same until these rings are through with all that they have: behind such a message."""
+        self.come(ends, lambda: not any(_busy(end) for end in ends), deadline)
 
     def let_go_to(self, peers: Collection[int], channel: int) -> None:
         """The same for the receives of a channel from some ranks."""

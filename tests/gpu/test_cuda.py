@@ -101,6 +101,7 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_many_in_flight, (200,)),
         (pointtopoint.check_order, (300,)),
         (pointtopoint.check_behind_background, ()),
+        (pointtopoint.check_crosswise_waits, ()),
         (pointtopoint.check_receive_first, ()),
         (pointtopoint.check_small_send_returns, ()),
         (pointtopoint.check_beside_collectives, ()),
@@ -318,6 +319,7 @@ def test_one_connection(job: Job, vendor: str, name: str) -> None:
         ranks.run(collectives.check_async, 40)
         ranks.run(pointtopoint.check_exchange, "float32", 1_000_003)
         ranks.run(pointtopoint.check_many_in_flight, 100)
+        ranks.run(pointtopoint.check_crosswise_waits)
         ranks.run(pointtopoint.check_beside_collectives)
         ranks.run(pointtopoint.check_group_beyond_rings, 3_000_001, 3)
         for check in asynchronous.CHECKS:

@@ -125,6 +125,7 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_many_in_flight, (70,)),
         (pointtopoint.check_order, (100,)),
         (pointtopoint.check_behind_background, ()),
+        (pointtopoint.check_crosswise_waits, ()),
         (pointtopoint.check_receive_first, ()),
         (pointtopoint.check_small_send_returns, ()),
         (pointtopoint.check_beside_collectives, ()),
@@ -270,6 +271,20 @@ def test_dtypes(job: Job, name: str) -> None:
 def test_graphs(alone: World, check: Callable[..., None]) -> None:
     """Operations captured in a HIP graph, of the native library and across a border."""
     alone.run(check)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_queue(job: Job, name: str) -> None:
+    """One hardware queue for all streams: nothing waits behind what waits for it."""
+    with job(name, GPU_MAX_HW_QUEUES="1") as ranks:
+        ranks.run(collectives.check_all_reduce, "float32", "sum", 100_003)
+        ranks.run(collectives.check_async, 10)
+        ranks.run(pointtopoint.check_many_in_flight, 50)
+        ranks.run(pointtopoint.check_crosswise_waits)
+        ranks.run(pointtopoint.check_beside_collectives)
+        ranks.run(pointtopoint.check_group_beyond_rings, 300_001, 3)
+        for check in asynchronous.CHECKS:
+            ranks.run(check)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -113,6 +113,41 @@ def test_who_cannot_wait_lets_a_ring_go_with_what_comes_before_it(device: Device
     assert device.started[3:] == ["a", "b", "d", "c", "e"]
 
 
+def come(device: Device, over: Callable[[], bool], *ends: End, deadline: Deadline = NEVER) -> threading.Thread:
+    """Another thread that comes to wait for rings."""
+    rings = cast(list[RingEnd], list(ends))
+    thread = threading.Thread(target=device.turns.come, args=(rings, over, deadline))
+    thread.start()
+    return thread
+
+
+def test_who_waits_for_a_ring_stays_on_the_host_while_others_wait_there(device: Device) -> None:
+    one, other = End(), End()
+    for name in ("a", "b", "c"):
+        device.add(name, one)
+    for name in ("d", "e"):
+        device.add(name, other)
+    waiting = come(device, lambda: False, one)
+    one.through = 1
+    until(lambda: device.started == ["a", "d", "b"])
+    assert waiting.is_alive(), "e waits, and could not start behind whoever waits on the device"
+    other.through = 1
+    waiting.join(SOON)
+    assert device.started == ["a", "d", "b", "e", "c"], "c waits for nothing but its own ring"
+
+
+@pytest.mark.parametrize("how", ["over", "late"])
+def test_who_waits_for_a_ring_goes_on_when_it_is_over_or_late(device: Device, how: str) -> None:
+    one, other = End(), End()
+    for end in (one, other):
+        device.add("under way", end)
+        device.add("waits", end)
+    over = [how == "over"]
+    waiting = come(device, lambda: over[0], one, deadline=Deadline.after(0.05))
+    waiting.join(SOON)
+    assert device.started == ["under way"] * 2 + ["waits"] * (how == "late")
+
+
 def test_receives_of_a_channel_are_let_go(device: Device) -> None:
     ends = [End(1, 3, producer=False), End(2, 3, producer=False), End(1, 4, producer=False)]
     for name, end in zip("abc", ends, strict=True):

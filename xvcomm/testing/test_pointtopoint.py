@@ -45,6 +45,7 @@ def test_order(world: World) -> None:
     "check",
     [
         pointtopoint.check_behind_background,
+        pointtopoint.check_crosswise_waits,
         pointtopoint.check_receive_first,
         pointtopoint.check_small_send_returns,
         pointtopoint.check_beside_collectives,
