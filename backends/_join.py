@@ -16,7 +16,7 @@ from xvcomm.abc.store import Store
 from xvcomm.backends._vendor import Library
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.errors import BackendUnavailable
+from xvcomm.errors import BackendUnavailable, DeadlineExceeded
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -118,6 +118,9 @@ def join(start: Callable[[], int], free: Callable[[int], None], done: str, store
     Args:
         free: for a communicator that comes too late.
         done: key, of this member alone, that says that `start` is over.
+
+    Raises:
+        DeadlineExceeded: it did not come in time. Loading its kernels, the library waits for those that run.
     """
     outcome: Future[int] = Future()
 
@@ -138,8 +141,13 @@ def join(start: Callable[[], int], free: Callable[[int], None], done: str, store
     threading.Thread(target=work, name="xvcomm-join", daemon=True).start()
     try:
         store.wait([done], deadline)
-    except BaseException:
+    except BaseException as error:
         if not outcome.cancel() and outcome.exception() is None:
             free(outcome.result())
-        raise
+        if not isinstance(error, DeadlineExceeded):
+            raise
+        raise DeadlineExceeded(
+            "the island's members did not join their library's communicator in time; loading kernels it waits for those on "
+            "the GPU, messages that wait for a rank among them: call a collective, as barrier(), before such messages"
+        ) from error
     return outcome.result()
