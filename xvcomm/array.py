@@ -8,6 +8,7 @@ would do this too, but importing it imports torch.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import sys
 import threading
@@ -57,6 +58,7 @@ class ArrayView(msgspec.Struct, eq=False, gc=False):
         array: what the user passed; keeps the memory alive.
         stream: on a device: handle of the stream that the framework works on now; None where it does not say.
         trusted: whether the framework itself owns the memory, so that nobody need ask the device what it is.
+        kind: number of all that are like it but for their memory and their stream, on a device; 0 where nobody counts.
     """
 
     address: int
@@ -72,6 +74,7 @@ class ArrayView(msgspec.Struct, eq=False, gc=False):
     staged: bool = False
     stream: int | None = None
     trusted: bool = False
+    kind: int = 0
 
 
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
@@ -86,14 +89,15 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_Kept = tuple[tuple[int, ...], DType, int, int, str, int, int | None]
-"""What is known of arrays that differ in their addresses alone: fields of ArrayView from `shape` to `stream`, but for its user's."""
+_Kept = tuple[tuple[int, ...], DType, int, int, str, int, int | None, int]
+"""What is known of arrays that differ in their addresses alone: `shape` to `stream` of ArrayView, but its user's, and `kind`."""
 
 _FLAGS = SEEN_WORDS - 1
 _KINDS_KEPT = 1000
 _Reader = Callable[[Any], ArrayView]
 _readers: dict[type, _Reader] = {}
 _known, _adding = Known(), threading.Lock()
+_numbers = itertools.count(1)
 
 
 def _reader_of(kind: type) -> _Reader:
@@ -146,10 +150,11 @@ def _from_exchange(tensor: int, stream: int, lazy: bool) -> _Reader:
             raise _refused(type(x), _complaint(x, tensor, address))
         if number == UNKNOWN and lazy and (x.is_neg() or x.is_conj()):
             raise _lazy()
-        shape, dtype, count, nbytes, device, index, on = known.seen[number] if number != UNKNOWN else _learnt(words)
+        shape, dtype, count, nbytes, device, index, on, kind = known.seen[number] if number != UNKNOWN else _learnt(words)
         if lazy and (x.is_neg() or (dtype.kind == "c" and x.is_conj())):
             raise _lazy()
-        return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, on, device != "host")
+        trusted = device != "host"
+        return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, on, trusted, kind)
 
     return read
 
@@ -159,22 +164,23 @@ def _from_cupy(cupy: Any) -> _Reader:
     device = "rocm" if cupy.cuda.runtime.is_hip else "cuda"
     memory, current = cupy.cuda.memory, cupy.cuda.get_current_stream
     own = memory.PooledMemory, memory.Memory, memory.MemoryAsync
-    known: dict[tuple[Any, ...], tuple[DType, int, int]] = {}
+    known: dict[tuple[Any, ...], tuple[DType, int, int, int]] = {}
 
     def read(x: Any) -> ArrayView:
         data, shape = x.data, x.shape
         index = data.device_id
-        kind = shape, x.strides, x.dtype
-        found = known.get(kind)
+        form = shape, x.strides, x.dtype, index
+        found = known.get(form)
         if found is None:
             if not x.flags.c_contiguous:
                 raise _scattered(shape)
             if len(known) >= _KINDS_KEPT:
                 known.clear()
             dtype = dtypes.from_numpy(x.dtype)
-            found = known[kind] = dtype, x.size, x.size * dtype.itemsize
+            found = known[form] = dtype, x.size, x.size * dtype.itemsize, next(_numbers)
+        dtype, count, nbytes, kind = found
         trusted, stream = type(data.mem) in own, current(index).ptr
-        return ArrayView(data.ptr, shape, *found, x, device, index, False, None, False, stream, trusted)
+        return ArrayView(data.ptr, shape, dtype, count, nbytes, x, device, index, False, None, False, stream, trusted, kind)
 
     return read
 
@@ -191,10 +197,12 @@ def _learnt(words: ctypes.Array[ctypes.c_int64]) -> _Kept:
     device = _KINDS.get(place & 0xFFFFFFFF)
     if device is None:
         raise _unknown(place & 0xFFFFFFFF)
-    kept = shape, dtype, count, count * dtype.itemsize, device, place >> 32, None if stream == NOWHERE else stream
+    on = None if stream == NOWHERE else stream
     with _adding:
         if _known.full():
             _known = Known()
+        kind = next(_numbers) if device != "host" and _known.takes(shape) else 0
+        kept = shape, dtype, count, count * dtype.itemsize, device, place >> 32, on, kind
         _known.add(place, what, stream, shape, kept)
     return kept
 
@@ -252,9 +260,10 @@ def _from_protocols(x: Any) -> ArrayView:
         number = look(id(capsule), NAMES, NOWHERE if stream is None else stream, address, known.address)
         if number == FAILED:
             pointer_of(capsule, b"dltensor")  # raises what is wrong with it
-        shape, dtype, count, nbytes, device, index, on = known.seen[number] if number != UNKNOWN else _learnt(words)
+        shape, dtype, count, nbytes, device, index, on, kind = known.seen[number] if number != UNKNOWN else _learnt(words)
         immutable = functional or words[_FLAGS] & READ_ONLY != 0
-        found = ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, immutable, capsule, False, on)
+        kind = 0 if immutable else kind
+        found = ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, immutable, capsule, False, on, False, kind)
         if functional and device != "host":
             x.block_until_ready()  # nobody can be told on which stream JAX fills it
         return found

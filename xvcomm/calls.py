@@ -39,6 +39,11 @@ _REQUESTS = {
 }  # fmt: skip
 
 
+Key = tuple[OpCode, object, int, int]
+"""A blocking collective of equal counts: root, or the reduction as the user gave it, and `ArrayView.kind` of input and output,
+0 for an output that is the input."""
+
+
 class Call(msgspec.Struct, eq=False, gc=False):
     """One collective as this rank calls it; counts are elements.
 
@@ -47,6 +52,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
         counts, recv_counts, root, count: as in `schedule.steps.Request`.
         uneven: whether the user gave counts, so that all ranks must give the same.
         site: where the user called it, if that is not the thread's caller; see `trace.call_site`.
+        key: what `Caller.again` is to know it by from now on.
     """
 
     op: OpCode
@@ -60,6 +66,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
     root: int = -1
     uneven: bool = False
     site: int = 0
+    key: Key | None = None
 
     def how(self) -> Reduction:
         """The reduction, for operations that do not care which."""
@@ -118,6 +125,10 @@ class Caller:
     def token(self) -> ArrayView:
         """One byte for operations that carry no data."""
         return self._token
+
+    def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
+        """Run a blocking collective that has run before with arrays of these kinds; False if nothing has begun."""
+        return False
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Run a collective and give the result array.

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, SupportsIndex
 from xvcomm import array
 from xvcomm.abc.store import Store
 from xvcomm.array import ArrayView
-from xvcomm.calls import Call, Caller
+from xvcomm.calls import Call, Caller, Key
 from xvcomm.config import Config
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
@@ -131,8 +131,11 @@ class Communicator(PointToPoint, Objects):
         self._check_rank("root", root)
         mine = self.rank == root
         src = array.view(x, output=not mine)
+        key = _key(_BROADCAST, root, src, src, async_op)
+        if key and self._caller.again(key, src, src, self.timeout if timeout is None else timeout, stream):
+            return src.array
         dst = src if mine or not src.immutable else self._empty_like(src, src.shape)
-        call = Call(_BROADCAST, src, dst, src.dtype, count=src.count, root=root)
+        call = Call(_BROADCAST, src, dst, src.dtype, count=src.count, root=root, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def all_reduce(
@@ -146,10 +149,16 @@ class Communicator(PointToPoint, Objects):
             op: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`, `xvcomm.premul_sum(factor)`.
             out: output of equal shape and dtype.
         """
-        src = array.view(x, output=out is None)
+        src, given = array.view(x, output=out is None), None if out is None else array.view(out, output=True)
+        dst = given or src
+        key = _key(_ALL_REDUCE, op, src, dst, async_op)
+        if key and self._caller.again(key, src, dst, self.timeout if timeout is None else timeout, stream):
+            return dst.array
         how = reduction_on(op, src.dtype)
-        dst = src if out is None and not src.immutable else self._output(src, out, None, src.count)
-        return self._call(Call(_ALL_REDUCE, src, dst, src.dtype, how, count=src.count), async_op, timeout, stream)
+        if given or src.immutable:
+            dst = self._output(src, given, None, src.count)
+        call = Call(_ALL_REDUCE, src, dst, src.dtype, how, count=src.count, key=key)
+        return self._call(call, async_op, timeout, stream)
 
     def reduce(
         self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None,
@@ -177,11 +186,14 @@ class Communicator(PointToPoint, Objects):
             out: this rank's block; made if left out.
             counts: rows a rank.
         """
-        src = array.view(x)
+        src, given = array.view(x), None if out is None else array.view(out, output=True)
+        key = _key(_REDUCE_SCATTER, op, src, given, async_op or counts is not None)
+        if key and given and self._caller.again(key, src, given, self.timeout if timeout is None else timeout, stream):
+            return given.array
         how = reduction_on(op, src.dtype)
         rows, elements = self._blocks(src, counts)
-        dst = self._output(src, out, rows, elements[self.rank])
-        call = Call(_REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None)
+        dst = self._output(src, given, rows, elements[self.rank])
+        call = Call(_REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def all_gather(
@@ -195,10 +207,13 @@ class Communicator(PointToPoint, Objects):
             out: room for all rows; made if left out.
             counts: rows a rank; equal if left out.
         """
-        src = array.view(x)
+        src, given = array.view(x), None if out is None else array.view(out, output=True)
+        key = _key(_ALL_GATHER, None, src, given, async_op or counts is not None)
+        if key and given and self._caller.again(key, src, given, self.timeout if timeout is None else timeout, stream):
+            return given.array
         rows, elements = self._own_block(src, counts)
-        dst = self._output(src, out, rows, sum(elements))
-        call = Call(_ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None)
+        dst = self._output(src, given, rows, sum(elements))
+        call = Call(_ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def gather(
@@ -381,6 +396,13 @@ class Communicator(PointToPoint, Objects):
         if len(rows) != size or min(rows) < 0 or rows[self.rank] != mine:
             raise ArgumentError(f"counts {rows}: expected {size} numbers, the one of rank {self.rank} being {mine}")
         return sum(rows), _in_elements(rows, src.shape)
+
+
+def _key(op: OpCode, how: object, src: ArrayView, dst: ArrayView | None, special: bool) -> Key | None:
+    """What a collective is to be known by when it comes again; None if it is asynchronous, uneven, or makes its output."""
+    if special or not src.kind or dst is None or not dst.kind:
+        return None
+    return op, how, src.kind, 0 if dst is src else dst.kind
 
 
 def _in_elements(rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -276,12 +276,13 @@ class CollectiveCall:
         self._address = ctypes.addressof(self._words)
 
     def run(
-        self, place: int, handle: int, src: ArrayView | None, dst: ArrayView | None, site: int, deadline: Deadline
+        self, place: int, handle: int, src: ArrayView | None, dst: ArrayView | None, site: int, deadline: float
     ) -> bool:
         """Enqueue it on a stream.
 
         Args:
             place: `Door.place` of the stream.
+            deadline: `Deadline.at`.
 
         Returns:
             False if nothing has begun, and it must be run in another way.
@@ -297,10 +298,10 @@ class CollectiveCall:
             sequence = context.sequence
             if self._scratch is not None:
                 self._words[CollectiveWord.SCRATCH] = self._scratch(handle)
-            code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline.at)
+            code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline)
             if code == _FULL:
                 context.pending.depart_from(handle)
-                code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline.at)
+                code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline)
             if code in (_FULL, _UNREADY):
                 return False
             context.sequence = sequence + 1

@@ -124,9 +124,14 @@ class Known:
         """Whether there is no room for more."""
         return len(self.seen) == _KNOWN
 
+    @staticmethod
+    def takes(shape: Sequence[int]) -> bool:
+        """Whether arrays of this shape are known again."""
+        return len(shape) <= _AXES
+
     def add(self, place: int, what: int, stream: int, shape: Sequence[int], made: Any) -> None:
         """Know an array from now on, of few dimensions. One thread at a time; any may look meanwhile."""
-        if len(shape) > _AXES:
+        if not self.takes(shape):
             return
         first = 1 + len(self.seen) * _KNOWN_WORDS
         self._words[first : first + 3 + len(shape)] = [place, what, stream, *shape]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -12,8 +13,9 @@ import numpy as np
 from xvcomm import array
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Mark, Stream
+from xvcomm.array import ArrayView
 from xvcomm.boarding import Boarding, Ends
-from xvcomm.calls import Call, Caller
+from xvcomm.calls import Call, Caller, Key
 from xvcomm.context import Context
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.enqueued import CollectiveCall, Door, EnqueuedStep, Place
@@ -28,7 +30,7 @@ from xvcomm.work import Work
 
 _Shape = tuple[OpCode, int, int, float, int, tuple[int, ...], int, bool, bool]
 _SHAPES_KEPT = 1000
-_INSIDE = 3
+_INSIDE, _INSIDE_AGAIN = 3, 2
 """Functions of xvcomm that are under way at the least when a collective asks for the call site."""
 _BARRIER = OpCode.BARRIER
 
@@ -48,6 +50,20 @@ class StreamCaller(Caller):
         self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
+        self._again: dict[Key, CollectiveCall] = {}
+
+    def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
+        """See `Caller.again`: what compiled code starts, before a Call is made, which takes as long."""
+        ready = self._again.get(key)
+        if ready is None:
+            return False
+        handle = dst.stream if stream is None else array.stream_handle(stream)
+        if handle is None:
+            return False
+        if not (dst.trusted and src.trusted):
+            self._context.device.adopt(handle, *_untrusted(src, dst))
+        place = self._places.get(handle) or self._door.place(handle)
+        return ready.run(place, handle, src, dst, call_site(_INSIDE_AGAIN), monotonic() + timeout)
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
@@ -61,7 +77,9 @@ class StreamCaller(Caller):
                 if not trusted:
                     self._user(call, handle, trusted)
                 place = self._places.get(handle) or self._door.place(handle)
-                if ready.run(place, handle, call.src, call.dst, call.site or call_site(_INSIDE), deadline):
+                if ready.run(place, handle, call.src, call.dst, call.site or call_site(_INSIDE), deadline.at):
+                    if call.key is not None:
+                        self._again[call.key] = ready
                     return self._result(call)
         user = self._user(call, handle, trusted)
         operation, mark, ends = self._launch(call, deadline, user)
@@ -82,7 +100,7 @@ class StreamCaller(Caller):
             own.wait(self._user(call, handle, trusted).mark())
             ready = self._ready(call)
             site, place = call.site or call_site(_INSIDE), self._boarding.address
-            if ready is not None and ready.run(place, own.handle, call.src, call.dst, site, deadline):
+            if ready is not None and ready.run(place, own.handle, call.src, call.dst, site, deadline.at):
                 flight = Flight([], own, cast(Mark, own.mark()), deadline, passengers=self._boarding.take())
             else:
                 operation, mark, ends = self._launch(call, deadline, own)
@@ -120,7 +138,7 @@ class StreamCaller(Caller):
         adopt = self._context.device.adopt
         if trusted:
             return adopt(handle)
-        return adopt(handle, *(v.address for v in (call.src, call.dst) if v is not None and v.count and not v.trusted))
+        return adopt(handle, *_untrusted(call.src, call.dst))
 
     def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Mark | None, Ends]:
         """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
@@ -156,8 +174,8 @@ class StreamCaller(Caller):
         """The second call of a shape, which may then find all that it needs."""
         if shape not in self._once:
             if len(self._once) >= _SHAPES_KEPT:
-                self._once.clear()
-                self._calls.clear()
+                for kept in (self._once, self._calls, self._again):
+                    kept.clear()
             self._once.add(shape)
             return None
         ready = None
@@ -200,3 +218,8 @@ class StreamCaller(Caller):
 
     def _close(self) -> None:
         """Nothing: streams end by themselves."""
+
+
+def _untrusted(*views: ArrayView | None) -> list[int]:
+    """Where arrays are that the device is to look at."""
+    return [v.address for v in views if v is not None and v.count and not v.trusted]

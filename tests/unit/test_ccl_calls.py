@@ -58,7 +58,7 @@ class Caller:
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:
             arrays: Any = SimpleNamespace(address=src), SimpleNamespace(address=dst)
-            assert made.run(self.boarding.address, stream, *arrays, 0, Deadline.after(seconds)), "refused"
+            assert made.run(self.boarding.address, stream, *arrays, 0, Deadline.after(seconds).at), "refused"
 
         return call
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import BY_NAME, premul_sum
+from xvcomm.streamcalls import StreamCaller
 from xvcomm.testing.arrays import Array, arrays, begun_by_python
 from xvcomm.testing.cases import assert_same_bits
 
@@ -28,7 +30,8 @@ class _Form:
         wide: whether the output is.
         in_place: whether the input is the output.
         dtype: of both.
-        members: of islands that have no more, compiled code starts all of it.
+        members: of islands that have no more, compiled code starts all of it; where that is any number, it is known again
+            by its arrays alone.
     """
 
     call: Callable[..., Any]
@@ -72,13 +75,15 @@ def check_forms_repeated(comm: Communicator, count: int) -> None:
         length = count if form.whole else block
         x = a.put(np.zeros(length, BY_NAME[form.dtype].numpy))
         y = x if form.in_place else a.put(np.zeros(count if form.wide else block, BY_NAME[form.dtype].numpy))
-        with begun_by_python(comm) as begun:
+        with begun_by_python(comm) as begun, patch.object(StreamCaller, "run", autospec=True, side_effect=StreamCaller.run) as run:
             for number in range(_TIMES):
                 if number == _WARM:
                     begun.reset_mock()
+                    run.reset_mock()
                 _once(comm, f"{name}, call {number}", form, length, number, x, y)
             if a.asynchronous and len(islands) == 2 and islands[0] == islands[1] <= form.members:
                 assert begun.call_count < 2, f"Python began {begun.call_count} of {_TIMES - _WARM} times {name}"
+                assert run.call_count < 2 or form.members < _SEVERAL, f"{name} was taken apart {run.call_count} times"
             for number in range(_TIMES, _TIMES + _BESIDE):
                 _once(comm, f"asynchronous {name}, call {number}", form, length, number, x, y, async_op=True)
                 _once(comm, f"{name} beside, call {number}", form, length, number + 1, x, y)
