@@ -26,6 +26,7 @@ from xvcomm.testing import (
     frameworks,
     graphs,
     pointtopoint,
+    queues,
     refusals,
     repeated,
 )
@@ -314,16 +315,8 @@ def test_torch(job: Job, name: str, check: Callable[..., None]) -> None:
 def test_one_connection(job: Job, vendor: str, name: str) -> None:
     """One hardware queue for all streams, as Megatron wants it: nothing waits behind what waits for it."""
     with job(*TABLE[name], env=ONE_QUEUE[vendor]) as ranks:
-        ranks.run(collectives.check_all_reduce, "float32", "sum", 1_000_003)
-        ranks.run(collectives.check_all_to_all, "float32", 30_001)
-        ranks.run(collectives.check_async, 40)
-        ranks.run(pointtopoint.check_exchange, "float32", 1_000_003)
-        ranks.run(pointtopoint.check_many_in_flight, 100)
-        ranks.run(pointtopoint.check_crosswise_waits)
-        ranks.run(pointtopoint.check_beside_collectives)
-        ranks.run(pointtopoint.check_group_beyond_rings, 3_000_001, 3)
-        for check in asynchronous.CHECKS:
-            ranks.run(check)
+        for check, args in queues.CHECKS:
+            ranks.run(check, *args)
 
 
 @pytest.mark.parametrize("name", ["one island of 2", "1 and 1", "cuda and host", "cuda and rocm", "2 and 2"])

@@ -30,6 +30,7 @@ from xvcomm.testing import (
     failures,
     graphs,
     pointtopoint,
+    queues,
     refusals,
     repeated,
 )
@@ -277,14 +278,8 @@ def test_graphs(alone: World, check: Callable[..., None]) -> None:
 def test_one_queue(job: Job, name: str) -> None:
     """One hardware queue for all streams: nothing waits behind what waits for it."""
     with job(name, GPU_MAX_HW_QUEUES="1") as ranks:
-        ranks.run(collectives.check_all_reduce, "float32", "sum", 100_003)
-        ranks.run(collectives.check_async, 10)
-        ranks.run(pointtopoint.check_many_in_flight, 50)
-        ranks.run(pointtopoint.check_crosswise_waits)
-        ranks.run(pointtopoint.check_beside_collectives)
-        ranks.run(pointtopoint.check_group_beyond_rings, 300_001, 3)
-        for check in asynchronous.CHECKS:
-            ranks.run(check)
+        for check, args in queues.CHECKS:
+            ranks.run(check, *args)
 
 
 @pytest.mark.parametrize("name", TABLE)

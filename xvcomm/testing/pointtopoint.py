@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -162,39 +161,20 @@ def check_crosswise_waits(comm: Communicator) -> None:
     """Each rank first waits for what comes last, of many messages; what the others wait for must start all the same."""
     a, many, count = arrays(comm), 6, 300_001
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    going = [_message(comm.rank, after, i, count) for i in range(many)]
-    coming = [_message(before, comm.rank, i, count) for i in range(many)]
-
-    def check(waits: Callable[[list[Any], list[Any]], None]) -> None:
+    for blocking in ("nothing", "receives", "sends") * 3:
+        going = [a.put(_message(comm.rank, after, i, count)) for i in range(many)]
         buffers = [a.put(np.zeros(count, np.uint8)) for _ in range(many)]
-        waits([a.put(x) for x in going], buffers)
-        for buffer, want in zip(buffers, coming, strict=True):
-            assert_same_bits(a.get(buffer), want, "a message waited for crosswise")
-
-    def works(sent: list[Any], buffers: list[Any]) -> None:
-        sends = [comm.isend(x, after, i) for i, x in enumerate(sent)]
-        for work in reversed([comm.irecv(buffer, before, i) for i, buffer in enumerate(buffers)]):
+        works = [comm.isend(x, after, i) for i, x in enumerate(going) if blocking != "sends"]
+        works += [comm.irecv(x, before, i) for i, x in enumerate(buffers) if blocking != "receives"]
+        for i in range(many):
+            if blocking == "sends":
+                comm.send(going[i], after, i)
+            elif blocking == "receives":
+                comm.recv(buffers[i], before, i)
+        for work in reversed(works):
             a.get(work.wait())
-        for work in sends:
-            work.wait()
-
-    def receives(sent: list[Any], buffers: list[Any]) -> None:
-        sends = [comm.isend(x, after, i) for i, x in enumerate(sent)]
         for i, buffer in enumerate(buffers):
-            comm.recv(buffer, before, i)
-        for work in sends:
-            work.wait()
-
-    def sends(sent: list[Any], buffers: list[Any]) -> None:
-        receives = [comm.irecv(buffer, before, i) for i, buffer in enumerate(buffers)]
-        for i, x in enumerate(sent):
-            comm.send(x, after, i)
-        for work in receives:
-            work.wait()
-
-    for _ in range(3):
-        for waits in (works, receives, sends):
-            check(waits)
+            assert_same_bits(a.get(buffer), _message(before, comm.rank, i, count), f"a message, blocking: {blocking}")
 
 
 def check_behind_background(comm: Communicator) -> None:
