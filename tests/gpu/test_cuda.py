@@ -44,7 +44,7 @@ ALONE = {
     "1 and 1": ("cuda:2", "a,b"),
     "one island of 4": ("cuda:4", "a:4"),
     "2 and 2": ("cuda:4", "a:2,b:2"),
-    "1 and 3": ("cuda:4", "a:1,b:3"),
+    "1 and 2": ("cuda:3", "a:1,b:2"),
     "2 and 2 in turns": ("cuda:4", "a,b,a,b"),
 }
 MIXED = {

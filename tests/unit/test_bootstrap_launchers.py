@@ -102,7 +102,7 @@ def test_torchrun_restarts(script: Script) -> None:
     fail = "if comm.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)"
     path = script(LIFE, "comm = init(timeout=60)", fail, "comm.close(); print('done', flush=True)")
     output = run(sys.executable, *TORCHRUN, "2", "--max-restarts", "1", path)
-    assert output.split().count("done") >= 2
+    assert output.count("done") >= 2  # on lines of their own, unless both ranks write at the same time
 
 
 def test_two_torchruns(script: Script, port: int) -> None:
