@@ -89,6 +89,7 @@ uint64_t push(stream_t *stream, op_t *op);
 uint64_t submitted(stream_t *stream);
 void push_wait(stream_t *stream, stream_t *other, uint64_t ticket);
 /* For librccl.so too. */
+API void hiphost_load(void); /* wait for all that the device runs, and hold up whoever comes to a stream meanwhile */
 API void hiphost_thread(void *(*run)(void *), void *arg); /* detached; signals are for the caller's own threads */
 API hipError_t hiphost_enqueue(stream_t *handle, void (*run)(void *), void (*issue)(void *), const void *arg,
                                size_t bytes);

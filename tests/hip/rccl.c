@@ -70,12 +70,21 @@ static int perform(job_t job) {
     return IN_PROGRESS;
 }
 
+/* With HIPHOST_LAZY the first batch that begins with a kind of call waits as for a kernel that is loaded. */
+static void load(kind_t kind) {
+    static int lazy = -1, loaded;
+    if (lazy < 0) lazy = setting("HIPHOST_LAZY", 0);
+    if (lazy && !(loaded >> kind & 1)) hiphost_load();
+    loaded |= 1 << kind;
+}
+
 /* On the communicator's device, whichever is the thread's: that decides which default stream is meant. */
 static int enqueue(job_t *job) {
     size_t bytes = sizeof *job->batch + job->batch->count * sizeof *job->batch->calls;
     int before = 0;
     hipGetDevice(&before);
     hipSetDevice(job->comm->device);
+    load(job->batch->calls->kind);
     hipError_t error = job->comm->aborted ? hipSuccess : hiphost_enqueue(job->stream, run, issue, job->batch, bytes);
     hipSetDevice(before);
     free(job->batch);

@@ -78,7 +78,12 @@ void end_stream(stream_t *s) {
     pthread_mutex_unlock(&lock);
 }
 
+/* Held while a kernel is loaded: nobody comes to a stream meanwhile. */
+static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
+
 stream_t *find_stream(stream_t *handle) {
+    pthread_mutex_lock(&loading);
+    pthread_mutex_unlock(&loading);
     if ((uintptr_t)handle <= 2) { /* null, legacy default, default of the thread: here all one */
         static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
         stream_t **at = &default_streams[current_device];
@@ -227,6 +232,12 @@ stream_t *all_streams(void) {
 void synchronize_device(int device) {
     for (stream_t *s = all_streams(); s; s = s->next)
         if (s->device == device) await(&(struct wait){s, submitted(s)});
+}
+
+API void hiphost_load(void) {
+    pthread_mutex_lock(&loading);
+    synchronize_device(current_device);
+    pthread_mutex_unlock(&loading);
 }
 
 API hipError_t hipDeviceSynchronize(void) {
