@@ -39,7 +39,10 @@ _STAGE_BYTES = 32 << 20
 _ALIGN = 64
 _REMOTE_ERROR = 6
 _PREMULS_KEPT = 64
-_GRACE_SECONDS = 0.05
+_GRACE_SECONDS = 1.0
+"""For a call to come out before its communicator is freed: a kernel that it launches later reads memory that is gone. Where
+the call waited for a message that has stopped meanwhile, CUDA still loads the kernel, which takes 0.15 s."""
+
 _TOLD_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.001
@@ -286,7 +289,6 @@ class CclCollective(Collective):
         if inside and time.monotonic() >= inside and not Reason.bad(self._word.value):
             self._stalled = True
             self.abort(Reason.DEADLINE.word(self._me))
-            return 0  # the call tells
         with self._lock:
             state = self._library.state(self._comm) if self._comm else SUCCESS
             if state not in (SUCCESS, IN_PROGRESS) and not Reason.bad(self._word.value):

@@ -174,6 +174,18 @@ class Board:
             if ctypes.c_int64.from_address(self._row(i) + index).value <= sequence
         ]  # fmt: skip
 
+    def newest(self, following: int) -> tuple[int, Message]:
+        """Number and description of the collective that this rank posted last.
+
+        Args:
+            following: number of the next one, or its own if it is just being started.
+        """
+        for sequence in (following, following - 1):
+            posted, *message = (ctypes.c_int64 * 6).from_address(self._row(self._me) + sequence % LEDGER * ENTRY)
+            if posted == sequence + 1:
+                break
+        return sequence, Message(*message)
+
     def quarrel(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
         """After a mismatch of collectives: the two ranks that differ and what each wrote."""
         word = self.abort_word()

@@ -78,16 +78,17 @@ def aboard(boarding, record, sequence, name, peer, channel, counter, message, ta
     return count + 1
 
 
-def _take(boarding: int, into: int) -> int:
+def _read(boarding: int, into: int, take: bool) -> int:
     count = load(boarding + _COUNT)
     copy_bytes(into, boarding + _DEADLINE, _FIRST - _DEADLINE + count * _ENTRY)
-    store(boarding + _COUNT, 0)
-    store(boarding + _DEADLINE, _NEVER)
+    if take:
+        store(boarding + _COUNT, 0)
+        store(boarding + _DEADLINE, _NEVER)
     return count
 
 
 with compiling():
-    _take_kernel = brief("int64(int64, int64)")(_take)
+    _read_kernel = brief("int64(int64, int64, boolean)")(_read)
 
 
 Ends = list[tuple[RingEnd, int, Operation]]
@@ -168,8 +169,15 @@ class Boarding:
         """Whether anybody is aboard."""
         return self._words[0] > 0
 
+    def look(self) -> Passengers | None:
+        """All that are aboard; None if nobody is."""
+        return self._read(take=False)
+
     def take(self) -> Passengers | None:
-        """All that are aboard, who are then no more; None if nobody is."""
+        """The same, who are then no more."""
+        return self._read(take=True)
+
+    def _read(self, *, take: bool) -> Passengers | None:
         words = _BLANK[:]
-        count = _take_kernel(self.address, words.buffer_info()[0])
+        count = _read_kernel(self.address, words.buffer_info()[0], take)
         return Passengers(words, count, self._rings) if count else None

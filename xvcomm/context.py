@@ -58,9 +58,8 @@ class Context:
         self._gate = threading.RLock()
         self._active: set[Operation | Courier] = set()
         self._closed = False
-        self._word = 0
         self._departed: set[int] = set()
-        self.sequence = 0
+        self.sequence = self._word = 0
         self._board: Board | None = None
         self._native: Collective | None = None
         self.store = GuardedStore(f"comm/{path}", session.store, self.check)
@@ -73,8 +72,7 @@ class Context:
         able = session.device.capabilities()
         self.index, self.asynchronous = able.index, able.asynchronous
         self.pending = Pending(self)
-        self._recorder = session.recorder
-        self.kind = session.backend.kind
+        self._recorder, self.kind = session.recorder, session.backend.kind
         self._part = f"-{self.ident:x}"
         self.links = Links(
             session.config, session.job + self._part, self.store, self.rank, session.transports, session.lending,
@@ -265,7 +263,7 @@ class Context:
             self._pass_on(Reason.MISMATCH.word(self.rank) if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
             late = self._blame.late(operation, self._suspects(error))
-            why = self._blame.waited(operation, late) if late else str(error)
+            why = self._blame.waited(operation, late) if late else f"{operation}: {error}"
             self.abort(Reason.DEADLINE.word(late[0] if late else self.rank, self.rank), why)
         else:
             # It went wrong here, so that this rank has the story and the others need to be told.
@@ -311,7 +309,7 @@ class Context:
             raise self._blame.error(word, Operation(name, -1, _NOTHING))
 
     def look(self) -> None:
-        """Pass on what the other ranks said on the board. Safe from any thread."""
+        """Pass on what the other ranks said on the board. Safe from any thread; never waits for the device."""
         with self._gate:
             if self._closed or self._board is None:
                 return
@@ -322,19 +320,22 @@ class Context:
                 for rank in self._board.departed():
                     self._depart(rank)
             if self.asynchronous:
-                self._look_at_device()
+                self._look_beside_device()
 
-    def _look_at_device(self) -> None:
-        """Find out what no host thread waits for: streams that are through or late, rings and libraries that stopped."""
-        self.pending.depart()
-        self.pending.poll()
+    def _look_beside_device(self) -> None:
+        """Find out what no host thread waits for: rings and libraries that stopped, and what is late."""
+        self.pending.stop_late()
         for end in self.links.ends():
             word = end.abort_word()
             if Reason.bad(word) and not self._word:
                 self._pass_on(word)
-        native = self._native
-        if native is not None and Reason.bad(native.error()) and not self._word:
-            self.abort(Reason.ABORTED.word(self.rank), native.failure)
+        native, board = self._native, self._board
+        if native is not None and board is not None and Reason.bad(native.error()) and not self._word:
+            if native.failure:
+                self.abort(Reason.ABORTED.word(self.rank), native.failure)
+            else:  # the host is in a call of it past the deadline
+                sequence, message = board.newest(self.sequence)
+                self.explain(CollectiveStalled(()), Operation(OpCode(message.op), sequence, message))
 
     def lose(self, world_rank: int) -> None:
         """A process of the job ended; if it died, stop everything it belonged to. Safe from any thread."""
@@ -444,7 +445,6 @@ class Context:
         while self._active or self.pending:
             if deadline.expired():
                 return False
-            self.pending.depart()
-            self.pending.poll()
+            self.pending.look()
             time.sleep(_PAUSE_SECONDS)
         return True

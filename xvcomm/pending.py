@@ -1,7 +1,8 @@
 """Operations that go on behind the host: what a communicator has on its device's streams, and what became of it.
 
-The host does not wait for them. Whoever has time looks after them with `Pending.poll`: the next operations, the thread
-that watches over the session, and who waits for one.
+The host does not wait for them. Whoever has time looks after them with `Pending.poll`: the next operations, a thread of
+the session, and who waits for one. The vendor may hold up whoever asks the device, so that the thread that watches over
+the session does not, and still keeps deadlines.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from operator import attrgetter
+from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
-from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
-from xvcomm.abc.device import Mark, RingStalled, RingStopped, Stream
+from xvcomm.abc.device import Mark, Stream
 from xvcomm.boarding import ROOM, Boarding, Ends, Passengers
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, DeadlineExceeded
+from xvcomm.flight import Flight, Manifest
 from xvcomm.operation import Operation
-from xvcomm.ring import Reason, RingEnd
+from xvcomm.ring import RingEnd
 from xvcomm.trace import DONE, FAILED
 from xvcomm.work import Work
 
@@ -31,79 +31,11 @@ if TYPE_CHECKING:
 _AT_ONCE = 64
 """Flights that may be behind the host before an operation looks after them itself: asking the device takes a while."""
 
+_HELD_UP_SECONDS = 0.25
+"""Without a look at the device for so long, whoever was to look is held up."""
+
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """Operations that were enqueued together and end together.
-
-    Attributes:
-        operations: what the context has begun.
-        passengers: what compiled code has begun.
-        stream, mark: they are over when the stream has reached the mark.
-        deadline: until when that must be.
-        ends: see `Ends`.
-        native: the native library, if they use it.
-        blocking: whether the user's call says that it blocks, so that a Work does not tell its end.
-        keep: arrays that must live as long.
-        landed: called when they are over, however they ended.
-        error: what they raise.
-        over: whether they are over.
-    """
-
-    operations: Sequence[Operation]
-    stream: Stream
-    mark: Mark
-    deadline: Deadline
-    ends: Ends = field(default_factory=list)
-    native: Collective | None = None
-    blocking: bool = True
-    keep: Any = None
-    landed: Callable[[], None] | None = None
-    error: BaseException | None = None
-    over: bool = False
-    passengers: Passengers | None = None
-
-    def outcome(self, stopped: Callable[[Callable[[], Operation]], int]) -> tuple[Exception, Operation] | None:
-        """What went wrong, and in which operation, of a flight whose mark is reached.
-
-        Args:
-            stopped: gives the abort word, as far as it concerns the last of the collectives. Where other ranks stop the
-                native library before this one does, its kernels end here as if all were well, and leave rubbish.
-        """
-        ends = self.ends if self.passengers is None or self.passengers.arrived() else self._ends()
-        for end, sequence, operation in ends:
-            finished, _ = end.finished()
-            if finished < sequence:
-                return RingStopped(end, end.abort_word(), finished), operation
-        if self.native is not None:
-            word = self.native.error()
-            if not Reason.bad(word):
-                word = stopped(self.newest)
-            if word:
-                return CollectiveStopped(word), self.all()[0]
-        return None
-
-    def lateness(self, awaited: Callable[[Operation], bool]) -> tuple[Exception, Operation]:
-        """What to say when the deadline has passed; `awaited` tells whether an operation waits for a rank to come."""
-        open_ends = [(end, operation) for end, sequence, operation in self._ends() if end.finished()[0] < sequence]
-        if open_ends:
-            return RingStalled([end for end, _ in open_ends]), open_ends[0][1]
-        operations = self.all()
-        return CollectiveStalled(()), next(filter(awaited, operations), operations[-1])
-
-    def newest(self) -> Operation:
-        """The last of its collectives."""
-        return max((o for o in self.all() if o.peer < 0), key=attrgetter("sequence"))
-
-    def all(self) -> list[Operation]:
-        """All operations, by whomever they were begun."""
-        return [*self.operations, *(self.passengers.operations() if self.passengers is not None else ())]
-
-    def _ends(self) -> Ends:
-        return [*self.ends, *(self.passengers.ends() if self.passengers is not None else ())]
 
 
 class _Gathering:
@@ -129,13 +61,21 @@ class _Gathering:
         self.operations.extend(operations)
         self.ends.extend(ends)
 
-    def leave(self) -> tuple[list[Operation], Ends, Deadline, Passengers | None]:
-        """All, and the soonest deadline; there are none then."""
-        passengers, operations, ends, deadline = self.compiled.take(), self.operations, self.ends, self.deadline
+    def look(self) -> Manifest:
+        """All, and the soonest deadline."""
+        return self._manifest(self.compiled.look())
+
+    def leave(self) -> Manifest:
+        """The same; there are none then."""
+        found = self._manifest(self.compiled.take())
+        self._begin()
+        return found
+
+    def _manifest(self, passengers: Passengers | None) -> Manifest:
+        deadline = self.deadline
         if passengers is not None and passengers.deadline < deadline.at:
             deadline = Deadline(passengers.deadline)
-        self._begin()
-        return operations, ends, deadline, passengers
+        return Manifest(self.operations, deadline, self.ends, passengers)
 
 
 class Pending:
@@ -150,13 +90,15 @@ class Pending:
         self._gathering: dict[int, _Gathering] = {}
         self.rings: dict[int, RingEnd] = {}
         self._gate = threading.Lock()
+        self._leaving: Manifest | None = None
+        self._looked = 0.0
         self._streams: dict[Stream, deque[Flight]] = {}
         self._count = 0
         self._polling = threading.Lock()
 
     def __bool__(self) -> bool:
         """Whether anything is behind the host, or about to be."""
-        return any(list(self._streams.values())) or any(list(self._gathering.values()))
+        return self._gate.locked() or any(list(self._streams.values())) or any(list(self._gathering.values()))
 
     def add(self, flight: Flight) -> Flight:
         """Look after a flight from now on; not if it went into a graph, which is the user's to look after."""
@@ -198,13 +140,13 @@ class Pending:
         stream = self._context.device.adopt(handle)
         if stream.capturing():
             return  # what came before the capture is marked after it
-        operations, ends, deadline, passengers = g.leave()
-        if not operations and passengers is None:
-            return
-        collective = any(o.peer < 0 for o in operations) or (passengers is not None and passengers.collective)
-        native = self._context.joined_native() if collective else None
-        mark = cast(Mark, stream.mark())
-        self.add(Flight(operations, stream, mark, deadline, ends, native, passengers=passengers))
+        self._leaving = leaving = g.leave()
+        operations, passengers = leaving.operations, leaving.passengers
+        if operations or passengers is not None:
+            native = self._context.joined_native() if leaving.collective() else None
+            mark = cast(Mark, stream.mark())
+            self.add(Flight(operations, leaving.deadline, leaving.ends, passengers, stream=stream, mark=mark, native=native))
+        self._leaving = None
 
     def depart(self) -> None:
         """Let everything be on its way that `poll` is to look at."""
@@ -214,10 +156,45 @@ class Pending:
                     if gathering:
                         self._depart(handle, gathering)
 
-    def poll(self) -> None:
-        """End what is over or late. Never blocks; does nothing while another thread is at it."""
-        if not self._count or not self._polling.acquire(blocking=False):
+    def look(self) -> None:
+        """Do both. The vendor may hold this up as long as a kernel runs, so that it wants a thread of its own."""
+        begin = monotonic()
+        self.depart()
+        if self.poll():
+            self._looked = begin
+
+    def stop_late(self) -> None:
+        """Stop what is late while `look` is held up; calls no function of the vendor.
+
+        NCCL's first launch of a kernel waits in the driver until the device is idle, and who records an event then waits
+        for the launch. If the device waits for a rank, all of them would do so for ever.
+        """
+        now = monotonic()
+        if now - self._looked < _HELD_UP_SECONDS:
             return
+        aboard = [g.look() for g in list(self._gathering.values()) if g]
+        flights = [flight for flights in list(self._streams.values()) for flight in list(flights)]
+        everything = [*flights, *filter(None, [self._leaving]), *aboard]
+        moving = [manifest for manifest in everything if manifest.moving()]
+        for late in everything:
+            if self._looked < late.deadline.at < now and (late in moving or self._missed(late, bool(moving))):
+                self._expire(late)
+                return  # which stops everything else
+
+    def _missed(self, late: Manifest, moving: bool) -> bool:
+        """Whether late collectives that move nothing through rings count as not over: nobody can see whether they are.
+
+        Args:
+            moving: whether there are messages, which have deadlines of their own, and may be what everybody waits for.
+        """
+        return late.collective() and (not moving or any(map(self._context.awaits, late.all())))
+
+    def poll(self) -> bool:
+        """End what is over or late. Never waits for kernels; False if another thread is at it."""
+        if not self._count:
+            return True
+        if not self._polling.acquire(blocking=False):
+            return False
         try:
             for flights in list(self._streams.values()):
                 through = self._through(flights)
@@ -230,6 +207,7 @@ class Pending:
                         self._expire(flight)
         finally:
             self._polling.release()
+        return True
 
     @staticmethod
     def _through(flights: deque[Flight]) -> int:
@@ -245,11 +223,11 @@ class Pending:
             self._context.miss(flight.newest)  # whoever has not come to it may never come
         return flight.over
 
-    def _expire(self, flight: Flight) -> None:
-        """Stop a flight whose deadline has passed; said once: the streams go on as soon as everything has stopped."""
-        flight.deadline = NEVER
-        error, operation = flight.lateness(self._context.awaits)
-        flight.error = self._context.explain(error, operation)
+    def _expire(self, late: Manifest) -> None:
+        """Stop what is late; said once: the streams go on as soon as everything has stopped."""
+        late.deadline = NEVER
+        error, operation = late.lateness(self._context.awaits)
+        late.error = self._context.explain(error, operation)
 
     def _end(self, flight: Flight, failure: tuple[Exception, Operation] | None) -> None:
         if failure is not None and flight.error is None:
@@ -272,8 +250,7 @@ class Pending:
     def drain(self, deadline: Deadline) -> None:
         """Block the host until no blocking operation is behind it, or one has failed, or the deadline has passed."""
         while not deadline.expired():
-            self.depart()
-            self.poll()
+            self.look()
             flights = [f for flights in list(self._streams.values()) for f in list(flights)]
             if not any(f.blocking for f in flights) or any(f.error is not None for f in flights):
                 return

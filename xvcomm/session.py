@@ -29,7 +29,7 @@ from xvcomm.shm import Segment, sweep
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.store.join import join_barrier, refuse
 from xvcomm.topology import RankInfo
-from xvcomm.watch import Watch, start_time
+from xvcomm.watch import Rounds, Watch, start_time
 
 if TYPE_CHECKING:
     from xvcomm.context import Context
@@ -135,6 +135,8 @@ class Session:
         self._cleanup.callback(self.recorder.close)
         self._cleanup.callback(self._sweep_if_last)
         self._cleanup.callback(watch.close)
+        if self.device.capabilities().asynchronous:
+            self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
         self._cleanup.callback(self.lending.linger)
 
     @staticmethod
@@ -249,13 +251,16 @@ class Session:
     def _look(self) -> None:
         self._watch_over(lambda context: context.look())
 
+    def _look_at_device(self) -> None:
+        self._watch_over(lambda context: context.pending.look())
+
     def _watch_over(self, look: Callable[[Context], None]) -> None:
         """Look after every communicator; one that this fails for stops, because nobody would find out what it waits for."""
         for context in self._open_contexts():
             try:
                 look(context)
             except Exception as error:
-                why = f"the thread that watches the other ranks failed: {type(error).__name__}: {error}"
+                why = f"a thread that watches over the job failed: {type(error).__name__}: {error}"
                 context.abort(Reason.ABORTED.word(context.rank), why)
 
     def sweep(self, rank: int, part: str = "") -> None:

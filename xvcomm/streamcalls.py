@@ -20,9 +20,10 @@ from xvcomm.context import Context
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.enqueued import CollectiveCall, Door, EnqueuedStep, Place
 from xvcomm.executor import Buffers, Executor
+from xvcomm.flight import Flight
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
-from xvcomm.pending import Flight, StreamWork
+from xvcomm.pending import StreamWork
 from xvcomm.schedule.steps import Buf
 from xvcomm.staging import Staging
 from xvcomm.trace import call_site
@@ -86,7 +87,8 @@ class StreamCaller(Caller):
         pending = self._context.pending
         if handle is None or call.op is _BARRIER:
             mark = mark or cast(Mark, user.mark())
-            pending.wait_for(pending.add(Flight([operation], user, mark, deadline, ends, self._joined())))
+            flight = Flight([operation], deadline, ends, stream=user, mark=mark, native=self._joined())
+            pending.wait_for(pending.add(flight))
         elif user.capturing():
             self._context.end(operation)
         else:
@@ -101,10 +103,10 @@ class StreamCaller(Caller):
             ready = self._ready(call)
             site, place = call.site or call_site(_INSIDE), self._boarding.address
             if ready is not None and ready.run(place, own.handle, call.src, call.dst, site, deadline.at):
-                flight = Flight([], own, cast(Mark, own.mark()), deadline, passengers=self._boarding.take())
+                flight = Flight([], deadline, passengers=self._boarding.take(), stream=own, mark=cast(Mark, own.mark()))
             else:
                 operation, mark, ends = self._launch(call, deadline, own)
-                flight = Flight([operation], own, mark or cast(Mark, own.mark()), deadline, ends)
+                flight = Flight([operation], deadline, ends, stream=own, mark=mark or cast(Mark, own.mark()))
         flight.native, flight.blocking, flight.keep = self._joined(), False, call
         pending = self._context.pending
         pending.add(flight)

@@ -12,8 +12,9 @@ from xvcomm.abc.device import Mark, MessageForm, Stream
 from xvcomm.boarding import Ends
 from xvcomm.deadline import Deadline
 from xvcomm.enqueued import Door, EnqueuedTransfer, MessageCall
+from xvcomm.flight import Flight
 from xvcomm.opcode import OpCode
-from xvcomm.pending import Flight, StreamWork
+from xvcomm.pending import StreamWork
 from xvcomm.ring import RingEnd
 from xvcomm.trace import call_site
 from xvcomm.transfers import Transfer, Transfers
@@ -274,7 +275,7 @@ class StreamTransfers(Transfers):
     def _flight(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Flight:
         operations = [operation for _, _, operation in ends]
         keep = [t.view for t in transfers] if background else None
-        return Flight(operations, stream, mark, _soonest(transfers), ends, None, not background, keep)
+        return Flight(operations, _soonest(transfers), ends, stream=stream, mark=mark, blocking=not background, keep=keep)
 
 
 def _ends(transfers: Sequence[Transfer]) -> frozenset[RingEnd]:

@@ -1,4 +1,4 @@
-"""Watches the processes of a host's other ranks and tells at once when one is gone."""
+"""The threads of a session: one watches the processes of the host's other ranks, one looks after the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Watch:
     Args:
         peers: ranks whose process numbers mean the same here as there.
         on_exit: called with a rank whose process has ended, once a rank.
-        look: called ten times a second, for what shared memory cannot announce: nobody wakes a thread by writing there.
+        look: called ten times a second, for what shared memory cannot announce: nobody wakes a thread by writing there. It
+            may not wait for the device, which may wait for a rank that is gone.
     """
 
     def __init__(self, peers: Sequence[RankInfo], on_exit: Callable[[int], None], look: Callable[[], None]) -> None:
@@ -80,3 +81,21 @@ class Watch:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._stop_write = -1
+
+
+class Rounds:
+    """A daemon thread that calls a function ten times a second, or as often as it comes to an end."""
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self._call, self._over = call, threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_MS / 1000):
+            self._call()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._over.set()
+        self._thread.join()

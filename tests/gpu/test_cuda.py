@@ -319,6 +319,14 @@ def test_one_connection(job: Job, vendor: str, name: str) -> None:
             ranks.run(check, *args)
 
 
+@pytest.mark.parametrize("late", ["recv", "broadcast"])
+@pytest.mark.parametrize("name", ["one island of 2"])
+def test_loading(job: Job, name: str, late: str) -> None:
+    """CUDA waits for the device to load NCCL's kernels, and who records an event waits for that: deadlines are kept."""
+    with job(*TABLE[name]) as ranks:
+        ranks.run(failures.check_deadline_beside_loading, late)
+
+
 @pytest.mark.parametrize("name", ["one island of 2", "1 and 1", "cuda and host", "cuda and rocm", "2 and 2"])
 def test_death(job: Job, name: str) -> None:
     """What waits for a rank that is killed ends with its name; the streams go on."""

@@ -253,7 +253,7 @@ def blind_watcher(comm):
         broken = mock.patch.object(
             Context, "look", autospec=True, side_effect=lambda c: look(c) if c.path == "0" else [].pop()
         )
-        with broken, pytest.raises(Aborted, match="watches the other ranks failed: IndexError: pop from empty list"):
+        with broken, pytest.raises(Aborted, match="watches over the job failed: IndexError: pop from empty list"):
             sub.recv(np.empty(3), 1)
     else:
         with pytest.raises(Aborted, match=r"rank 0.*IndexError: pop from empty list"):

@@ -282,6 +282,13 @@ def test_one_queue(job: Job, name: str) -> None:
             ranks.run(check, *args)
 
 
+@pytest.mark.parametrize("late", ["recv", "broadcast"])
+def test_loading(job: Job, late: str) -> None:
+    """The library waits for the device, and who comes to a stream waits for the library: deadlines are kept all the same."""
+    with job("rocm:2", HIPHOST_LAZY="1") as ranks:
+        ranks.run(failures.check_deadline_beside_loading, late)
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_death(job: Job, name: str) -> None:
     """What waits for a rank that is killed ends with its name; the streams go on."""

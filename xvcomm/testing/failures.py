@@ -6,6 +6,7 @@ Each runs on communicators of its own, split off the one of the processes.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -130,7 +131,7 @@ def check_deadline_behind_a_late_mark(comm: Communicator) -> None:
     a, late, signals, board = arrays(comm), comm.size - 1, Signals(comm), Pending.board
 
     def board_late(pending: Pending, *args: Any) -> None:
-        time.sleep(_PATIENCE / 2)  # the thread that watches marks what is there
+        time.sleep(_PATIENCE / 2)  # the thread that looks after the device marks what is there
         board(pending, *args)
 
     with _group(comm) as group:
@@ -147,6 +148,33 @@ def check_deadline_behind_a_late_mark(comm: Communicator) -> None:
         signals.tell("late")
         _raised_soon(DeadlineExceeded, group.barrier)
         a.get(x)
+
+
+def check_deadline_beside_loading(comm: Communicator, late: str) -> None:
+    """The native library loads a kernel, for which it waits for a message that waits for a rank: both end in time.
+
+    For ranks in whose processes the library has not yet broadcast anything.
+
+    Args:
+        late: which deadline passes first, of the `recv` or of the `broadcast`.
+    """
+    a = arrays(comm)
+    x, y = a.put(np.zeros(1000)), a.put(np.ones(3))
+    patience = {"recv": SECONDS, "broadcast": SECONDS, late: _PATIENCE}
+    with _group(comm) as group:
+        for _ in range(3):
+            group.all_reduce(y)
+        begin = time.monotonic()
+        work = group.irecv(x, (comm.rank + 1) % comm.size, timeout=patience["recv"])
+        group.all_reduce(y, timeout=_PATIENCE / 2)  # over in time, though nobody can see it
+        with contextlib.suppress(DeadlineExceeded):
+            group.broadcast(y, timeout=patience["broadcast"])
+        error = _raised(DeadlineExceeded, work.synchronize)
+        assert re.search(f"(in time|deadline): {late} ", str(error)), error
+        assert time.monotonic() - begin < SECONDS / 4
+        _raised_soon(DeadlineExceeded, group.barrier)
+        a.get(x)
+        a.get(y)
 
 
 def check_abort(comm: Communicator) -> None:
