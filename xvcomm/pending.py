@@ -157,11 +157,16 @@ class Pending:
                         self._depart(handle, gathering)
 
     def look(self) -> None:
-        """Do both. The vendor may hold this up as long as a kernel runs, so that it wants a thread of its own."""
+        """Do both, and stop what is late. The vendor may hold this up as long as a kernel runs: a thread's of its own."""
         begin = monotonic()
         self.depart()
-        if self.poll():
-            self._looked = begin
+        with self._polling:
+            self._poll()
+            for flights in list(self._streams.values()):
+                for flight in list(flights):  # a mark that was made late lies behind younger flights
+                    if flight.deadline.at < begin:
+                        self._expire(flight)
+        self._looked = begin
 
     def stop_late(self) -> None:
         """Stop what is late while `look` is held up; calls no function of the vendor.
@@ -189,25 +194,21 @@ class Pending:
         """
         return late.collective() and (not moving or any(map(self._context.awaits, late.all())))
 
-    def poll(self) -> bool:
-        """End what is over or late. Never waits for kernels; False if another thread is at it."""
-        if not self._count:
-            return True
-        if not self._polling.acquire(blocking=False):
-            return False
-        try:
-            for flights in list(self._streams.values()):
-                through = self._through(flights)
-                while flights and self._look(flights[0], through > 0):
-                    flights.popleft()
-                    through -= 1
-                    self._count -= 1
-                for flight in list(flights):  # a mark that was made late lies behind younger flights
-                    if flight.deadline.expired():
-                        self._expire(flight)
-        finally:
-            self._polling.release()
-        return True
+    def poll(self) -> None:
+        """End what is over. Never waits for kernels; does nothing while another thread is at it."""
+        if self._count and self._polling.acquire(blocking=False):
+            try:
+                self._poll()
+            finally:
+                self._polling.release()
+
+    def _poll(self) -> None:
+        for flights in list(self._streams.values()):
+            through = self._through(flights)
+            while flights and self._look(flights[0], through > 0):
+                flights.popleft()
+                through -= 1
+                self._count -= 1
 
     @staticmethod
     def _through(flights: deque[Flight]) -> int:
