@@ -10,6 +10,7 @@ calls would not meet in any message. Each rank also says here that it left, and 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from numba.extending import register_jitable
 
@@ -132,11 +133,15 @@ class Board:
         """0, or the reason."""
         return self._word.value
 
-    def stopped(self, sequence: int) -> int:
-        """The abort word, as far as it concerns collective number `sequence`: a rank that left may have come to it before."""
+    def stopped(self, number: Callable[[], int]) -> int:
+        """The abort word, as far as it concerns a collective: a rank that left may have come to it before.
+
+        Args:
+            number: gives the collective's, which is seldom needed.
+        """
         word = self.abort_word()
         merely_left = word and not Reason.bad(word)
-        return 0 if merely_left and Reason.parse(word)[1] not in self.absent(sequence) else word
+        return 0 if merely_left and Reason.parse(word)[1] not in self.absent(number()) else word
 
     def explain(self, text: str) -> None:
         """Say in words why this rank is about to abort."""

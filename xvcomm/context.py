@@ -357,7 +357,7 @@ class Context:
     def stopped(self, newest: Callable[[], Operation]) -> int:
         """0, or the abort word that says that a native collective gave no result, however its kernels ended."""
         with self._gate:
-            return self._board.stopped(newest().sequence) if self._board is not None else self._word
+            return self._board.stopped(lambda: newest().sequence) if self._board is not None else self._word
 
     def miss(self, newest: Callable[[], Operation]) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""

@@ -9,7 +9,10 @@ from typing import Any
 
 from cupy.cuda import driver, nvrtc, runtime
 
+from xvcomm.atomics import store
 from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
+from xvcomm.calling import call_11
+from xvcomm.jit import brief, compiling
 
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -17,6 +20,24 @@ _MAP_FOR_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 _HIGHEST = -1000  # the driver takes the highest there is
 _DEFAULT_STREAMS = (0, runtime.streamLegacy)
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor, -Minor
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def _relaxed(exchange: int, mode: int, function: int, argument: int) -> int:
+    """What a function gives, called with the thread's capture mode relaxed; by the addresses of everything."""
+    store(mode, _RELAXED)
+    call_11(exchange, mode, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    code: int = call_11(function, argument, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    call_11(exchange, mode, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return code
+
+
+with compiling():
+    _ask = brief("int64(int64, int64, int64, int64)")(_relaxed)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _failure(call: str, error: Exception) -> VendorError:
@@ -47,7 +68,8 @@ class CudaRuntime(Runtime):
         self._devices = {0: -1}
         driver = ctypes.PyDLL("libcuda.so.1")  # too short calls to let the interpreter lock go
         self._close = ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle  # CuPy's holds the lock while it waits
-        self._exchange = driver.cuThreadExchangeStreamCaptureMode
+        self._mode = ctypes.c_int64()
+        self._query = _address(driver.cuThreadExchangeStreamCaptureMode), ctypes.addressof(self._mode), _address(driver.cuEventQuery)
         self._capture_info = driver.cuStreamGetCaptureInfo_v2
         self._finish_loading = getattr(driver, "cuFuncLoad", None)  # CUDA 12.4
 
@@ -106,7 +128,7 @@ class CudaRuntime(Runtime):
         """See `Runtime.addresses`; what is current is a context."""
         library = ctypes.CDLL("libcuda.so.1")
         calls = library.cuStreamIsCapturing, library.cuLaunchKernel, library.cuEventRecord, library.cuCtxGetCurrent
-        capturing, launch, record, current = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+        capturing, launch, record, current = map(_address, calls)
         return capturing, launch, record, current
 
     def recorded(self, event: int, stream: int) -> None:
@@ -156,13 +178,10 @@ class CudaRuntime(Runtime):
 
     def reached(self, event: int) -> bool:
         """See `Runtime.reached`; while another thread captures a graph, only a relaxed thread may ask."""
-        mode = ctypes.c_int(runtime.streamCaptureModeRelaxed)
-        self._exchange(ctypes.byref(mode))
-        status = runtime.eventQuery(event)
-        self._exchange(ctypes.byref(mode))
-        if status not in (SUCCESS, _NOT_READY):
-            raise _failure("cudaEventQuery", runtime.CUDARuntimeError(status))
-        return bool(status == SUCCESS)
+        code = _ask(*self._query, event)
+        if code not in (SUCCESS, _NOT_READY):
+            raise _failure("cuEventQuery", driver.CUDADriverError(code))
+        return bool(code == SUCCESS)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """See `Runtime.copy`."""
