@@ -1,0 +1,139 @@
+"""What goes on behind the host while the vendor holds up whoever asks the device: deadlines are kept by what the host sees."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import pytest
+
+from xvcomm.context import Context
+from xvcomm.deadline import Deadline
+from xvcomm.flight import Flight
+from xvcomm.opcode import OpCode
+from xvcomm.operation import NO_PEER, Operation
+from xvcomm.pending import Pending
+from xvcomm.ring import Message, RingEnd
+
+LATE, LATER, IN_TIME = (Deadline(time.monotonic() + seconds) for seconds in (-2.0, -1.0, 60.0))
+A_WHILE_AGO = -3.0
+
+
+class End:
+    """A ring end."""
+
+    def __init__(self, through: int) -> None:
+        self.through = through
+
+    def finished(self) -> tuple[int, bool]:
+        return self.through, True
+
+
+class Stream:
+    """A stream, and a mark on it that is never reached."""
+
+    captured = 0
+    held_up = True
+
+    def reached(self, mark: object) -> bool:
+        assert not self.held_up, "the device was asked"
+        return False
+
+
+class Job:
+    """A communicator whose device nobody can ask; `absent` are collectives that some rank has not come to."""
+
+    def __init__(self, looked: float = A_WHILE_AGO) -> None:
+        self.absent: set[int] = set()
+        self.told: list[Operation] = []
+        self.pending = Pending(cast(Context, self))
+        self.pending._looked = time.monotonic() + looked
+
+    def awaits(self, operation: Operation) -> bool:
+        return operation.sequence in self.absent
+
+    def explain(self, error: Exception, operation: Operation) -> Exception:
+        self.told.append(operation)
+        return error
+
+    def add(self, deadline: Deadline, sequence: int, *ends: End, peer: int = NO_PEER) -> Flight:
+        """One operation, which is over when `ends` are through with one message."""
+        name = OpCode.ALL_REDUCE if peer == NO_PEER else OpCode.RECV
+        operation = Operation(name, sequence, Message(+name, 0, 0, 0, 0), peer)
+        used = [(cast(RingEnd, end), 1, operation) for end in ends]
+        stream = cast(Any, Stream())
+        return self.pending.add(Flight([operation], deadline, used, stream=stream, mark=stream))
+
+    def stopped(self) -> list[int]:
+        """Number of the operation that the job was stopped for, if it was."""
+        self.pending.stop_late()
+        return [operation.sequence for operation in self.told]
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_a_message_that_is_late_stops_the_job(job: Job) -> None:
+    flight = job.add(LATE, 0, End(0), peer=1)
+    job.add(IN_TIME, 1, End(0), peer=1)
+    assert job.stopped() == [0] and flight.error is not None
+    assert job.stopped() == [0], "said twice"
+
+
+def test_a_message_that_went_through_is_not_late(job: Job) -> None:
+    job.add(LATE, 0, End(1), peer=1)
+    assert job.stopped() == []
+
+
+def test_nobody_is_late_while_the_device_is_looked_at() -> None:
+    job = Job(looked=-0.01)
+    job.add(LATE, 0, End(0), peer=1)
+    assert job.stopped() == []
+
+
+def test_what_a_look_has_seen_in_time_is_left_to_it(job: Job) -> None:
+    job.pending._looked = LATE.at + 0.1
+    job.add(LATE, 0, End(0), peer=1)
+    assert job.stopped() == []
+
+
+@pytest.mark.parametrize("absent", [set(), {0}])
+def test_a_collective_is_given_up_where_nothing_else_can_be_waited_for(job: Job, absent: set[int]) -> None:
+    job.absent = absent
+    job.add(LATE, 0)
+    assert job.stopped() == [0]
+
+
+def test_a_collective_that_all_came_to_is_not_blamed_for_a_message(job: Job) -> None:
+    job.add(LATE, 0)
+    message = job.add(IN_TIME, 1, End(0), peer=1)
+    assert job.stopped() == []
+    message.deadline = LATER
+    assert job.stopped() == [1]
+
+
+def test_a_collective_that_a_rank_did_not_come_to_is_late_beside_a_message(job: Job) -> None:
+    job.absent = {0}
+    job.add(LATE, 0)
+    job.add(IN_TIME, 1, End(0), peer=1)
+    assert job.stopped() == [0]
+
+
+@pytest.mark.parametrize("place", ["aboard", "leaving"])
+def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
+    operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
+    job.pending.board([operation], 1, LATE, [(cast(RingEnd, End(0)), 1, operation)])
+    if place == "leaving":
+        (gathering,) = job.pending._gathering.values()
+        job.pending._leaving = gathering.leave()
+    assert job.stopped() == [5]
+
+
+def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "held_up", False)
+    job.add(IN_TIME, 0, End(0), peer=1)
+    job.add(LATE, 1, End(0), peer=1)
+    job.pending.look()
+    assert [operation.sequence for operation in job.told] == [1]
