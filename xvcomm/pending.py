@@ -34,6 +34,9 @@ _AT_ONCE = 64
 _HELD_UP_SECONDS = 0.25
 """Without a look at the device for so long, whoever was to look is held up."""
 
+_TURN_SECONDS = 0.05
+"""How long to wait for who is polling: not for ever, as a signal handler may close in the middle of a poll."""
+
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
 
@@ -160,12 +163,16 @@ class Pending:
         """Do both, and stop what is late. The vendor may hold this up as long as a kernel runs: a thread's of its own."""
         begin = monotonic()
         self.depart()
-        with self._polling:
+        if not self._polling.acquire(timeout=_TURN_SECONDS):
+            return
+        try:
             self._poll()
             for flights in list(self._streams.values()):
                 for flight in list(flights):  # a mark that was made late lies behind younger flights
                     if flight.deadline.at < begin:
                         self._expire(flight)
+        finally:
+            self._polling.release()
         self._looked = begin
 
     def stop_late(self) -> None:
