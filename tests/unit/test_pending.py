@@ -15,8 +15,8 @@ from xvcomm.operation import NO_PEER, Operation
 from xvcomm.pending import Pending
 from xvcomm.ring import Message, RingEnd
 
-LATE, LATER, IN_TIME = (Deadline(time.monotonic() + seconds) for seconds in (-2.0, -1.0, 60.0))
-A_WHILE_AGO = -3.0
+A_WHILE_AGO, LATE, LATER, IN_TIME = -3.0, -2.0, -1.0, 60.0
+"""Seconds from the beginning of a test."""
 
 
 class End:
@@ -47,7 +47,8 @@ class Job:
         self.absent: set[int] = set()
         self.told: list[Operation] = []
         self.pending = Pending(cast(Context, self))
-        self.pending._looked = time.monotonic() + looked
+        self.begin = time.monotonic()
+        self.pending._looked = self.begin + looked
 
     def awaits(self, operation: Operation) -> bool:
         return operation.sequence in self.absent
@@ -56,13 +57,16 @@ class Job:
         self.told.append(operation)
         return error
 
-    def add(self, deadline: Deadline, sequence: int, *ends: End, peer: int = NO_PEER) -> Flight:
+    def deadline(self, seconds: float) -> Deadline:
+        return Deadline(self.begin + seconds)
+
+    def add(self, seconds: float, sequence: int, *ends: End, peer: int = NO_PEER) -> Flight:
         """One operation, which is over when `ends` are through with one message."""
         name = OpCode.ALL_REDUCE if peer == NO_PEER else OpCode.RECV
         operation = Operation(name, sequence, Message(+name, 0, 0, 0, 0), peer)
         used = [(cast(RingEnd, end), 1, operation) for end in ends]
         stream = cast(Any, Stream())
-        return self.pending.add(Flight([operation], deadline, used, stream=stream, mark=stream))
+        return self.pending.add(Flight([operation], self.deadline(seconds), used, stream=stream, mark=stream))
 
     def stopped(self) -> list[int]:
         """Number of the operation that the job was stopped for, if it was."""
@@ -94,7 +98,7 @@ def test_nobody_is_late_while_the_device_is_looked_at() -> None:
 
 
 def test_what_a_look_has_seen_in_time_is_left_to_it(job: Job) -> None:
-    job.pending._looked = LATE.at + 0.1
+    job.pending._looked = job.begin + LATE + 0.1
     job.add(LATE, 0, End(0), peer=1)
     assert job.stopped() == []
 
@@ -110,7 +114,7 @@ def test_a_collective_that_all_came_to_is_not_blamed_for_a_message(job: Job) -> 
     job.add(LATE, 0)
     message = job.add(IN_TIME, 1, End(0), peer=1)
     assert job.stopped() == []
-    message.deadline = LATER
+    message.deadline = job.deadline(LATER)
     assert job.stopped() == [1]
 
 
@@ -124,7 +128,7 @@ def test_a_collective_that_a_rank_did_not_come_to_is_late_beside_a_message(job: 
 @pytest.mark.parametrize("place", ["aboard", "leaving"])
 def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
-    job.pending.board([operation], 1, LATE, [(cast(RingEnd, End(0)), 1, operation)])
+    job.pending.board([operation], 1, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
     if place == "leaving":
         (gathering,) = job.pending._gathering.values()
         job.pending._leaving = gathering.leave()
