@@ -313,7 +313,8 @@ class GpuStream(Stream):
             prepared = engine.prepare([(port, _row(port, data, message, op, remote_first))], key, most)
         own = port.own
         if port.mark is not own or own is None:
-            own = self._mark_behind(port)
+            own = self._own_mark(port)
+            self.runtime.recorded(own.event, handle)
         code = start(prepared.address, data, message.tag, handle, own.event)
         if code == CAPTURING:
             return False
@@ -328,10 +329,9 @@ class GpuStream(Stream):
             engine.arm(key, prepared, handle)
         return True
 
-    def _mark_behind(self, port: Port) -> Mark:
-        """The mark that is a port's own, now behind what is on this stream."""
+    def _own_mark(self, port: Port) -> Mark:
+        """The mark that compiled code puts behind a port's transfers."""
         own = port.own = port.own or self._engine.events.take()
-        self.runtime.recorded(own.event, self._handle)
         return own
 
     def _count(self, port: Port) -> None:
@@ -387,7 +387,8 @@ class GpuStream(Stream):
         most = engine.room(handle)
         prepared = key[0][0].prepared.get((key, most)) or engine.prepare(rows, key, most)
         for port, _ in rows:
-            port.mark = self._mark_behind(port)
+            port.mark = own = self._own_mark(port)
+            self.runtime.record(own.event, handle)  # until compiled code does: others may follow this launch
         engine.take(handle, rows[-1][0], prepared.blocks)
         engine.arm(key, prepared, handle)
 

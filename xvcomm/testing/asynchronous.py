@@ -140,6 +140,27 @@ def check_streams_told(comm: Communicator) -> None:
     assert_same_bits(a.get(x), comm.size * ones, "all_reduce with stream=")
 
 
+def check_streams_in_order(comm: Communicator) -> None:
+    """Operations on several streams meet those of other ranks in the order of the calls, though an earlier one is held up."""
+    a, signals = arrays(comm), Signals(comm)
+    other = DeviceArrays(a.device) if isinstance(a, DeviceArrays) else a
+    ones = np.ones(10, np.float32)
+    with Gate.on(a) if isinstance(a, DeviceArrays) else contextlib.nullcontext() as gate:
+        for turn in range(_TURNS):
+            x, y, held = a.put(ones), other.put(ones), a.put(np.zeros(1, np.uint8))
+            if gate is not None:
+                gate.close(held)
+            work = comm.all_reduce(x, async_op=True)
+            other.synchronize()
+            result = comm.reduce(y, 0)
+            signals.meet(f"turn {turn}")
+            if gate is not None:
+                gate.open(np.ones(1, np.uint8))
+            assert_same_bits(a.get(work.wait()), comm.size * ones, f"all_reduce that was held up, turn {turn}")
+            want = comm.size * ones if comm.rank == 0 else ones
+            assert_same_bits(other.get(result), want, f"reduce behind it on another stream, turn {turn}")
+
+
 def check_many_under_way(comm: Communicator, many: int = 80) -> None:
     """More operations ahead of a late rank than anybody looks after at once, blocking and asynchronous."""
     a, signals = arrays(comm), Signals(comm)
@@ -209,6 +230,9 @@ def check_arrays_die(comm: Communicator) -> None:
     await_that(died)
 
 
+_TURNS = 4
+"""Until compiled code starts what is called again and again, and once more."""
+
 _COSTLY = ("allocate", "free", "register", "unregister", "stream", "compile", "load")
 """What may make the whole device wait, or takes longer than a small message."""
 
@@ -240,5 +264,5 @@ def check_steady_state(comm: Communicator) -> None:
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_host_goes_on, check_after_what_the_stream_holds, check_before_what_the_stream_gets, check_wait_orders_only,
-    check_streams_pass, check_streams_told, check_many_under_way, check_arrays_die, check_steady_state,
+    check_streams_pass, check_streams_told, check_streams_in_order, check_many_under_way, check_arrays_die, check_steady_state,
 )  # fmt: skip
