@@ -271,7 +271,7 @@ class CclCollective(Collective):
             calls |= dict.fromkeys((OpCode.ALL_REDUCE, OpCode.BARRIER, OpCode.REDUCE_SCATTER), reduced)
         if not count or op not in calls or not self._comm:
             return None
-        function, (ask, *_) = self._library.address(FUNCTIONS[op]), self._runtime.addresses()
+        function, ask = self._library.address(FUNCTIONS[op]), self._runtime.addresses().capturing
         words = prepared(ctypes.addressof(self._state), function, ask, *calls[op], self._comm)
         return EnqueuedCall(ENQUEUE, int(words.ctypes.data), words, self._fail)
 

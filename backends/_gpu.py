@@ -16,6 +16,7 @@ from xvcomm.abc.device import (
     Device,
     DeviceCapabilities,
     EnqueuedCall,
+    EnqueuedMarks,
     EnqueuedMessages,
     Loan,
     MessageForm,
@@ -26,6 +27,7 @@ from xvcomm.backends._ccl import CclCollective
 from xvcomm.backends._guard import on_device, told
 from xvcomm.backends._kernels import Kernels
 from xvcomm.backends._local import LAUNCH_LOCAL, LocalCall
+from xvcomm.backends._marks import BRANCH, FOLLOW, MARK, StreamMarks
 from xvcomm.backends._messages import LAUNCH, READY
 from xvcomm.backends._peer import PeerPool, apart, reached
 from xvcomm.backends._streams import Engine, GpuStream
@@ -169,6 +171,12 @@ class GpuDevice(Device):
     def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall:
         """See `Device.enqueued_scale`."""
         return self._local(LocalCall.scale(self._kernels, count, dtype, factor, divisor))
+
+    @on_device
+    def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
+        """See `Device.enqueued_marks`."""
+        found = StreamMarks(self.runtime, self.index, stream.handle, self._kernels.place())
+        return EnqueuedMarks(BRANCH, MARK, FOLLOW, found.address, found, found.take, self._failed)
 
     def _local(self, call: LocalCall) -> EnqueuedCall:
         return EnqueuedCall(LAUNCH_LOCAL, call.address, call, self._failed)

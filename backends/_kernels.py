@@ -218,7 +218,8 @@ class Kernels:
         self._runtime = runtime
         self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), ImageCache(cache))
         self._local = threading.local()
-        *self._calls, self._where = runtime.addresses()
+        addresses = runtime.addresses()
+        self._calls, self._where = addresses[:3], addresses.current
 
     def place(self) -> tuple[int, int]:
         """The vendor's function that says what is current on a thread, and what that is on this one; both are words."""

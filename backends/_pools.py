@@ -33,11 +33,18 @@ class Mark:
 
 
 class Events:
-    """Makes marks. Any thread whose current device is the events'."""
+    """Makes marks. Any thread whose current device is the events'.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._free: list[int] = []
+    Args:
+        stream: handle of the stream on which compiled code will put all of them, if that is what they are for.
+
+    Attributes:
+        free: events that no mark has.
+    """
+
+    def __init__(self, runtime: Runtime, stream: int | None = None) -> None:
+        self._runtime, self._stream = runtime, stream
+        self.free: list[int] = []
 
     def record(self, stream: int, captured: int) -> Mark:
         """Mark what a stream holds now; `captured` is the number of the capture that it takes part in, or 0."""
@@ -48,11 +55,17 @@ class Events:
     def take(self, captured: int = 0) -> Mark:
         """A mark that is nowhere yet."""
         try:
-            event = self._free.pop()
+            event = self.free.pop()
         except IndexError:
-            self._free.extend(self._runtime.event() for _ in range(_EVENTS_AT_ONCE))
-            event = self._free.pop()
-        return Mark(event, captured, self._free)
+            self.free.extend(self._made() for _ in range(_EVENTS_AT_ONCE))
+            event = self.free.pop()
+        return Mark(event, captured, self.free)
+
+    def _made(self) -> int:
+        event = self._runtime.event()
+        if self._stream is not None:
+            self._runtime.recorded(event, self._stream)
+        return event
 
 
 class _Block:

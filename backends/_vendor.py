@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from xvcomm.dtype import ReduceOp
 
@@ -36,6 +36,24 @@ def unknown_code(error: ValueError) -> int:
     """The code in `99 is not a valid ncclResult_t`: a package for Python that is older than the library; -1 if there is none."""
     number = str(error).partition(" ")[0]
     return int(number) if number.isdigit() else -1
+
+
+class Addresses(NamedTuple):
+    """Where the vendor's functions lie that compiled code calls.
+
+    Attributes:
+        capturing: is a stream capturing.
+        launch: launch a kernel.
+        record: let an event mark a stream.
+        wait: let a stream wait for an event.
+        current: what is current on the thread, a word that is written where the only argument says.
+    """
+
+    capturing: int
+    launch: int
+    record: int
+    wait: int
+    current: int
 
 
 class Runtime(ABC):
@@ -164,12 +182,8 @@ class Runtime(ABC):
         """Enqueue a kernel; `params` is the address of an array of pointers to its arguments, read before this returns."""
 
     @abstractmethod
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Where the vendor's functions lie that compiled code calls.
-
-        Is a stream capturing; launch a kernel; record an event; what is current on the thread, a word that is written
-        where the only argument says.
-        """
+    def addresses(self) -> Addresses:
+        """Where the vendor's functions lie."""
 
     @abstractmethod
     def failure(self, code: int) -> VendorError:

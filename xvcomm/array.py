@@ -365,9 +365,9 @@ def address(x: ArrayView | None) -> int:
     return x.address if x is not None else 0
 
 
-def stream_now(x: ArrayView, given: int | None) -> int | None:
+def stream_now(x: ArrayView | None, given: int | None) -> int | None:
     """Handle of the stream that the array's framework works on at this moment; `given` where it does not say."""
-    now = view(x.array).stream
+    now = None if x is None else view(x.array).stream
     return given if now is None else now
 
 

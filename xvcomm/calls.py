@@ -79,6 +79,13 @@ class Call(msgspec.Struct, eq=False, gc=False):
             how is None or how.op is not ReduceOp.PREMUL_SUM
         )
 
+    def result(self) -> Any:
+        """The user's result array, once it is there."""
+        dst = self.dst
+        if dst is not None:
+            return array.finish(dst) if dst.staged else dst.array
+        return self.src.array if self.op is OpCode.REDUCE and self.src is not None else None
+
     def message(self) -> Message:
         """What all ranks must agree on."""
         how = self.reduction.op if self.reduction is not None else 0
@@ -146,7 +153,7 @@ class Caller:
             if code != BUSY:
                 if code != READY:
                     prepared.finish(src, dst, deadline)
-                return self._result(call)
+                return call.result()
         with self._gate:
             return self._run(call, deadline)
 
@@ -218,14 +225,7 @@ class Caller:
                 raise
             raise raised from None
         context.end(operation)
-        return self._result(call)
-
-    @staticmethod
-    def _result(call: Call) -> Any:
-        dst = call.dst
-        if dst is not None:
-            return array.finish(dst) if dst.staged else dst.array
-        return call.src.array if call.op is OpCode.REDUCE and call.src is not None else None
+        return call.result()
 
     def _native(self, call: Call, deadline: Deadline, stream: Stream) -> None:
         native = self._context.native(deadline)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped
-from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMessages
+from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMarks, EnqueuedMessages
 from xvcomm.array import ArrayView
 from xvcomm.atomics import load, load_acquire, store
 from xvcomm.board import post
@@ -24,6 +23,7 @@ from xvcomm.boarding import ROOM, aboard, fits
 from xvcomm.calling import bits_of, call_3, call_5
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
+from xvcomm.door import Door
 from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
 from xvcomm.operation import NO_PEER, Operation
@@ -31,7 +31,6 @@ from xvcomm.ring import ABORT, Message, RingEnd
 from xvcomm.schedule.steps import Buf
 from xvcomm.trace import State, note
 
-_CLOSE_SECONDS = 1.0
 _FAILED, _FULL, _UNREADY = -1, -3, -4
 
 
@@ -59,6 +58,24 @@ class EnqueuedStep(NamedTuple):
     call: EnqueuedCall | EnqueuedMessages
     places: Sequence[Place]
     rings: Sequence[RingEnd] = ()
+
+
+class Branch:
+    """A stream beside the users', on which asynchronous collectives go. One call at a time.
+
+    Attributes:
+        address: of three words: two functions of `EnqueuedMarks`, and their argument.
+        failed: see `EnqueuedMarks`.
+        user: handle of the stream that the next collective comes behind.
+        event: of the mark behind it.
+        sequence, ends: of the newest one, its number and its ring ends, each with the number of the next message there.
+    """
+
+    def __init__(self, marks: EnqueuedMarks) -> None:
+        self._words = (ctypes.c_int64 * 3)(marks.branch, marks.mark, marks.argument)
+        self.address, self.failed = ctypes.addressof(self._words), marks.failed
+        self.user = self.event = 0
+        self.sequence, self.ends = -1, list[tuple[RingEnd, int]]()
 
 
 class CallWord(enum.IntEnum):
@@ -95,7 +112,7 @@ class CollectiveWord(enum.IntEnum):
     INPUT = 8  # these three are where steps find their places
     OUTPUT = 9
     SCRATCH = 10
-    AT = 11  # the step that is under way
+    AT = 11  # the step that is under way; behind the last one the mark of a stream beside
     STEPS = 12  # how many there are
     SEATS = 13  # entries that it needs aboard
     FIRST = 14  # the words of the steps, behind which those of the places are, and then the items
@@ -151,7 +168,7 @@ def _do(call: int, step: int, sequence: int, stream: int, bits: int) -> int:
     return call_5(function, argument, items, 0, stream, 0)
 
 
-def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # type: ignore[no-untyped-def]
+def _collective(call, boarding, sequence, site, src, dst, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     first, end = call + _FIRST, call + _FIRST + load(call + _STEPS) * _STEP
     if not fits(boarding, load(call + _SEATS)):
         return _FULL
@@ -159,6 +176,8 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # 
         ready = load(step + _S_READY)
         if ready != 0 and call_3(ready, load(step + _S_ARGUMENT), stream, 0) == 0:
             return _UNREADY
+    if beside != 0 and call_3(load(beside), load(beside + 16), user, stream) != 0:
+        return _UNREADY
     message, bits = call + _C_MESSAGE, bits_of(deadline)
     op, dtype, nbytes = load(message), load(message + 8), load(message + 16)
     tag, detail = load(message + 24), load(message + 32)
@@ -174,6 +193,11 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline):  # 
             store(call + _C_RESULT, code)
             store(call + _AT, (step - first) // _STEP)
             return CAPTURED if code == CAPTURED else _FAILED
+    code = call_3(load(beside + 8), load(beside + 16), event, stream) if beside != 0 else 0
+    if code != 0:
+        store(call + _C_RESULT, code)
+        store(call + _AT, load(call + _STEPS))
+        return _FAILED
     seats = aboard(boarding, number, sequence, op, NO_PEER, 0, 0, message, tag, bits)
     for step in range(first, end, _STEP):
         if load(step + _S_ITEMS) != 0:
@@ -210,49 +234,10 @@ def _messages(call, boarding, sequence, stream, deadline):  # type: ignore[no-un
 
 
 with compiling():
-    _collective_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, float64)")(_collective)
+    _collective_kernel = brief(
+        "int64(int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, int64)"
+    )(_collective)
     _messages_kernel = brief("int64(int64, int64, int64, int64, float64)")(_messages)
-
-
-class Door:
-    """Lets compiled code at a communicator's memory, under a lock, from its first operation until `Context.close`.
-
-    Attributes:
-        lock: under which operations are put in order; whoever makes a call holds it, and has looked whether the door is open.
-        open: whether calls may be made.
-        places: what `place` gave, by handle.
-    """
-
-    def __init__(self, context: Context, lock: threading.Lock) -> None:
-        self._context, self.lock = context, lock
-        self.open = False
-        self.places: dict[int, int] = {}
-        # While the door is open, compiled code may be inside: an operation that keeps memory mapped.
-        self._standing = Operation(OpCode.INIT, -1, Message(0, 0, 0, 0))
-
-    def admit(self, op: OpCode) -> None:
-        """Open it; the caller holds the lock.
-
-        Raises:
-            ClosedError: this rank has closed the communicator.
-        """
-        if not self.open:
-            self._context.enter(self._standing, op)
-            self._context.closing.append(self._close)
-            self.open = True
-
-    def place(self, handle: int) -> int:
-        """Where operations on a stream are noted, see `Pending.boarding`; the stream is looked at."""
-        self._context.device.adopt(handle)
-        found = self.places[handle] = self._context.pending.boarding(handle)
-        return found
-
-    def _close(self) -> None:
-        """Let no compiled code in any more; memory stays mapped if some does not come out."""
-        if self.lock.acquire(timeout=_CLOSE_SECONDS):
-            self.open = False
-            self._context.leave(self._standing, moved=False)
-            self.lock.release()
 
 
 class CollectiveCall:
@@ -268,7 +253,7 @@ class CollectiveCall:
     ) -> None:  # fmt: skip
         self._context, self._door, self._op, self._message, self._scratch = context, door, op, message, scratch
         self._calls = [step.call for step in steps]  # compiled code knows them by address
-        rings = [ring for step in steps for ring in step.rings]
+        self._rings = rings = [ring for step in steps for ring in step.rings]
         context.pending.rings.update((ring.counter, ring) for ring in rings)
         seats = 1 + len(rings)
         self._most = ROOM - seats
@@ -276,13 +261,15 @@ class CollectiveCall:
         self._address = ctypes.addressof(self._words)
 
     def run(
-        self, place: int, handle: int, src: ArrayView | None, dst: ArrayView | None, site: int, deadline: float
-    ) -> bool:
+        self, place: int, handle: int, src: ArrayView | None, dst: ArrayView | None, site: int, deadline: float,
+        branch: Branch | None = None,
+    ) -> bool:  # fmt: skip
         """Enqueue it on a stream.
 
         Args:
             place: `Door.place` of the stream.
             deadline: `Deadline.at`.
+            branch: how it goes on that stream, if that is beside the user's.
 
         Returns:
             False if nothing has begun, and it must be run in another way.
@@ -292,26 +279,30 @@ class CollectiveCall:
         """
         context, door = self._context, self._door
         reads, writes = 0 if src is None else src.address, 0 if dst is None else dst.address
+        beside, user, event = (0, 0, 0) if branch is None else (branch.address, branch.user, branch.event)
         with door.lock:
             if not door.open:
                 return False
             sequence = context.sequence
             if self._scratch is not None:
                 self._words[CollectiveWord.SCRATCH] = self._scratch(handle)
-            code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline)
+            call = self._address, place, sequence, site, reads, writes, handle, deadline, beside, user, event
+            code = _collective_kernel(*call)
             if code == _FULL:
                 context.pending.depart_from(handle)
-                code = _collective_kernel(self._address, place, sequence, site, reads, writes, handle, deadline)
+                code = _collective_kernel(*call)
             if code in (_FULL, _UNREADY):
                 return False
             context.sequence = sequence + 1
             if code < 0:
-                self._end(sequence, code)
+                self._end(sequence, code, branch)
+            if branch is not None:
+                branch.sequence, branch.ends = sequence, [(ring, ring.sequence) for ring in self._rings]
         if code > self._most:
             context.pending.depart_from(handle)
         return True
 
-    def _end(self, sequence: int, code: int) -> None:
+    def _end(self, sequence: int, code: int, branch: Branch | None) -> None:
         """What is not the usual end of a call."""
         number = self._words[CollectiveWord.RECORD]
         operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
@@ -321,7 +312,7 @@ class CollectiveCall:
         try:
             if number < 0:
                 raise CollectiveStopped(self._context.word())
-            self._calls[self._words[CollectiveWord.AT]].failed(self._words[CollectiveWord.RESULT])
+            [*self._calls, branch or self._calls[-1]][self._words[CollectiveWord.AT]].failed(self._words[CollectiveWord.RESULT])
         except BaseException as error:
             _raise(self._context, error, operation)
 

@@ -41,11 +41,26 @@ _SPINS = 200
 _PAUSE_SECONDS = 0.00005
 
 
-class _Gathering:
-    """Blocking operations on one stream that become a flight together; see `Flight`."""
+class Company:
+    """Asynchronous operations that become a flight together.
 
-    def __init__(self, rings: Mapping[int, RingEnd]) -> None:
-        self.compiled = Boarding(rings)
+    Attributes:
+        keep: of each by its number, what must live until they are over.
+        flight: what they became. It may hold one more that came as the others left.
+    """
+
+    __slots__ = ("flight", "keep")
+
+    def __init__(self) -> None:
+        self.keep: dict[int, Any] = {}
+        self.flight: Flight | None = None
+
+
+class _Gathering:
+    """Operations on one stream that become a flight together; see `Flight`."""
+
+    def __init__(self, rings: Mapping[int, RingEnd], blocking: bool) -> None:
+        self.compiled, self.blocking, self.company = Boarding(rings), blocking, Company()
         self._begin()
 
     def _begin(self) -> None:
@@ -55,7 +70,7 @@ class _Gathering:
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self.operations or self.compiled)
+        return bool(self.operations or self.compiled or self.company.keep)
 
     def add(self, operations: Sequence[Operation], deadline: Deadline, ends: Ends) -> None:
         """Some more."""
@@ -68,11 +83,12 @@ class _Gathering:
         """All, and the soonest deadline."""
         return self._manifest(self.compiled.look())
 
-    def leave(self) -> Manifest:
+    def leave(self) -> tuple[Manifest, Company]:
         """The same; there are none then."""
+        company, self.company = self.company, Company()  # first: who boards, and then sees the old one, leaves with it
         found = self._manifest(self.compiled.take())
         self._begin()
-        return found
+        return found, company
 
     def _manifest(self, passengers: Passengers | None) -> Manifest:
         deadline = self.deadline
@@ -122,20 +138,28 @@ class Pending:
             if len(gathering.operations) >= ROOM:
                 self._depart(handle, gathering)
 
-    def boarding(self, handle: int) -> int:
-        """Address of where compiled code notes blocking operations on a framework's stream; see `Boarding`."""
+    def boarding(self, handle: int, *, blocking: bool = True) -> int:
+        """Address of where compiled code notes operations on a stream; see `Boarding`.
+
+        Args:
+            blocking: whether the stream is a framework's; else one that has only operations with a Work.
+        """
         with self._gate:
-            return self._at(handle).compiled.address
+            return self._at(handle, blocking).compiled.address
+
+    def company(self, handle: int) -> Company:
+        """That of the operation which compiled code has just put on a stream."""
+        return self._gathering[handle].company
 
     def depart_from(self, handle: int) -> None:
         """Make room where compiled code notes operations."""
         with self._gate:
             self._depart(handle, self._at(handle))
 
-    def _at(self, handle: int) -> _Gathering:
+    def _at(self, handle: int, blocking: bool = True) -> _Gathering:
         found = self._gathering.get(handle)
         if found is None:
-            found = self._gathering[handle] = _Gathering(self.rings)
+            found = self._gathering[handle] = _Gathering(self.rings, blocking)
         return found
 
     def _depart(self, handle: int, g: _Gathering) -> None:
@@ -143,12 +167,17 @@ class Pending:
         stream = self._context.device.adopt(handle)
         if stream.capturing():
             return  # what came before the capture is marked after it
-        self._leaving = leaving = g.leave()
-        operations, passengers = leaving.operations, leaving.passengers
-        if operations or passengers is not None:
+        leaving, company = g.leave()
+        self._leaving = leaving
+        operations, passengers, keep = leaving.operations, leaving.passengers, company.keep
+        if operations or passengers is not None or keep:
             native = self._context.joined_native() if leaving.collective() else None
             mark = cast(Mark, stream.mark())
-            self.add(Flight(operations, leaving.deadline, leaving.ends, passengers, stream=stream, mark=mark, native=native))
+            company.flight = flight = Flight(
+                operations, leaving.deadline, leaving.ends, passengers, stream=stream, mark=mark, native=native,
+                blocking=g.blocking, landed=keep.clear,
+            )  # fmt: skip
+            self.add(flight)
         self._leaving = None
 
     def depart(self) -> None:
@@ -271,6 +300,11 @@ class Pending:
         if flight.error is not None:
             raise flight.error
 
+    def follow(self, handle: int | None, flight: Flight) -> None:
+        """Let what comes next on a stream come behind a flight."""
+        if not flight.over:
+            self._context.device.adopt(handle).wait(flight.mark)
+
     def finish(self, flight: Flight, deadline: Deadline) -> bool:
         """Block the host until a flight is over or has failed; whether that came about by the deadline."""
         spins = 0
@@ -287,8 +321,7 @@ class StreamWork(Work):
     """A Work whose operation is on a stream.
 
     Args:
-        follow: makes the current stream wait for a mark; None where the framework's stream is not known, so that the
-            host waits.
+        now: gives the handle of the framework's current stream; None where that is not known, so that the host waits.
         finish: gives the result array.
 
     Attributes:
@@ -298,10 +331,10 @@ class StreamWork(Work):
     """
 
     def __init__(
-        self, pending: Pending, follow: Callable[[object], None] | None, finish: Callable[[], Any], what: str,
+        self, pending: Pending, now: Callable[[], int | None] | None, finish: Callable[[], Any], what: str,
         flight: Flight | None = None,
     ) -> None:  # fmt: skip
-        self._pending, self._follow, self._finish = pending, follow, finish
+        self._pending, self._now, self._finish = pending, now, finish
         self._what = what
         self._error: BaseException | None = None
         self.flight = flight
@@ -314,12 +347,15 @@ class StreamWork(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         """See `Work.wait`."""
-        if self._follow is None:
+        if self._now is None:
             return self.synchronize(timeout)
         flight = self._under_way(Deadline.after(timeout))
-        if not flight.over:
-            self._follow(flight.mark)
+        self._pending.follow(self._now(), flight)
         return self._finish()
+
+    def order(self, stream: int | None) -> None:
+        """See `Work.order`."""
+        self._pending.follow(stream, self._under_way(NEVER))
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""

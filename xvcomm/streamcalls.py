@@ -14,11 +14,12 @@ from xvcomm import array
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Mark, Stream
 from xvcomm.array import ArrayView
-from xvcomm.boarding import Boarding, Ends
+from xvcomm.boarding import Ends
 from xvcomm.calls import Call, Caller, Key
 from xvcomm.context import Context
 from xvcomm.deadline import NEVER, Deadline
-from xvcomm.enqueued import CollectiveCall, Door, EnqueuedStep, Place
+from xvcomm.door import Door
+from xvcomm.enqueued import CollectiveCall, EnqueuedStep, Place
 from xvcomm.executor import Buffers, Executor
 from xvcomm.flight import Flight
 from xvcomm.opcode import OpCode
@@ -26,6 +27,7 @@ from xvcomm.operation import Operation
 from xvcomm.pending import StreamWork
 from xvcomm.schedule.steps import Buf
 from xvcomm.staging import Staging
+from xvcomm.started import Beside
 from xvcomm.trace import call_site
 from xvcomm.work import Work
 
@@ -46,8 +48,9 @@ class StreamCaller(Caller):
         self._places = self._door.places
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
-        self._own = context.device.streams(1)[0]
-        self._boarding = Boarding(context.pending.rings)
+        self._own = own = context.device.streams(1)[0]
+        marks = context.device.enqueued_marks(own)
+        self._beside = Beside(context, self._door, own, marks, self._starting) if marks is not None else None
         self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
@@ -81,7 +84,7 @@ class StreamCaller(Caller):
                 if ready.run(place, handle, call.src, call.dst, call.site or call_site(_INSIDE), deadline.at):
                     if call.key is not None:
                         self._again[call.key] = ready
-                    return self._result(call)
+                    return call.result()
         user = self._user(call, handle, trusted)
         operation, mark, ends = self._launch(call, deadline, user)
         pending = self._context.pending
@@ -93,31 +96,31 @@ class StreamCaller(Caller):
             self._context.end(operation)
         else:
             pending.board([operation], handle, deadline, ends)
-        return self._result(call)
+        return call.result()
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
-        (handle, trusted), own = self._look_at(call, stream), self._own
+        handle, trusted = self._look_at(call, stream)
+        beside, ready = self._beside, self._ready(call)
+        if ready is not None and beside is not None:
+            if not trusted:
+                self._user(call, handle, trusted)
+            started = beside.start(ready, call, handle, stream, call.site or call_site(_INSIDE), deadline)
+            if started is not None:
+                return started
+        own = self._own
         with self._starting:
             own.wait(self._user(call, handle, trusted).mark())
-            ready = self._ready(call)
-            site, place = call.site or call_site(_INSIDE), self._boarding.address
-            if ready is not None and ready.run(place, own.handle, call.src, call.dst, site, deadline.at):
-                flight = Flight([], deadline, passengers=self._boarding.take(), stream=own, mark=cast(Mark, own.mark()))
-            else:
-                operation, mark, ends = self._launch(call, deadline, own)
-                flight = Flight([operation], deadline, ends, stream=own, mark=mark or cast(Mark, own.mark()))
-        flight.native, flight.blocking, flight.keep = self._joined(), False, call
+            operation, mark, ends = self._launch(call, deadline, own)
+            mark = mark or cast(Mark, own.mark())
+            native = self._joined()
+            flight = Flight([operation], deadline, ends, stream=own, mark=mark, native=native, blocking=False, keep=call)
         pending = self._context.pending
         pending.add(flight)
 
-        def follow(mark: object) -> None:
-            view = call.dst if call.dst is not None else call.src
-            handle = stream if view is None else array.stream_now(view, stream)
-            self._context.device.adopt(handle).wait(mark)
-
-        staged = call.dst is not None and call.dst.staged
-        return StreamWork(pending, None if staged else follow, partial(self._result, call), str(call.op), flight)
+        view = call.src if call.dst is None else call.dst
+        now = None if view is not None and view.staged else partial(array.stream_now, view, stream)
+        return StreamWork(pending, now, call.result, str(call.op), flight)
 
     def _look_at(self, call: Call, given: int | None) -> tuple[int | None, bool]:
         """The stream that a collective is ordered on, None where neither the user nor the arrays' framework tells; and

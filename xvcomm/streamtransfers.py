@@ -11,7 +11,8 @@ from xvcomm import array
 from xvcomm.abc.device import Mark, MessageForm, Stream
 from xvcomm.boarding import Ends
 from xvcomm.deadline import Deadline
-from xvcomm.enqueued import Door, EnqueuedTransfer, MessageCall
+from xvcomm.door import Door
+from xvcomm.enqueued import EnqueuedTransfer, MessageCall
 from xvcomm.flight import Flight
 from xvcomm.opcode import OpCode
 from xvcomm.pending import StreamWork
@@ -157,12 +158,9 @@ class StreamTransfers(Transfers):
 
     def work(self, t: Transfer) -> Work:
         """See `Transfers.work`."""
-
-        def follow(mark: object) -> None:
-            self._context.device.adopt(array.stream_now(t.view, t.stream)).wait(mark)
-
-        finish = partial(array.finish, t.view)
-        work = t.promise = StreamWork(self._context.pending, None if t.view.staged else follow, finish, f"{t.name} with rank {t.peer}")
+        now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
+        finish, what = partial(array.finish, t.view), f"{t.name} with rank {t.peer}"
+        work = t.promise = StreamWork(self._context.pending, now, finish, what)
         return work
 
     def start(self, transfers: Sequence[Transfer]) -> None:

@@ -13,7 +13,7 @@ from xvcomm.errors import DeadlineExceeded
 
 
 class Work:
-    """An operation under way. Keeps its arrays alive until it is done."""
+    """An operation under way. Keeps its arrays alive until it is done, or until what their framework does comes behind it."""
 
     def __init__(self, future: Future[Any], what: str) -> None:
         self._future = future
@@ -36,6 +36,10 @@ class Work:
             DeadlineExceeded: it was not done after `timeout` seconds; it goes on, and can be waited for again.
         """
         return self.synchronize(timeout)
+
+    def order(self, stream: int | None) -> None:
+        """As `wait`, for who knows by its handle which stream is the current one; None for the default stream."""
+        self.synchronize()
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """Block the host until the operation is done, and give its result array. Raises as `wait` does."""

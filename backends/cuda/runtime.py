@@ -10,7 +10,7 @@ from typing import Any
 from cupy.cuda import driver, nvrtc, runtime
 
 from xvcomm.atomics import store
-from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError
+from xvcomm.backends._vendor import SUCCESS, Addresses, Runtime, VendorError
 from xvcomm.calling import call_11
 from xvcomm.jit import brief, compiling
 
@@ -124,12 +124,11 @@ class CudaRuntime(Runtime):
         self._contexts[index], self._devices[context] = context, index
         return context
 
-    def addresses(self) -> tuple[int, int, int, int]:
+    def addresses(self) -> Addresses:
         """See `Runtime.addresses`; what is current is a context."""
+        names = "cuStreamIsCapturing", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent"
         library = ctypes.CDLL("libcuda.so.1")
-        calls = library.cuStreamIsCapturing, library.cuLaunchKernel, library.cuEventRecord, library.cuCtxGetCurrent
-        capturing, launch, record, current = map(_address, calls)
-        return capturing, launch, record, current
+        return Addresses(*(_address(getattr(library, name)) for name in names))
 
     def recorded(self, event: int, stream: int) -> None:
         """See `Runtime.recorded`; CUDA need not know."""

@@ -10,7 +10,7 @@ from typing import Any
 from rocm.bindings import hip, hiprtc
 from rocm.bindings.util.paths import get_library_path
 
-from xvcomm.backends._vendor import SUCCESS, Runtime, VendorError, unknown_code
+from xvcomm.backends._vendor import SUCCESS, Addresses, Runtime, VendorError, unknown_code
 
 # Plain numbers: to find hip-python's enumerators takes longer than some calls.
 _NOT_READY = int(hip.hipError_t.hipErrorNotReady)
@@ -110,12 +110,11 @@ class HipRuntime(Runtime):
     _log = _bound(hiprtc.hiprtcGetProgramLog)
     _destroy = _bound(hiprtc.hiprtcDestroyProgram)
 
-    def addresses(self) -> tuple[int, int, int, int]:
+    def addresses(self) -> Addresses:
         """See `Runtime.addresses`; what is current is a device."""
+        names = "hipStreamIsCapturing", "hipModuleLaunchKernel", "hipEventRecord", "hipStreamWaitEvent", "hipGetDevice"
         library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
-        calls = library.hipStreamIsCapturing, library.hipModuleLaunchKernel, library.hipEventRecord, library.hipGetDevice
-        capturing, launch, record, current = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
-        return capturing, launch, record, current
+        return Addresses(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names))
 
     def failure(self, code: int) -> VendorError:
         """See `Runtime.failure`."""

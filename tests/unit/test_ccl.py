@@ -19,7 +19,7 @@ from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
 from xvcomm.abc.store import Store
 from xvcomm.backends._ccl import CclCollective, Route, Scale, cut, parts, route
 from xvcomm.backends._join import Member, Verdict, join, meet, refusal
-from xvcomm.backends._vendor import IN_PROGRESS, Library, Runtime, VendorError
+from xvcomm.backends._vendor import IN_PROGRESS, Addresses, Library, Runtime, VendorError
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
@@ -231,7 +231,7 @@ def is_capturing(stream: int, status: Any) -> int:
 def joined(library: Mock, members: int = 1) -> CclCollective:
     """A communicator, seen from member 0."""
     runtime, store = create_autospec(Runtime, instance=True), MemoryStore()
-    runtime.addresses.return_value = (ctypes.cast(is_capturing, ctypes.c_void_p).value, 0, 0, 0)
+    runtime.addresses.return_value = Addresses(ctypes.cast(is_capturing, ctypes.c_void_p).value or 0, 0, 0, 0, 0)
     for member in range(1, members):
         store.set(f"native/0/{member}", msgspec.json.encode(a_member(str(member))))
     return CclCollective(

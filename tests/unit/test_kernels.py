@@ -14,7 +14,7 @@ import pytest
 
 from xvcomm.backends import _kernels
 from xvcomm.backends._kernels import Kernels, Transfer
-from xvcomm.backends._vendor import Runtime, VendorError
+from xvcomm.backends._vendor import Addresses, Runtime, VendorError
 from xvcomm.dtype import BY_NAME, UINT8, DType, ReduceOp
 from xvcomm.errors import BackendUnavailable
 from xvcomm.opcode import OpCode
@@ -35,8 +35,8 @@ class CountingRuntime:
     def architecture(self, index: int) -> str:
         return f"arch_{index}"
 
-    def addresses(self) -> tuple[int, int, int]:
-        return 0, 0, 0
+    def addresses(self) -> Addresses:
+        return Addresses(0, 0, 0, 0, 0)
 
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
         if self.fails:

@@ -18,7 +18,7 @@ import pytest
 
 from xvcomm.backends import _kernels
 from xvcomm.backends._kernels import Kernels, Transfer
-from xvcomm.backends._vendor import Runtime, VendorError
+from xvcomm.backends._vendor import Addresses, Runtime, VendorError
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
@@ -69,8 +69,8 @@ class PlainRuntime:
             raise VendorError("g++", done.returncode, "compilation", done.stderr)
         return image.read_bytes()
 
-    def addresses(self) -> tuple[int, int, int]:
-        return 0, 0, 0
+    def addresses(self) -> Addresses:
+        return Addresses(0, 0, 0, 0, 0)
 
     def load(self, image: bytes) -> int:
         file = self._folder / f"loaded{len(self._libraries)}.so"

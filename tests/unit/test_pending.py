@@ -131,7 +131,7 @@ def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
     job.pending.board([operation], 1, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
     if place == "leaving":
         (gathering,) = job.pending._gathering.values()
-        job.pending._leaving = gathering.leave()
+        job.pending._leaving, _ = gathering.leave()
     assert job.stopped() == [5]
 
 

@@ -83,9 +83,11 @@ class Mark(Protocol):
 
     Attributes:
         captured: not 0 if it went into a graph, so that nobody can ask whether it is reached.
+        event: a word by which compiled code knows it.
     """
 
     captured: int
+    event: int
 
 
 Queue = tuple[int, int]
@@ -252,6 +254,31 @@ class EnqueuedMessages(NamedTuple):
     failed: Callable[[int], NoReturn]
 
 
+class EnqueuedMarks(NamedTuple):
+    """Order between one of the device's own streams and others, for compiled code.
+
+    Its functions are C's, by address, of three words each. They are called with the interpreter lock, let it go where they
+    may wait, and return 0 if they did what they do.
+
+    Attributes:
+        branch: `argument`, and the handles of another stream and of this one, which is to go on behind what the other
+            holds now. Else the device has to look at more, and `Stream.wait` serves. One call at a time.
+        mark: `argument`, a mark's `event`, and the handle of this stream, to be marked.
+        follow: the same with another stream, whose next work is to wait for the mark; else `Stream.wait` serves.
+        argument: address of what must live as long: `keep`.
+        take: gives a mark that is nowhere yet.
+        failed: raises what another result of `mark` means.
+    """
+
+    branch: int
+    mark: int
+    follow: int
+    argument: int
+    keep: object
+    take: Callable[[], Mark]
+    failed: Callable[[int], NoReturn]
+
+
 class Device(ABC):
     """One vendor's memory, streams and movers, seen from one rank. Addresses are plain integers."""
 
@@ -322,6 +349,10 @@ class Device(ABC):
 
     def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall | None:
         """The same of `scale`."""
+        return None
+
+    def enqueued_marks(self, stream: Stream) -> EnqueuedMarks | None:
+        """Marks on one of `streams`, for compiled code; None if the device has none."""
         return None
 
     def lend(self, nbytes: int) -> Loan:

@@ -1,0 +1,130 @@
+"""What the Work of a collective on a stream beside the users' says of it, while others look after its end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from xvcomm.array import ArrayView
+from xvcomm.calls import Call
+from xvcomm.deadline import NEVER
+from xvcomm.dtype import BY_NAME
+from xvcomm.errors import ArgumentError, DeadlineExceeded, PeerLost
+from xvcomm.flight import Flight
+from xvcomm.opcode import OpCode
+from xvcomm.operation import Operation
+from xvcomm.pending import Company
+from xvcomm.ring import Reason, RingEnd
+from xvcomm.started import Beside, Started
+
+HOME, ELSEWHERE = 16, 32
+LOST, LEFT = Reason.PEER_LOST.word(1), Reason.LEFT.word(1)
+
+
+class Job:
+    """A communicator, its stream beside the users', and a collective that was started there as number 7.
+
+    Attributes:
+        through: whether the stream has reached the collective's mark.
+        stop: the communicator's abort word.
+        received: messages that the collective's ring end is through with; it needs one.
+        followed: streams that were told to come behind.
+    """
+
+    def __init__(self) -> None:
+        self.through, self.stop, self.received, self.followed = False, 0, 1, list[int | None]()
+        self.native: Any = SimpleNamespace(error=lambda: 0)
+        self.context, self.stream = self, SimpleNamespace(reached=lambda mark: self.through)
+        self.company = Company()
+        view, part = (self.view() for _ in range(2))
+        self.call = self.company.keep[7] = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
+        end: Any = SimpleNamespace(peer=1, finished=lambda: (self.received, True), abort_word=lambda: self.stop)
+        self.work = Started(
+            cast(Beside, self), self.call, 7, [(cast(RingEnd, end), 1)], cast(Any, None), self.company, None
+        )
+
+    @staticmethod
+    def view() -> ArrayView:
+        return ArrayView(0, (3,), BY_NAME["int32"], 3, 12, object(), "cuda", 0, stream=HOME)
+
+    def word(self) -> int:
+        return self.stop
+
+    def stopped(self, newest: Any) -> int:
+        assert newest().sequence == 7
+        return self.stop if Reason.bad(self.stop) else 0
+
+    def joined_native(self) -> Any:
+        return self.native
+
+    def explain(self, error: Exception, operation: Operation) -> Exception:
+        return PeerLost(f"{operation}: {type(error).__name__}")
+
+    def follow(self, stream: int | None, mark: object) -> None:
+        self.followed.append(stream)
+
+    def end_all(self, error: Exception | None = None) -> None:
+        """What everything aboard became is over."""
+        where: Any = self.stream
+        self.company.flight = Flight([], NEVER, stream=where, mark=where, error=error, over=True)
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_it_is_over_when_its_own_mark_is_reached(job: Job) -> None:
+    assert not job.work.done() and job.work.exception() is None
+    with pytest.raises(DeadlineExceeded, match=r"all_gather was not done after 0\.01 s"):
+        job.work.synchronize(0.01)
+    job.through = True
+    assert job.work.done() and job.work.synchronize() is job.call.dst.array  # type: ignore[union-attr]
+
+
+def test_it_is_over_with_everything_aboard(job: Job) -> None:
+    job.end_all()
+    job.stop = LOST
+    assert job.work.done() and job.work.exception() is None, "it went well before the communicator was stopped"
+
+
+@pytest.mark.parametrize("what", ["behind", "native", "stopped", "ring"])
+def test_it_fails(job: Job, what: str) -> None:
+    if what == "behind":
+        job.stop = LOST
+    elif what == "stopped":
+        job.through = True
+        job.stop = LOST
+    elif what == "native":
+        job.through = True
+        job.native = SimpleNamespace(error=lambda: LOST)
+    else:
+        job.through = True
+        job.received, job.stop = 0, LEFT
+    assert job.work.done() and isinstance(job.work.exception(), PeerLost)
+    for call in (job.work.synchronize, lambda: job.work.order(HOME)) if job.stop else (job.work.synchronize,):
+        with pytest.raises(PeerLost, match="all_gather #7"):
+            call()
+
+
+def test_a_rank_that_left_stops_nothing_that_it_came_to(job: Job) -> None:
+    job.stop = LEFT
+    job.work.order(HOME)
+    assert not job.work.done() and job.followed == [HOME]
+    job.through = True
+    assert job.work.done() and job.work.exception() is None
+
+
+def test_arrays_are_let_go_where_their_framework_comes_behind(job: Job) -> None:
+    job.work.order(ELSEWHERE)
+    assert job.company.keep == {7: job.call}
+    assert job.call.src is not None
+    job.work.order(HOME)
+    assert not job.company.keep and job.call.src is None and job.followed == [ELSEWHERE, HOME]
+
+
+def test_nobody_calls_back(job: Job) -> None:
+    with pytest.raises(ArgumentError, match="wait"):
+        job.work.add_done_callback(lambda future: None)
