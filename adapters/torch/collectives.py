@@ -3,13 +3,14 @@
 c10d passes lists where xvcomm passes one array: blocks that do not lie one after the other are brought together first,
 and results spread. Blocks may differ in size, as with NCCL.
 
-`all_reduce`, `broadcast`, `all_gather_into` and `reduce_scatter_into` take tensors as the communicator does; for others there
-is `on_any`.
+`all_reduce`, `broadcast`, `all_gather_into` and `reduce_scatter_into` take tensors as the communicator does, and give its Work
+if they are to be asynchronous; for others there is `on_any`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +39,14 @@ def on_any(operation: Operation, plane: Plane, tensors: Sequence[Tensor], how: O
         settle(result, out)
 
 
-def all_reduce(plane: Plane, x: Tensor, how: Options) -> None:
+def all_reduce(plane: Plane, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
     """Reduce in place on all ranks."""
-    plane.comm.all_reduce(plane.view(x), how.op, timeout=how.timeout)
+    return plane.comm.all_reduce(plane.view(x), how.op, async_op=async_op, timeout=how.timeout)
 
 
-def broadcast(plane: Plane, x: Tensor, how: Options) -> None:
+def broadcast(plane: Plane, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
     """Give all ranks the root's tensor."""
-    plane.comm.broadcast(plane.view(x), how.root, timeout=how.timeout)
+    return plane.comm.broadcast(plane.view(x), how.root, async_op=async_op, timeout=how.timeout)
 
 
 def reduce(plane: Plane, x: Tensor, how: Options) -> None:
@@ -56,11 +57,11 @@ def reduce(plane: Plane, x: Tensor, how: Options) -> None:
         settle(buffer, x)
 
 
-def all_gather_into(plane: Plane, out: Tensor, x: Tensor, how: Options) -> None:
+def all_gather_into(plane: Plane, out: Tensor, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
     """Give all ranks all blocks in one tensor."""
     same_dtype((out, x), "all_gather")
     _fits("all_gather", "output", out.numel(), plane.comm.size * x.numel())
-    plane.comm.all_gather(plane.view(x), out=plane.view(out), timeout=how.timeout)
+    return plane.comm.all_gather(plane.view(x), out=plane.view(out), async_op=async_op, timeout=how.timeout)
 
 
 def all_gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) -> None:
@@ -74,11 +75,11 @@ def all_gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) ->
     spread(whole, outs)
 
 
-def reduce_scatter_into(plane: Plane, out: Tensor, x: Tensor, how: Options) -> None:
+def reduce_scatter_into(plane: Plane, out: Tensor, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
     """Reduce and give each rank its block of one tensor."""
     same_dtype((out, x), "reduce_scatter")
     _fits("reduce_scatter", "input", x.numel(), plane.comm.size * out.numel())
-    plane.comm.reduce_scatter(plane.view(x), how.op, out=plane.view(out), timeout=how.timeout)
+    return plane.comm.reduce_scatter(plane.view(x), how.op, out=plane.view(out), async_op=async_op, timeout=how.timeout)
 
 
 def reduce_scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Options) -> None:

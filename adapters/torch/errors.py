@@ -7,14 +7,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from xvcomm import errors
 from xvcomm.errors import XvcommError
 
 
 @cache
 def _both(kind: Any) -> Any:
-    both = type(kind.__name__, (kind, dist.DistBackendError), {"__module__": __name__, "__doc__": kind.__doc__})
-    globals()[kind.__name__] = both  # pickle finds classes by name
-    return both
+    return type(kind.__name__, (kind, dist.DistBackendError), {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    """These classes, by whose names pickle finds them, in processes too that have raised none of them yet."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, XvcommError):
+        return _both(kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def as_torch(error: BaseException) -> BaseException:

@@ -26,7 +26,7 @@ from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.profiling import profiling, recorded
 from xvcomm.adapters.torch.tensors import on_one_device
-from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamMessage, StreamWork, Work
+from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOperation, StreamWork, Work
 from xvcomm.errors import ArrayError, XvcommError
 
 Tensors = Sequence[Tensor]
@@ -387,4 +387,4 @@ def _on_gpu(opts: Any) -> bool:
     return bool(getattr(opts, "device_ids", None)) or (device is not None and device.type == "cuda")
 
 
-versions.untraced(ProcessGroup, Identity, Work, Done, HostWork, StreamWork, StreamMessage)
+versions.untraced(ProcessGroup, Identity, Work, Done, HostWork, StreamWork, StreamOperation)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xvcomm.adapters.torch.current import On
 from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.tensors import plain, view
-from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamMessage, StreamWork, Work
+from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOperation, StreamWork, Work
 from xvcomm.array import ArrayView
 from xvcomm.communicator import Communicator
 from xvcomm.errors import XvcommError
@@ -167,13 +168,8 @@ class StreamPlane(Plane):
         self._kind, self._index, self._bring = comm.device, device.index, bring
         self._handle = None if stream is None else stream.cuda_stream
         self._current_stream = torch._C._cuda_getCurrentRawStream
-        self._streams: dict[int, Any] = {}
         self._side: Any = None
         self._beside: StreamPlane = self
-        self._begun: Any = None
-        self._events: list[Any] = []
-        event = torch._C._CudaEventBase
-        self._record, self._wait = event.record, event.wait  # what `Event` comes to, in half the time
         self._gate = threading.Lock()
 
     def view(self, x: Tensor) -> ArrayView:
@@ -190,37 +186,26 @@ class StreamPlane(Plane):
                 job(self)
             return NOTHING_LEFT
         with self._gate, mapped():
-            side = self._branched()
-            with torch.cuda.stream(side):
+            if self._side is None:
+                self._side = torch.cuda.Stream(self._place, priority=-1)
+                self._beside = StreamPlane(self.comm, self._place, bring=self._bring, stream=self._side)
+            side = self._side
+            side.wait_stream(self.current())
+            with On(side):
                 job(self._beside)
-            return self._work(tensors, what, (*tensors, *inputs))
+            return StreamWork(self, side.record_event(), side, tensors, what, used=(*tensors, *inputs))
 
     def start(self, operation: Operation, tensors: Sequence[Tensor], how: Options, what: str) -> Work:
-        """See `Plane.start`. The same as `run`, with less for torch to do."""
-        with self._gate, mapped():
-            self._branched()
-            operation(self._beside, *tensors, how)
-            return self._work(tensors[:1], what, tensors)
-
-    def _branched(self) -> Any:
-        """The stream beside, behind what the current one holds; the caller holds the gate."""
-        if self._side is None:
-            side = self._side = torch.cuda.Stream(self._place, priority=-1)
-            self._beside = StreamPlane(self.comm, self._place, bring=self._bring, stream=side)
-            self._begun = torch.cuda.Event()
-        self._record(self._begun, self.current())  # one for all: who was told to wait for it waits for what it was then
-        self._wait(self._begun, self._side)
-        return self._side
-
-    def _work(self, tensors: Sequence[Tensor], what: str, used: Sequence[Tensor]) -> Work:
-        """A Work for what the stream beside holds now."""
-        event = self._events.pop() if self._events else torch.cuda.Event()
-        self._record(event, self._side)
-        return StreamWork(self, event, self._side, tensors, what, used=used)
+        """See `Plane.start`; on the communicator's stream for such operations."""
+        try:
+            work = operation(self, *tensors, how, async_op=True)
+        except XvcommError as error:
+            raise as_torch(error) from None
+        return StreamOperation(self, work, None, tensors[:1], what)
 
     def message(self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None) -> Work:
         """See `Plane.message`."""
-        return StreamMessage(work, then, tensors, what, source)
+        return StreamOperation(self, work, then, tensors, what, source)
 
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str) -> Work:
         """See `Plane.from_any`. The host waits here until a message is announced: before that nobody knows what to enqueue."""
@@ -230,21 +215,17 @@ class StreamPlane(Plane):
         return StreamWork(self, current.record_event(), current, tensors, what, source)
 
     def current(self) -> Any:
-        """The current stream; torch takes a while to make an object for it."""
-        handle = self._current_stream(self._index)
-        found = self._streams.get(handle)
-        if found is None:
-            found = self._streams[handle] = torch.cuda.current_stream(self._place)
-        return found
+        """The current stream."""
+        return torch.cuda.current_stream(self._place)
 
     def follow(self, event: Any) -> None:
         """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
         self.check()
-        self._wait(event, self.current())
+        event.wait(self.current())
 
-    def give_back(self, event: Any) -> None:
-        """Nobody looks at an event any more: it can be that of another operation."""
-        self._events.append(event)
+    def handle(self) -> int:
+        """The current stream's."""
+        return int(self._current_stream(self._index))
 
     def check(self) -> None:
         """Raise what has finished the communicator, if anything has."""

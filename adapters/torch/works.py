@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xvcomm.adapters.torch.current import On
 from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.options import seconds
 from xvcomm.deadline import Deadline
@@ -152,15 +153,15 @@ class Place(Protocol):
     def follow(self, event: Any) -> None:
         """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
 
-    def give_back(self, event: Any) -> None:
-        """Nobody looks at an event any more."""
+    def handle(self) -> int:
+        """The current stream's."""
 
     def check(self) -> None:
         """Raise what has finished the communicator, if anything has."""
 
 
 class StreamWork(Work):
-    """An operation that a GPU stream holds; the host went on.
+    """Several steps that a GPU stream holds; the host went on.
 
     Args (of the constructor):
         place: its plane.
@@ -184,7 +185,6 @@ class StreamWork(Work):
         for tensor in self._used:  # nobody waited: torch must not give the memory to others yet
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
-        self._place.give_back(self._event)
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait; with a timeout, the host.
@@ -218,7 +218,7 @@ class StreamWork(Work):
         error = self.exception()
         if error is not None:
             return _failed(error)
-        with torch.cuda.stream(self._stream):
+        with On(self._stream):
             future.set_result(list(self.tensors))
         return future
 
@@ -232,18 +232,22 @@ class StreamWork(Work):
         self._place.check()
 
 
-class StreamMessage(Work):
-    """A message to or from a GPU; the host went on.
+class StreamOperation(Work):
+    """One of the communicator's operations on a GPU; the host went on.
 
     Args (of the constructor):
+        place: its plane.
         work: the communicator's.
         then: what to do behind it.
     """
 
-    __slots__ = ("_then", "_work")
+    __slots__ = ("_place", "_then", "_work")
 
-    def __init__(self, work: Any, then: Callable[[], Any] | None, tensors: Sequence[Tensor], what: str, source: int) -> None:
+    def __init__(
+        self, place: Place, work: Any, then: Callable[[], Any] | None, tensors: Sequence[Tensor], what: str, source: int = -1
+    ) -> None:
         super().__init__(tensors, what, source)
+        self._place = place
         self._work = work
         self._then = then
 
@@ -253,7 +257,7 @@ class StreamMessage(Work):
             left = seconds(timeout)
             if left is not None:
                 self._work.synchronize(left)
-            self._work.wait()
+            self._work.order(self._place.handle())
         then, self._then = self._then, None
         if then is not None:
             then()
@@ -272,7 +276,7 @@ class StreamMessage(Work):
         """A future of torch that is ready now, and whose value orders the current stream."""
         device = self.tensors[0].device
         future: Any = torch.futures.Future(devices=[device])
-        with torch.cuda.stream(_beside(device)):
+        with On(_beside(device, self.source < 0)):
             try:
                 self.wait()
             except XvcommError as error:
@@ -282,8 +286,8 @@ class StreamMessage(Work):
 
 
 @cache
-def _beside(device: torch.device) -> Any:
-    """A stream to wait on for futures, so that the current one need not."""
+def _beside(device: torch.device, collectives: bool) -> Any:
+    """A stream to wait on for futures, so that the current one need not, nor collectives for messages."""
     return torch.cuda.Stream(device)
 
 

@@ -28,8 +28,9 @@ class Comm:
         self.notes = notes
         self.failure: Exception | None = None
 
-    def all_reduce(self, x: Any, op: Any, *, timeout: float | None) -> None:
-        self.notes.append(("all_reduce", x.stream))
+    def all_reduce(self, x: Any, op: Any, *, async_op: bool, timeout: float | None) -> Any:
+        self.notes.append(("all_reduce", x.stream, "asynchronous" if async_op else "blocking"))
+        return Posted(self.notes) if async_op else None
 
     def check(self) -> None:
         if self.failure is not None:
@@ -44,6 +45,25 @@ class Memory(torch.Tensor):
 
     def record_stream(self, stream: Any) -> None:
         self.notes.append(("in use on", stream.cuda_stream))
+
+
+class Posted:
+    """The communicator's Work for an asynchronous operation: notes who waits for it."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.failure: Exception | None = None
+
+    def order(self, stream: int) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.notes.append(("ordered", stream))
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        self.notes.append(("the host waits", timeout))
+
+    def exception(self) -> Exception | None:
+        return self.failure
 
 
 @pytest.fixture
@@ -66,10 +86,28 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
 
     class Stream:
         def __init__(self, *device: Any, priority: int = 0) -> None:
-            self.cuda_stream = SIDE if priority else CURRENT
+            self.cuda_stream = self.stream_id = SIDE if priority else CURRENT
+            self.device_index, self.device_type = 0, 1
 
-    monkeypatch.setattr(torch._C, "_CudaEventBase", Event)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CURRENT, raising=False)
+        def wait_stream(self, other: Any) -> None:
+            noted.append(("behind", other.cuda_stream, self.cuda_stream))
+
+        def record_event(self) -> Event:
+            event = Event()
+            event.record(self)
+            return event
+
+    current = [CURRENT]
+
+    def use(*, stream_id: int, device_index: int, device_type: int) -> None:
+        current[0] = stream_id
+
+    of_torch = {
+        "_cuda_getCurrentRawStream": lambda index: current[0], "_cuda_getCurrentStream": lambda index: (current[0], 0, 1),
+        "_cuda_getDevice": lambda: 0, "_cuda_setStream": use,
+    }  # fmt: skip
+    for name, function in of_torch.items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
@@ -84,7 +122,18 @@ def plane(notes: Notes) -> StreamPlane:
 
 
 def start(plane: StreamPlane, x: torch.Tensor) -> Any:
+    """An operation that is one of the communicator's."""
     return plane.start(collectives.all_reduce, [x], Options(), "all_reduce")
+
+
+def run(plane: StreamPlane, x: torch.Tensor) -> Any:
+    """One of several steps, of which the first is torch's, on the current stream."""
+
+    def job(where: Any) -> None:
+        where.comm.notes.append(("a step of torch's", torch._C._cuda_getCurrentRawStream(0)))
+        collectives.all_reduce(where, x, Options())
+
+    return plane.run(job, [x], "all_reduce", waits=False)
 
 
 def memory(notes: Notes) -> Memory:
@@ -95,44 +144,54 @@ def memory(notes: Notes) -> Memory:
 
 def test_what_waits_goes_on_the_current_stream(plane: StreamPlane, notes: Notes) -> None:
     collectives.all_reduce(plane, torch.ones(3), Options())
-    assert notes == [("all_reduce", CURRENT)]
+    assert notes == [("all_reduce", CURRENT, "blocking")]
 
 
-def test_what_does_not_wait_goes_beside_it(plane: StreamPlane, notes: Notes) -> None:
+def test_what_does_not_wait_is_asynchronous(plane: StreamPlane, notes: Notes) -> None:
     """Behind what the current stream holds; `wait` then orders that behind the operation."""
     work = start(plane, memory(notes))
-    (_, begun, _), *_, (_, ended, _) = notes
-    assert notes == [("record", begun, CURRENT), ("wait", begun, SIDE), ("all_reduce", SIDE), ("record", ended, SIDE)]
-    assert isinstance(work, dist.Work) and begun != ended
+    assert notes == [("all_reduce", CURRENT, "asynchronous")] and isinstance(work, dist.Work)
     notes.clear()
     assert work.wait()
     del work
-    assert notes == [("wait", ended, CURRENT)], "and nobody need be told that the memory is in use"
+    assert notes == [("ordered", CURRENT)], "and nobody need be told that the memory is in use"
 
 
-class Posted:
-    """The communicator's Work for a message: notes who waits for it."""
+def test_several_steps_go_beside_the_current_stream(plane: StreamPlane, notes: Notes) -> None:
+    for _ in range(2):
+        work = run(plane, memory(notes))
+        *steps, (_, ended, _) = notes
+        assert steps == [("behind", CURRENT, SIDE), ("a step of torch's", SIDE), ("all_reduce", SIDE, "blocking")]
+        assert notes[-1] == ("record", ended, SIDE) and torch._C._cuda_getCurrentRawStream(0) == CURRENT
+        notes.clear()
+        assert work.wait()
+        assert notes == [("wait", ended, CURRENT)]
+        del work
+        assert len(notes) == 1, "nobody need be told that the memory is in use"
+        notes.clear()
 
-    def __init__(self, notes: Notes) -> None:
-        self.notes = notes
 
-    def wait(self) -> None:
-        self.notes.append(("ordered", CURRENT))
+def test_an_error_leaves_the_current_stream_as_it_was(plane: StreamPlane, notes: Notes) -> None:
+    def job(where: Any) -> None:
+        raise Aborted("rank 1 aborted")
 
-    def synchronize(self, timeout: float | None = None) -> None:
-        self.notes.append(("the host waits", timeout))
+    with pytest.raises(dist.DistBackendError, match="rank 1 aborted"):
+        plane.run(job, [memory(notes)], "all_reduce", waits=False)
+    assert torch._C._cuda_getCurrentRawStream(0) == CURRENT
 
 
 @pytest.mark.parametrize("name", ["synchronize", "block_current_stream"])
 def test_synchronize_lets_the_stream_wait_and_not_the_host(plane: StreamPlane, notes: Notes, name: str) -> None:
     """As NCCL's, of collectives and of messages."""
-    work = start(plane, memory(notes))
+    work = run(plane, memory(notes))
     ended = notes[-1][1]
     notes.clear()
     getattr(work, name)()
     assert notes == [("wait", ended, CURRENT)]
-    del work
-    assert len(notes) == 1, "and nobody need be told that the memory is in use"
+    work = start(plane, memory(notes))
+    notes.clear()
+    getattr(work, name)()
+    assert notes == [("ordered", CURRENT)]
     notes.clear()
     message = plane.message(Posted(notes), [memory(notes)], "recv from rank 1", 1, lambda: notes.append(("then",)))
     getattr(message, name)()
@@ -141,39 +200,30 @@ def test_synchronize_lets_the_stream_wait_and_not_the_host(plane: StreamPlane, n
 
 def test_a_timeout_lets_the_host_wait(plane: StreamPlane, notes: Notes) -> None:
     torch.cuda.Event.over = False  # type: ignore[attr-defined]
-    work = start(plane, memory(notes))
+    work = run(plane, memory(notes))
     notes.clear()
     with pytest.raises(dist.DistBackendError, match="Timed out"):
         work.wait(timedelta(milliseconds=10))
     assert [note[0] for note in notes] == ["asked"] * len(notes) and notes
-    message = plane.message(Posted(notes), [memory(notes)], "recv from rank 1", 1, None)
-    notes.clear()
-    message.wait(timedelta(milliseconds=10))
-    assert notes == [("the host waits", 0.01), ("ordered", CURRENT)]
+    for operation in (
+        start(plane, memory(notes)), plane.message(Posted(notes), [memory(notes)], "recv from rank 1", 1, None)
+    ):  # fmt: skip
+        notes.clear()
+        operation.wait(timedelta(milliseconds=10))
+        assert notes == [("the host waits", 0.01), ("ordered", CURRENT)]
 
 
 def test_memory_stays_in_use_if_nobody_waits(plane: StreamPlane, notes: Notes) -> None:
-    work = start(plane, memory(notes))
+    work = run(plane, memory(notes))
     notes.clear()
     del work
     assert notes == [("in use on", SIDE)]
 
 
-def test_events_are_used_again_only_when_nobody_can_ask_for_them(plane: StreamPlane, notes: Notes) -> None:
-    first, second = start(plane, memory(notes)), start(plane, memory(notes))
-    ended = [note[1] for note in notes if note[0] == "record" and note[2] == SIDE]
-    assert len(set(ended)) == 2
-    second.wait()
-    del second
-    notes.clear()
-    third = start(plane, memory(notes))
-    assert notes[-1] == ("record", ended[1], SIDE)
-    assert first.wait() and third.wait()
-
-
 def test_wait_raises_what_has_finished_the_communicator(plane: StreamPlane, notes: Notes) -> None:
-    work = start(plane, memory(notes))
-    plane.comm.failure = Aborted("rank 1 aborted")  # type: ignore[attr-defined]
-    with pytest.raises(dist.DistBackendError, match="rank 1 aborted"):
-        work.wait()
-    assert isinstance(work.exception(), Aborted)
+    steps, operation = run(plane, memory(notes)), start(plane, memory(notes))
+    plane.comm.failure = operation._work.failure = Aborted("rank 1 aborted")  # type: ignore[attr-defined]
+    for work in (steps, operation):
+        with pytest.raises(dist.DistBackendError, match="rank 1 aborted"):
+            work.wait()
+        assert isinstance(work.exception(), Aborted)
