@@ -32,6 +32,7 @@ from xvcomm.schedule.steps import Buf
 from xvcomm.trace import State, note
 
 _FAILED, _FULL, _UNREADY = -1, -3, -4
+_NOT_BESIDE = 0, 0, 0
 
 
 class Place(NamedTuple):
@@ -61,21 +62,24 @@ class EnqueuedStep(NamedTuple):
 
 
 class Branch:
-    """A stream beside the users', on which asynchronous collectives go. One call at a time.
+    """A stream beside the users', on which asynchronous operations go. One call at a time.
 
     Attributes:
-        address: of three words: two functions of `EnqueuedMarks`, and their argument.
         failed: see `EnqueuedMarks`.
-        user: handle of the stream that the next collective comes behind.
-        event: of the mark behind it.
-        sequence, ends: of the newest one, its number and its ring ends, each with the number of the next message there.
+        words: what compiled code takes for the next operation.
+        sequence: the newest collective's number; of messages the next one's.
+        ends: the newest operation's ring ends, each with the number of the next message there.
     """
 
     def __init__(self, marks: EnqueuedMarks) -> None:
-        self._words = (ctypes.c_int64 * 3)(marks.branch, marks.mark, marks.argument)
-        self.address, self.failed = ctypes.addressof(self._words), marks.failed
-        self.user = self.event = 0
+        self._functions, self.failed = (ctypes.c_int64 * 3)(marks.branch, marks.mark, marks.argument), marks.failed
+        self._address = ctypes.addressof(self._functions)
+        self.words = _NOT_BESIDE
         self.sequence, self.ends = -1, list[tuple[RingEnd, int]]()
+
+    def between(self, user: int, event: int) -> None:
+        """Say which stream's handle the next operation comes behind, and the event of the mark behind it."""
+        self.words = self._address, user, event
 
 
 class CallWord(enum.IntEnum):
@@ -207,11 +211,13 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline, besi
     return seats
 
 
-def _messages(call, boarding, sequence, stream, deadline):  # type: ignore[no-untyped-def]
+def _messages(call, boarding, sequence, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     place, argument, count, items = load(call), load(call + _ARGUMENT), load(call + _COUNT), load(call + _ITEMS)
     if not fits(boarding, count):
         return _FULL
     if load_acquire(load(place + _BOARD) + ABORT) != 0 or call_3(load(call + _READY), argument, stream, 0) == 0:
+        return _UNREADY
+    if beside != 0 and call_3(load(beside), load(beside + 16), user, stream) != 0:
         return _UNREADY
     recorder, communicator, first = load(place + _RECORDER), load(place + _COMMUNICATOR), call + _MESSAGES
     for i in range(count):
@@ -221,6 +227,8 @@ def _messages(call, boarding, sequence, stream, deadline):  # type: ignore[no-un
         number = note(recorder, communicator, sequence, name, load(message + 8), load(message + 16), peer, tag, site)
         store(entry + _RECORD, number)
     code = call_5(load(call + _FUNCTION), argument, items, 0, stream, 0)
+    if code == 0 and beside != 0:
+        code = call_3(load(beside + 8), load(beside + 16), event, stream)
     if code != 0:
         store(call + _RESULT, code)
         return _FAILED
@@ -237,7 +245,7 @@ with compiling():
     _collective_kernel = brief(
         "int64(int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, int64)"
     )(_collective)
-    _messages_kernel = brief("int64(int64, int64, int64, int64, float64)")(_messages)
+    _messages_kernel = brief("int64(int64, int64, int64, int64, float64, int64, int64, int64)")(_messages)
 
 
 class CollectiveCall:
@@ -279,7 +287,7 @@ class CollectiveCall:
         """
         context, door = self._context, self._door
         reads, writes = 0 if src is None else src.address, 0 if dst is None else dst.address
-        beside, user, event = (0, 0, 0) if branch is None else (branch.address, branch.user, branch.event)
+        beside, user, event = _NOT_BESIDE if branch is None else branch.words
         with door.lock:
             if not door.open:
                 return False
@@ -344,12 +352,16 @@ class EnqueuedTransfer(NamedTuple):
 
 
 class MessageCall:
-    """Messages of fixed shapes that start together, each through a ring end of its own."""
+    """Messages of fixed shapes that start together, each through a ring end of its own.
+
+    Attributes:
+        transfers: what they are.
+    """
 
     def __init__(
         self, context: Context, door: Door, transfers: Sequence[EnqueuedTransfer], device: EnqueuedMessages
     ) -> None:
-        self._context, self._door, self._transfers, self._device = context, door, transfers, device
+        self._context, self._door, self.transfers, self._device = context, door, transfers, device
         words = [context.place, 0, *device[:3], 0, len(transfers)]
         for name, end, message in transfers:
             words += +name, end.peer, end.channel, end.counter, 0, *message
@@ -360,25 +372,31 @@ class MessageCall:
         self._address = ctypes.addressof(self._words)
         self._words[CallWord.ITEMS] = self._address + 8 * self._at
 
-    def run(self, place: int, handle: int, items: list[int], deadline: Deadline) -> bool:
+    def run(
+        self, place: int, handle: int, items: list[int], deadline: Deadline, branch: Branch | None = None
+    ) -> bool:
         """Enqueue them on a stream; what is not told here as in `CollectiveCall.run`.
 
         Args:
             items: of each message the array's address, the tag, and where the user called it.
         """
         context, door = self._context, self._door
+        beside, user, event = _NOT_BESIDE if branch is None else branch.words
         with door.lock:
             if not door.open:
                 return False
             self._words[self._at :] = items  # type: ignore[assignment]
-            code = _messages_kernel(self._address, place, context.sequence, handle, deadline.at)
+            call = self._address, place, context.sequence, handle, deadline.at, beside, user, event
+            code = _messages_kernel(*call)
             if code == _FULL:
                 context.pending.depart_from(handle)
-                code = _messages_kernel(self._address, place, context.sequence, handle, deadline.at)
+                code = _messages_kernel(*call)
             if code in (_FULL, _UNREADY):
                 return False
             if code == _FAILED:
                 self._fail()
+            if branch is not None:
+                branch.sequence, branch.ends = context.sequence, [(t.end, t.end.sequence) for t in self.transfers]
         if code > self._most:
             context.pending.depart_from(handle)
         return True
@@ -395,7 +413,7 @@ class MessageCall:
     def _operations(self) -> list[Operation]:
         """What was noted last."""
         found = []
-        for i, (name, end, message) in enumerate(self._transfers):
+        for i, (name, end, message) in enumerate(self.transfers):
             number = self._words[CallWord.FIRST + i * _ENTRY // 8 + MessageWord.RECORD]
             told = message._replace(tag=self._words[self._at + 3 * i + 1])
             found.append(Operation(name, self._context.sequence, told, end.peer, number, end.channel))

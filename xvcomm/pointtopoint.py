@@ -214,13 +214,11 @@ class PointToPoint:
         return ArgumentError(f"tag {tag}: must be a whole number from 0 on")
 
     def _background(self, transfer: Transfer) -> Work:
-        work = self._transfers.work(transfer)
-        group = self._open_group()
-        if group is not None:
-            group.add(transfer)
-        else:
-            self._transfers.start([transfer])
-        return work
+        group = self._open_group() if self._groups else None
+        if group is None:
+            return self._transfers.start_alone(transfer)
+        group.add(transfer)
+        return self._transfers.work(transfer)
 
 
 def _channel(channel: Any) -> int:

@@ -1,4 +1,4 @@
-"""Asynchronous collectives that compiled code starts on a stream beside the users', and how each of them ended.
+"""Asynchronous operations that compiled code starts on a stream beside the users', and how each of them ended.
 
 They are looked after together, as blocking ones are: see `Pending`. So a Work does not wait for that, but asks for its own
 mark, and costs little where nobody asks.
@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from xvcomm import array
-from xvcomm.abc.collective import CollectiveStopped
-from xvcomm.abc.device import EnqueuedMarks, Mark, Stream
+from xvcomm.abc.collective import Collective, CollectiveStopped
+from xvcomm.abc.device import Mark, Stream
+from xvcomm.array import ArrayView
 from xvcomm.calling import call_3
 from xvcomm.calls import Call
 from xvcomm.context import Context
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.door import Door
-from xvcomm.enqueued import Branch, CollectiveCall
+from xvcomm.enqueued import Branch, CollectiveCall, MessageCall
 from xvcomm.errors import ArgumentError, DeadlineExceeded
 from xvcomm.flight import Flight
 from xvcomm.jit import brief, compiling
 from xvcomm.operation import Operation
-from xvcomm.pending import Company
-from xvcomm.ring import Reason, RingEnd
+from xvcomm.ring import Reason
+from xvcomm.transfers import Transfer
 from xvcomm.work import Work
 
+Come = Callable[[Callable[[], bool], Deadline], None]
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
 
@@ -42,22 +45,26 @@ with compiling():
 
 
 class Beside:
-    """A communicator's stream beside the users', as compiled code uses it.
+    """A stream beside the users', as compiled code uses it.
 
     Args (of the constructor):
         stream: that stream.
-        lock: under which collectives are started there.
+
+    Attributes:
+        lock: under which collectives are started there. Messages of a ring have their turns instead.
+        branch: of the newest operation there, until the next one.
+        mark: the same, behind it.
     """
 
-    def __init__(self, context: Context, door: Door, stream: Stream, marks: EnqueuedMarks, lock: threading.Lock) -> None:
-        self.context, self.stream = context, stream
-        self._door, self._marks, self._lock = door, marks, lock
-        self._handle, self._branch = stream.handle, Branch(marks)
+    def __init__(self, context: Context, door: Door, stream: Stream) -> None:
+        self.context, self.stream, self.handle, self.lock = context, stream, stream.handle, threading.Lock()
+        self._door, self._marks = door, context.device.enqueued_marks(stream)
+        self.branch, self.mark = Branch(self._marks), self._marks.take()
         self._known: set[int] = set()
 
     def start(
         self, ready: CollectiveCall, call: Call, user: int | None, given: int | None, site: int, deadline: Deadline
-    ) -> Started | None:
+    ) -> StartedCollective | None:
         """Start a collective behind what a user's stream holds now; None if nothing has begun.
 
         Args:
@@ -67,17 +74,26 @@ class Beside:
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
         """
-        handle, branch = self._handle, self._branch
-        with self._lock:
-            mark = self._marks.take()
-            branch.user, branch.event = user or 0, mark.event
-            place = self._door.places.get(handle) or self._door.place(handle, blocking=False)
-            if not ready.run(place, handle, call.src, call.dst, site, deadline.at, branch):
+        with self.lock:
+            if not ready.run(self._begin(user), self.handle, call.src, call.dst, site, deadline.at, self.branch):
                 return None
-            sequence, ends = branch.sequence, branch.ends
-        company = self.context.pending.company(handle)
-        company.keep[sequence] = call
-        return Started(self, call, sequence, ends, mark, company, given)
+            return StartedCollective(self, call, given)
+
+    def move(self, ready: MessageCall, t: Transfer, user: int, site: int, come: Come) -> StartedMessage | None:
+        """The same for a message whose turn it is.
+
+        Args:
+            come: see `StreamWork`.
+        """
+        if not ready.run(self._begin(user), self.handle, [t.view.address, t.tag, site], t.deadline, self.branch):
+            return None
+        return StartedMessage(self, t, come)
+
+    def _begin(self, user: int | None) -> int:
+        """Take a mark for what comes behind a user's stream; gives the place to note it."""
+        mark = self.mark = self._marks.take()
+        self.branch.between(user or 0, mark.event)
+        return self._door.places.get(self.handle) or self._door.place(self.handle, blocking=False)
 
     def follow(self, handle: int | None, mark: Mark) -> None:
         """Let what comes next on a user's stream wait for a mark on this one."""
@@ -88,25 +104,29 @@ class Beside:
 
 
 class Started(Work):
-    """A collective that was started there."""
+    """The newest operation that was started there.
 
-    def __init__(
-        self, beside: Beside, call: Call, sequence: int, ends: list[tuple[RingEnd, int]], mark: Mark, company: Company,
-        given: int | None,
-    ) -> None:  # fmt: skip
-        self._beside, self._call, self._sequence, self._ends = beside, call, sequence, ends
-        self._mark, self._company, self._given = mark, company, given
+    Args (of the constructor):
+        key: what tells it from others on the stream.
+        keep: what must live until it is over.
+        given: handle of the stream that it comes behind, where the user said it, and not the arrays' framework.
+    """
+
+    def __init__(self, beside: Beside, key: int, keep: object, given: int | None) -> None:
+        self._beside, self._mark, self._key, self._given = beside, beside.mark, key, given
+        self._sequence, self._ends = beside.branch.sequence, beside.branch.ends
+        company = self._company = beside.context.pending.company(beside.handle)
+        company.keep[key] = keep
         self._well = False
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> Any:
         """See `Work.wait`."""
-        call = self._call
-        view = call.src if call.dst is None else call.dst
+        view = self._view()
         if view is not None and view.staged:
             return self.synchronize(timeout)
         self.order(array.stream_now(view, self._given))
-        return call.result()
+        return self._result()
 
     def order(self, stream: int | None) -> None:
         """See `Work.order`."""
@@ -114,21 +134,20 @@ class Started(Work):
             self._raise()
         if not self._well:
             self._beside.follow(stream, self._mark)
-        call = self._call
-        if call.dst is not None and call.dst.stream == stream:  # whatever its framework does with the memory comes behind
-            self._company.keep.pop(self._sequence, None)
-            call.src = None
+        view = self._view()
+        if view is not None and view.stream == stream:  # whatever its framework does with the memory comes behind
+            self._company.keep.pop(self._key, None)
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
         deadline, spins = Deadline.after(timeout), 0
         while not self.done():
             if deadline.expired():
-                raise DeadlineExceeded(f"{self._call.op} was not done after {timeout} s; wait longer, or abort()")
+                raise DeadlineExceeded(f"{self._operation()} was not done after {timeout} s; wait longer, or abort()")
             spins += 1
             time.sleep(0 if spins < _SPINS else _PAUSE_SECONDS)
         self._raise()
-        return self._call.result()
+        return self._result()
 
     result = synchronize
 
@@ -161,17 +180,85 @@ class Started(Work):
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
         """Not on a device: no thread of the host is there when the operation ends."""
         raise ArgumentError(
-            f"{self._call.op} is on a device's stream, which tells nobody when it is done: wait() orders the stream"
+            f"{self._operation()} is on a device's stream, which tells nobody when it is done: wait() orders the stream"
         )
 
     def _flight(self) -> Flight:
         """What it would be alone."""
-        call, context = self._call, self._beside.context
-        operation = Operation(call.op, self._sequence, call.message())
-        ends = [(ring, following, operation) for ring, following in self._ends]
-        native = context.joined_native()
-        return Flight([operation], NEVER, ends, stream=self._beside.stream, mark=self._mark, native=native)
+        operation = self._operation()
+        ends = [(end, following, operation) for end, following in self._ends]
+        return Flight([operation], NEVER, ends, stream=self._beside.stream, mark=self._mark, native=self._native())
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+    @abstractmethod
+    def _view(self) -> ArrayView | None:
+        """The array whose stream comes behind it."""
+
+    @abstractmethod
+    def _result(self) -> Any:
+        """The user's result array."""
+
+    @abstractmethod
+    def _operation(self) -> Operation:
+        """What it is, for who tells of it."""
+
+    @abstractmethod
+    def _native(self) -> Collective | None:
+        """The native library, if it uses that."""
+
+
+class StartedCollective(Started):
+    """The newest collective on a stream beside."""
+
+    def __init__(self, beside: Beside, call: Call, given: int | None) -> None:
+        super().__init__(beside, beside.branch.sequence, call, given)
+        self._call = call
+
+    def order(self, stream: int | None) -> None:
+        """See `Work.order`."""
+        super().order(stream)
+        call = self._call
+        if call.dst is not None and call.dst.stream == stream:
+            call.src = None  # which may be as large, and whose memory nobody else may hold
+
+    def _view(self) -> ArrayView | None:
+        return self._call.src if self._call.dst is None else self._call.dst
+
+    def _result(self) -> Any:
+        return self._call.result()
+
+    def _operation(self) -> Operation:
+        return Operation(self._call.op, self._sequence, self._call.message())
+
+    def _native(self) -> Collective | None:
+        return self._beside.context.joined_native()
+
+
+class StartedMessage(Started):
+    """The newest message on a stream beside."""
+
+    def __init__(self, beside: Beside, t: Transfer, come: Come) -> None:
+        ((_, following),) = beside.branch.ends
+        super().__init__(beside, following, t.view, t.stream)
+        self._transfer, self._come = t, come
+
+    def order(self, stream: int | None) -> None:
+        """See `Work.order`."""
+        self._come(self.done, NEVER)
+        super().order(stream)
+
+    def _view(self) -> ArrayView:
+        return self._transfer.view
+
+    def _result(self) -> Any:
+        return array.finish(self._transfer.view)
+
+    def _operation(self) -> Operation:
+        t = self._transfer
+        return Operation(t.name, self._sequence, t.message(), t.peer, channel=t.channel)
+
+    def _native(self) -> Collective | None:
+        return None

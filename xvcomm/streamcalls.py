@@ -43,14 +43,12 @@ class StreamCaller(Caller):
 
     def __init__(self, context: Context) -> None:
         self._context, self._kind, self._index = context, context.kind, context.index
-        self._order, self._starting = threading.Lock(), threading.Lock()
+        self._order = threading.Lock()
         self._door = Door(context, self._order)
         self._places = self._door.places
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
-        self._own = own = context.device.streams(1)[0]
-        marks = context.device.enqueued_marks(own)
-        self._beside = Beside(context, self._door, own, marks, self._starting) if marks is not None else None
+        self._beside = Beside(context, self._door, context.device.streams(1)[0])
         self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
@@ -102,14 +100,14 @@ class StreamCaller(Caller):
         """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
         handle, trusted = self._look_at(call, stream)
         beside, ready = self._beside, self._ready(call)
-        if ready is not None and beside is not None:
+        if ready is not None:
             if not trusted:
                 self._user(call, handle, trusted)
             started = beside.start(ready, call, handle, stream, call.site or call_site(_INSIDE), deadline)
             if started is not None:
                 return started
-        own = self._own
-        with self._starting:
+        own = beside.stream
+        with beside.lock:
             own.wait(self._user(call, handle, trusted).mark())
             operation, mark, ends = self._launch(call, deadline, own)
             mark = mark or cast(Mark, own.mark())

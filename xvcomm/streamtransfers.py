@@ -17,6 +17,7 @@ from xvcomm.flight import Flight
 from xvcomm.opcode import OpCode
 from xvcomm.pending import StreamWork
 from xvcomm.ring import RingEnd
+from xvcomm.started import Beside
 from xvcomm.trace import call_site
 from xvcomm.transfers import Transfer, Transfers
 from xvcomm.turns import Start, Turns
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 _Shape = tuple[OpCode, int, int, int, int]
 _SHAPES_KEPT = 1000
 _UNPREPARED = object()
-_INSIDE = 2
-"""Functions of xvcomm that are under way when `run_alone` and `run` ask for the call site."""
+_INSIDE, _INSIDE_START = 2, 3
+"""Functions of xvcomm that are under way when `run_alone` and `run`, or `start_alone`, ask for the call site."""
 _RING_STREAMS = 64
 """Rings of a communicator that keep a stream: a device has only so many that were made before anything ran."""
 
@@ -41,6 +42,7 @@ class StreamTransfers(Transfers):
         super().__init__(context)
         self._free: list[Stream] = []
         self._of_rings: dict[RingEnd, Stream] = {}
+        self._besides: dict[RingEnd, Beside] = {}
         self._door = Door(context, context.enqueueing)
         self._calls: dict[tuple[_Shape, ...], MessageCall | None] = {}
         self._turns = Turns(context.pending, self._go)
@@ -161,6 +163,27 @@ class StreamTransfers(Transfers):
         now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
         finish, what = partial(array.finish, t.view), f"{t.name} with rank {t.peer}"
         work = t.promise = StreamWork(self._context.pending, now, finish, what)
+        return work
+
+    def start_alone(self, t: Transfer) -> Work:
+        """See `Transfers.start_alone`; by compiled code, if it need not wait for its turn."""
+        handle, view, key = t.stream, t.view, ((t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code),)
+        call = self._calls.get(key, _UNPREPARED)
+        if handle is not None and isinstance(call, MessageCall):
+            if view.count and not view.trusted:
+                self._context.device.adopt(handle, view.address)
+            ((_, end, _),) = call.transfers
+            beside, site = self._besides.get(end), t.site or call_site(_INSIDE_START)
+            if beside is not None:
+                come = partial(self._turns.come_behind, (end,))
+                started = self._turns.at_once(end, partial(beside.move, call, t, handle, site, come))
+                if started is not None:
+                    return started
+        work = super().start_alone(t)
+        if t.end in self._of_rings and t.end not in self._besides:
+            self._besides[t.end] = Beside(self._context, self._door, self._of_rings[t.end])
+        if call is _UNPREPARED and t.promise.flight is not None:  # else the ring may not be pinned yet
+            self._prepare([t], key)
         return work
 
     def start(self, transfers: Sequence[Transfer]) -> None:

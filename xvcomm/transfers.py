@@ -55,6 +55,11 @@ class Transfer(msgspec.Struct, eq=False):
     end: RingEnd | None = None
 
 
+    def message(self) -> Message:
+        """What both ends must agree on."""
+        return _message(self.view.dtype, self.view.nbytes, self.tag)
+
+
 @lru_cache(maxsize=1024)
 def _message(dtype: DType, nbytes: int, tag: int) -> Message:
     return Message(int(OpCode.SEND), dtype.code, nbytes, tag)
@@ -77,6 +82,12 @@ class Transfers(ABC):
     @abstractmethod
     def work(self, t: Transfer) -> Work:
         """The Work of a message that will be started or given up."""
+
+    def start_alone(self, t: Transfer) -> Work:
+        """Move one message without waiting for it; gives its Work."""
+        work = self.work(t)
+        self.start([t])
+        return work
 
     @abstractmethod
     def start(self, transfers: Sequence[Transfer]) -> None:
@@ -107,8 +118,7 @@ class Transfers(ABC):
     def _begin(self, t: Transfer) -> RingEnd:
         """Begin the operation of one transfer; gives its ring end."""
         context = self._context
-        message = _message(t.view.dtype, t.view.nbytes, t.tag)
-        operation = t.operation = context.begin(t.name, message, t.peer, t.site)
+        operation = t.operation = context.begin(t.name, t.message(), t.peer, t.site)
         operation.channel = t.channel
         end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
         return end
@@ -174,7 +184,7 @@ class HostTransfers(Transfers):
             self._context.leave(courier, moved=False)
             raise error
         t.end = courier.end
-        t.operation = self._context.replace(courier, t.name, _message(t.view.dtype, t.view.nbytes, t.tag), t.peer)
+        t.operation = self._context.replace(courier, t.name, t.message(), t.peer)
         t.operation.channel = t.channel
         self._fail([t], error)
 

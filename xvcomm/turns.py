@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from xvcomm.abc.device import Mark
 from xvcomm.deadline import Deadline
 from xvcomm.ring import RingEnd
+from xvcomm.work import Work
 
 if TYPE_CHECKING:
     from xvcomm.pending import Pending
@@ -68,7 +69,7 @@ class Turns:
     def add(self, launch: Start) -> None:
         """Let messages start when it is their turn; at once if it is, and then this raises what goes wrong."""
         with self._arrived:
-            if all(launch.ends.isdisjoint(earlier.ends) for earlier in self._queue) and self._ready(launch):
+            if all(launch.ends.isdisjoint(earlier.ends) for earlier in self._queue) and self._ready(launch.ends):
                 self._start(launch)
                 return
             self._queue.append(launch)
@@ -76,6 +77,16 @@ class Turns:
                 self._thread = threading.Thread(target=self._run, name="xvcomm-turns", daemon=True)
                 self._thread.start()
             self._arrived.notify()
+
+    def at_once(self, end: RingEnd, go: Callable[[], Work | None]) -> Work | None:
+        """Start a message otherwise, if nothing waits and it would not; gives what `go` does."""
+        if self._queue:
+            return None
+        with self._arrived:
+            started = go() if not self._queue and self._ready((end,)) else None
+            if started is not None:
+                self._under_way[end] = None
+            return started
 
     def let_go(self, ends: Collection[RingEnd]) -> None:
         """Start all that waits for these rings, and what comes before it on others."""
@@ -101,6 +112,11 @@ class Turns:
             self._pending.poll()
             time.sleep(_PAUSE_SECONDS)
         self.let_go(rings)
+
+    def come_behind(self, ends: Collection[RingEnd], over: Callable[[], bool], deadline: Deadline) -> None:
+        """The same for messages that were started at once, and so need no look whether they have."""
+        if self._queue:
+            self.come(ends, over, deadline)
 
     def come_next(self, ends: Collection[RingEnd], deadline: Deadline) -> None:
         """The same until nothing waits for these rings: before a message that is put on the device at once."""
@@ -139,26 +155,26 @@ class Turns:
         """Start what has its turn, or is late: then it is told as any other that is under way."""
         before: set[RingEnd] = set()
         for launch in list(self._queue):
-            if before.isdisjoint(launch.ends) and (self._ready(launch) or launch.deadline.expired()):
+            if before.isdisjoint(launch.ends) and (self._ready(launch.ends) or launch.deadline.expired()):
                 self._take(launch)
             before |= launch.ends
 
     def _take(self, launch: Start) -> None:
-        """Start one of those that wait."""
-        self._queue.remove(launch)
+        """Start one of those that wait; it counts as one until then, as nobody may come before it who does not wait."""
         with contextlib.suppress(Exception):  # the messages' Works raise it
             self._start(launch)
+        self._queue.remove(launch)
 
     def _start(self, launch: Start) -> None:
         self._under_way.update(dict.fromkeys(launch.ends))
         self._go(launch)
 
-    def _ready(self, launch: Start) -> bool:
+    def _ready(self, ends: Collection[RingEnd]) -> bool:
         """Whether the rings are through with what came before, and the device has room."""
-        if len(self._under_way) + len(launch.ends) > AT_ONCE:
+        if len(self._under_way) + len(ends) > AT_ONCE:
             self._under_way = {end: None for end in self._under_way if _busy(end)}
-        room = not self._under_way or len(self._under_way) + len(launch.ends) <= AT_ONCE
-        return room and not any(_busy(end) for end in launch.ends)
+        room = not self._under_way or len(self._under_way) + len(ends) <= AT_ONCE
+        return room and not any(_busy(end) for end in ends)
 
 
 def _busy(end: RingEnd) -> bool:

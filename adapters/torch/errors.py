@@ -18,8 +18,9 @@ def _both(kind: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """These classes, by whose names pickle finds them, in processes too that have raised none of them yet."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, XvcommError):
+    kind: Any = getattr(errors, name, None)
+    ours = isinstance(kind, type) and issubclass(kind, XvcommError)
+    if ours:
         return _both(kind)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -139,6 +139,8 @@ def test_messages(world: World, count: int) -> None:
         (repeated.check_factors_repeated, ()),
         (repeated.check_forms_repeated, (480,)),
         (repeated.check_forms_repeated, (96_000,)),
+        (repeated.check_background_repeated, (10,)),
+        (repeated.check_background_repeated, (300_000,)),
         (collectives.check_objects, ()),
         (collectives.check_premul_factors, ()),
         (collectives.check_split, ()),

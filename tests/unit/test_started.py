@@ -17,7 +17,8 @@ from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
 from xvcomm.pending import Company
 from xvcomm.ring import Reason, RingEnd
-from xvcomm.started import Beside, Started
+from xvcomm.started import Beside, StartedCollective, StartedMessage
+from xvcomm.transfers import Transfer
 
 HOME, ELSEWHERE = 16, 32
 LOST, LEFT = Reason.PEER_LOST.word(1), Reason.LEFT.word(1)
@@ -37,23 +38,32 @@ class Job:
         self.through, self.stop, self.received, self.followed = False, 0, 1, list[int | None]()
         self.native: Any = SimpleNamespace(error=lambda: 0)
         self.context, self.stream = self, SimpleNamespace(reached=lambda mark: self.through)
-        self.company = Company()
+        self.pending, self.handle, self.mark, self.companions = self, 48, None, Company()
         view, part = (self.view() for _ in range(2))
-        self.call = self.company.keep[7] = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
+        self.call = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
         end: Any = SimpleNamespace(peer=1, finished=lambda: (self.received, True), abort_word=lambda: self.stop)
-        self.work = Started(
-            cast(Beside, self), self.call, 7, [(cast(RingEnd, end), 1)], cast(Any, None), self.company, None
-        )
+        self.branch = SimpleNamespace(sequence=7, ends=[(cast(RingEnd, end), 1)])
+        self.work = StartedCollective(cast(Beside, self), self.call, None)
 
     @staticmethod
     def view() -> ArrayView:
         return ArrayView(0, (3,), BY_NAME["int32"], 3, 12, object(), "cuda", 0, stream=HOME)
 
+    def company(self, handle: int) -> Company:
+        assert handle == self.handle
+        return self.companions
+
+    def message(self) -> StartedMessage:
+        """The Work of a message, which notes in `followed` that it was waited for."""
+        view = self.view()
+        transfer = Transfer(OpCode.RECV, view, 1, 5, NEVER, HOME, 2)
+        return StartedMessage(cast(Beside, self), transfer, lambda over, deadline: self.followed.append(None))
+
     def word(self) -> int:
         return self.stop
 
     def stopped(self, newest: Any) -> int:
-        assert newest().sequence == 7
+        assert newest().sequence == 7 and newest().name is OpCode.ALL_GATHER
         return self.stop if Reason.bad(self.stop) else 0
 
     def joined_native(self) -> Any:
@@ -68,7 +78,7 @@ class Job:
     def end_all(self, error: Exception | None = None) -> None:
         """What everything aboard became is over."""
         where: Any = self.stream
-        self.company.flight = Flight([], NEVER, stream=where, mark=where, error=error, over=True)
+        self.companions.flight = Flight([], NEVER, stream=where, mark=where, error=error, over=True)
 
 
 @pytest.fixture
@@ -78,7 +88,7 @@ def job() -> Job:
 
 def test_it_is_over_when_its_own_mark_is_reached(job: Job) -> None:
     assert not job.work.done() and job.work.exception() is None
-    with pytest.raises(DeadlineExceeded, match=r"all_gather was not done after 0\.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"all_gather #7 was not done after 0\.01 s"):
         job.work.synchronize(0.01)
     job.through = True
     assert job.work.done() and job.work.synchronize() is job.call.dst.array  # type: ignore[union-attr]
@@ -119,12 +129,27 @@ def test_a_rank_that_left_stops_nothing_that_it_came_to(job: Job) -> None:
 
 def test_arrays_are_let_go_where_their_framework_comes_behind(job: Job) -> None:
     job.work.order(ELSEWHERE)
-    assert job.company.keep == {7: job.call}
+    assert job.companions.keep == {7: job.call}
     assert job.call.src is not None
     job.work.order(HOME)
-    assert not job.company.keep and job.call.src is None and job.followed == [ELSEWHERE, HOME]
+    assert not job.companions.keep and job.call.src is None and job.followed == [ELSEWHERE, HOME]
 
 
 def test_nobody_calls_back(job: Job) -> None:
     with pytest.raises(ArgumentError, match="wait"):
         job.work.add_done_callback(lambda future: None)
+
+
+def test_a_message_is_over_when_its_ring_is_through(job: Job) -> None:
+    message = job.message()
+    job.through, job.stop = True, LEFT
+    assert message.done() and message.exception() is None, "it came before that rank left"
+    lost, job.received = job.message(), 0
+    assert lost.done() and "recv with rank 1 (channel 2)" in str(lost.exception())
+
+
+def test_who_waits_for_a_message_lets_others_go_first(job: Job) -> None:
+    message = job.message()
+    assert set(job.companions.keep) == {1, 7}
+    message.order(HOME)
+    assert job.followed == [None, HOME] and set(job.companions.keep) == {7}

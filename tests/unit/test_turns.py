@@ -14,6 +14,7 @@ from xvcomm.deadline import NEVER, Deadline
 from xvcomm.pending import Pending
 from xvcomm.ring import RingEnd
 from xvcomm.turns import AT_ONCE, Start, Turns
+from xvcomm.work import Work
 
 SOON = 10.0
 
@@ -34,11 +35,14 @@ class Device:
 
     def __init__(self) -> None:
         self.started: list[str] = []
+        self.waited: list[str] = []
         self.fails: set[str] = set()
         self.turns = Turns(create_autospec(Pending, instance=True), self._go)
 
     def _go(self, launch: Start) -> None:
         (name,) = cast(list[str], launch.transfers)
+        if self.turns:
+            self.waited.append(name)
         if name in self.fails:
             raise ValueError(name)
         for end in cast(set[End], launch.ends):
@@ -90,8 +94,32 @@ def test_nothing_is_put_behind_what_may_wait(device: Device) -> None:
     one.through = 2
     until(lambda: device.started == ["a", "b", "c"])
     other.through = 1
-    until(lambda: device.started == ["a", "b", "c", "d"])
-    assert not device.turns
+    until(lambda: device.started == ["a", "b", "c", "d"] and not device.turns)
+    assert device.waited == ["b", "c", "d"], "who asks while one of them starts is told that it waits"
+
+
+def test_a_message_is_started_otherwise_only_if_it_would_not_wait(device: Device) -> None:
+    one, other = End(), End()
+    works = {name: Work.completed(None, name) for name in ("a", "b")}
+
+    def at_once(name: str, end: End) -> Work | None:
+        def go() -> Work | None:
+            end.sequence += name in works
+            return works.get(name)
+
+        return device.turns.at_once(cast(RingEnd, end), go)
+
+    assert at_once("a", one) is works["a"] and at_once("c", other) is None
+    assert at_once("b", one) is None, "a is under way"
+    one.through = 1
+    assert at_once("b", one) is works["b"]
+    device.add("d", one)
+    assert at_once("a", other) is None and device.turns, "d waits"
+    device.turns.come_behind((cast(RingEnd, other),), lambda: True, NEVER)
+    assert device.turns
+    one.through = 3
+    until(lambda: not device.turns)
+    assert at_once("a", other) is works["a"] and device.started == ["d"]
 
 
 def test_who_cannot_wait_lets_a_ring_go_with_what_comes_before_it(device: Device) -> None:

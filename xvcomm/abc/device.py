@@ -351,9 +351,9 @@ class Device(ABC):
         """The same of `scale`."""
         return None
 
-    def enqueued_marks(self, stream: Stream) -> EnqueuedMarks | None:
-        """Marks on one of `streams`, for compiled code; None if the device has none."""
-        return None
+    def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
+        """Marks on one of `streams`, for compiled code; only devices have them that go on behind the host."""
+        raise NotImplementedError
 
     def lend(self, nbytes: int) -> Loan:
         """Memory for the slots of a ring. Only devices whose capabilities name `peers` have this and the next three.
