@@ -355,13 +355,14 @@ class MessageCall:
     """Messages of fixed shapes that start together, each through a ring end of its own.
 
     Attributes:
-        transfers: what they are.
+        ends: those ring ends.
     """
 
     def __init__(
         self, context: Context, door: Door, transfers: Sequence[EnqueuedTransfer], device: EnqueuedMessages
     ) -> None:
-        self._context, self._door, self.transfers, self._device = context, door, transfers, device
+        self._context, self._door, self._transfers, self._device = context, door, transfers, device
+        self.ends = frozenset(transfer.end for transfer in transfers)
         words = [context.place, 0, *device[:3], 0, len(transfers)]
         for name, end, message in transfers:
             words += +name, end.peer, end.channel, end.counter, 0, *message
@@ -396,7 +397,7 @@ class MessageCall:
             if code == _FAILED:
                 self._fail()
             if branch is not None:
-                branch.sequence, branch.ends = context.sequence, [(t.end, t.end.sequence) for t in self.transfers]
+                branch.sequence, branch.ends = context.sequence, [(t.end, t.end.sequence) for t in self._transfers]
         if code > self._most:
             context.pending.depart_from(handle)
         return True
@@ -413,7 +414,7 @@ class MessageCall:
     def _operations(self) -> list[Operation]:
         """What was noted last."""
         found = []
-        for i, (name, end, message) in enumerate(self.transfers):
+        for i, (name, end, message) in enumerate(self._transfers):
             number = self._words[CallWord.FIRST + i * _ENTRY // 8 + MessageWord.RECORD]
             told = message._replace(tag=self._words[self._at + 3 * i + 1])
             found.append(Operation(name, self._context.sequence, told, end.peer, number, end.channel))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from xvcomm.abc.device import Mark, Stream
 from xvcomm.boarding import ROOM, Boarding, Ends, Passengers
@@ -23,7 +23,7 @@ from xvcomm.flight import Flight, Manifest
 from xvcomm.operation import Operation
 from xvcomm.ring import RingEnd
 from xvcomm.trace import DONE, FAILED
-from xvcomm.work import Work
+from xvcomm.work import Work, nobody_calls_back
 
 if TYPE_CHECKING:
     from xvcomm.context import Context
@@ -45,14 +45,14 @@ class Company:
     """Asynchronous operations that become a flight together.
 
     Attributes:
-        keep: of each by its number, what must live until they are over.
+        keep: of each, by what tells it from the others, what must live until they are over.
         flight: what they became. It may hold one more that came as the others left.
     """
 
     __slots__ = ("flight", "keep")
 
     def __init__(self) -> None:
-        self.keep: dict[int, Any] = {}
+        self.keep: dict[object, Any] = {}
         self.flight: Flight | None = None
 
 
@@ -320,50 +320,36 @@ class Pending:
 class StreamWork(Work):
     """A Work whose operation is on a stream.
 
-    Args:
+    Args (of the constructor):
         now: gives the handle of the framework's current stream; None where that is not known, so that the host waits.
         finish: gives the result array.
-
-    Attributes:
-        flight: the operation, once it was enqueued.
-        come: makes the host wait while other messages do, until this one is over or a deadline has passed; what waits is
-            enqueued then.
     """
 
     def __init__(
-        self, pending: Pending, now: Callable[[], int | None] | None, finish: Callable[[], Any], what: str,
-        flight: Flight | None = None,
-    ) -> None:  # fmt: skip
+        self, pending: Pending, now: Callable[[], int | None] | None, finish: Callable[[], Any], what: str, flight: Flight
+    ) -> None:
         self._pending, self._now, self._finish = pending, now, finish
-        self._what = what
-        self._error: BaseException | None = None
-        self.flight = flight
-        self.come: Callable[[Callable[[], bool], Deadline], None] | None = None
-
-    def give_up(self, error: BaseException) -> None:
-        """The operation will never be enqueued."""
-        if self.flight is None:
-            self._error = error
+        self._what, self._flight = what, flight
 
     def wait(self, timeout: float | None = None) -> Any:
         """See `Work.wait`."""
         if self._now is None:
             return self.synchronize(timeout)
-        flight = self._under_way(Deadline.after(timeout))
-        self._pending.follow(self._now(), flight)
+        self.order(self._now())
         return self._finish()
 
     def order(self, stream: int | None) -> None:
         """See `Work.order`."""
-        self._pending.follow(stream, self._under_way(NEVER))
+        self._pending.poll()
+        self._raise()
+        self._pending.follow(stream, self._flight)
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
-        deadline = Deadline.after(timeout)
-        flight = self._under_way(deadline)
+        flight = self._flight
         if flight.mark.captured:
             raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
-        if not self._pending.finish(flight, deadline):
+        if not self._pending.finish(flight, Deadline.after(timeout)):
             raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()")
         self._raise()
         return self._finish()
@@ -373,31 +359,16 @@ class StreamWork(Work):
     def done(self) -> bool:
         """See `Work.done`."""
         self._pending.poll()
-        return self._error is not None or (self.flight is not None and self.flight.over)
+        return self._flight.over or self._flight.error is not None
 
     def exception(self) -> BaseException | None:
         """See `Work.exception`."""
-        return self._failure() if self.done() else None
+        return self._flight.error if self.done() else None
 
-    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
-        """Not on a device: no thread of the host is there when the operation ends."""
-        raise ArgumentError(
-            f"{self._what} is on a device's stream, which tells nobody when it is done: wait() orders the stream"
-        )
-
-    def _under_way(self, deadline: Deadline) -> Flight:
-        """The operation, if nothing is wrong with it."""
-        if not self.done() and self.come is not None:
-            self.come(lambda: self.done() or self._failure() is not None, deadline)
-        self._raise()
-        if self.flight is None:
-            raise ArgumentError(f"{self._what} starts at the end of its group(): wait for it behind that")
-        return self.flight
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
+        """See `nobody_calls_back`."""
+        nobody_calls_back(self._what)
 
     def _raise(self) -> None:
-        error = self._failure()
-        if error is not None:
-            raise error
-
-    def _failure(self) -> BaseException | None:
-        return self._error or (self.flight.error if self.flight is not None else None)
+        if self._flight.error is not None:
+            raise self._flight.error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -23,13 +23,13 @@ from xvcomm.context import Context
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.door import Door
 from xvcomm.enqueued import Branch, CollectiveCall, MessageCall
-from xvcomm.errors import ArgumentError, DeadlineExceeded
+from xvcomm.errors import DeadlineExceeded
 from xvcomm.flight import Flight
 from xvcomm.jit import brief, compiling
 from xvcomm.operation import Operation
-from xvcomm.ring import Reason
+from xvcomm.ring import Reason, RingEnd
 from xvcomm.transfers import Transfer
-from xvcomm.work import Work
+from xvcomm.work import Work, nobody_calls_back
 
 Come = Callable[[Callable[[], bool], Deadline], None]
 _SPINS = 200
@@ -79,15 +79,18 @@ class Beside:
                 return None
             return StartedCollective(self, call, given)
 
-    def move(self, ready: MessageCall, t: Transfer, user: int, site: int, come: Come) -> StartedMessage | None:
-        """The same for a message whose turn it is.
+    def move(
+        self, ready: MessageCall, transfers: Sequence[Transfer], items: list[int], deadline: Deadline, user: int, come: Come
+    ) -> list[StartedMessage] | None:
+        """The same for messages whose turn it is, each with a ring of its own.
 
         Args:
-            come: see `StreamWork`.
+            items: see `MessageCall.run`.
+            come: see `Promise`.
         """
-        if not ready.run(self._begin(user), self.handle, [t.view.address, t.tag, site], t.deadline, self.branch):
+        if not ready.run(self._begin(user), self.handle, items, deadline, self.branch):
             return None
-        return StartedMessage(self, t, come)
+        return [StartedMessage(self, t, *ring, come) for t, ring in zip(transfers, self.branch.ends, strict=True)]
 
     def _begin(self, user: int | None) -> int:
         """Take a mark for what comes behind a user's stream; gives the place to note it."""
@@ -107,14 +110,17 @@ class Started(Work):
     """The newest operation that was started there.
 
     Args (of the constructor):
+        ends: its ring ends, each with the number of the next message there.
         key: what tells it from others on the stream.
         keep: what must live until it is over.
         given: handle of the stream that it comes behind, where the user said it, and not the arrays' framework.
     """
 
-    def __init__(self, beside: Beside, key: int, keep: object, given: int | None) -> None:
+    def __init__(
+        self, beside: Beside, ends: list[tuple[RingEnd, int]], key: object, keep: object, given: int | None
+    ) -> None:
         self._beside, self._mark, self._key, self._given = beside, beside.mark, key, given
-        self._sequence, self._ends = beside.branch.sequence, beside.branch.ends
+        self._sequence, self._ends = beside.branch.sequence, ends
         company = self._company = beside.context.pending.company(beside.handle)
         company.keep[key] = keep
         self._well = False
@@ -178,10 +184,8 @@ class Started(Work):
         return self._error if self.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
-        """Not on a device: no thread of the host is there when the operation ends."""
-        raise ArgumentError(
-            f"{self._operation()} is on a device's stream, which tells nobody when it is done: wait() orders the stream"
-        )
+        """See `nobody_calls_back`."""
+        nobody_calls_back(str(self._operation()))
 
     def _flight(self) -> Flight:
         """What it would be alone."""
@@ -214,7 +218,7 @@ class StartedCollective(Started):
     """The newest collective on a stream beside."""
 
     def __init__(self, beside: Beside, call: Call, given: int | None) -> None:
-        super().__init__(beside, beside.branch.sequence, call, given)
+        super().__init__(beside, beside.branch.ends, beside.branch.sequence, call, given)
         self._call = call
 
     def order(self, stream: int | None) -> None:
@@ -238,11 +242,15 @@ class StartedCollective(Started):
 
 
 class StartedMessage(Started):
-    """The newest message on a stream beside."""
+    """One of the newest messages on a stream beside.
 
-    def __init__(self, beside: Beside, t: Transfer, come: Come) -> None:
-        ((_, following),) = beside.branch.ends
-        super().__init__(beside, following, t.view, t.stream)
+    Args (of the constructor):
+        end: its ring end.
+        following: number of the next message there.
+    """
+
+    def __init__(self, beside: Beside, t: Transfer, end: RingEnd, following: int, come: Come) -> None:
+        super().__init__(beside, [(end, following)], (end, following), t.view, t.stream)
         self._transfer, self._come = t, come
 
     def order(self, stream: int | None) -> None:

@@ -16,6 +16,7 @@ from xvcomm.enqueued import EnqueuedTransfer, MessageCall
 from xvcomm.flight import Flight
 from xvcomm.opcode import OpCode
 from xvcomm.pending import StreamWork
+from xvcomm.promise import Promise
 from xvcomm.ring import RingEnd
 from xvcomm.started import Beside
 from xvcomm.trace import call_site
@@ -32,7 +33,7 @@ _UNPREPARED = object()
 _INSIDE, _INSIDE_START = 2, 3
 """Functions of xvcomm that are under way when `run_alone` and `run`, or `start_alone`, ask for the call site."""
 _RING_STREAMS = 64
-"""Rings of a communicator that keep a stream: a device has only so many that were made before anything ran."""
+"""Rings, and sets of them, that keep a stream: a device has only so many that were made before anything ran."""
 
 
 class StreamTransfers(Transfers):
@@ -41,8 +42,8 @@ class StreamTransfers(Transfers):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._free: list[Stream] = []
-        self._of_rings: dict[RingEnd, Stream] = {}
-        self._besides: dict[RingEnd, Beside] = {}
+        self._of_rings: dict[frozenset[RingEnd], Stream] = {}
+        self._besides: dict[frozenset[RingEnd], Beside] = {}
         self._door = Door(context, context.enqueueing)
         self._calls: dict[tuple[_Shape, ...], MessageCall | None] = {}
         self._turns = Turns(context.pending, self._go)
@@ -54,7 +55,7 @@ class StreamTransfers(Transfers):
         if handle is None:
             self.run([t])
             return
-        view, key = t.view, ((t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code),)
+        view, key = t.view, _key([t])
         user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
         call = self._calls.get(key, _UNPREPARED)
         if isinstance(call, MessageCall) and not self._turns:
@@ -118,15 +119,14 @@ class StreamTransfers(Transfers):
         if len(transfers) == 1:
             self.run_alone(transfers[0])
             return
-        key = tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
+        key = _key(transfers)
         call = self._calls.get(key, _UNPREPARED)
         if isinstance(call, MessageCall) and not self._turns:
             unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
             if unknown:
                 self._context.device.adopt(handle, *unknown)
             place, site = self._door.places.get(handle) or self._door.place(handle), transfers[0].site or call_site(_INSIDE)
-            items = [word for t in transfers for word in (t.view.address, t.tag, t.site or site)]
-            if call.run(place, handle, items, _soonest(transfers)):
+            if call.run(place, handle, _items(transfers, site), _soonest(transfers)):
                 return
         self._run_together(transfers)
         if call is _UNPREPARED:
@@ -160,34 +160,45 @@ class StreamTransfers(Transfers):
 
     def work(self, t: Transfer) -> Work:
         """See `Transfers.work`."""
-        now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
-        finish, what = partial(array.finish, t.view), f"{t.name} with rank {t.peer}"
-        work = t.promise = StreamWork(self._context.pending, now, finish, what)
-        return work
+        t.promise = promise = Promise(_what(t))
+        return promise
 
     def start_alone(self, t: Transfer) -> Work:
         """See `Transfers.start_alone`; by compiled code, if it need not wait for its turn."""
-        handle, view, key = t.stream, t.view, ((t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code),)
-        call = self._calls.get(key, _UNPREPARED)
-        if handle is not None and isinstance(call, MessageCall):
-            if view.count and not view.trusted:
-                self._context.device.adopt(handle, view.address)
-            ((_, end, _),) = call.transfers
-            beside, site = self._besides.get(end), t.site or call_site(_INSIDE_START)
-            if beside is not None:
-                come = partial(self._turns.come_behind, (end,))
-                started = self._turns.at_once(end, partial(beside.move, call, t, handle, site, come))
-                if started is not None:
-                    return started
-        work = super().start_alone(t)
-        if t.end in self._of_rings and t.end not in self._besides:
-            self._besides[t.end] = Beside(self._context, self._door, self._of_rings[t.end])
-        if call is _UNPREPARED and t.promise.flight is not None:  # else the ring may not be pinned yet
-            self._prepare([t], key)
+        started = self._start_at_once([t], t.site or call_site(_INSIDE_START))
+        if started is not None:
+            return started[0]
+        work = self.work(t)
+        self._start_in_turn([t])
         return work
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        """See `Transfers.start`; what goes into a graph starts at once."""
+        """See `Transfers.start`; the same for each channel's."""
+        started = self._start_at_once(transfers, 0)
+        if started is None:
+            self._start_in_turn(transfers)
+            return
+        for t, work in zip(transfers, started, strict=True):
+            t.promise.work = work
+
+    def _start_at_once(self, transfers: Sequence[Transfer], site: int) -> Sequence[Work] | None:
+        """Have compiled code start messages, if none of them would wait; None if it has not."""
+        handle = transfers[0].stream
+        call = self._calls.get(_key(transfers))
+        if handle is None or call is None or not all(t.stream == handle for t in transfers):
+            return None
+        ends = call.ends
+        beside = self._besides.get(ends)
+        if beside is None:
+            return None
+        unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
+        if unknown:
+            self._context.device.adopt(handle, *unknown)
+        come, items = partial(self._turns.come_behind, ends), _items(transfers, site)
+        return self._turns.at_once(ends, partial(beside.move, call, transfers, items, _soonest(transfers), handle, come))
+
+    def _start_in_turn(self, transfers: Sequence[Transfer]) -> None:
+        """Start messages when it is their turn; what goes into a graph at once."""
         users = self._streams(transfers)
         self._begin_all(transfers)
         ends = _ends(transfers)
@@ -199,6 +210,16 @@ class StreamTransfers(Transfers):
         for t in transfers:
             t.promise.come = partial(self._turns.come, ends)
         self._turns.add(launch)
+        if all(t.promise.work is not None for t in transfers):  # else not all rings may be pinned yet
+            self._know(transfers, ends)
+
+    def _know(self, transfers: Sequence[Transfer], ends: frozenset[RingEnd]) -> None:
+        """Let compiled code start further messages of these shapes."""
+        stream, key = self._of_rings.get(ends), _key(transfers)
+        if stream is not None and ends not in self._besides:
+            self._besides[ends] = Beside(self._context, self._door, stream)
+        if key not in self._calls and len(ends) == len(transfers):
+            self._prepare(transfers, key)
 
     def settle(self, peers: Collection[int], channel: int) -> None:
         """See `Transfers.settle`."""
@@ -232,16 +253,15 @@ class StreamTransfers(Transfers):
 
     def _go(self, launch: Start) -> None:
         """Let asynchronous messages start."""
-        stream = self._stream_of_ring(launch) if len(launch.ends) == 1 else None
+        stream = self._stream_of(launch.ends)
         taken = stream is None
         self._launch(launch.transfers, stream or self._take_stream(), launch.behind, background=True, taken=taken)
 
-    def _stream_of_ring(self, launch: Start) -> Stream | None:
-        """The stream of a ring, on which a launch need not be told to follow the one before; not all rings get one."""
-        (end,) = launch.ends
-        found = self._of_rings.get(end)
+    def _stream_of(self, ends: frozenset[RingEnd]) -> Stream | None:
+        """The stream of rings, on which a launch need not be told to follow the one before; not all get one."""
+        found = self._of_rings.get(ends)
         if found is None and len(self._of_rings) < _RING_STREAMS:
-            found = self._of_rings[end] = self._context.device.streams(1)[0]
+            found = self._of_rings[ends] = self._context.device.streams(1)[0]
         return found
 
     def _launch(
@@ -289,7 +309,9 @@ class StreamTransfers(Transfers):
             self._fail(transfers, error)
         for t in transfers:
             if t.promise is not None:
-                t.promise.flight = flight
+                now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
+                finish = partial(array.finish, t.view)
+                t.promise.work = StreamWork(self._context.pending, now, finish, _what(t), flight)
         return flight
 
     @staticmethod
@@ -297,6 +319,20 @@ class StreamTransfers(Transfers):
         operations = [operation for _, _, operation in ends]
         keep = [t.view for t in transfers] if background else None
         return Flight(operations, _soonest(transfers), ends, stream=stream, mark=mark, blocking=not background, keep=keep)
+
+
+def _key(transfers: Sequence[Transfer]) -> tuple[_Shape, ...]:
+    """What messages are to be known by when they come again."""
+    return tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
+
+
+def _items(transfers: Sequence[Transfer], site: int) -> list[int]:
+    """See `MessageCall.run`; `site` is where those were called that do not say so themselves."""
+    return [word for t in transfers for word in (t.view.address, t.tag, t.site or site)]
+
+
+def _what(t: Transfer) -> str:
+    return f"{t.name} with rank {t.peer}"
 
 
 def _ends(transfers: Sequence[Transfer]) -> frozenset[RingEnd]:

@@ -78,14 +78,14 @@ class Turns:
                 self._thread.start()
             self._arrived.notify()
 
-    def at_once(self, end: RingEnd, go: Callable[[], Work | None]) -> Work | None:
-        """Start a message otherwise, if nothing waits and it would not; gives what `go` does."""
+    def at_once(self, ends: Collection[RingEnd], go: Callable[[], Sequence[Work] | None]) -> Sequence[Work] | None:
+        """Start messages otherwise, if nothing waits and they would not; gives what `go` does, None if it has not."""
         if self._queue:
             return None
         with self._arrived:
-            started = go() if not self._queue and self._ready((end,)) else None
+            started = go() if not self._queue and self._ready(ends) else None
             if started is not None:
-                self._under_way[end] = None
+                self._under_way.update(dict.fromkeys(ends))
             return started
 
     def let_go(self, ends: Collection[RingEnd]) -> None:

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import Any, NoReturn
 
-from xvcomm.errors import DeadlineExceeded
+from xvcomm.errors import ArgumentError, DeadlineExceeded
 
 
 class Work:
@@ -66,6 +66,11 @@ class Work:
         It runs in the thread that ends the operation, at once if that was before; it must not block.
         """
         self._future.add_done_callback(callback)
+
+
+def nobody_calls_back(what: str) -> NoReturn:
+    """Refuse `add_done_callback` on a device: no thread of the host is there when the operation ends."""
+    raise ArgumentError(f"{what} is on a device's stream, which tells nobody when it is done: wait() orders the stream")
 
 
 class OrderedWorker:

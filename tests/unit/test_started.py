@@ -24,6 +24,21 @@ HOME, ELSEWHERE = 16, 32
 LOST, LEFT = Reason.PEER_LOST.word(1), Reason.LEFT.word(1)
 
 
+class End:
+    """A ring end of a job."""
+
+    peer = 1
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def finished(self) -> tuple[int, bool]:
+        return self.job.received, True
+
+    def abort_word(self) -> int:
+        return self.job.stop
+
+
 class Job:
     """A communicator, its stream beside the users', and a collective that was started there as number 7.
 
@@ -41,8 +56,7 @@ class Job:
         self.pending, self.handle, self.mark, self.companions = self, 48, None, Company()
         view, part = (self.view() for _ in range(2))
         self.call = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
-        end: Any = SimpleNamespace(peer=1, finished=lambda: (self.received, True), abort_word=lambda: self.stop)
-        self.branch = SimpleNamespace(sequence=7, ends=[(cast(RingEnd, end), 1)])
+        self.branch = SimpleNamespace(sequence=7, ends=[(cast(RingEnd, End(self)), 1)])
         self.work = StartedCollective(cast(Beside, self), self.call, None)
 
     @staticmethod
@@ -57,7 +71,8 @@ class Job:
         """The Work of a message, which notes in `followed` that it was waited for."""
         view = self.view()
         transfer = Transfer(OpCode.RECV, view, 1, 5, NEVER, HOME, 2)
-        return StartedMessage(cast(Beside, self), transfer, lambda over, deadline: self.followed.append(None))
+        ((end, following),) = self.branch.ends
+        return StartedMessage(cast(Beside, self), transfer, end, following, lambda over, deadline: self.followed.append(None))
 
     def word(self) -> int:
         return self.stop
@@ -150,6 +165,6 @@ def test_a_message_is_over_when_its_ring_is_through(job: Job) -> None:
 
 def test_who_waits_for_a_message_lets_others_go_first(job: Job) -> None:
     message = job.message()
-    assert set(job.companions.keep) == {1, 7}
+    assert set(job.companions.keep) == {job.branch.ends[0], 7}
     message.order(HOME)
     assert job.followed == [None, HOME] and set(job.companions.keep) == {7}

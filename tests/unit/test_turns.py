@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from unittest.mock import create_autospec
 
@@ -100,19 +100,21 @@ def test_nothing_is_put_behind_what_may_wait(device: Device) -> None:
 
 def test_a_message_is_started_otherwise_only_if_it_would_not_wait(device: Device) -> None:
     one, other = End(), End()
-    works = {name: Work.completed(None, name) for name in ("a", "b")}
+    works = {name: [Work.completed(None, name)] for name in ("a", "b")}
 
-    def at_once(name: str, end: End) -> Work | None:
-        def go() -> Work | None:
-            end.sequence += name in works
+    def at_once(name: str, *ends: End) -> Sequence[Work] | None:
+        def go() -> Sequence[Work] | None:
+            for end in ends:
+                end.sequence += name in works
             return works.get(name)
 
-        return device.turns.at_once(cast(RingEnd, end), go)
+        return device.turns.at_once(cast(list[RingEnd], list(ends)), go)
 
     assert at_once("a", one) is works["a"] and at_once("c", other) is None
-    assert at_once("b", one) is None, "a is under way"
+    assert at_once("b", one, other) is None, "a is under way"
     one.through = 1
-    assert at_once("b", one) is works["b"]
+    assert at_once("b", one, other) is works["b"]
+    other.through = 1
     device.add("d", one)
     assert at_once("a", other) is None and device.turns, "d waits"
     device.turns.come_behind((cast(RingEnd, other),), lambda: True, NEVER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,28 +101,31 @@ def check_factors_repeated(comm: Communicator) -> None:
 
 
 def check_background_repeated(comm: Communicator, count: int) -> None:
-    """Asynchronous messages of one shape, with other numbers each time: alone, beside blocking ones, and several under way.
+    """Asynchronous messages of one shape, with other numbers each time: alone and in groups, beside blocking ones, and several
+    under way.
 
     Args:
         count: elements of a message.
     """
     a, after, before = arrays(comm), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, y = a.put(np.zeros(count)), a.put(np.zeros(count))
-    with begun_by_python(comm) as begun:
-        for number in range(2 * _TIMES):
-            if number == _WARM:
-                begun.reset_mock()
-            a.fill(x, np.full(count, 100.0 * comm.rank + number))
-            a.fill(y, np.zeros(count))
-            works = [comm.isend(x, after, number), comm.irecv(y, before, number)]
-            works[1].wait()
-            assert_same_bits(a.get(y), np.full(count, 100.0 * before + number), f"message {number}")
-            for work in works:
-                work.synchronize()
-            if number == _TIMES and a.asynchronous:
-                assert begun.call_count < 2, f"Python began {begun.call_count} of {_TIMES - _WARM} times two messages"
-            if number > _TIMES:
-                comm.sendrecv(x, after, y, before, number, number)
+    for together in (contextlib.nullcontext, comm.group):
+        with begun_by_python(comm) as begun:
+            for number in range(2 * _TIMES):
+                if number == _WARM:
+                    begun.reset_mock()
+                a.fill(x, np.full(count, 100.0 * comm.rank + number))
+                a.fill(y, np.zeros(count))
+                with together():
+                    works = [comm.isend(x, after, number), comm.irecv(y, before, number)]
+                works[1].wait()
+                assert_same_bits(a.get(y), np.full(count, 100.0 * before + number), f"message {number}")
+                for work in works:
+                    work.synchronize()
+                if number == _TIMES and a.asynchronous:
+                    assert begun.call_count < 2, f"Python began {begun.call_count} of {_TIMES - _WARM} times two messages"
+                if number > _TIMES:
+                    comm.sendrecv(x, after, y, before, number, number)
     several = range(_TIMES)
     xs, ys = ([a.put(np.full(count, comm.rank + 10.0 * i)) for i in several] for _ in range(2))
     works = [work for i in several for work in (comm.irecv(ys[i], before, i), comm.isend(xs[i], after, i))]
