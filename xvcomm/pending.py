@@ -35,7 +35,7 @@ _HELD_UP_SECONDS = 0.25
 """Without a look at the device for so long, whoever was to look is held up."""
 
 _TURN_SECONDS = 0.05
-"""How long to wait for who is polling: not for ever, as a signal handler may close in the middle of a poll."""
+"""How long to wait for who is polling, or notes an operation: not for ever, as a signal handler may close in the middle of it."""
 
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
@@ -182,11 +182,14 @@ class Pending:
 
     def depart(self) -> None:
         """Let everything be on its way that `poll` is to look at."""
-        if any(list(self._gathering.values())):
-            with self._gate:
-                for handle, gathering in self._gathering.items():
-                    if gathering:
-                        self._depart(handle, gathering)
+        if not any(list(self._gathering.values())) or not self._gate.acquire(timeout=_TURN_SECONDS):
+            return
+        try:
+            for handle, gathering in self._gathering.items():
+                if gathering:
+                    self._depart(handle, gathering)
+        finally:
+            self._gate.release()
 
     def look(self) -> None:
         """Do both, and stop what is late. The vendor may hold this up as long as a kernel runs: a thread's of its own."""

@@ -140,8 +140,7 @@ class Started(Work):
             self._raise()
         if not self._well:
             self._beside.follow(stream, self._mark)
-        view = self._view()
-        if view is not None and view.stream == stream:  # whatever its framework does with the memory comes behind
+        if self._at_home(stream):  # whatever the array's framework does with the memory comes behind
             self._company.keep.pop(self._key, None)
 
     def synchronize(self, timeout: float | None = None) -> Any:
@@ -187,6 +186,11 @@ class Started(Work):
         """See `nobody_calls_back`."""
         nobody_calls_back(str(self._operation()))
 
+    def _at_home(self, stream: int | None) -> bool:
+        """Whether that is the stream that the array's framework works on."""
+        view = self._view()
+        return stream is not None and view is not None and view.stream == stream
+
     def _flight(self) -> Flight:
         """What it would be alone."""
         operation = self._operation()
@@ -224,9 +228,8 @@ class StartedCollective(Started):
     def order(self, stream: int | None) -> None:
         """See `Work.order`."""
         super().order(stream)
-        call = self._call
-        if call.dst is not None and call.dst.stream == stream:
-            call.src = None  # which may be as large, and whose memory nobody else may hold
+        if self._call.dst is not None and self._at_home(stream):
+            self._call.src = None  # which may be as large, and whose memory nobody else may hold
 
     def _view(self) -> ArrayView | None:
         return self._call.src if self._call.dst is None else self._call.dst

@@ -135,6 +135,16 @@ def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
     assert job.stopped() == [5]
 
 
+def test_who_looks_in_the_middle_of_noting_an_operation_does_not_wait_for_it(job: Job) -> None:
+    """A signal handler may, in the thread that would have to go on."""
+    operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
+    job.pending.board([operation], 1, job.deadline(IN_TIME), [])
+    with job.pending._gate:
+        begin = time.monotonic()
+        job.pending.look()
+        assert time.monotonic() - begin < 1.0 and job.pending
+
+
 def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "held_up", False)
     job.add(IN_TIME, 0, End(0), peer=1)

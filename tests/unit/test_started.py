@@ -150,6 +150,13 @@ def test_arrays_are_let_go_where_their_framework_comes_behind(job: Job) -> None:
     assert not job.companions.keep and job.call.src is None and job.followed == [ELSEWHERE, HOME]
 
 
+def test_arrays_whose_stream_nobody_knows_are_kept(job: Job) -> None:
+    assert job.call.dst is not None
+    job.call.dst.stream = None
+    job.work.order(None)
+    assert job.companions.keep == {7: job.call} and job.call.src is not None
+
+
 def test_nobody_calls_back(job: Job) -> None:
     with pytest.raises(ArgumentError, match="wait"):
         job.work.add_done_callback(lambda future: None)
