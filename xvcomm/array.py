@@ -366,8 +366,8 @@ def address(x: ArrayView | None) -> int:
 
 
 def stream_now(x: ArrayView | None, given: int | None) -> int | None:
-    """Handle of the stream that the array's framework works on at this moment; `given` where it does not say."""
-    now = None if x is None else view(x.array).stream
+    """Handle of the stream that the array's framework works on at this moment; `given` where it does not say, nor did before."""
+    now = None if x is None or x.stream is None else view(x.array).stream
     return given if now is None else now
 
 

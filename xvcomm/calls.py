@@ -28,6 +28,7 @@ from xvcomm.trace import call_site
 from xvcomm.work import OrderedWorker, Work
 
 _NO_REDUCTION = Reduction(ReduceOp.SUM)
+_BARRIER = OpCode.BARRIER
 _CLOSE_SECONDS = 2.0
 _SHAPES = 1000
 _INSIDE_RUN, _INSIDE_START = 3, 4
@@ -82,6 +83,8 @@ class Call(msgspec.Struct, eq=False, gc=False):
     def result(self) -> Any:
         """The user's result array, once it is there."""
         dst = self.dst
+        if self.op is _BARRIER:
+            return None
         if dst is not None:
             return array.finish(dst) if dst.staged else dst.array
         return self.src.array if self.op is OpCode.REDUCE and self.src is not None else None

@@ -237,6 +237,9 @@ def check_async(comm: Communicator, many: int) -> None:
         assert_equal(gathered, np.repeat(np.arange(comm.size), i), f"asynchronous all_gather {i}")
     work = comm.barrier(async_op=True)
     assert work is not None
+    assert work.wait() is None
+    work = comm.barrier(async_op=True)
+    assert work is not None
     work.synchronize()
     assert work.done()
     assert work.exception() is None
