@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from xvcomm.dtype import DTYPES, DType
-from xvcomm.testing import World, collectives, refusals
+from xvcomm.testing import World, collectives, mixture, refusals
 from xvcomm.testing.cases import COUNTS, EVERY_WAY, reductions
 
 ROWS = (0, 1, 3, 1000, 21_851, 250_007)
@@ -91,3 +91,8 @@ def test_others(world: World, check: Callable[..., None]) -> None:
 def test_asynchronous(world: World) -> None:
     """Many operations under way."""
     world.run(collectives.check_async, 40)
+
+
+def test_mixture(world: World) -> None:
+    """Operations of all kinds in one random order, waited for in another by each rank."""
+    world.run(mixture.check_mixture, 3, 60)
