@@ -266,12 +266,16 @@ def memory_is_used_again() -> None:
         waiting.synchronize()
         kept = [gpu.empty(1 << 20)]
         assert kept[0].address == address
-        count = len(allocated)
-        for _ in range(20):
+        used_again = 0
+        for _ in range(300):  # streams of a busy host reach their marks late, so some rounds may take new memory
+            count = len(allocated)
             kept.clear()
             kept.append(gpu.empty((1 << 20) - 5))
             stream(gpu).synchronize()
-        assert len(allocated) <= count + 1, "memory that comes back is not used again"
+            used_again = used_again + 1 if len(allocated) == count else 0
+            if used_again == 20:
+                break
+        assert used_again == 20, "memory that comes back is not used again"
     with pytest.raises(ResourceError, match=r"no 1125899906842624 bytes of device memory left"):
         gpu.empty(1 << 50)
 
