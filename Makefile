@@ -77,6 +77,7 @@ torch-suite: $(READY)   ## torch's own tests of process groups, all of them, on 
 
 check: $(READY)   ## ruff, mypy strict, import-linter
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check --quiet
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 

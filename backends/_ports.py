@@ -99,7 +99,9 @@ class Tail:
             if finished < following and not goes_on:
                 raise RingStopped(port.end, port.abort_word(), finished)
         if not reached and self.deadline.expired():
-            raise RingStalled([port.end for port, following in self.transfers.items() if port.finished()[0] < following])
+            raise RingStalled(
+                [port.end for port, following in self.transfers.items() if port.finished()[0] < following]
+            )
         return reached
 
 

@@ -75,7 +75,9 @@ class Engine:
         mine = self._blocks.get(stream)
         others = self._taken - mine[1] if mine is not None else self._taken
         if others > AT_ONCE - MOST_BLOCKS:
-            self._blocks = {at: it for at, it in list(self._blocks.items()) if at == stream or any(map(_under_way, list(it[0])))}
+            self._blocks = {
+                at: it for at, it in list(self._blocks.items()) if at == stream or any(map(_under_way, list(it[0])))
+            }
             self._taken = sum(blocks for _, blocks in list(self._blocks.values()))
             self._room.value += 1
             others = self._taken - mine[1] if mine is not None else self._taken

@@ -161,7 +161,8 @@ def markdown(records: Sequence[Record], setting: Setting, reached: Sequence[Bar]
         f"{setting.machine}, {setting.cores} cores, {setting.date}. {versions}.",
         "",
         "One run of `python benchmarks/host.py`; the libraries take turns in the same processes. Times are medians of the "
-        "slowest rank in µs, float32, in place; p2p is one way of a ping-pong that sends back what it received. `~` marks figures of a busy machine.",
+        "slowest rank in µs, float32, in place; p2p is one way of a ping-pong that sends back what it received. "
+        "`~` marks figures of a busy machine.",
         "",
         "| bar | bound | measured | |",
         "| --- | --- | --- | --- |",

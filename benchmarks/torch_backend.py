@@ -139,10 +139,24 @@ def bars(figures: Sequence[Figure], device: str) -> list[Bar]:
     """What is to be reached."""
     if device == "cuda":
         ranks = figures[0].ranks
-        return [Bar("8 B all_reduce, GPUs: the call, part of torch's NCCL", ratio(figures, ranks, "all_reduce", SMALL, "call"), 1, most=True)]
+        return [
+            Bar(
+                "8 B all_reduce, GPUs: the call, part of torch's NCCL",
+                ratio(figures, ranks, "all_reduce", SMALL, "call"),
+                1,
+                most=True,
+            )
+        ]
     return [
-        Bar("8 B all_reduce, 1 rank, part of Gloo's time", ratio(figures, 1, "all_reduce", SMALL, "time"), 2, most=True),
-        Bar("8 B all_reduce, 2 ranks, part of Gloo's time", ratio(figures, 2, "all_reduce", SMALL, "time"), 0.3, most=True),
+        Bar(
+            "8 B all_reduce, 1 rank, part of Gloo's time", ratio(figures, 1, "all_reduce", SMALL, "time"), 2, most=True
+        ),
+        Bar(
+            "8 B all_reduce, 2 ranks, part of Gloo's time",
+            ratio(figures, 2, "all_reduce", SMALL, "time"),
+            0.3,
+            most=True,
+        ),
     ]
 
 
@@ -153,8 +167,8 @@ def markdown(figures: Sequence[Figure], reached: Sequence[Bar], device: str) -> 
     lines = [
         f"# The PyTorch backend beside {peer}: figures",
         "",
-        f"{machine}, {os.cpu_count()} cores, {datetime.now(UTC):%Y-%m-%d}. torch {torch.__version__}. Medians of {TURNS} turns, µs, "
-        f"the slowest rank{'; islands by label: a rehearsal' if figures[0].rehearsal else ''}.",
+        f"{machine}, {os.cpu_count()} cores, {datetime.now(UTC):%Y-%m-%d}. torch {torch.__version__}. "
+        f"Medians of {TURNS} turns, µs, the slowest rank{'; islands by label: a rehearsal' if figures[0].rehearsal else ''}.",
         "",
         "| bar | bound | measured | |",
         "| --- | --- | --- | --- |",

@@ -252,13 +252,17 @@ def markdown(figures: Sequence[Figure]) -> str:
         f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands are labels: a rehearsal.",
         "",
         *judged,
-        "| | date | " + " | ".join(WAYS) + " | two islands, part of NCCL | two islands, times NCCL without P2P | times Gloo |",
+        "| | date | "
+        + " | ".join(WAYS)
+        + " | two islands, part of NCCL | two islands, times NCCL without P2P | times Gloo |",
         "| --- " * (len(WAYS) + 5) + "|",
     ]
     for mode in dict.fromkeys(f.mode for f in figures):
         speed = {f.way: f.speed for f in figures if f.mode == mode}
         mixed = speed["xvcomm, two islands"]
-        cells = ["not measured" if way not in speed else f"{speed[way]:,.0f}" if speed[way] else "fails" for way in WAYS]
+        cells = [
+            "not measured" if way not in speed else f"{speed[way]:,.0f}" if speed[way] else "fails" for way in WAYS
+        ]
         for other in ("nccl", "nccl without P2P", "gloo"):
             cells.append(f"{mixed / speed[other]:.2f}" if speed.get(other) else "")
         newest = max(f.date for f in figures if f.mode == mode)
@@ -268,7 +272,9 @@ def markdown(figures: Sequence[Figure]) -> str:
         for f in figures for other in figures if (f.mode, other.way) == (other.mode, "nccl") and not f.failed
         for a, b in zip(f.losses, other.losses, strict=True)
     )  # fmt: skip
-    return "\n".join([*lines, "", f"Losses differ from NCCL's by at most {worst:.1e}, relative, in any step of any job.", ""])
+    return "\n".join(
+        [*lines, "", f"Losses differ from NCCL's by at most {worst:.1e}, relative, in any step of any job.", ""]
+    )
 
 
 def main() -> int:

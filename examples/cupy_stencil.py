@@ -201,9 +201,7 @@ def picture(path: Path, plate: np.ndarray[Any, Any], tiling: Tiling, topology: T
     return str(path)
 
 
-def lead(
-    tiling: Tiling, topology: Topology, plate: np.ndarray[Any, Any], steps: int, check: bool, out: Path
-) -> bool:
+def lead(tiling: Tiling, topology: Topology, plate: np.ndarray[Any, Any], steps: int, check: bool, out: Path) -> bool:
     """Rank 0's last part: show what came out, and compare; whether the check passed."""
     islands = ", ".join(f"{island.label} x {island.size}" for island in topology.islands)
     rehearsal = " (rehearsal)" if Config.from_env().island is not None else ""
@@ -212,7 +210,9 @@ def lead(
     if not check:
         return True
     differing = int((plate.view(np.uint64) != alone(tiling.size, steps).copy().view(np.uint64)).sum())
-    typer.echo("same bits as one process" if not differing else f"{differing} of {plate.size} cells differ from one process")
+    typer.echo(
+        "same bits as one process" if not differing else f"{differing} of {plate.size} cells differ from one process"
+    )
     return not differing
 
 
@@ -234,7 +234,9 @@ def main(
                 library.cuda.Device(comm.device_index).use()
             tiling = Tiling.of(size, comm.size)
             if min(tiling.size // tiling.down, tiling.size // tiling.across) < 2:
-                raise typer.BadParameter(f"a plate of {size} x {size} has less than 2 cells for each of {comm.size} ranks")
+                raise typer.BadParameter(
+                    f"a plate of {size} x {size} has less than 2 cells for each of {comm.size} ranks"
+                )
             tile, begun = Tile(comm, library, tiling), perf_counter()
             for _ in range(steps):
                 tile.step()

@@ -158,7 +158,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="ddp")
     parser.add_argument("--islands", help="label the ranks, for instance cuda:2,rocm:2: a rehearsal")
     parser.add_argument("--check", action="store_true", help="train in one process too; fail if losses differ")
-    parser.add_argument("--out", type=Path, default=Path("runs/torch_ddp.jsonl"), help="file for the losses, JSON lines")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/torch_ddp.jsonl"), help="file for the losses, JSON lines"
+    )
     sizes = {
         "layers": 4, "dim": 64, "heads": 4, "kv-heads": 2, "hidden": 128, "context": 64, "steps": 20, "micro-batches": 4,
         "sequences": 2, "seed": 0,
@@ -171,7 +173,9 @@ def arguments() -> argparse.Namespace:
 
 def label(islands: str) -> str:
     """This rank's label: `cuda:2,rocm:2` is cuda for ranks 0 and 1, rocm for 2 and 3."""
-    labels = [name for part in islands.split(",") for name, _, count in [part.partition(":")] for _ in range(int(count or 1))]
+    labels = [
+        name for part in islands.split(",") for name, _, count in [part.partition(":")] for _ in range(int(count or 1))
+    ]
     return labels[int(os.environ["RANK"])]
 
 
@@ -204,7 +208,9 @@ def main() -> None:
         dist.destroy_process_group()
         if log is None:
             return
-        print(f"{args.mode} over {header['ranks']} ranks on {header['backend']}: loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+        print(
+            f"{args.mode} over {header['ranks']} ranks on {header['backend']}: loss {losses[0]:.6f} -> {losses[-1]:.6f}"
+        )
         if args.check:
             alone = train_alone(model, args, device, replicas)
             worst = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))

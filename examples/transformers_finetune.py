@@ -67,7 +67,11 @@ def main() -> None:
     options.per_device_train_batch_size = args.batch // args.accumulate // options.world_size
     options.gradient_accumulation_steps = args.accumulate
     trainer = Trainer(
-        model=LlamaForCausalLM(config), args=options, train_dataset=training, eval_dataset=held_out, processing_class=tokenizer
+        model=LlamaForCausalLM(config),
+        args=options,
+        train_dataset=training,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
     )
     trainer.train()
     trainer.evaluate()

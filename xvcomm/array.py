@@ -150,7 +150,8 @@ def _from_exchange(tensor: int, stream: int, lazy: bool) -> _Reader:
             raise _refused(type(x), _complaint(x, tensor, address))
         if number == UNKNOWN and lazy and (x.is_neg() or x.is_conj()):
             raise _lazy()
-        shape, dtype, count, nbytes, device, index, on, kind = known.seen[number] if number != UNKNOWN else _learnt(words)
+        kin = known.seen[number] if number != UNKNOWN else _learnt(words)
+        shape, dtype, count, nbytes, device, index, on, kind = kin
         if lazy and (x.is_neg() or (dtype.kind == "c" and x.is_conj())):
             raise _lazy()
         trusted = device != "host"
@@ -180,7 +181,9 @@ def _from_cupy(cupy: Any) -> _Reader:
             found = known[form] = dtype, x.size, x.size * dtype.itemsize, next(_numbers)
         dtype, count, nbytes, kind = found
         trusted, stream = type(data.mem) in own, current(index).ptr
-        return ArrayView(data.ptr, shape, dtype, count, nbytes, x, device, index, False, None, False, stream, trusted, kind)
+        return ArrayView(
+            data.ptr, shape, dtype, count, nbytes, x, device, index, False, None, False, stream, trusted, kind
+        )
 
     return read
 
@@ -260,10 +263,13 @@ def _from_protocols(x: Any) -> ArrayView:
         number = look(id(capsule), NAMES, NOWHERE if stream is None else stream, address, known.address)
         if number == FAILED:
             pointer_of(capsule, b"dltensor")  # raises what is wrong with it
-        shape, dtype, count, nbytes, device, index, on, kind = known.seen[number] if number != UNKNOWN else _learnt(words)
+        kin = known.seen[number] if number != UNKNOWN else _learnt(words)
+        shape, dtype, count, nbytes, device, index, on, kind = kin
         immutable = functional or words[_FLAGS] & READ_ONLY != 0
         kind = 0 if immutable else kind
-        found = ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, immutable, capsule, False, on, False, kind)
+        found = ArrayView(
+            words[0], shape, dtype, count, nbytes, x, device, index, immutable, capsule, False, on, False, kind
+        )
         if functional and device != "host":
             x.block_until_ready()  # nobody can be told on which stream JAX fills it
         return found

@@ -43,8 +43,9 @@ def call_5(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_11(
-    typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
-) -> Any:
+    typingctx: Any, function: Any,
+    a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any,
+) -> Any:  # fmt: skip
     """A function of up to eleven integers and pointers that gives an `int`; it does not see what it does not take.
 
     So it is in the calling conventions of x86-64 and AArch64, where each of them has a register or a slot of its own.

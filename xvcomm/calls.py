@@ -76,8 +76,11 @@ class Call(msgspec.Struct, eq=False, gc=False):
     def idle(self) -> bool:
         """Whether a rank alone has nothing to do for it: its result is its input, and lies where that does."""
         src, dst, how = self.src, self.dst, self.reduction
-        return src is not None and dst is not None and src.address == dst.address and (
-            how is None or how.op is not ReduceOp.PREMUL_SUM
+        return (
+            src is not None
+            and dst is not None
+            and src.address == dst.address
+            and (how is None or how.op is not ReduceOp.PREMUL_SUM)
         )
 
     def result(self) -> Any:
@@ -256,9 +259,7 @@ class Caller:
     def _scheduled(self, call: Call, operation: Operation, deadline: Deadline) -> None:
         plan = self._context.planner.plan(call.request())
         src, dst = array.address(call.src), array.address(call.dst)
-        self._executor.run(
-            plan.schedule, Buffers(src, dst), call.dtype, call.how(), operation, deadline
-        )
+        self._executor.run(plan.schedule, Buffers(src, dst), call.dtype, call.how(), operation, deadline)
 
     def _close(self) -> None:
         """End the worker; what it still runs was stopped by the context."""

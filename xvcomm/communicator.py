@@ -293,7 +293,9 @@ class Communicator(PointToPoint, Objects):
         result = self._call(call, async_op, timeout, stream)
         return result if async_op else None
 
-    def split(self, color: SupportsIndex | str | None, key: SupportsIndex = 0, *, timeout: float | None = None) -> Communicator | None:
+    def split(
+        self, color: SupportsIndex | str | None, key: SupportsIndex = 0, *, timeout: float | None = None
+    ) -> Communicator | None:
         """Make a communicator of the ranks that give the same `color`, ordered by (key, rank).
 
         Blocks until all ranks of this communicator call it. `color=None` takes no part and gets None (as MPI's

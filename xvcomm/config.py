@@ -11,9 +11,7 @@ from typing import Any
 from xvcomm.errors import ConfigError
 
 
-def _var(
-    default: Any, doc: str, *, least: float = -math.inf, most: float = math.inf, secret: bool = False
-) -> Any:
+def _var(default: Any, doc: str, *, least: float = -math.inf, most: float = math.inf, secret: bool = False) -> Any:
     return field(default=default, repr=not secret, metadata={"doc": doc, "least": least, "most": most})
 
 
@@ -30,24 +28,48 @@ class Config:
     job: str | None = _var(None, "Name of the job in the names of its shared memory; made up if unset.")
     island: str | None = _var(None, "Island label of this rank, instead of the one found: a rehearsal.")
     device: str | None = _var(None, "Kind of device of this rank: `host`, `cuda`, `rocm`; found if unset.")
-    device_index: int | None = _var(None, "Which of this host's devices of that kind; else by the launcher's local rank.", least=0)
+    device_index: int | None = _var(
+        None, "Which of this host's devices of that kind; else by the launcher's local rank.", least=0
+    )
     replace: str | None = _var(None, "Backend of `torch.distributed` that xvcomm stands in for: `nccl` or `gloo`.")
     timeout: float = _var(300.0, "Seconds an operation may take before DeadlineExceeded.", least=0)
     shm_dir: str = _var("/dev/shm", "Folder of shared memory files; must be a tmpfs for speed.")
     ring_lanes: int = _var(1, "Lanes of a ring between two host ranks, at most 64.", least=1, most=64)
     ring_slots: int = _var(96, "Slots a lane.", least=2)
     ring_slot_bytes: int = _var(16 << 10, "Bytes a slot; a multiple of 4096.", least=4096)
-    gpu_ring_lanes: int = _var(8, "Lanes of a ring with a GPU at one end or both, at most 64; twice as many in collectives across a border.", least=1, most=64)
+    gpu_ring_lanes: int = _var(
+        8,
+        "Lanes of a ring with a GPU at one end or both, at most 64; twice as many in collectives across a border.",
+        least=1,
+        most=64,
+    )
     gpu_ring_slots: int = _var(4, "Slots a lane there.", least=2)
-    gpu_ring_slot_bytes: int = _var(256 << 10, "Bytes a slot there, a quarter in collectives; a multiple of 4096.", least=4096)
-    peer_memory: int = _var(1, "Whether rings between GPUs of one island lie in GPU memory where these reach each other; 0: never.", least=0, most=1)
+    gpu_ring_slot_bytes: int = _var(
+        256 << 10, "Bytes a slot there, a quarter in collectives; a multiple of 4096.", least=4096
+    )
+    peer_memory: int = _var(
+        1,
+        "Whether rings between GPUs of one island lie in GPU memory where these reach each other; 0: never.",
+        least=0,
+        most=1,
+    )
     peer_ring_lanes: int = _var(16, "Lanes of such a ring, at most 64.", least=1, most=64)
     peer_ring_slots: int = _var(4, "Slots a lane there.", least=2)
     peer_ring_slot_bytes: int = _var(256 << 10, "Bytes a slot there; a multiple of 4096.", least=4096)
     kernel_cache: str | None = _var(None, "Folder of compiled GPU kernels; `~/.cache/xvcomm` if unset.")
-    stage_bytes: int = _var(256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096)
-    process_memory: int = _var(1, "Whether host ranks may read and write each other's arrays (process_vm_readv) where the system lets them and it is faster; 0: never.", least=0, most=1)
-    segment_bytes: int = _var(4 << 20, "Bytes that each border link carries of one segment of a hierarchical collective.", least=4096)
+    stage_bytes: int = _var(
+        256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096
+    )
+    process_memory: int = _var(
+        1,
+        "Whether host ranks may read and write each other's arrays (process_vm_readv) where the system lets them and it "
+        "is faster; 0: never.",
+        least=0,
+        most=1,
+    )
+    segment_bytes: int = _var(
+        4 << 20, "Bytes that each border link carries of one segment of a hierarchical collective.", least=4096
+    )
     gpu_segment_bytes: int = _var(48 << 20, "The same where any of the ranks has a GPU.", least=4096)
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the core.", least=0)
     trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
@@ -96,4 +118,7 @@ def replacement() -> str | None:
 
 def table() -> list[tuple[str, str, str]]:
     """Every variable as (name, default, meaning), in order; the docs and `xvcomm doctor` print it."""
-    return [(f"XVCOMM_{f.name.upper()}", "" if f.default is None else str(f.default), f.metadata["doc"]) for f in fields(Config)]
+    return [
+        (f"XVCOMM_{f.name.upper()}", "" if f.default is None else str(f.default), f.metadata["doc"])
+        for f in fields(Config)
+    ]

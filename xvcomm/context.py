@@ -254,12 +254,12 @@ class Context:
                 "wait for asynchronous operations before close()",
                 rank=self.rank, op=str(operation.name), seq=operation.sequence,
             )  # fmt: skip
-        known = self.word()
         from_below = isinstance(error, (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled))
-        if known:
+        if known := self.word():
             self.abort(known)
         elif isinstance(error, (RingStopped, CollectiveStopped)):
-            differs = isinstance(error, RingStopped) and error.end.dispute()  # which says more than that its rank left since
+            # A dispute says more than that its rank left since.
+            differs = isinstance(error, RingStopped) and error.end.dispute()
             self._pass_on(Reason.MISMATCH.word(self.rank) if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
             late = self._blame.late(operation, self._suspects(error))

@@ -242,9 +242,9 @@ def _messages(call, boarding, sequence, stream, deadline, beside, user, event): 
 
 
 with compiling():
-    _collective_kernel = brief(
-        "int64(int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, int64)"
-    )(_collective)
+    _collective_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, int64)")(
+        _collective
+    )
     _messages_kernel = brief("int64(int64, int64, int64, int64, float64, int64, int64, int64)")(_messages)
 
 
@@ -320,7 +320,9 @@ class CollectiveCall:
         try:
             if number < 0:
                 raise CollectiveStopped(self._context.word())
-            [*self._calls, branch or self._calls[-1]][self._words[CollectiveWord.AT]].failed(self._words[CollectiveWord.RESULT])
+            [*self._calls, branch or self._calls[-1]][self._words[CollectiveWord.AT]].failed(
+                self._words[CollectiveWord.RESULT]
+            )
         except BaseException as error:
             _raise(self._context, error, operation)
 
@@ -373,9 +375,7 @@ class MessageCall:
         self._address = ctypes.addressof(self._words)
         self._words[CallWord.ITEMS] = self._address + 8 * self._at
 
-    def run(
-        self, place: int, handle: int, items: list[int], deadline: Deadline, branch: Branch | None = None
-    ) -> bool:
+    def run(self, place: int, handle: int, items: list[int], deadline: Deadline, branch: Branch | None = None) -> bool:
         """Enqueue them on a stream; what is not told here as in `CollectiveCall.run`.
 
         Args:

@@ -70,7 +70,13 @@ class Executor:
         self._serial: dict[Queue, list[Allocation]] = {}
 
     def run(
-        self, schedule: Schedule, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline
+        self,
+        schedule: Schedule,
+        buffers: Buffers,
+        dtype: DType,
+        op: Reduction,
+        operation: Operation,
+        deadline: Deadline,
     ) -> None:
         """Run all steps and wait for them.
 
@@ -240,7 +246,9 @@ class _Run:
                 self._device.reduce(self._at(dst), addresses, dst.count, self._dtype, self._op.base, stream)
             case Scale(src=src, dst=dst, factor=factor):
                 divisor = self._divisor(factor)
-                self._device.scale(self._at(dst), self._at(src), src.count, self._dtype, self._op.factor, divisor, stream)
+                self._device.scale(
+                    self._at(dst), self._at(src), src.count, self._dtype, self._op.factor, divisor, stream
+                )
             case Native():
                 self._native(step, stream)
 

@@ -142,7 +142,13 @@ class Links:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 name = f"ring/{use.name.lower()}/{source}-{target}/{channel}"
                 end = self._transport(peer).open_ring(
-                    name, peer, self._layout(peer, use, channel), self._store, deadline, producer=producer, job=self._job
+                    name,
+                    peer,
+                    self._layout(peer, use, channel),
+                    self._store,
+                    deadline,
+                    producer=producer,
+                    job=self._job,
                 )
                 end.channel = channel
                 if end.layout.apart:

@@ -329,7 +329,12 @@ class StreamWork(Work):
     """
 
     def __init__(
-        self, pending: Pending, now: Callable[[], int | None] | None, finish: Callable[[], Any], what: str, flight: Flight
+        self,
+        pending: Pending,
+        now: Callable[[], int | None] | None,
+        finish: Callable[[], Any],
+        what: str,
+        flight: Flight,
     ) -> None:
         self._pending, self._now, self._finish = pending, now, finish
         self._what, self._flight = what, flight

@@ -92,7 +92,9 @@ class PointToPoint:
             self._transfers.run_alone(transfer)
             return array.finish(transfer.view)
         if transfer.view.immutable:
-            raise ArrayError("recv of an immutable array inside group() cannot return it yet; use irecv and its result()")
+            raise ArrayError(
+                "recv of an immutable array inside group() cannot return it yet; use irecv and its result()"
+            )
         group.add(transfer, waits=True)
         return buf
 
@@ -197,11 +199,15 @@ class PointToPoint:
         if src is not None:
             peer = _whole(src, -1)
             if not 0 <= peer < self.size:
-                raise ArgumentError(f"src {src!r}: ranks of this communicator go from 0 to {self.size - 1}; None for any")
+                raise ArgumentError(
+                    f"src {src!r}: ranks of this communicator go from 0 to {self.size - 1}; None for any"
+                )
             if peer == self.rank:
                 raise ArgumentError(f"src {src} is this rank itself, which cannot send to itself")
         if self._groups and self._open_group() is not None:
-            raise ArgumentError("probe inside group(): what the group holds starts at its end; probe before or behind it")
+            raise ArgumentError(
+                "probe inside group(): what the group holds starts at its end; probe before or behind it"
+            )
         channel = _channel(channel)
         self._transfers.settle(range(self.size) if peer == ANY_PEER else (peer,), channel)
         return peer, channel

@@ -214,9 +214,7 @@ class RingEnd:
         dispose: unmaps it, at once or later.
     """
 
-    def __init__(
-        self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool, made: bool = False
-    ) -> None:
+    def __init__(self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool, made: bool = False) -> None:
         self._segment = segment
         self.made = made
         self.stuck = False

@@ -80,7 +80,13 @@ class Beside:
             return StartedCollective(self, call, given)
 
     def move(
-        self, ready: MessageCall, transfers: Sequence[Transfer], items: list[int], deadline: Deadline, user: int, come: Come
+        self,
+        ready: MessageCall,
+        transfers: Sequence[Transfer],
+        items: list[int],
+        deadline: Deadline,
+        user: int,
+        come: Come,
     ) -> list[StartedMessage] | None:
         """The same for messages whose turn it is, each with a ring of its own.
 

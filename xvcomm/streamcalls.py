@@ -112,7 +112,9 @@ class StreamCaller(Caller):
             operation, mark, ends = self._launch(call, deadline, own)
             mark = mark or cast(Mark, own.mark())
             native = self._joined()
-            flight = Flight([operation], deadline, ends, stream=own, mark=mark, native=native, blocking=False, keep=call)
+            flight = Flight(
+                [operation], deadline, ends, stream=own, mark=mark, native=native, blocking=False, keep=call
+            )
         pending = self._context.pending
         pending.add(flight)
 
@@ -152,7 +154,8 @@ class StreamCaller(Caller):
                 if self._native_only:
                     self._native(call, deadline, carrier)
                     return operation, None, []
-                plan, buffers = context.planner.plan(call.request()), Buffers(array.address(call.src), array.address(call.dst))
+                plan = context.planner.plan(call.request())
+                buffers = Buffers(array.address(call.src), array.address(call.dst))
                 mark, ends = self._executor.launch(plan, buffers, call.dtype, call.how(), operation, deadline, carrier)
             except BaseException as error:
                 raised = context.fail(error, operation)

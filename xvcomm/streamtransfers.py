@@ -125,7 +125,8 @@ class StreamTransfers(Transfers):
             unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
             if unknown:
                 self._context.device.adopt(handle, *unknown)
-            place, site = self._door.places.get(handle) or self._door.place(handle), transfers[0].site or call_site(_INSIDE)
+            place = self._door.places.get(handle) or self._door.place(handle)
+            site = transfers[0].site or call_site(_INSIDE)
             if call.run(place, handle, _items(transfers, site), _soonest(transfers)):
                 return
         self._run_together(transfers)
@@ -195,7 +196,9 @@ class StreamTransfers(Transfers):
         if unknown:
             self._context.device.adopt(handle, *unknown)
         come, items = partial(self._turns.come_behind, ends), _items(transfers, site)
-        return self._turns.at_once(ends, partial(beside.move, call, transfers, items, _soonest(transfers), handle, come))
+        return self._turns.at_once(
+            ends, partial(beside.move, call, transfers, items, _soonest(transfers), handle, come)
+        )
 
     def _start_in_turn(self, transfers: Sequence[Transfer]) -> None:
         """Start messages when it is their turn; what goes into a graph at once."""
@@ -318,7 +321,9 @@ class StreamTransfers(Transfers):
     def _flight(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Flight:
         operations = [operation for _, _, operation in ends]
         keep = [t.view for t in transfers] if background else None
-        return Flight(operations, _soonest(transfers), ends, stream=stream, mark=mark, blocking=not background, keep=keep)
+        return Flight(
+            operations, _soonest(transfers), ends, stream=stream, mark=mark, blocking=not background, keep=keep
+        )
 
 
 def _key(transfers: Sequence[Transfer]) -> tuple[_Shape, ...]:

@@ -54,7 +54,6 @@ class Transfer(msgspec.Struct, eq=False):
     operation: Operation | None = None
     end: RingEnd | None = None
 
-
     def message(self) -> Message:
         """What both ends must agree on."""
         return _message(self.view.dtype, self.view.nbytes, self.tag)
@@ -134,7 +133,9 @@ class Transfers(ABC):
 
     def _fail(self, transfers: Sequence[Transfer], error: BaseException) -> NoReturn:
         """Raise the user's error; the Works get the same."""
-        culprits = (error.end,) if isinstance(error, RingStopped) else error.ends if isinstance(error, RingStalled) else ()
+        culprits = (
+            (error.end,) if isinstance(error, RingStopped) else error.ends if isinstance(error, RingStalled) else ()
+        )
         begun = [t for t in transfers if t.operation is not None]
         blamed = next((t for t in begun if t.end in culprits), begun[0] if begun else None)
         raised = error

@@ -54,9 +54,7 @@ class NCCLBackend:
     Sparse matrices are exchanged by parts, which makes the host wait; results replace the parts of those given for them.
     """
 
-    def __init__(
-        self, n_devices: int, rank: int, host: str = HOST, port: int = PORT, use_mpi: bool = False
-    ) -> None:
+    def __init__(self, n_devices: int, rank: int, host: str = HOST, port: int = PORT, use_mpi: bool = False) -> None:
         self._begin(join(n_devices, rank, host, port, use_mpi))
 
     @classmethod
@@ -236,7 +234,9 @@ class NCCLBackend:
         sources = [x for x, peer in sends if peer == self.rank]
         for x, source in zip((x for x, peer in recvs if peer == self.rank), sources, strict=True):
             if (x.size, x.dtype) != (source.size, source.dtype):
-                raise ArrayError(f"{source.size} x {source.dtype} from this rank to itself, and room for {x.size} x {x.dtype}")
+                raise ArrayError(
+                    f"{source.size} x {source.dtype} from this rank to itself, and room for {x.size} x {x.dtype}"
+                )
             self._copy(x, source, stream)
         self._kept.add(stream, *(x for x, _ in (*sends, *recvs)))
 
@@ -267,7 +267,9 @@ class NCCLBackend:
         if op not in ("sum", "prod"):
             raise ArgumentError(f"op {op!r}: sparse matrices have 'sum' and 'prod'")
         if self.rank == root and in_matrix.format != out_matrix.format:
-            raise ArgumentError(f"in_array is {in_matrix.format}, out_array {out_matrix.format}; both must be of one format")
+            raise ArgumentError(
+                f"in_array is {in_matrix.format}, out_array {out_matrix.format}; both must be of one format"
+            )
         matrices: list[Any] = []
         self._gather_sparse(in_matrix, matrices, root, stream)
         if self.rank != root:
@@ -281,7 +283,9 @@ class NCCLBackend:
     def _rows(self, what: str, x: Any) -> Any:
         """An array with a row for each rank."""
         if not x.shape or x.shape[0] != self._n_devices:
-            raise ArrayError(f"{what}: shape {x.shape}; the first dimension must be {self._n_devices}, one for each rank")
+            raise ArrayError(
+                f"{what}: shape {x.shape}; the first dimension must be {self._n_devices}, one for each rank"
+            )
         if not x.flags.c_contiguous:
             raise ArrayError(f"{what}: the array's rows must be contiguous; pass one in C's order")
         return x.reshape(-1)

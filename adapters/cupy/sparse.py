@@ -25,7 +25,9 @@ class Told(NamedTuple):
             ArrayError: that one has another format.
         """
         if model.format != self.format:
-            raise ArrayError(f"a sparse matrix in {self.format} format comes, and the one to receive it is {model.format}")
+            raise ArrayError(
+                f"a sparse matrix in {self.format} format comes, and the one to receive it is {model.format}"
+            )
         empty = _library(model).empty
         return Parts(self, tuple(empty(n, dtype) for n, dtype in zip(self.sizes, self.dtypes, strict=True)))
 
@@ -41,11 +43,15 @@ class Parts(NamedTuple):
         """The parts of a matrix."""
         names = _FORMATS.get(matrix.format)
         if names is None:
-            raise ArrayError(f"a sparse matrix in {matrix.format} format; those that can be sent are {', '.join(_FORMATS)}")
+            raise ArrayError(
+                f"a sparse matrix in {matrix.format} format; those that can be sent are {', '.join(_FORMATS)}"
+            )
         if matrix.format == "coo":
             matrix.sum_duplicates()  # as cupyx does
         arrays = tuple(getattr(matrix, name) for name in names)
-        told = Told(matrix.format, tuple(matrix.shape), tuple(a.size for a in arrays), tuple(a.dtype.str for a in arrays))
+        told = Told(
+            matrix.format, tuple(matrix.shape), tuple(a.size for a in arrays), tuple(a.dtype.str for a in arrays)
+        )
         return cls(told, arrays)
 
     def assign(self, matrix: Any) -> None:

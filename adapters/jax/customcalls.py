@@ -73,9 +73,7 @@ class CollectiveCall(CustomCall):
 
     spec: CollectiveSpec
 
-    def __init__(
-        self, spec: CollectiveSpec, arrays: Sequence[Any], device: int | None, text: str, number: int
-    ) -> None:
+    def __init__(self, spec: CollectiveSpec, arrays: Sequence[Any], device: int | None, text: str, number: int) -> None:
         super().__init__(spec, arrays, device, text, number)
         self._arrays = [(tuple(x.shape), x.dtype) for x in arrays]
         self._caller, self._timeout = spec.comm._caller, spec.comm.timeout
@@ -148,9 +146,7 @@ class MessageCall(CustomCall):
 
     spec: MessageSpec
 
-    def __init__(
-        self, spec: MessageSpec, arrays: Sequence[Any], device: int | None, text: str, number: int
-    ) -> None:
+    def __init__(self, spec: MessageSpec, arrays: Sequence[Any], device: int | None, text: str, number: int) -> None:
         super().__init__(spec, arrays, device, text, number)
         self._out = (tuple(arrays[0].shape), arrays[0].dtype)
         self._back = (tuple(arrays[-1].shape), arrays[-1].dtype)

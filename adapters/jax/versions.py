@@ -41,7 +41,9 @@ def _require(release: str) -> None:
     """
     if tuple(map(int, release.split(".")[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise BackendUnavailable(f"xvcomm.adapters.jax needs JAX {oldest} or newer, and found {release}: pip install -U jax jaxlib")
+        raise BackendUnavailable(
+            f"xvcomm.adapters.jax needs JAX {oldest} or newer, and found {release}: pip install -U jax jaxlib"
+        )
 
 
 _require(jax.__version__)

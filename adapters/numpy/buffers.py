@@ -233,7 +233,9 @@ def block(spec: Any, ranks: int = 0) -> Block:
     if displacement is not None:
         start = number("displacement", displacement) * found.size
         if start > raw.size:
-            raise ArgumentError(f"displacement {displacement} of {found}: the buffer ends after {raw.size // found.size}")
+            raise ArgumentError(
+                f"displacement {displacement} of {found}: the buffer ends after {raw.size // found.size}"
+            )
         raw = raw[start:]
     if count is not None:
         return Block(raw, found, number("count", count))
@@ -260,7 +262,9 @@ def placed(spec: Any) -> Placed | None:
     raw, _ = memory(data, kind.numpy)
     if count is None:
         if not kind.extent or raw.size % kind.extent:
-            raise ArgumentError(f"a buffer of {raw.size} bytes holds no whole number of {kind}, {kind.extent} bytes each; give a count")
+            raise ArgumentError(
+                f"a buffer of {raw.size} bytes holds no whole number of {kind}, {kind.extent} bytes each; give a count"
+            )
         count = raw.size // kind.extent
     first = 0 if displacement is None else number("displacement", displacement)
     places = kind.layout.repeated(first + np.arange(number("count", count)))
@@ -275,7 +279,9 @@ def placed(spec: Any) -> Placed | None:
 def _dividing(raw: Bytes, found: Datatype, ranks: int) -> int:
     elements = raw.size // found.size
     if ranks > 1 and elements % ranks:
-        raise ArgumentError(f"{elements} elements of {found} do not divide by {ranks} ranks; give a count, or use the form with v")
+        raise ArgumentError(
+            f"{elements} elements of {found} do not divide by {ranks} ranks; give a count, or use the form with v"
+        )
     return max(1, ranks)
 
 

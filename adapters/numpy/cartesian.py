@@ -29,9 +29,12 @@ class Grid:
             ArgumentError: it needs more, or dims and periods do not fit.
         """
         extents = tuple(int(n) for n in dims)
-        rings = (bool(periods),) * len(extents) if periods is None or isinstance(periods, (bool, int)) else tuple(periods)
+        each = [bool(periods)] * len(extents) if periods is None or isinstance(periods, (bool, int)) else periods
+        rings = tuple(each)
         if len(rings) != len(extents) or any(n < 1 for n in extents) or math.prod(extents) > size:
-            raise ArgumentError(f"a grid of {extents}, periods {rings}: expected as many of both, and at most {size} ranks")
+            raise ArgumentError(
+                f"a grid of {extents}, periods {rings}: expected as many of both, and at most {size} ranks"
+            )
         return cls(extents, tuple(bool(ring) for ring in rings))
 
     @property

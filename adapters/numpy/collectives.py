@@ -136,9 +136,7 @@ class Collectives:
         """`Reduce_scatter_block` without waiting."""
         return self._begin(self._plans.reduce_scatter_block(sendbuf, recvbuf, op))
 
-    def Reduce_scatter(
-        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
-    ) -> None:
+    def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM) -> None:
         """Reduce over all ranks, and give every rank a block of any length."""
         self._run(self._plans.reduce_scatter(sendbuf, recvbuf, recvcounts, op))
 

@@ -48,7 +48,9 @@ class Comm(Collectives, Objects):
 
     def _join(self) -> Part:
         if self._given is None:
-            raise ArgumentError("this is COMM_NULL: this rank is in no group; look before calling: if comm != MPI.COMM_NULL")
+            raise ArgumentError(
+                "this is COMM_NULL: this rank is in no group; look before calling: if comm != MPI.COMM_NULL"
+            )
         with self._joining:
             if self._found is None:
                 given = self._given
@@ -73,7 +75,9 @@ class Comm(Collectives, Objects):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        return f"<{self._name or 'Comm'}>" if self._found is None else f"<{self._name or 'Comm'}: {self.communicator!r}>"
+        return (
+            f"<{self._name or 'Comm'}>" if self._found is None else f"<{self._name or 'Comm'}: {self.communicator!r}>"
+        )
 
     def __enter__(self) -> Comm:
         return self

@@ -39,7 +39,8 @@ def indexed(of: Layout, lengths: Any, displacements: Any) -> Layout:
     if len(counts) != len(starts):
         raise ArgumentError(f"{len(counts)} blocklengths and {len(starts)} displacements: expected as many of both")
     blocks = [start + np.arange(count) for start, count in zip(starts, counts, strict=True)]
-    extent = max((start + count for start, count in zip(starts, counts, strict=True)), default=0) - min(starts, default=0)
+    end = max((start + count for start, count in zip(starts, counts, strict=True)), default=0)
+    extent = end - min(starts, default=0)
     return Layout(of.repeated(np.concatenate([np.empty(0, np.int64), *blocks])), extent * of.extent)
 
 
@@ -52,7 +53,9 @@ def subarray(of: Layout, sizes: Any, subsizes: Any, starts: Any, *, columns_firs
     """A part of an array with so many elements in each dimension; the extent is that of the whole array."""
     whole, part, first = _numbers("sizes", sizes), _numbers("subsizes", subsizes), _numbers("starts", starts)
     if not len(whole) == len(part) == len(first):
-        raise ArgumentError(f"sizes {whole}, subsizes {part}, starts {first}: expected as many of each, one a dimension")
+        raise ArgumentError(
+            f"sizes {whole}, subsizes {part}, starts {first}: expected as many of each, one a dimension"
+        )
     if any(begin + n > size for size, n, begin in zip(whole, part, first, strict=True)):
         raise ArgumentError(f"a part of {part} at {first} does not lie in an array of {whole}")
     numbers = np.arange(int(np.prod(whole))).reshape(whole, order="F" if columns_first else "C")

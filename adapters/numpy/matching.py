@@ -71,7 +71,9 @@ class Send:
     def late(self) -> None:
         """Raise DeadlineExceeded for a synchronous message; what moves any other has a deadline of its own."""
         if self._key is not None and not self._matcher.answered(self._key):
-            raise DeadlineExceeded(f"rank {self._key[0]} has not received a synchronous message after {self.timeout:g} s")
+            raise DeadlineExceeded(
+                f"rank {self._key[0]} has not received a synchronous message after {self.timeout:g} s"
+            )
 
 
 class Matcher:
@@ -255,7 +257,9 @@ class Matcher:
     def expire(self, source: int, tag: int) -> None:
         """Raise DeadlineExceeded for a message that did not come; it names the ranks that sent nothing."""
         if source == self._comm.rank or self._comm.size == 1:
-            raise DeadlineExceeded(f"rank {self._comm.rank} waits for a message from itself, and has sent none; Isend it first")
+            raise DeadlineExceeded(
+                f"rank {self._comm.rank} waits for a message from itself, and has sent none; Isend it first"
+            )
         self._comm.probe(_given(source), channel=0 if tag == ANY_TAG else channel_of(tag), timeout=0)
 
     def close(self) -> None:

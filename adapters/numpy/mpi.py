@@ -38,12 +38,14 @@ from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, XvcommError
 
 __all__ = [
-    "ANY_SOURCE", "ANY_TAG", "BOTTOM", "BSEND_OVERHEAD", "COMM_NULL", "COMM_SELF", "COMM_TYPE_SHARED", "COMM_WORLD", "CONGRUENT",
-    "DATATYPE_NULL", "IDENT", "INFO_NULL", "IN_PLACE", "MESSAGE_NO_PROC", "MESSAGE_NULL", "OP_NULL", "ORDER_C", "ORDER_F", "ORDER_FORTRAN", "PROC_NULL", "REQUEST_NULL", "SIMILAR", "SUCCESS", "TAG_UB", "THREAD_FUNNELED", "THREAD_MULTIPLE",
-    "THREAD_SERIALIZED", "THREAD_SINGLE", "UNDEFINED", "UNEQUAL", "Alloc_mem", "Attach_buffer", "Cartcomm", "Comm", "Compute_dims",
-    "Datatype", "Detach_buffer", "Exception", "Finalize", "Free_mem", "Get_library_version", "Get_processor_name", "Get_version",
-    "Group", "Init", "Init_thread", "Intracomm", "Is_finalized", "Is_initialized", "Message", "Op", "Prequest",
-    "Query_thread", "Request", "Status", "Wtick", "Wtime", "get_vendor",
+    "ANY_SOURCE", "ANY_TAG", "BOTTOM", "BSEND_OVERHEAD", "COMM_NULL", "COMM_SELF", "COMM_TYPE_SHARED", "COMM_WORLD",
+    "CONGRUENT", "DATATYPE_NULL", "IDENT", "INFO_NULL", "IN_PLACE", "MESSAGE_NO_PROC", "MESSAGE_NULL", "OP_NULL",
+    "ORDER_C", "ORDER_F", "ORDER_FORTRAN", "PROC_NULL", "REQUEST_NULL", "SIMILAR", "SUCCESS", "TAG_UB",
+    "THREAD_FUNNELED", "THREAD_MULTIPLE", "THREAD_SERIALIZED", "THREAD_SINGLE", "UNDEFINED", "UNEQUAL", "Alloc_mem",
+    "Attach_buffer", "Cartcomm", "Comm", "Compute_dims", "Datatype", "Detach_buffer", "Exception", "Finalize",
+    "Free_mem", "Get_library_version", "Get_processor_name", "Get_version", "Group", "Init", "Init_thread", "Intracomm",
+    "Is_finalized", "Is_initialized", "Message", "Op", "Prequest", "Query_thread", "Request", "Status", "Wtick",
+    "Wtime", "get_vendor",
 ]  # fmt: skip
 
 SUCCESS = 0
@@ -105,7 +107,9 @@ def __getattr__(name: str) -> Any:
     if found is None:
         raise AttributeError(
             f"xvcomm's MPI has no {name}: one-sided operations, files, dynamic processes and "
-            "intercommunicators are not there" if name[:1].isupper() else f"module {__name__!r} has no attribute {name!r}"
+            "intercommunicators are not there"
+            if name[:1].isupper()
+            else f"module {__name__!r} has no attribute {name!r}"
         )
     return found
 

@@ -65,9 +65,7 @@ class Objects(PointToPoint):
         """`ssend` without waiting; the object may be changed at once."""
         return Request(self._posting(obj, dest, tag, synchronous=True))
 
-    def recv(
-        self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
-    ) -> Any:
+    def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
         """Receive an object. `buf`, which mpi4py receives into, is not needed."""
         return Request(self._fetching(source, tag, waits=True)).wait(status)
 

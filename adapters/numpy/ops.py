@@ -97,7 +97,8 @@ class Op:
         if self._ufunc is None:
             raise DTypeError(f"{self.name} is for Python objects, by the lower-case methods")
         try:
-            self._ufunc(rows[0][:0], rows[0][:0])  # a single row is nothing to combine, and must be refused all the same
+            # A single row is nothing to combine, and must be refused all the same.
+            self._ufunc(rows[0][:0], rows[0][:0])
             return np.asarray(reduce(self._ufunc, rows)).astype(rows[0].dtype, copy=False)
         except TypeError as error:
             raise DTypeError(f"{self.name} is not defined on {rows[0].dtype}: {error}") from None

@@ -249,6 +249,7 @@ def _check_equal(what: str, one: Array, all_: Array, ranks: int) -> None:
     """What differs only here would be told as something else below."""
     if one.dtype != all_.dtype or one.size * ranks != all_.size:
         raise ArgumentError(
-            f"{what}: {one.size} x {one.dtype}" + (f" a rank, {ranks} ranks," if ranks > 1 else "")
+            f"{what}: {one.size} x {one.dtype}"
+            + (f" a rank, {ranks} ranks," if ranks > 1 else "")
             + f" and {all_.size} x {all_.dtype}; both buffers must say the same"
         )

@@ -79,8 +79,8 @@ class Target:
         if envelope.nbytes > self._memory.size:
             raise ArrayError(
                 f"rank {envelope.source} sent {envelope.nbytes // envelope.dtype.itemsize} x {envelope.dtype}, tag "
-                f"{envelope.tag}, more than the buffer's {self._memory.size} bytes, {self._memory.size // self._dtype.itemsize} x "
-                f"{self._dtype}; the message is lost"
+                f"{envelope.tag}, more than the buffer's {self._memory.size} bytes, "
+                f"{self._memory.size // self._dtype.itemsize} x {self._dtype}; the message is lost"
             )
         if envelope.dtype is not UINT8 and self._dtype != np.uint8 and self._dtype != envelope.dtype.numpy:
             raise DTypeError(
@@ -281,9 +281,7 @@ class PointToPoint:
         """
         return bool(self._awaited(lambda: self.Iprobe(source, tag, status), source, tag))
 
-    def Improbe(
-        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
-    ) -> Message | None:
+    def Improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message | None:
         """Take a message that is there, for nobody else to receive; None if there is none. Never blocks."""
         arrived = NO_MESSAGE if source == PROC_NULL else self._matcher.take(source, tag)
         if arrived is not None and status is not None:

@@ -273,7 +273,9 @@ class Request:
         return cls.testall(requests, statuses)[0]
 
     @classmethod
-    def testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> tuple[bool, list[Any] | None]:
+    def testall(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[bool, list[Any] | None]:
         """The same, and the objects that were received."""
         if any(request._pending() for request in requests):
             return False, None

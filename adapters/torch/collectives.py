@@ -89,7 +89,11 @@ def reduce_scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Opti
     _fits("reduce_scatter", "output", out.numel(), parts[plane.comm.rank].numel())
     buffer = room(out, plane.device)
     plane.comm.reduce_scatter(
-        plane.view(joined(parts, plane.device)), how.op, out=plane.view(buffer), counts=_counts(parts), timeout=how.timeout
+        plane.view(joined(parts, plane.device)),
+        how.op,
+        out=plane.view(buffer),
+        counts=_counts(parts),
+        timeout=how.timeout,
     )
     settle(buffer, out)
 
@@ -101,9 +105,16 @@ def gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) -> Non
         _one_a_rank("gather", outs, plane)
         same_dtype((*outs, x), "gather")
         if len({o.numel() for o in outs}) > 1:
-            raise ArgumentError("gather: the root's tensors differ in size; gather blocks of one size, or use all_gather")
+            raise ArgumentError(
+                "gather: the root's tensors differ in size; gather blocks of one size, or use all_gather"
+            )
         whole = room_for(outs, plane.device)
-    plane.comm.gather(plane.view(dense(x, plane.device)), how.root, out=None if whole is None else plane.view(whole), timeout=how.timeout)
+    plane.comm.gather(
+        plane.view(dense(x, plane.device)),
+        how.root,
+        out=None if whole is None else plane.view(whole),
+        timeout=how.timeout,
+    )
     if whole is not None:
         spread(whole, outs)
 
@@ -118,7 +129,9 @@ def scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Options) ->
             raise ArgumentError("scatter: the root's tensors differ in size; scatter blocks of one size")
         whole = joined(parts, plane.device)
     buffer = room(out, plane.device)
-    plane.comm.scatter(None if whole is None else plane.view(whole), how.root, out=plane.view(buffer), timeout=how.timeout)
+    plane.comm.scatter(
+        None if whole is None else plane.view(whole), how.root, out=plane.view(buffer), timeout=how.timeout
+    )
     settle(buffer, out)
 
 
@@ -165,7 +178,9 @@ def _elements(what: str, x: Tensor, rows: Sequence[int], plane: Plane) -> list[i
     size, total = plane.comm.size, x.shape[0] if x.dim() else 1
     if not rows:
         if total % size:
-            raise ArgumentError(f"all_to_all: the {what}'s {total} rows do not divide by {size} ranks; pass split sizes")
+            raise ArgumentError(
+                f"all_to_all: the {what}'s {total} rows do not divide by {size} ranks; pass split sizes"
+            )
         rows = [total // size] * size
     if len(rows) != size or sum(rows) != total:
         raise ArgumentError(
@@ -177,7 +192,9 @@ def _elements(what: str, x: Tensor, rows: Sequence[int], plane: Plane) -> list[i
 
 def _one_a_rank(what: str, tensors: Sequence[Tensor], plane: Plane) -> None:
     if len(tensors) != plane.comm.size:
-        raise ArgumentError(f"{what}: {len(tensors)} tensors for {plane.comm.size} ranks; pass a list with one for each rank")
+        raise ArgumentError(
+            f"{what}: {len(tensors)} tensors for {plane.comm.size} ranks; pass a list with one for each rank"
+        )
 
 
 def _fits(what: str, name: str, found: int, wanted: int) -> None:

@@ -81,7 +81,7 @@ def _let_timeouts_be_set() -> None:
 
 
 def _give_builtin_hooks_a_future() -> None:
-    """DDP's FP16 hook of C++ wants its future to hold a list of C++, and one of Python cannot: the hook of Python does the same."""
+    """Replace DDP's FP16 hook of C++, whose future must hold a list of C++, by that of Python, which does the same."""
     theirs = DistributedDataParallel._register_builtin_comm_hook
 
     @functools.wraps(theirs)
@@ -114,6 +114,8 @@ def _give_reducers_a_work_of_cpp() -> None:
     theirs = dist.Reducer._set_forward_pass_work_handle
 
     def set_forward_pass_work_handle(reducer: Any, work: Any, static_world_size: bool) -> None:
-        theirs(reducer, _create_work_from_future(work.get_future()) if isinstance(work, Work) else work, static_world_size)
+        theirs(
+            reducer, _create_work_from_future(work.get_future()) if isinstance(work, Work) else work, static_world_size
+        )
 
     dist.Reducer._set_forward_pass_work_handle = set_forward_pass_work_handle

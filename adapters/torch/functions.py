@@ -67,7 +67,10 @@ def reduce_scatter(x: Tensor, comm: Communicator, counts: Sequence[int] | None =
 
 
 def gather(x: Tensor, comm: Communicator, root: int = 0, counts: Sequence[int] | None = None) -> Tensor:
-    """All blocks along axis 0 at the root, zeros in their shape elsewhere; the transpose is `scatter`. Arguments as in `all_gather`."""
+    """All blocks along axis 0 at the root, zeros in their shape elsewhere; the transpose is `scatter`.
+
+    Arguments as in `all_gather`.
+    """
     return _Gather.apply(x, comm, root, counts)
 
 

@@ -44,7 +44,9 @@ class ProcessGroup(Identity):
         tensors, how = _listed(tensors), options.read(op if opts is None else opts, timeout)
         if len(tensors) == 1:
             return self._run_one("all_reduce", collectives.all_reduce, tensors, how)
-        return self._run("all_reduce", tensors, how, lambda plane: _each_alone(collectives.all_reduce, plane, how, tensors))
+        return self._run(
+            "all_reduce", tensors, how, lambda plane: _each_alone(collectives.all_reduce, plane, how, tensors)
+        )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """As `allreduce`."""
@@ -60,7 +62,9 @@ class ProcessGroup(Identity):
         tensors, how = _listed(tensors), options.read(None if isinstance(opts, int) else opts, timeout, root=root)
         if len(tensors) == 1:
             return self._run_one("broadcast", collectives.broadcast, tensors, how)
-        return self._run("broadcast", tensors, how, lambda plane: _each_alone(collectives.broadcast, plane, how, tensors))
+        return self._run(
+            "broadcast", tensors, how, lambda plane: _each_alone(collectives.broadcast, plane, how, tensors)
+        )
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
@@ -86,7 +90,11 @@ class ProcessGroup(Identity):
         outs = [[ranks[i] for ranks in output_lists] for i in range(len(input_list))]
         results = [t for ranks in output_lists for t in ranks]
         return self._run(
-            "all_gather", results, how, lambda plane: _each(collectives.all_gather, plane, how, outs, input_list), input_list
+            "all_gather",
+            results,
+            how,
+            lambda plane: _each(collectives.all_gather, plane, how, outs, input_list),
+            input_list,
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Work:
@@ -325,7 +333,9 @@ class ProcessGroup(Identity):
             return self.planes.host
         if device.type != "cuda" or self.planes.gpu is None:
             kinds = " and ".join(d.type for d in self._device_types)
-            raise as_torch(ArrayError(f"a tensor on {device}: this group serves {kinds}; make or move the tensor there"))
+            raise as_torch(
+                ArrayError(f"a tensor on {device}: this group serves {kinds}; make or move the tensor there")
+            )
         return self.planes.gpu
 
 

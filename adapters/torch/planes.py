@@ -72,10 +72,14 @@ class Plane(ABC):
 
     def start(self, operation: Operation, tensors: Sequence[Tensor], how: Options, what: str) -> Work:
         """Run one of the operations of `collectives.on_any` on tensors that `takes` takes, for a caller who does not wait."""
-        return self.run(lambda plane: operation(plane, *tensors, how), tensors[:1], what, waits=False, inputs=tensors[1:])
+        return self.run(
+            lambda plane: operation(plane, *tensors, how), tensors[:1], what, waits=False, inputs=tensors[1:]
+        )
 
     @abstractmethod
-    def message(self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None) -> Work:
+    def message(
+        self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
+    ) -> Work:
         """A Work for one of the communicator's asynchronous operations.
 
         Args:
@@ -124,7 +128,9 @@ class HostPlane(Plane):
             raise as_torch(error) from None
         return NOTHING_LEFT if waits else Done(tensors, what)
 
-    def message(self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None) -> Work:
+    def message(
+        self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
+    ) -> Work:
         """See `Plane.message`."""
         future: Future[Any] = Future()
 
@@ -203,7 +209,9 @@ class StreamPlane(Plane):
             raise as_torch(error) from None
         return StreamOperation(self, work, None, tensors[:1], what)
 
-    def message(self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None) -> Work:
+    def message(
+        self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
+    ) -> Work:
         """See `Plane.message`."""
         return StreamOperation(self, work, then, tensors, what, source)
 
@@ -233,4 +241,3 @@ class StreamPlane(Plane):
             self.comm.check()
         except XvcommError as error:
             raise as_torch(error) from None
-

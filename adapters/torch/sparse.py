@@ -20,9 +20,13 @@ def all_reduce_sparse(plane: Plane, x: Tensor, how: Options) -> None:
         ArgumentError: the layout is another than COO, or the reduction not a sum.
     """
     if x.layout is not torch.sparse_coo:
-        raise ArgumentError(f"all_reduce takes dense and sparse COO tensors, not {x.layout}; convert it with to_sparse()")
+        raise ArgumentError(
+            f"all_reduce takes dense and sparse COO tensors, not {x.layout}; convert it with to_sparse()"
+        )
     if how.op.op is not ReduceOp.SUM:
-        raise ArgumentError(f"all_reduce of a sparse tensor can only be a sum, not {how.op.op}; convert it with to_dense()")
+        raise ArgumentError(
+            f"all_reduce of a sparse tensor can only be a sum, not {how.op.op}; convert it with to_dense()"
+        )
     mine = x.detach().coalesce()
     indices, values = (t.to(plane.device or x.device).contiguous() for t in (mine.indices(), mine.values()))
     counts = _everybodys(plane, mine._nnz(), how)

@@ -244,7 +244,13 @@ class StreamOperation(Work):
     __slots__ = ("_place", "_then", "_work")
 
     def __init__(
-        self, place: Place, work: Any, then: Callable[[], Any] | None, tensors: Sequence[Tensor], what: str, source: int = -1
+        self,
+        place: Place,
+        work: Any,
+        then: Callable[[], Any] | None,
+        tensors: Sequence[Tensor],
+        what: str,
+        source: int = -1,
     ) -> None:
         super().__init__(tensors, what, source)
         self._place = place

@@ -161,4 +161,3 @@ class NcclLibrary(Library):
     broadcast = _enqueuing(nccl.broadcast)
     send = _enqueuing(nccl.send)
     recv = _enqueuing(nccl.recv)
-

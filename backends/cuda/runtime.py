@@ -69,7 +69,11 @@ class CudaRuntime(Runtime):
         driver = ctypes.PyDLL("libcuda.so.1")  # too short calls to let the interpreter lock go
         self._close = ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle  # CuPy's holds the lock while it waits
         self._mode = ctypes.c_int64()
-        self._query = _address(driver.cuThreadExchangeStreamCaptureMode), ctypes.addressof(self._mode), _address(driver.cuEventQuery)
+        self._query = (
+            _address(driver.cuThreadExchangeStreamCaptureMode),
+            ctypes.addressof(self._mode),
+            _address(driver.cuEventQuery),
+        )
         self._capture_info = driver.cuStreamGetCaptureInfo_v2
         self._finish_loading = getattr(driver, "cuFuncLoad", None)  # CUDA 12.4
 
@@ -80,7 +84,9 @@ class CudaRuntime(Runtime):
     open = _bound("cudaIpcOpenMemHandle", runtime.ipcOpenMemHandle, _MAP_FOR_PEERS)
     free = _bound("cudaFree", runtime.free)
     unregister = _bound("cudaHostUnregister", runtime.hostUnregister)
-    stream = _bound("cudaStreamCreateWithPriority", runtime.streamCreateWithPriority, runtime.streamNonBlocking, _HIGHEST)
+    stream = _bound(
+        "cudaStreamCreateWithPriority", runtime.streamCreateWithPriority, runtime.streamNonBlocking, _HIGHEST
+    )
     event = _bound("cudaEventCreateWithFlags", runtime.eventCreateWithFlags, runtime.eventDisableTiming)
     record = _bound("cudaEventRecord", runtime.eventRecord)
     wait = _bound("cudaStreamWaitEvent", runtime.streamWaitEvent)
@@ -208,7 +214,9 @@ class CudaRuntime(Runtime):
             return image, {name: nvrtc.getLoweredName(program, name) for name in names}
         except (RuntimeError, AssertionError) as error:
             log = nvrtc.getProgramLog(program) if program else ""
-            raise VendorError("nvrtcCompileProgram", getattr(error, "status", -1), str(error).partition(" ")[0], log) from error
+            raise VendorError(
+                "nvrtcCompileProgram", getattr(error, "status", -1), str(error).partition(" ")[0], log
+            ) from error
         finally:
             if program:
                 nvrtc.destroyProgram(program)

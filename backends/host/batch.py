@@ -128,7 +128,8 @@ class Batch:
                 self._grow()
             self._ends.append(end)
             self._rows[index] = row
-            self._rows[index, Word.GATES : Word.STARTS] = 0  # only executors use gates, and they wait for their batch themselves
+            # Only executors use gates, and they wait for their batch themselves.
+            self._rows[index, Word.GATES : Word.STARTS] = 0
         other._clear()
         return range(first, len(self._ends))
 

@@ -66,7 +66,9 @@ def blocks(counts: Sequence[int], itemsize: int) -> np.ndarray:
 class HostCollective(Collective):
     """One island's shared arena, seen from one member. One call at a time."""
 
-    def __init__(self, config: Config, job: str, me: int, ranks: int, name: str, store: Store, deadline: Deadline) -> None:
+    def __init__(
+        self, config: Config, job: str, me: int, ranks: int, name: str, store: Store, deadline: Deadline
+    ) -> None:
         """Map the arena that member 0 makes; its name leaves the folder when the last member has mapped it."""
         self._me, self._ranks = me, ranks
         self._stage = max(config.stage_bytes, 64 * ranks)
@@ -130,7 +132,13 @@ class HostCollective(Collective):
         self._run(self._all_to_all(counts, recv_counts, dtype), src, dst, stream)
 
     def prepare(
-        self, op: OpCode, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, reduction: Reduction, root: int
+        self,
+        op: OpCode,
+        counts: Sequence[int],
+        recv_counts: Sequence[int],
+        dtype: DType,
+        reduction: Reduction,
+        root: int,
     ) -> PreparedCollective | None:
         """See `Collective.prepare`; none for an operation that scales its input."""
         match op:
@@ -312,7 +320,5 @@ class HostCollective(Collective):
 
     def _missing(self) -> list[int]:
         """Members that arrived less often than this one."""
-        arrivals = [
-            ctypes.c_int64.from_address(self._arena + PAGE + r * LINE).value for r in range(self._ranks)
-        ]
+        arrivals = [ctypes.c_int64.from_address(self._arena + PAGE + r * LINE).value for r in range(self._ranks)]
         return [r for r, n in enumerate(arrivals) if n < arrivals[self._me]]

@@ -140,9 +140,7 @@ class HostDevice(Device):
         if op is not None:
             dtype = BY_CODE[message.dtype]
             kind, itemsize, combine = _GET_REDUCE, dtype.itemsize, kit(dtype, op).pair
-        stream.batch.add(
-            kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates
-        )
+        stream.batch.add(kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates)
 
     def courier(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostCourier:
         """See `Device.courier`."""
@@ -160,5 +158,3 @@ class HostDevice(Device):
         """See `Device.scale`."""
         stream.synchronize()
         scale(scaler(dtype), dst, src, count, factor, divisor)
-
-

@@ -85,11 +85,12 @@ MAX_STREAMS = Word.STARTS - Word.GATES
 NEW, POSTED, MOVING, STRAIGHT, DONE = 0, 1, 2, 3, 4
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
-_KIND, _RING, _DATA, _NBYTES, _SEQUENCE = int(Word.KIND), int(Word.RING), int(Word.DATA), int(Word.NBYTES), int(Word.SEQUENCE)
-_OP, _PHASE, _TURN, _LANES, _SLOTS = int(Word.OP), int(Word.PHASE), int(Word.TURN), int(Word.LANES), int(Word.SLOTS)
-_SLOT_BYTES, _LEDGER, _SLOT_DATA, _BLAME = int(Word.SLOT_BYTES), int(Word.LEDGER), int(Word.SLOT_DATA), int(Word.BLAME)
-_ITEMSIZE, _COMBINE, _REMOTE_FIRST, _STARTS = int(Word.ITEMSIZE), int(Word.COMBINE), int(Word.REMOTE_FIRST), int(Word.STARTS)
-_STATE, _LANE, _GATES = int(Word.STATE), int(Word.LANE), int(Word.GATES)
+_KIND, _RING, _DATA, _NBYTES = int(Word.KIND), int(Word.RING), int(Word.DATA), int(Word.NBYTES)
+_SEQUENCE, _OP, _PHASE, _TURN = int(Word.SEQUENCE), int(Word.OP), int(Word.PHASE), int(Word.TURN)
+_LANES, _SLOTS, _SLOT_BYTES = int(Word.LANES), int(Word.SLOTS), int(Word.SLOT_BYTES)
+_LEDGER, _SLOT_DATA, _BLAME = int(Word.LEDGER), int(Word.SLOT_DATA), int(Word.BLAME)
+_ITEMSIZE, _COMBINE, _REMOTE_FIRST = int(Word.ITEMSIZE), int(Word.COMBINE), int(Word.REMOTE_FIRST)
+_STARTS, _STATE, _LANE, _GATES = int(Word.STARTS), int(Word.STATE), int(Word.LANE), int(Word.GATES)
 _OFFER, _TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
 _NOT_YET = rendezvous.NOT_YET
 _PUT, _GET = int(Kind.PUT), int(Kind.GET)

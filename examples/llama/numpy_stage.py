@@ -35,7 +35,9 @@ class NumpyPart:
     def settle(device: str, index: int) -> None:
         """Refuse any device but host memory."""
         if device != "host":
-            raise ArgumentError(f"numpy computes in host memory, not on {device}: set XVCOMM_DEVICE=host, or use another --framework")
+            raise ArgumentError(
+                f"numpy computes in host memory, not on {device}: set XVCOMM_DEVICE=host, or use another --framework"
+            )
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Array:

@@ -231,6 +231,4 @@ if comm.rank == 0:
     print("halos", found)
 """
 
-PROGRAMS = {
-    name.lower(): text for name, text in globals().items() if name.isupper() and isinstance(text, str)
-}
+PROGRAMS = {name.lower(): text for name, text in globals().items() if name.isupper() and isinstance(text, str)}

@@ -45,7 +45,9 @@ def dense(communicator: Communicator) -> None:
         assert (x == total).all()
         x = (np.arange(6) + rank).astype(kind)
         group.reduce(x, None if rank else out, 0, "prod")
-        assert rank or (out == np.prod([(np.arange(6) + r).astype(kind) for r in range(size)], axis=0, dtype=kind)).all()
+        assert (
+            rank or (out == np.prod([(np.arange(6) + r).astype(kind) for r in range(size)], axis=0, dtype=kind)).all()
+        )
         y = np.full(3, rank, kind)
         group.broadcast(y, last)
         assert (y == last).all()
@@ -260,7 +262,9 @@ print(len(names))
 @pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not installed: pip install 'xvcomm[cuda]'")
 def test_signatures_are_those_of_cupyx() -> None:
     """Same methods, same arguments, same defaults. CuPy can be imported without a GPU; it starts MPI where it is installed."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIGNATURES], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SIGNATURES], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0 and done.stdout.split() == ["13"], done.stdout + done.stderr
 
 

@@ -320,7 +320,11 @@ def groups(communicator: Communicator) -> None:
 
 def grids(communicator: Communicator) -> None:
     comm = MPI.Intracomm(communicator)
-    assert MPI.Compute_dims(12, 2) == [4, 3] and MPI.Compute_dims(12, [0, 6]) == [2, 6] and MPI.Compute_dims(7, 3) == [7, 1, 1]
+    assert (
+        MPI.Compute_dims(12, 2) == [4, 3]
+        and MPI.Compute_dims(12, [0, 6]) == [2, 6]
+        and MPI.Compute_dims(7, 3) == [7, 1, 1]
+    )
     ring = comm.Create_cart([comm.size], periods=True)
     before, after = ring.Shift(0, 1)
     assert (before, after) == ((ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size)

@@ -80,8 +80,12 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
 def test_abort_ends_the_job(tmp_path: Path) -> None:
     """With its code, and a reason for the others."""
     script = tmp_path / "aborts.py"
-    script.write_text(f"{OURS}\ncomm = MPI.COMM_WORLD\ncomm.Barrier()\nif comm.rank:\n    comm.Abort(5)\ncomm.Recv(bytearray(1), 1)\n")
+    script.write_text(
+        f"{OURS}\ncomm = MPI.COMM_WORLD\ncomm.Barrier()\nif comm.rank:\n    comm.Abort(5)\ncomm.Recv(bytearray(1), 1)\n"
+    )
     command = [str(BIN / "xvcomm"), "run", "-n", "2", "--", str(script)]
-    done = subprocess.run(command, env={**os.environ, "XVCOMM_DEVICE": "host"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env={**os.environ, "XVCOMM_DEVICE": "host"}, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode != 0
     assert "MPI Abort(5) by rank 1" in done.stdout + done.stderr

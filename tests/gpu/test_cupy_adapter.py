@@ -292,7 +292,9 @@ def pool_empties(comm: Communicator) -> None:
     await_that(lambda: settle() <= used)
 
 
-@pytest.mark.parametrize("check", [dense, thin, freed_while_under_way, reused_behind, pool_empties], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check", [dense, thin, freed_while_under_way, reused_behind, pool_empties], ids=lambda c: c.__name__
+)
 def test_cupy(world: World, check: Callable[[Communicator], None]) -> None:
     """In an island, across a border, and both."""
     world.run(check, timeout=120)
@@ -346,7 +348,11 @@ def test_same_program_as_with_cupyx(gpus: int, tmp_path: Path) -> None:
         environment |= {"CUPYX_DISTRIBUTED_PORT": str(port), "XVCOMM_SECRET": "of this test"}
         ranks = [
             subprocess.Popen(
-                [sys.executable, script, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [sys.executable, script, str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(2)
         ]

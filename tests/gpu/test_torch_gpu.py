@@ -138,7 +138,10 @@ def gradients() -> None:
         "none": (1e-6, lambda model: None),
         "allreduce": (1e-6, lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook)),
         "built-in": (1e-6, lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)),
-        "built-in fp16": (3e-3, lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)),
+        "built-in fp16": (
+            3e-3,
+            lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+        ),
     }
     for tolerance, register in hooks.values():
         model = Parallel(OnDevice(place), bucket_cap_mb=0.0005)
@@ -224,8 +227,9 @@ def test_torch(
 
 def losses(folder: Path, **env: str) -> dict[str, Any]:
     """Of the example with Hugging Face's Trainer, on two GPUs."""
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE), "--steps", "8", "--out", str(folder))
-    launch(sys.executable, *command, env={"XVCOMM_DEVICE": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **env})
+    run = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    env = {"XVCOMM_DEVICE": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **env}
+    launch(sys.executable, *run, str(EXAMPLE), "--steps", "8", "--out", str(folder), env=env)
     record: dict[str, Any] = json.loads((folder / "losses.json").read_text())
     return record
 

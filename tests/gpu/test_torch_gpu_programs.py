@@ -50,7 +50,8 @@ def sharded() -> None:
     """Both versions of FSDP: gradients, and weights after three steps."""
     place = here()
     fsdp.first_version("FULL_SHARD", str(place), ROUNDING)
-    fsdp.second_version((size(),), True, place.type, 10 * ROUNDING)  # AdamW divides by gradients that are nearly nothing
+    # AdamW divides by gradients that are nearly nothing.
+    fsdp.second_version((size(),), True, place.type, 10 * ROUNDING)
 
 
 def piped() -> None:

@@ -84,7 +84,13 @@ def compiled(architecture: str, skip: int) -> tuple[bytes, bytes]:
     """The image of `SOURCE` and the kernel's lowered name."""
     program = ok(hiprtc.hiprtcCreateProgram(SOURCE, b"add.cu", 0, None, None))
     ok(hiprtc.hiprtcAddNameExpression(program, b"add<float>"))
-    options = [f"--offload-arch={architecture}".encode(), b"-O3", b"-std=c++17", b"-DSKIP=%d" % skip, b"-ffp-contract=off"]
+    options = [
+        f"--offload-arch={architecture}".encode(),
+        b"-O3",
+        b"-std=c++17",
+        b"-DSKIP=%d" % skip,
+        b"-ffp-contract=off",
+    ]
     result = hiprtc.hiprtcCompileProgram(program, len(options), options)
     log = bytearray(ok(hiprtc.hiprtcGetProgramLogSize(program)))
     ok(hiprtc.hiprtcGetProgramLog(program, log))

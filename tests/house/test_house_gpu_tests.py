@@ -10,7 +10,9 @@ from pathlib import Path
 
 
 def test_nothing_is_deselected(root: Path) -> None:
-    recipe = subprocess.run(["make", "--dry-run", "test-gpu"], cwd=root, capture_output=True, text=True, check=True).stdout
+    recipe = subprocess.run(
+        ["make", "--dry-run", "test-gpu"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     (arguments,) = re.findall(r"-m pytest ([^|;\n]*\btests/gpu\b[^|;\n]*)", recipe)
     command = [sys.executable, "-m", "pytest", *shlex.split(arguments), "--collect-only", "-q"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)

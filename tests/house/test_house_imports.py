@@ -58,13 +58,13 @@ print(json.dumps(guilty))
 
 def test_import_has_no_side_effects(root: Path, tmp_path: Path) -> None:
     code = """
-import json, os, signal, sys, threading, warnings
+import glob, json, os, signal, sys, threading, warnings
 import numpy
 def state():
     return {
         "threads": len(threading.enumerate()),
-        "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
-        "shared memory": sorted(name for name in os.listdir("/dev/shm") if name.startswith("xvcomm-") and str(os.getpid()) in name),
+        "files": sorted(os.readlink(fd) for fd in glob.glob("/proc/self/fd/*") if os.path.exists(fd)),
+        "shared memory": sorted(glob.glob(f"/dev/shm/xvcomm-*{os.getpid()}*")),
         "environment": dict(os.environ),
         "folder": os.listdir("."),
         "signals": [str(signal.getsignal(s)) for s in sorted(signal.valid_signals())],

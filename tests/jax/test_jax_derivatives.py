@@ -53,6 +53,7 @@ def forward(comm):
         close(dy, sum(np.cos(a) * (r + 1) for r, a in enumerate(X[:size])))
     (back,) = jax.linear_transpose(lambda x: xvjax.all_reduce(x, comm=comm), x)(x)
     close(back, sum(X[:size]))
+
     # The Hessian of the sum of all ranks' losses, rows and columns of this rank's element.
     def square(x):
         return xvjax.all_reduce(x, comm=comm) ** 2

@@ -16,7 +16,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_data_parallel.py"
 @pytest.mark.parametrize("islands", [pytest.param("cuda:1,rocm:1", marks=pytest.mark.slow), "cuda:2,rocm:1"])
 def test_losses_are_those_of_one_process(tmp_path: Path, islands: str) -> None:
     """Over two islands, of equal and of unequal size; and they fall."""
-    command = [sys.executable, "-m", "xvcomm", "run", "--islands", islands, "--", str(EXAMPLE), "--check", "--steps", "41"]
+    run = [sys.executable, "-m", "xvcomm", "run", "--islands", islands, "--"]
+    command = [*run, str(EXAMPLE), "--check", "--steps", "41"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
     environment |= {"XVCOMM_DEVICE": "host", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)

@@ -139,7 +139,9 @@ def test_what_a_handler_is_told():
 def test_old_releases_are_refused():
     major, minor = versions.OLDEST
     for release in (f"{major}.{minor - 1}.9", "0.4.35", "0.0.1.dev1+g1"):
-        with pytest.raises(BackendUnavailable, match=rf"needs JAX {major}\.{minor} or newer, and found {release[:4]}.*pip install"):
+        with pytest.raises(
+            BackendUnavailable, match=rf"needs JAX {major}\.{minor} or newer, and found {release[:4]}.*pip install"
+        ):
             versions._require(release)
     for release in (f"{major}.{minor}.0", "0.12.0.dev20260101", "1.0", jax.__version__):
         versions._require(release)

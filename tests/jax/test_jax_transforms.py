@@ -101,9 +101,9 @@ def loops(comm):
     equal(sums, 2.0 * size ** np.arange(4, dtype=np.float32))
     unrolled = jax.jit(lambda x: jax.lax.scan(body, x, None, length=4, unroll=2)[0])(one)
     equal(unrolled, last)
-    found = jax.jit(
-        lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, reduce(c[1])), (0, x))[1]
-    )(one)
+    found = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, reduce(c[1])), (0, x))[1])(
+        one
+    )
     equal(found, np.full(2, size**3, np.float32))
     equal(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: reduce(x), x))(one), found)
     equal(jax.lax.scan(body, one, None, length=2)[0], np.full(2, size**2, np.float32))

@@ -105,7 +105,8 @@ def probing(comm, source, many):
     """Be in a probe of the last rank; `many` at a time."""
     errors = []
     threads = [
-        threading.Thread(target=lambda c=c: errors.append(raised(comm.probe, source, channel=c))) for c in range(1, many)
+        threading.Thread(target=lambda c=c: errors.append(raised(comm.probe, source, channel=c)))
+        for c in range(1, many)
     ]
     for thread in threads:
         thread.start()

@@ -25,11 +25,14 @@ def run(folder: Path, islands: str, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("islands", "tiles", "size"), [("cuda:1,rocm:1", "1 x 2", 40), ("a,b,a", "1 x 3", 37), ("cuda:2,rocm:2", "2 x 2", 40)]
+    ("islands", "tiles", "size"),
+    [("cuda:1,rocm:1", "1 x 2", 40), ("a,b,a", "1 x 3", 37), ("cuda:2,rocm:2", "2 x 2", 40)],
 )
 def test_same_bits_as_one_process(tmp_path: Path, islands: str, tiles: str, size: int) -> None:
     """Two to four ranks, with tiles of equal and unequal sizes."""
-    code, out = run(tmp_path, islands, "--check", "--size", str(size), "--steps", "60", "--out", str(tmp_path / "heat.png"))
+    code, out = run(
+        tmp_path, islands, "--check", "--size", str(size), "--steps", "60", "--out", str(tmp_path / "heat.png")
+    )
     assert code == 0, out
     assert f"{tiles} tiles, 60 steps" in out and "same bits as one process" in out
     assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")

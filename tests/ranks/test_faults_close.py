@@ -75,7 +75,8 @@ def test_abort_reaches_all_with_its_reason(world, kind):
     for rank, errors in enumerate(world.run(aborted, kind)):
         for error in errors:
             assert isinstance(error, Aborted) and error.rank == rank and error.peer == last
-            assert f"rank {last} on " in str(error) and str(error).endswith("aborted the communicator: the loss is not a number")
+            assert f"rank {last} on " in str(error)
+            assert str(error).endswith("aborted the communicator: the loss is not a number")
     assert time.monotonic() - started < SOON
 
 
@@ -161,7 +162,8 @@ def close_under_a_thread(comm):
     errors = []
     peer = (comm.rank + 1) % comm.size
     threads = [
-        threading.Thread(target=lambda sub=sub: errors.append(raised(lambda: sub.recv(np.zeros(8), peer)))) for sub in subs
+        threading.Thread(target=lambda sub=sub: errors.append(raised(lambda: sub.recv(np.zeros(8), peer))))
+        for sub in subs
     ] + [threading.Thread(target=lambda sub=sub: errors.append(raised(sub.barrier))) for sub in subs if comm.rank == 0]
     for thread in threads:
         thread.start()
@@ -309,7 +311,9 @@ def test_a_rank_that_raises():
         outcomes = world.outcomes(fail)
         assert isinstance(outcomes[1], KeyError)
         for rank in (0, 2):
-            assert isinstance(outcomes[rank], PeerLost) and outcomes[rank].peer == 1 and " left; " in str(outcomes[rank])
+            assert (
+                isinstance(outcomes[rank], PeerLost) and outcomes[rank].peer == 1 and " left; " in str(outcomes[rank])
+            )
 
 
 SCRIPTS = {

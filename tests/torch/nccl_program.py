@@ -55,9 +55,14 @@ def groups(device: torch.device, backend: str) -> None:
 def collectives(device: torch.device) -> None:
     """Tensors, a message, objects, both kinds of barrier."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    dist.all_gather(blocks := [torch.zeros(5, device=device) for _ in range(size)], torch.full((5,), float(rank), device=device))
+    dist.all_gather(
+        blocks := [torch.zeros(5, device=device) for _ in range(size)], torch.full((5,), float(rank), device=device)
+    )
     assert [block[0].item() for block in blocks] == list(range(size))
-    ring = [dist.P2POp(dist.isend, blocks[rank], (rank + 1) % size), dist.P2POp(dist.irecv, x := blocks[rank] * 0, (rank - 1) % size)]
+    ring = [
+        dist.P2POp(dist.isend, blocks[rank], (rank + 1) % size),
+        dist.P2POp(dist.irecv, x := blocks[rank] * 0, (rank - 1) % size),
+    ]
     for work in dist.batch_isend_irecv(ring):
         work.wait()
     assert x[0].item() == (rank - 1) % size
@@ -71,7 +76,9 @@ def gradients(device: torch.device) -> None:
     """Of DDP: the mean over the ranks, also with the hook that torch lets through for NCCL alone."""
     for hook, tolerance in ((None, 1e-6), (default_hooks.bf16_compress_hook, 2e-2)):
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Linear(8, 4).to(device), device_ids=[device] if device.type == "cuda" else None)
+        model = DistributedDataParallel(
+            nn.Linear(8, 4).to(device), device_ids=[device] if device.type == "cuda" else None
+        )
         if hook is not None:
             model.register_comm_hook(None, hook)
         batch = torch.full((3, 8), float(dist.get_rank() + 1), device=device)

@@ -58,7 +58,9 @@ def trained(steps: int) -> bytes:
         rule.zero_grad()
         loss_of(model, me(), step).backward()
         rule.step()
-    for found, expected in zip(model.parameters(), trained_alone(steps, torch.optim.AdamW, lr=0.01).parameters(), strict=True):
+    for found, expected in zip(
+        model.parameters(), trained_alone(steps, torch.optim.AdamW, lr=0.01).parameters(), strict=True
+    ):
         close(found, expected, 1e-5)
     return b"".join(raw(parameter) for parameter in model.parameters())
 
@@ -190,7 +192,9 @@ def alike_after(model: nn.Module, rule: Any, steps: int, after: Any = None) -> N
 
 def power_sgd() -> None:
     model = Parallel(perceptron())
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     alike_after(model, torch.optim.SGD(model.parameters(), 0.05), 8)
 
@@ -245,7 +249,9 @@ def sharded_optimizer(kind: str) -> None:
         dist.all_gather_object(found := [None] * size(), [raw(p) for p in model.parameters()])
         assert all(other == found[0] for other in found)
         return
-    for found, expected in zip(model.parameters(), trained_alone(4, torch.optim.Adam, lr=0.01).parameters(), strict=True):
+    for found, expected in zip(
+        model.parameters(), trained_alone(4, torch.optim.Adam, lr=0.01).parameters(), strict=True
+    ):
         close(found, expected, 1e-5)
     rule.consolidate_state_dict(0)
     if me() == 0:

@@ -234,7 +234,10 @@ def sends_and_leaves() -> None:
 
 
 def receives_in_another_order() -> list[tuple[str, str, float, bool]]:
-    return [attempt(lambda: dist.recv(torch.ones(8), 0, tag=33)), attempt(lambda: dist.irecv(torch.ones(8), 0, tag=1).wait())]
+    return [
+        attempt(lambda: dist.recv(torch.ones(8), 0, tag=33)),
+        attempt(lambda: dist.irecv(torch.ones(8), 0, tag=1).wait()),
+    ]
 
 
 @pytest.mark.not_gloo("tags that share a channel")

@@ -184,7 +184,8 @@ def noted_only() -> None:
     assert negative.is_neg() and negative.is_contiguous()
     dist.all_reduce(negative)
     same(negative, [-2.0 * size()])
-    dist.group.WORLD.broadcast(conjugate := torch.tensor([me() + 1 + 1j]).conj(), 0).wait()  # `dist.broadcast` refuses it
+    conjugate = torch.tensor([me() + 1 + 1j]).conj()  # `dist.broadcast` refuses it
+    dist.group.WORLD.broadcast(conjugate, 0).wait()
     assert conjugate.is_conj()
     same(conjugate.resolve_conj(), [1 - 1j])
 

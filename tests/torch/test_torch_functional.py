@@ -37,7 +37,9 @@ def eager() -> None:
     same(funcol.all_to_all_single(x, None, None, group) + 0, expected)
     give, take = [1 + (r + rank) % 2 for r in range(n)], [1 + (r + rank) % 2 for r in range(n)]
     x = noise(rank, sum(give), 2)
-    parts = [noise(r, sum(1 + (o + r) % 2 for o in range(n)), 2).split([1 + (o + r) % 2 for o in range(n)]) for r in range(n)]
+    parts = [
+        noise(r, sum(1 + (o + r) % 2 for o in range(n)), 2).split([1 + (o + r) % 2 for o in range(n)]) for r in range(n)
+    ]
     same(funcol.all_to_all_single(x, take, give, group) + 0, torch.cat([part[rank] for part in parts]))
 
 
@@ -145,7 +147,9 @@ def differentiated() -> None:
     differentiable.broadcast(x * 3, 0).mul(rank + 1).sum().backward()
     same(x.grad, torch.full((4,), 3.0 * sum(range(1, n + 1))) if rank == 0 else torch.zeros(4))
     x.grad = None
-    differentiable.reduce_scatter(torch.zeros(2), list(torch.cat([x] * n).chunk(2 * n)[: n]), dist.ReduceOp.SUM).sum().backward()
+    differentiable.reduce_scatter(
+        torch.zeros(2), list(torch.cat([x] * n).chunk(2 * n)[:n]), dist.ReduceOp.SUM
+    ).sum().backward()
     assert x.grad is not None
     out = differentiable.all_to_all_single(torch.zeros(4), x, [4 // n] * n, [4 // n] * n)
     same(out, torch.cat([noise(r, 4).chunk(n)[rank] for r in range(n)]))

@@ -72,9 +72,8 @@ def test_the_script(tmp_path: Path, launcher: str) -> None:
         "xvcomm run": ("-m", "xvcomm", "run", "--islands", islands, "--", SCRIPT),
     }[launcher]
     out = tmp_path / "log.jsonl"
-    text = launch(
-        sys.executable, *start, "--backend", BACKEND, "--mode", "ddp", "--steps", "3", "--dim", "32", "--check", "--out", str(out)
-    )
+    options = ("--backend", BACKEND, "--mode", "ddp", "--steps", "3", "--dim", "32", "--check", "--out", str(out))
+    text = launch(sys.executable, *start, *options)
     header, steps, check = read(out)
     assert header["backend"] == BACKEND and header["ranks"] == 2 and header["rehearsal"] is True
     assert [step["step"] for step in steps] == [1, 2, 3]

@@ -27,12 +27,15 @@ def layers(count: int) -> list[nn.Module]:
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
 
 
-def trained_alone(count: int, x: torch.Tensor, y: torch.Tensor, micro_batches: int) -> tuple[list[nn.Module], torch.Tensor]:
+def trained_alone(
+    count: int, x: torch.Tensor, y: torch.Tensor, micro_batches: int
+) -> tuple[list[nn.Module], torch.Tensor]:
     """The stages with their gradients, and the loss, by one process."""
     whole = layers(count)
     loss = sum(
-        nn.functional.mse_loss(nn.Sequential(*whole)(a), b) for a, b in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)
-    )  # fmt: skip
+        nn.functional.mse_loss(nn.Sequential(*whole)(a), b)
+        for a, b in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)
+    )
     (loss / micro_batches).backward()
     return whole, loss / micro_batches
 
@@ -75,7 +78,9 @@ def test_schedules_across_the_border(pair: Job, schedule: str) -> None:
     pair.run(piped, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
+)
 def test_schedules_on_four_ranks(four: Job, schedule: str) -> None:
     four.run(piped, schedule, None, 8)
 

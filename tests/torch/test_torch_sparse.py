@@ -14,7 +14,9 @@ def coo(rank: int, *dense: int, place: str = "cpu") -> torch.Tensor:
     """A rank's tensor: `rank + 1` entries, one of which all ranks have."""
     indices = torch.tensor([[0, *(2 + rank + i for i in range(rank))], [1, *(i % 3 for i in range(rank))]])
     values = torch.arange(1.0, indices.shape[1] + 1)
-    return torch.sparse_coo_tensor(indices, values.reshape(-1, *[1] * len(dense)).expand(-1, *dense), (9, 3, *dense), device=place)
+    return torch.sparse_coo_tensor(
+        indices, values.reshape(-1, *[1] * len(dense)).expand(-1, *dense), (9, 3, *dense), device=place
+    )
 
 
 def added(*dense: int, place: str = "cpu") -> None:
@@ -25,7 +27,9 @@ def added(*dense: int, place: str = "cpu") -> None:
     work = dist.all_reduce(x := coo(me(), *dense, place=place), async_op=True)
     work.wait()
     same(x.to_dense(), expected)
-    empty = torch.sparse_coo_tensor(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(0, *dense), (9, 3, *dense), device=place)
+    empty = torch.sparse_coo_tensor(
+        torch.zeros(2, 0, dtype=torch.int64), torch.zeros(0, *dense), (9, 3, *dense), device=place
+    )
     dist.all_reduce(x := coo(0, *dense, place=place) if me() == 0 else empty)
     same(x.to_dense(), coo(0, *dense).to_dense())
 

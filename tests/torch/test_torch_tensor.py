@@ -70,7 +70,9 @@ def two_dimensions() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = numbers(7, 6)
     kinds = (Shard(0), Shard(1), Replicate())
-    for before, after in zip(itertools.product(kinds, kinds), reversed(list(itertools.product(kinds, kinds))), strict=True):
+    for before, after in zip(
+        itertools.product(kinds, kinds), reversed(list(itertools.product(kinds, kinds))), strict=True
+    ):
         there = distribute_tensor(x, mesh, before).redistribute(mesh, after)
         same(there.full_tensor(), x)
     same((distribute_tensor(x, mesh, [Shard(0), Shard(1)]) * 2).full_tensor(), x * 2)
@@ -145,7 +147,9 @@ def sequences() -> None:
     found.full_tensor().pow(2).sum().backward()
     for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
         gradient = parameter.grad.full_tensor()
-        torch.testing.assert_close(gradient, other.grad, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient, other.grad, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_sequence_parallel(pair: Job) -> None:

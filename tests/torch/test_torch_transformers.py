@@ -15,7 +15,9 @@ SCRIPT = str(Path(__file__).parents[2] / "examples" / "transformers_finetune.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT)
 STEPS = 8
 missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}; pip install 'xvcomm[examples]'")
+pytestmark = pytest.mark.skipif(
+    bool(missing), reason=f"not installed: {', '.join(missing)}; pip install 'xvcomm[examples]'"
+)
 
 
 def trained(folder: Path, *command: str, **env: str) -> dict[str, Any]:
@@ -44,7 +46,8 @@ def test_torchrun(tmp_path: Path, on_gloo: dict[str, Any]) -> None:
 
 
 def test_xvcomm_run_over_two_islands(tmp_path: Path, on_gloo: dict[str, Any]) -> None:
-    command = ("-m", "xvcomm", "run", "--islands", "cuda:1,rocm:1", "--replace", "gloo", "--", SCRIPT, "--accumulate", "2")
+    run = ("-m", "xvcomm", "run", "--islands", "cuda:1,rocm:1", "--replace", "gloo", "--")
+    command = (*run, SCRIPT, "--accumulate", "2")
     record = trained(tmp_path, *command)
     assert "xvcomm" in record["group"]
     assert record["losses"] == pytest.approx(on_gloo["losses"], rel=1e-5)  # the same sequences in smaller pieces

@@ -26,19 +26,23 @@ RANKS_OF_SUBGROUPS = 3
 OPENED = frozenset({"Only MPI supports CPU all_to_all_single", "Only MPI supports all_to_all"})
 
 # Tests that do not apply to xvcomm in gloo's place; the reason of each. Under its own name none is excluded.
-NOT_FOR_GLOOS_PLACE: MappingProxyType[str, str] = MappingProxyType({
-    "DistributedTest.test_ddp_logging_data_cpu":
-        "DDP's logger in C++ takes a group that says `gloo` for one of Gloo's own, to read its number of threads",
-})
+NOT_FOR_GLOOS_PLACE: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "DistributedTest.test_ddp_logging_data_cpu": "DDP's logger in C++ takes a group that says `gloo` for one of "
+        "Gloo's own, to read its number of threads",
+    }
+)
 
 # Tests that do not apply to gloo: what another backend can do in addition is tested all the same.
 EQUAL_SHAPES = "gloo's all_to_all takes lists of tensors of one shape"
-NOT_FOR_GLOO: MappingProxyType[str, str] = MappingProxyType({
-    "DistributedTest.test_all_to_all": EQUAL_SHAPES,
-    "DistributedTest.test_all_to_all_complex": EQUAL_SHAPES,
-    "DistributedTest.test_all_to_all_full_group": EQUAL_SHAPES,
-    "DistributedTest.test_all_to_all_group": EQUAL_SHAPES,
-})
+NOT_FOR_GLOO: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "DistributedTest.test_all_to_all": EQUAL_SHAPES,
+        "DistributedTest.test_all_to_all_complex": EQUAL_SHAPES,
+        "DistributedTest.test_all_to_all_full_group": EQUAL_SHAPES,
+        "DistributedTest.test_all_to_all_group": EQUAL_SHAPES,
+    }
+)
 
 # Tests that name the third rank, or divide the ranks among trainers and two more, and do not say so.
 THREE_RANKS = ("DistAutogradTest.test_backward_node_failure_python_udf", "DdpUnderDistAutogradTest.")

@@ -366,7 +366,9 @@ def graphs() -> None:
         user.deadline = Deadline.after(SECONDS)
         with captured(handle):
             assert user.capturing() and not own.capturing()
-            with pytest.raises(ArgumentError, match="rank 1 pins memory, which a graph cannot capture; run the operation once"):
+            with pytest.raises(
+                ArgumentError, match="rank 1 pins memory, which a graph cannot capture; run the operation once"
+            ):
                 gpu.put(producer, source.address, message(SMALL), user)
             with pytest.raises(ArgumentError, match="while a graph is captured"):
                 user.enqueued()

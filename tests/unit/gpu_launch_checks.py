@@ -113,7 +113,10 @@ def copies_and_scaling_of_compiled_code_suit_any_addresses() -> None:
     """They move whole arrays, and touch nothing else."""
     gpu, count, width = device(), 5000, 4
     on, x = gpu.adopt(gpu.runtime.stream()), np.arange(count + 8, dtype=np.float32)
-    for call, factor in ((gpu.enqueued_copy(width * count), 1), (gpu.enqueued_scale(count, BY_NAME["float32"], 3.0, 0), 3)):
+    for call, factor in (
+        (gpu.enqueued_copy(width * count), 1),
+        (gpu.enqueued_scale(count, BY_NAME["float32"], 3.0, 0), 3),
+    ):
         launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(call.function)
         for src, dst in itertools.product(range(5), repeat=2):
             source, target, want = up(gpu, x), up(gpu, -x), -x

@@ -13,7 +13,11 @@ from xvcomm.errors import ConfigError
 @pytest.mark.parametrize("f", fields(Config), ids=lambda f: f.name)
 def test_every_field_has_its_variable(f) -> None:
     kind = str(f.type).partition(" ")[0]
-    text, value = {"int": ("8192" if "bytes" in f.name else str(min(17, f.metadata["most"])), None), "float": ("2.5", 2.5), "str": ("some text",) * 2}[kind]
+    text, value = {
+        "int": ("8192" if "bytes" in f.name else str(min(17, f.metadata["most"])), None),
+        "float": ("2.5", 2.5),
+        "str": ("some text",) * 2,
+    }[kind]
     value = int(text) if value is None else value
     variable = f"XVCOMM_{f.name.upper()}"
     config = Config.from_env({variable: text, "HOME": "/root"})

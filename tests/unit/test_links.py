@@ -74,7 +74,9 @@ def test_each_channel_has_a_ring_of_its_own() -> None:
     mine.close()
 
 
-@pytest.mark.parametrize("config", [{}, {"ring_slots": 2, "gpu_ring_slots": 2, "gpu_ring_lanes": 1, "gpu_ring_slot_bytes": 4096}])
+@pytest.mark.parametrize(
+    "config", [{}, {"ring_slots": 2, "gpu_ring_slots": 2, "gpu_ring_lanes": 1, "gpu_ring_slot_bytes": 4096}]
+)
 @pytest.mark.parametrize("channel", [0, 1, CHANNELS - 1])
 def test_both_ends_know_the_shape(config: dict[str, int], channel: int) -> None:
     for a, b in ((0, 1), (0, 2), (2, 1)):
@@ -84,7 +86,9 @@ def test_both_ends_know_the_shape(config: dict[str, int], channel: int) -> None:
             for producer in (True, False):
                 ends.end(peer, Use.POINT_TO_POINT, NEVER, producer=producer, channel=channel)
             ends.close()
-        assert {n: layout for n, (_, layout, _) in here.opened.items()} == {n: layout for n, (_, layout, _) in there.opened.items()}
+        assert {n: layout for n, (_, layout, _) in here.opened.items()} == {
+            n: layout for n, (_, layout, _) in there.opened.items()
+        }
         assert all(here.opened[name][2] != there.opened[name][2] for name in here.opened)
 
 

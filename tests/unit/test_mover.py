@@ -63,7 +63,8 @@ class PlainRuntime:
         text.write_text(f'{source}\n#include "{HIP / "entry.h"}"\n{entries}')
         # What is not aligned would work here, and stop a GPU.
         checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-        command = ["g++", "-std=c++17", "-O1", *checks, "-shared", "-fPIC", "-fno-gnu-unique", "-pthread", text, "-o", image]
+        library = ["-shared", "-fPIC", "-fno-gnu-unique", "-pthread"]
+        command = ["g++", "-std=c++17", "-O1", *checks, *library, text, "-o", image]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise VendorError("g++", done.returncode, "compilation", done.stderr)
@@ -127,7 +128,8 @@ class Ring:
         """A transfer through one end."""
         end, state = (self.producer, self.states[0]) if producer else (self.consumer, self.states[1])
         aligned = -(-state.ctypes.data // 128) * 128
-        return Transfer(end.address, end.slots, aligned, end.geometry, producer, data.ctypes.data, message, end.peer, **how)
+        at = data.ctypes.data
+        return Transfer(end.address, end.slots, aligned, end.geometry, producer, at, message, end.peer, **how)
 
     def move(self, *args: Any, **how: Any) -> None:
         """One transfer by a kernel."""
@@ -361,7 +363,7 @@ def test_a_stopped_ring_lets_all_go(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("published", [True, False])
-def test_the_first_block_comes_late_to_a_stopped_ring(bench: Bench, published: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_first_block_of_a_stopped_ring(bench: Bench, published: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It alone compares the descriptions: the others wait for it, and leave with it."""
     ring, data, target = Ring(bench, RingLayout(3, 4, 4096)), distinct(UINT8, 40_000, 1), np.zeros(40_000, np.uint8)
     if published:

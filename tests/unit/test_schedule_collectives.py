@@ -201,7 +201,9 @@ def test_every_collective_on_chosen_islands(op: Collective, sizes: tuple[int, ..
             check(replace(case, short=True), seeds=1)
 
 
-@given(topologies(), st.integers(0, 300), st.sampled_from(((0, False), (24, False), (0, True))), st.integers(0, 1 << 30))
+@given(
+    topologies(), st.integers(0, 300), st.sampled_from(((0, False), (24, False), (0, True))), st.integers(0, 1 << 30)
+)
 @settings(max_examples=80, deadline=None)
 def test_all_reduce_gives_the_same_bits_on_every_rank(
     topology: Topology, count: int, how: tuple[int, bool], seed: int

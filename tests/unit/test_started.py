@@ -72,7 +72,9 @@ class Job:
         view = self.view()
         transfer = Transfer(OpCode.RECV, view, 1, 5, NEVER, HOME, 2)
         ((end, following),) = self.branch.ends
-        return StartedMessage(cast(Beside, self), transfer, end, following, lambda over, deadline: self.followed.append(None))
+        return StartedMessage(
+            cast(Beside, self), transfer, end, following, lambda over, deadline: self.followed.append(None)
+        )
 
     def word(self) -> int:
         return self.stop

@@ -77,7 +77,13 @@ class Collective(ABC):
         """Member i gets everybody's i-th block; blocks lie one after the other on both sides."""
 
     def prepare(
-        self, op: OpCode, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, reduction: Reduction, root: int
+        self,
+        op: OpCode,
+        counts: Sequence[int],
+        recv_counts: Sequence[int],
+        dtype: DType,
+        reduction: Reduction,
+        root: int,
     ) -> PreparedCollective | None:
         """An operation for compiled code; None if this library has none.
 
@@ -87,9 +93,7 @@ class Collective(ABC):
         """
         return None
 
-    def enqueued(
-        self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int
-    ) -> EnqueuedCall | None:
+    def enqueued(self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int) -> EnqueuedCall | None:
         """An operation for compiled code, on a device's stream; None if this library has none, or needs several calls.
 
         Args:

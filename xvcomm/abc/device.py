@@ -205,8 +205,8 @@ class EnqueuedCall(NamedTuple):
 
     Attributes:
         function: address of a C function: the word `argument`, input and output, the stream's handle, and the bits
-            of the float `Deadline.at` until when it may be busy. It is called with the interpreter lock, lets it go where it may wait,
-            and returns 0 if the operation is enqueued, CAPTURED if it went into a graph.
+            of the float `Deadline.at` until when it may be busy. It is called with the interpreter lock, lets it go
+            where it may wait, and returns 0 if the operation is enqueued, CAPTURED if it went into a graph.
         argument: address of what must live as long: `keep`.
         failed: raises what another result means.
     """

@@ -121,11 +121,8 @@ class Table:
         print("# time: median of the slowest rank, us; algbw, busbw: 10^9 bytes/s; Nx: the peer takes N times as long")
         peers = "  ".join(f"{name:>11} {'':>8}" for name in self._libraries[1:])
         print(f"# {'':>12} {'':>10} {'':>10} {'':>9}  {'xvcomm':>11} {'':>8} {'':>8} {'':>6}  {peers}".rstrip())
-        titles = "  ".join(f"{'time':>11} {'ratio':>8}" for _ in self._libraries[1:])
-        print(
-            f"# {'op':>12} {'bytes':>10} {'count':>10} {'type':>9}  {'time':>11} {'algbw':>8} {'busbw':>8} {'#wrong':>6}  {titles}",
-            flush=True,
-        )
+        titles = f"# {'op':>12} {'bytes':>10} {'count':>10} {'type':>9}  {'time':>11} {'algbw':>8} {'busbw':>8} {'#wrong':>6}"
+        print("  ".join([titles, *(f"{'time':>11} {'ratio':>8}" for _ in self._libraries[1:])]), flush=True)
 
 
 def _time(record: Record) -> str:

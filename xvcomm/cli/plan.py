@@ -111,5 +111,6 @@ def costs(request: Request, prediction: Prediction, links: Links) -> list[str]:
     return [
         f"predicted: {prediction.seconds * 1e6:.1f} us for {size_text(size)}, {rate:.2f} GB/s; slowest is rank {prediction.rank}",
         f"busy on it: {lanes}",
-        f"model: {links.native_bandwidth / 1e9:g} GB/s inside an island, {links.border_bandwidth / 1e9:g} GB/s a link over the border",
+        f"model: {links.native_bandwidth / 1e9:g} GB/s inside an island, "
+        f"{links.border_bandwidth / 1e9:g} GB/s a link over the border",
     ]

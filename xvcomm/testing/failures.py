@@ -77,7 +77,8 @@ def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
                     errors = [_raised_soon(MismatchError, group.recv, y, last, tag=2)]
                 errors.append(_raised_soon(MismatchError, group.barrier))
                 for error in errors:
-                    assert "sent 10 x float64, tag 1" in str(error) and "expected 10 x float64, tag 2" in str(error), error
+                    assert "sent 10 x float64, tag 1" in str(error), error
+                    assert "expected 10 x float64, tag 2" in str(error), error
                 assert not a.get(y).any(), "a message was delivered that both ends described differently"
             signals.tell("left")
             signals.hear("left", range(comm.size))
@@ -229,7 +230,9 @@ def check_exchange_repeated(comm: Communicator) -> None:
             if what == "departure" and comm.rank == last:
                 group.close()
             elif what == "mismatch" or comm.rank != last:
-                tags = {"send_tag": int(comm.rank == last), "recv_tag": 2 * int(comm.rank == 0)} if what == "mismatch" else {}
+                tags = {}
+                if what == "mismatch":
+                    tags = {"send_tag": int(comm.rank == last), "recv_tag": 2 * int(comm.rank == 0)}
                 with contextlib.suppress(wanted):  # on host memory
                     group.sendrecv(x, after, y, before, **tags, timeout=_PATIENCE if what == "deadline" else None)
             else:

@@ -48,7 +48,8 @@ def check_mixture(comm: Communicator, seed: int, rounds: int) -> None:
     """
     a = arrays(comm)
     places = [a, DeviceArrays(a.device) if isinstance(a, DeviceArrays) else a]
-    kinds, together, alone = list(_kinds(comm).items()), random.Random(seed), random.Random(seed * comm.size + comm.rank)
+    kinds = list(_kinds(comm).items())
+    together, alone = random.Random(seed), random.Random(seed * comm.size + comm.rank)
     for number in range(rounds):
         begun: list[tuple[str, _Begun]] = []
         for _ in range(together.randint(1, _MOST)):

@@ -60,7 +60,8 @@ def check_repeated(comm: Communicator, rounds: int) -> None:
             comm.broadcast(x, comm.size - 1)
             comm.all_reduce(x)
         if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:  # a rank alone has no call to repeat
-            assert begun.call_count < rounds + 5, "Python began all operations"  # not all islands' shapes suit a broadcast
+            # Not all islands' shapes suit a broadcast.
+            assert begun.call_count < rounds + 5, "Python began all operations"
     assert all((a.get(x) == total * comm.size).all() for x in xs)
 
 
@@ -76,7 +77,10 @@ def check_forms_repeated(comm: Communicator, count: int) -> None:
         length = count if form.whole else block
         x = a.put(np.zeros(length, BY_NAME[form.dtype].numpy))
         y = x if form.in_place else a.put(np.zeros(count if form.wide else block, BY_NAME[form.dtype].numpy))
-        with begun_by_python(comm) as begun, patch.object(StreamCaller, "run", autospec=True, side_effect=StreamCaller.run) as run:
+        with (
+            begun_by_python(comm) as begun,
+            patch.object(StreamCaller, "run", autospec=True, side_effect=StreamCaller.run) as run,
+        ):
             for number in range(_TIMES):
                 if number == _WARM:
                     begun.reset_mock()
@@ -123,7 +127,9 @@ def check_background_repeated(comm: Communicator, count: int) -> None:
                 for work in works:
                     work.synchronize()
                 if number == _TIMES and a.asynchronous:
-                    assert begun.call_count < 2, f"Python began {begun.call_count} of {_TIMES - _WARM} times two messages"
+                    assert begun.call_count < 2, (
+                        f"Python began {begun.call_count} of {_TIMES - _WARM} times two messages"
+                    )
                 if number > _TIMES:
                     comm.sendrecv(x, after, y, before, number, number)
     several = range(_TIMES)
