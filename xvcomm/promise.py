@@ -1,4 +1,4 @@
-"""The Work of a message that starts later, at the end of a group or when it is its turn; what it is then answers."""
+"""Works of messages that start later: at the end of a group, or when it is their turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from xvcomm.work import Work, nobody_calls_back
 
 
 class Promise(Work):
-    """Such a Work.
+    """The Work of a message that starts later; what it became then answers for it.
 
     Attributes:
-        work: what it is, once it was started.
+        work: what it became, once it was started.
         come: makes the host wait while other messages do, until this one is over or a deadline has passed; what waits is
             started then.
     """
@@ -61,7 +61,7 @@ class Promise(Work):
         nobody_calls_back(self._what)
 
     def _started(self, timeout: float | None) -> tuple[Work, float | None]:
-        """What it is, once others have gone first, and what is left of a timeout."""
+        """What it became, once others have gone first, and what is left of a timeout."""
         deadline = Deadline.after(timeout)
         if self.come is not None and not self.done():
             self.come(self.done, deadline)

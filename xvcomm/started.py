@@ -45,7 +45,7 @@ with compiling():
 
 
 class Beside:
-    """A stream beside the users', as compiled code uses it.
+    """A stream beside the users', on which compiled code starts operations.
 
     Args (of the constructor):
         stream: that stream.
@@ -113,7 +113,7 @@ class Beside:
 
 
 class Started(Work):
-    """The newest operation that was started there.
+    """The Work of an operation that was started on a stream beside; made while it is the newest there.
 
     Args (of the constructor):
         ends: its ring ends, each with the number of the next message there.
@@ -225,7 +225,7 @@ class Started(Work):
 
 
 class StartedCollective(Started):
-    """The newest collective on a stream beside."""
+    """The Work of a collective that was started so."""
 
     def __init__(self, beside: Beside, call: Call, given: int | None) -> None:
         super().__init__(beside, beside.branch.ends, beside.branch.sequence, call, given)
@@ -251,7 +251,7 @@ class StartedCollective(Started):
 
 
 class StartedMessage(Started):
-    """One of the newest messages on a stream beside.
+    """The Work of a message that was started so.
 
     Args (of the constructor):
         end: its ring end.

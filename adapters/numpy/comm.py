@@ -197,7 +197,7 @@ class Comm(Collectives, Objects):
 
 
 class Intracomm(Comm):
-    """The same: here all communicators are of one group."""
+    """A communicator of one group, as all are here."""
 
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
