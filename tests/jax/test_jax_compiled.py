@@ -24,7 +24,7 @@ from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError,
 from xvcomm.opcode import OpCode
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 LATE = 0.3
 """Seconds; longer than compiled code waits before Python looks at the deadline."""
 

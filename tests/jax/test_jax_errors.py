@@ -25,7 +25,7 @@ from xvcomm.errors import (
     XvcommError,
 )
 
-SOON = 4.0
+SOON = 10.0
 
 
 @separate

@@ -13,7 +13,7 @@ from xvcomm.errors import DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.testing.signals import await_that, meet
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 
 
 @pytest.fixture(scope="module")

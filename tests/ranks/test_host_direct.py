@@ -23,7 +23,7 @@ from xvcomm.testing.world import World
 
 ODD = 1003
 """Bytes more than the least for which there are two ways: nothing divides."""
-SOON = 4.0
+SOON = 10.0
 STAGED, DIRECT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
 

@@ -18,7 +18,7 @@ from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.ring import LINE, MEETING
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 STAGED, STRAIGHT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
 """Larger than a ring: these wait for their receivers, and so certainly go straight."""

@@ -40,7 +40,7 @@ from xvcomm.testing.signals import SECONDS, meet
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
-SOON = 5.0
+SOON = 10.0
 """Seconds in which who is left must know; what is promised is two, on a machine that does nothing else."""
 
 ALONE = {

@@ -281,7 +281,7 @@ def test_a_member_is_killed():
         started = time.monotonic()
         world.kill(2)
         *outcomes, _ = world.collect()
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 10
     for (error,) in outcomes:
         assert isinstance(error, (PeerLost, Aborted)) and "rank 2" in str(error), error
 
