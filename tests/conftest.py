@@ -94,11 +94,12 @@ def _left(new: Callable[[], Belongings]) -> Belongings:
         gc.collect()
         multiprocessing.active_children()  # joins those that ended
         left = new()
+    there = left.shm
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
         left = new()
-    if left.shm:
-        left = Belongings(left.shm - _mapped_by_others(), left.processes, left.sockets)
+    if left.shm:  # what came later is another test run's, whose processes may not have mapped it yet
+        left = Belongings(left.shm & there - _mapped_by_others(), left.processes, left.sockets)
     return left
 
 
