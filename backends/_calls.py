@@ -1,4 +1,4 @@
-"""NCCL's and RCCL's collectives by their functions' addresses: prepared once for a shape, called from compiled code.
+"""Calls of NCCL and RCCL by their functions' addresses: prepared once for an operation's shape, made by compiled code.
 
 Their signatures are equal. What a call shares with its communicator lies in two words, by which a thread that watches
 knows that somebody is inside the library, and until when.
@@ -7,21 +7,22 @@ knows that somebody is inside the library, and until when.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numba.extending import register_jitable
 
 from xvcomm.abc.device import CAPTURED
 from xvcomm.atomics import full_fence, load, load_acquire, store, store_release
 from xvcomm.backends._kernels import CAPTURING, is_capturing
+from xvcomm.backends._routes import At, LibraryCall
 from xvcomm.calling import call_11, let_go, take_back
 from xvcomm.jit import compiling, native
-from xvcomm.opcode import OpCode
 
-FUNCTIONS = {
-    OpCode.ALL_REDUCE: "ncclAllReduce", OpCode.BARRIER: "ncclAllReduce", OpCode.REDUCE_SCATTER: "ncclReduceScatter",
-    OpCode.ALL_GATHER: "ncclAllGather", OpCode.BROADCAST: "ncclBroadcast",
+_FUNCTIONS = {
+    "all_reduce": "ncclAllReduce", "reduce": "ncclReduce", "reduce_scatter": "ncclReduceScatter",
+    "all_gather": "ncclAllGather", "broadcast": "ncclBroadcast", "send": "ncclSend", "recv": "ncclRecv",
 }  # fmt: skip
-"""Which of the library's functions an operation is one call of."""
 
 STOPPED = -1
 """Beside the library's result codes: the abort word is set, and the library was not called."""
@@ -35,38 +36,88 @@ class State(enum.IntEnum):
 
 
 class Word(enum.IntEnum):
-    """Words of a prepared call."""
+    """Words of prepared calls that are made together."""
 
     STATE = 0  # address of the communicator's
-    FUNCTION = 1
-    ASK = 2  # the vendor's, whether a stream is capturing
-    STATUS = 3  # and its answer
-    STREAM = 4  # which argument is the stream
-    ARGUMENTS = 5  # eight, of which the first two are the arrays
+    ASK = 1  # the vendor's function that tells whether a stream is capturing
+    STATUS = 2  # and its answer
+    BEGIN = 3  # the library's functions around a group
+    END = 4
+    COUNT = 5  # how many calls there are
+    FIRST = 6  # the words of each
+
+
+class CallWord(enum.IntEnum):
+    """Words of a call."""
+
+    FUNCTION = 0
+    STREAM = 1  # which argument is the stream
+    ARRAY = 2  # where the first argument is: 0 for the input, 1 for the output
+    OFFSET = 3  # and how many bytes behind its begin
+    SECOND = 4  # 1 if the next place is the second argument; else the call is left out where both are one
+    OTHER_ARRAY = 5
+    OTHER_OFFSET = 6
+    ARGUMENTS = 7  # eight
 
 
 _ABORT, _INSIDE = (8 * int(w) for w in State)
-_STATE, _FUNCTION, _ASK, _STATUS, _STREAM, _ARGUMENTS = (8 * int(w) for w in Word)
-_COUNT = 8
+_STATE, _ASK, _STATUS, _BEGIN, _END, _COUNT, _FIRST = (8 * int(w) for w in Word)
+_FUNCTION, _STREAM, _PLACE, _, _SECOND, _OTHER, _, _ARGUMENTS = (8 * int(w) for w in CallWord)
+_MOST = 8
+_CALL = _ARGUMENTS + 8 * _MOST
+_NULL = 2  # in place of an array
+
+
+@register_jitable
+def _address(place: int, src: int, dst: int) -> int:
+    array, offset = load(place), load(place + 8)
+    if array == _NULL:
+        return 0
+    return (src if array == 0 else dst) + offset
+
+
+@register_jitable
+def _one(call: int, src: int, dst: int, stream: int) -> int:
+    """Make a call of the library, or leave it out."""
+    a, here, other = call + _ARGUMENTS, _address(call + _PLACE, src, dst), _address(call + _OTHER, src, dst)
+    store(a, here)
+    if load(call + _SECOND) != 0:
+        store(a + 8, other)
+    elif here == other:
+        return 0
+    store(a + 8 * load(call + _STREAM), stream)
+    return call_11(
+        load(call + _FUNCTION), load(a), load(a + 8), load(a + 16), load(a + 24), load(a + 32), load(a + 40), load(a + 48),
+        load(a + 56), 0, 0, 0,
+    )  # fmt: skip
+
+
+@register_jitable
+def _all(words: int, src: int, dst: int, stream: int) -> int:
+    """Make all calls, as a group if they are several."""
+    count, first, code = load(words + _COUNT), words + _FIRST, 0
+    if count > 1:
+        code = call_11(load(words + _BEGIN), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    for call in range(first, first + count * _CALL, _CALL):
+        if code == 0:
+            code = _one(call, src, dst, stream)
+    if count > 1:
+        ended = call_11(load(words + _END), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        code = ended if ended != 0 else code
+    return code
 
 
 def _enqueue(words: int, src: int, dst: int, stream: int, deadline: int) -> int:
     """Call the library, with the interpreter lock let go; gives its result code, CAPTURED or STOPPED."""
-    state, a = load(words + _STATE), words + _ARGUMENTS
+    state = load(words + _STATE)
     store_release(state + _INSIDE, deadline)
     full_fence()
     if load_acquire(state + _ABORT) != 0:
         store_release(state + _INSIDE, 0)
         return STOPPED
-    store(a, src)
-    store(a + 8, dst)
-    store(a + 8 * load(words + _STREAM), stream)
     thread = let_go()
     captured = is_capturing(load(words + _ASK), words + _STATUS, stream) == CAPTURING
-    code: int = call_11(
-        load(words + _FUNCTION), load(a), load(a + 8), load(a + 16), load(a + 24), load(a + 32), load(a + 40), load(a + 48),
-        load(a + 56), 0, 0, 0,
-    )  # fmt: skip
+    code: int = _all(words, src, dst, stream)
     take_back(thread)
     store_release(state + _INSIDE, 0)
     return CAPTURED if code == 0 and captured else code
@@ -74,20 +125,30 @@ def _enqueue(words: int, src: int, dst: int, stream: int, deadline: int) -> int:
 
 with compiling():
     ENQUEUE = native("int64(int64, int64, int64, int64, int64)", _enqueue)
-    """Address of what calls the library with a `prepared` call: its address, two arrays, a stream, the bits of a deadline."""
+    """Address of what makes `prepared` calls: their address, input and output, a stream, the bits of a deadline."""
 
 
-def prepared(state: int, function: int, ask: int, *arguments: int) -> np.ndarray:
-    """A call's words.
+def prepared(
+    state: int, ask: int, calls: Sequence[LibraryCall], address: Callable[[str], int], comm: int
+) -> np.ndarray:
+    """The words of calls that are made together.
 
     Args:
         state: address of the communicator's words.
-        function: the library's.
-        ask: the vendor's, whether a stream is capturing; see `Runtime.addresses`.
-        arguments: all that come between the arrays and the stream, which is the last one.
+        ask: the vendor's function that tells whether a stream is capturing; see `Runtime.addresses`.
+        address: gives that of a function of the library.
+        comm: the library's communicator.
     """
-    words = np.zeros(Word.ARGUMENTS + _COUNT, np.int64)
-    first = Word.ARGUMENTS + 2
-    words[[Word.STATE, Word.FUNCTION, Word.ASK, Word.STREAM]] = state, function, ask, 2 + len(arguments)
-    words[first : first + len(arguments)] = arguments
-    return words
+    group = [address("ncclGroupStart"), address("ncclGroupEnd")] if len(calls) > 1 else [0, 0]
+    functions = {name: address(_FUNCTIONS[name]) for name in {call.name for call in calls}}
+    words = [state, ask, 0, *group, len(calls)]
+    for name, places, rest, itself in calls:
+        second = len(places) > 1
+        arguments = [0] * len(places) + [*rest, comm]
+        words += functions[name], len(arguments), *_place(places[0])
+        words += second, *_place(places[1] if second else itself), *arguments, *[0] * (_MOST - len(arguments))
+    return np.array(words, np.int64)
+
+
+def _place(at: At | None) -> tuple[int, int]:
+    return (_NULL, 0) if at is None else at

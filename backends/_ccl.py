@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
+from xvcomm.abc.collective import Collective, CollectiveForm, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Allocation, Device, EnqueuedCall, Stream
 from xvcomm.abc.store import Store
-from xvcomm.backends._calls import ENQUEUE, FUNCTIONS, State, prepared
+from xvcomm.backends._calls import ENQUEUE, State, prepared
 from xvcomm.backends._join import Member, join, meet
+from xvcomm.backends._routes import Calls, LibraryCall, Native, Part, Route, Scale, cut, parts, route
 from xvcomm.backends._vendor import IN_PROGRESS, SUCCESS, Library, Runtime, VendorError
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
+from xvcomm.dtype import DTYPES, DType, ReduceOp, Reduction
 from xvcomm.errors import Aborted, BackendUnavailable
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Reason
@@ -46,71 +45,6 @@ the call waited for a message that has stopped meanwhile, CUDA still loads the k
 _TOLD_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.001
-
-_PLAIN = frozenset((ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX))
-_SUMS = frozenset((ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM))
-_ORS = frozenset((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR))
-
-Call = tuple[Callable[..., int], tuple[int, ...]]
-"""A function of the library, and its arguments but the last two: communicator and stream."""
-
-Part = tuple[int, int]
-"""Address and bytes."""
-
-_NOTHING: Part = (0, 0)
-
-
-class Scale(enum.Enum):
-    """When the device multiplies or divides, because the library does not."""
-
-    NEVER = enum.auto()
-    BEFORE = enum.auto()
-    AFTER = enum.auto()
-
-
-class Route(NamedTuple):
-    """How a reduction is carried out.
-
-    Attributes:
-        native: what the library takes the elements for; None where members exchange them and reduce by themselves.
-        op: what is left to do for the library, or for `Device.reduce`.
-        width: elements of `native` in one of the array.
-    """
-
-    native: DType | None
-    op: ReduceOp
-    width: int = 1
-    scale: Scale = Scale.NEVER
-
-
-def route(dtype: DType, op: ReduceOp, reducible: Collection[str]) -> Route:
-    """The Route of a reduction, over a library that reduces the dtypes of these names."""
-    if dtype.kind == "b" and op is not ReduceOp.BXOR:
-        return Route(UINT8, ReduceOp.MAX if op in _ORS else ReduceOp.MIN)
-    if dtype.kind == "c" and op in _SUMS:
-        return Route(BY_NAME[f"float{dtype.itemsize * 4}"], op, width=2)
-    known = dtype.name in reducible
-    if known and (op in _PLAIN or (dtype.kind == "f" and op in _SUMS)):
-        return Route(dtype, op)
-    base = Reduction(op).base
-    if op is ReduceOp.PREMUL_SUM or (op is ReduceOp.AVG and dtype.small_range):
-        return Route(None, base, scale=Scale.BEFORE)
-    if op is ReduceOp.AVG:
-        return Route(dtype if known else None, base, scale=Scale.AFTER)
-    return Route(None, base)
-
-
-def cut(count: int, members: int, itemsize: int) -> list[int]:
-    """Elements of each member's share of an array; shares begin at aligned offsets of it."""
-    grain = max(1, _ALIGN // itemsize)
-    share = -(-count // (members * grain)) * grain
-    return [max(0, min(share, count - member * share)) for member in range(members)]
-
-
-def parts(address: int, counts: Sequence[int], itemsize: int) -> list[Part]:
-    """Blocks that lie one after the other."""
-    sizes = [count * itemsize for count in counts]
-    return [(address + end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 class CclCollective(Collective):
@@ -161,118 +95,107 @@ class CclCollective(Collective):
     def _prepare(self, reducible: Collection[str]) -> None:
         """Look up once what reductions need: numbers of dtype and op, elements in one, whether a division is left."""
         numbers, ops = self._library.dtypes(), self._library.ops()
-        self._numbers, self._bytes = numbers, numbers["uint8"]
+        self._numbers, self._calls = numbers, Calls(self._me, self._members, numbers["uint8"])
         self._routes: dict[int, Route] = {}
-        self._native: dict[int, tuple[int, int, int, bool]] = {}
+        self._native: dict[int, Native] = {}
         for dtype in DTYPES:
             for op in ReduceOp:
                 how = self._routes[dtype.code << 4 | op] = route(dtype, op, reducible)
                 if how.native is not None and how.op is not ReduceOp.PREMUL_SUM:
-                    divide = how.scale is Scale.AFTER
-                    self._native[dtype.code << 4 | op] = numbers[how.native.name], ops[how.op], how.width, divide
+                    found = Native(numbers[how.native.name], ops[how.op], how.width, how.scale is Scale.AFTER)
+                    self._native[dtype.code << 4 | op] = found
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """See `Collective.all_reduce`."""
-        if not count:
-            return
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is not None:
-            number, code, width, divide = native
-            self._call(stream, self._library.all_reduce, src, dst, count * width, number, code)
-            if divide:
+            self._run(self._calls.all_reduce(count, native), src, dst, stream)
+            if native.divide and count:
                 self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
-            return
-        with self._room(stream) as room:
-            share = room + self._me * self._share_bytes
-            for offset, counts in self._pieces(count, dtype.itemsize):
-                self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
-                self.all_gather(share, dst + offset, counts, dtype, stream)
+        elif count:
+            with self._room(stream) as room:
+                share = room + self._me * self._share_bytes
+                for offset, counts in self._pieces(count, dtype.itemsize):
+                    self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
+                    self.all_gather(share, dst + offset, counts, dtype, stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
         """See `Collective.reduce`."""
-        if not count:
-            return
-        native, here = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op), root == self._me
+        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is not None:
-            number, code, width, divide = native
-            self._call(stream, self._library.reduce, src, dst if here else 0, count * width, number, code, root)
-            if divide and here:
+            self._run(self._calls.reduce(count, native, root), src, dst, stream)
+            if native.divide and count and root == self._me:
                 self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
-            return
-        with self._room(stream) as room:
-            share = room + self._me * self._share_bytes
-            for offset, counts in self._pieces(count, dtype.itemsize):
-                self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
-                self.gather(share, dst + offset, counts, dtype, root, stream)
+        elif count:
+            with self._room(stream) as room:
+                share = room + self._me * self._share_bytes
+                for offset, counts in self._pieces(count, dtype.itemsize):
+                    self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
+                    self.gather(share, dst + offset, counts, dtype, root, stream)
 
     def reduce_scatter(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        """See `Collective.reduce_scatter`; unequal blocks are a group of reductions, each to one member."""
+        """See `Collective.reduce_scatter`."""
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is None:
             self._reduce_blocks(parts(src, counts, dtype.itemsize), dst, dtype, op, stream)
             return
-        (number, code, width, divide), mine = native, counts[self._me]
-        if counts.count(mine) < self._members:
-            blocks = zip(parts(src, counts, dtype.itemsize), counts, strict=True)
-            self._group(stream, [
-                (self._library.reduce, (address, dst if root == self._me else 0, count * width, number, code, root))
-                for root, ((address, _), count) in enumerate(blocks) if count
-            ])  # fmt: skip
-        elif mine:
-            self._call(stream, self._library.reduce_scatter, src, dst, mine * width, number, code)
-        if divide and mine:
+        self._run(self._calls.reduce_scatter(counts, dtype.itemsize, native), src, dst, stream)
+        mine = counts[self._me]
+        if native.divide and mine:
             self._device.scale(dst, dst, mine, dtype, 1.0, self._members, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
-        """See `Collective.all_gather`; unequal blocks are a group of broadcasts."""
-        mine = counts[self._me]
-        if counts.count(mine) < self._members:
-            self._group(stream, [
-                (self._library.broadcast, (src if root == self._me else into, into, nbytes, self._bytes, root))
-                for root, (into, nbytes) in enumerate(parts(dst, counts, dtype.itemsize)) if nbytes
-            ])  # fmt: skip
-        elif mine:
-            self._call(stream, self._library.all_gather, src, dst, mine * dtype.itemsize, self._bytes)
+        """See `Collective.all_gather`."""
+        self._run(self._calls.all_gather(counts, dtype.itemsize), src, dst, stream)
 
     def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
         """See `Collective.broadcast`."""
-        if count:
-            source = src if root == self._me else dst
-            self._call(stream, self._library.broadcast, source, dst, count * dtype.itemsize, self._bytes, root)
+        self._run(self._calls.broadcast(count * dtype.itemsize, root), src, dst, stream)
 
     def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
         """See `Collective.gather`."""
-        sends = [_NOTHING] * self._members
-        sends[root] = src, counts[self._me] * dtype.itemsize
-        recvs = parts(dst, counts, dtype.itemsize) if root == self._me else [_NOTHING] * self._members
-        self._exchange(sends, recvs, stream)
+        self._run(self._calls.gather(counts, dtype.itemsize, root), src, dst, stream)
 
     def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
         """See `Collective.scatter`."""
-        recvs = [_NOTHING] * self._members
-        recvs[root] = dst, counts[self._me] * dtype.itemsize
-        sends = parts(src, counts, dtype.itemsize) if root == self._me else [_NOTHING] * self._members
-        self._exchange(sends, recvs, stream)
+        self._run(self._calls.scatter(counts, dtype.itemsize, root), src, dst, stream)
 
     def all_to_all(
         self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
     ) -> None:
         """See `Collective.all_to_all`."""
-        self._exchange(parts(src, counts, dtype.itemsize), parts(dst, recv_counts, dtype.itemsize), stream)
+        self._run(self._calls.all_to_all(counts, recv_counts, dtype.itemsize), src, dst, stream)
 
-    def enqueued(self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int) -> EnqueuedCall | None:
+    def enqueued(self, form: CollectiveForm) -> EnqueuedCall | None:
         """See `Collective.enqueued`."""
-        native, plain = self._native.get(dtype.code << 4 | reduction.op), (count * dtype.itemsize, self._bytes)
-        calls: dict[OpCode, tuple[int, ...]] = {OpCode.ALL_GATHER: plain, OpCode.BROADCAST: (*plain, root)}
-        if native is not None and not native[3]:
-            reduced = count * native[2], native[0], native[1]
-            calls |= dict.fromkeys((OpCode.ALL_REDUCE, OpCode.BARRIER, OpCode.REDUCE_SCATTER), reduced)
-        if not count or op not in calls or not self._comm:
+        op, counts, recv_counts, dtype, reduction, root = form
+        native, size = self._native.get(dtype.code << 4 | reduction.op), dtype.itemsize
+        calls: list[LibraryCall] = []
+        match op:
+            case OpCode.ALL_GATHER:
+                calls = self._calls.all_gather(counts, size)
+            case OpCode.BROADCAST:
+                calls = self._calls.broadcast(counts[0] * size, root)
+            case OpCode.GATHER:
+                calls = self._calls.gather(counts, size, root)
+            case OpCode.SCATTER:
+                calls = self._calls.scatter(counts, size, root)
+            case OpCode.ALL_TO_ALL:
+                calls = self._calls.all_to_all(counts, recv_counts, size)
+            case _ if native is None or native.divide:
+                return None
+            case OpCode.REDUCE:
+                calls = self._calls.reduce(counts[0], native, root)
+            case OpCode.REDUCE_SCATTER:
+                calls = self._calls.reduce_scatter(counts, size, native)
+            case _:
+                calls = self._calls.all_reduce(counts[0], native)
+        if not calls or not self._comm:
             return None
-        function, ask = self._library.address(FUNCTIONS[op]), self._runtime.addresses().capturing
-        words = prepared(ctypes.addressof(self._state), function, ask, *calls[op], self._comm)
+        ask = self._runtime.addresses().capturing
+        words = prepared(ctypes.addressof(self._state), ask, calls, self._library.address, self._comm)
         return EnqueuedCall(ENQUEUE, int(words.ctypes.data), words, self._fail)
 
     def abort(self, word: int) -> None:
@@ -322,35 +245,24 @@ class CclCollective(Collective):
                 self._freeing = threading.Thread(target=work, name="xvcomm-free", daemon=True)
                 self._freeing.start()
 
-    def _call(self, stream: Stream, function: Callable[..., int], *arguments: int) -> None:
-        """Enqueue one call of the library."""
-        self._inside.value = stream.deadline.at
-        try:
-            if self._word.value:
-                raise CollectiveStopped(self._word.value)
-            code = function(*arguments, self._comm, stream.handle)
-        finally:
-            self._inside.value = 0.0
-        if code:
-            self._fail(code)
-
-    def _group(self, stream: Stream, calls: Sequence[Call]) -> None:
-        """Enqueue several calls as one."""
-        if len(calls) < 2:
-            for function, arguments in calls:
-                self._call(stream, function, *arguments)
+    def _run(self, calls: Sequence[LibraryCall], src: int, dst: int, stream: Stream) -> None:
+        """Enqueue calls of the library, several as one."""
+        library = self._library
+        named = [(getattr(library, call.name), call.arguments((src, dst))) for call in calls]
+        made = [(function, arguments) for function, arguments in named if arguments is not None]
+        if not made:
             return
         self._inside.value = stream.deadline.at
         try:
             if self._word.value:
                 raise CollectiveStopped(self._word.value)
-            comm, handle, library = self._comm, stream.handle, self._library
-            code = library.group_start()
+            comm, handle, together = self._comm, stream.handle, len(made) > 1
+            code = library.group_start() if together else 0
             try:
-                for function, arguments in calls:
+                for function, arguments in made:
                     code = code or function(*arguments, comm, handle)
             finally:
-                code = library.group_end() or code
+                code = (library.group_end() if together else 0) or code
         finally:
             self._inside.value = 0.0
         if code:
@@ -372,7 +284,7 @@ class CclCollective(Collective):
     def _explain(self, code: int) -> str:
         return f"{self._library.name} failed: {self._library.explain(code, self._comm)}"
 
-    def _premultiplied(self, dtype: DType, op: Reduction) -> tuple[int, int, int, bool] | None:
+    def _premultiplied(self, dtype: DType, op: Reduction) -> Native | None:
         """What `_native` would hold of a sum with a factor; None if that is not the library's."""
         how = self._routes[dtype.code << 4 | op.op]
         if how.native is None:
@@ -386,7 +298,7 @@ class CclCollective(Collective):
                 if len(self._premuls) >= _PREMULS_KEPT:
                     self._library.free_op(self._premuls.pop(next(iter(self._premuls))), self._comm)
                 code = self._premuls[op.factor, number] = self._library.premul_sum(op.factor, number, self._comm)
-        return number, code, how.width, False
+        return Native(number, code, how.width, divide=False)
 
     @contextlib.contextmanager
     def _room(self, stream: Stream) -> Iterator[int]:
@@ -429,22 +341,9 @@ class CclCollective(Collective):
         nbytes = mine[self._me][1]
         theirs = [(room + member * share, nbytes) for member in range(self._members)]
         theirs[self._me] = mine[self._me]
-        self._exchange(mine, theirs, stream)
+        self._run(self._calls.exchange(mine, theirs), 0, 0, stream)
         if nbytes:
             count = nbytes // dtype.itemsize
             self._device.reduce(into, [address for address, _ in theirs], count, dtype, how.op, stream)
             if how.scale is Scale.AFTER:
                 self._device.scale(into, into, count, dtype, 1.0, self._members, stream)
-
-    def _exchange(self, sends: Sequence[Part], recvs: Sequence[Part], stream: Stream) -> None:
-        """Give each member a part and get one from it; what is in place stays."""
-        calls: list[Call] = []
-        for peer, ((src, out), (dst, nbytes)) in enumerate(zip(sends, recvs, strict=True)):
-            if peer != self._me:
-                if out:
-                    calls.append((self._library.send, (src, out, self._bytes, peer)))
-                if nbytes:
-                    calls.append((self._library.recv, (dst, nbytes, self._bytes, peer)))
-            elif nbytes and src != dst:
-                self._device.copy(dst, src, nbytes, stream)
-        self._group(stream, calls)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from xvcomm import array
+from xvcomm.abc.collective import CollectiveForm
 from xvcomm.abc.device import Stream
 from xvcomm.array import ArrayView
 from xvcomm.atomics import READY
@@ -96,6 +97,11 @@ class Call(msgspec.Struct, eq=False, gc=False):
         """What all ranks must agree on."""
         how = self.reduction.op if self.reduction is not None else 0
         return _message(self.op, self.dtype, how, self.count, self.counts, self.root, self.uneven)
+
+    def form(self) -> CollectiveForm:
+        """The same for the native library."""
+        counts = self.counts or (self.count,)
+        return CollectiveForm(self.op, counts, self.recv_counts, self.dtype, self.how(), self.root)
 
     def request(self) -> Request:
         """The same for the planner."""
@@ -213,8 +219,7 @@ class Caller:
         native = self._context.joined_native()
         if native is None or not self._native_only:
             return None
-        counts = call.counts or (call.count,)
-        found = native.prepare(call.op, counts, call.recv_counts, call.dtype, call.how(), call.root)
+        found = native.prepare(call.form())
         return self._gate.admit(call.op, call.message(), call.site, found) if found is not None else None
 
     def _run(self, call: Call, deadline: Deadline, site: int = 0) -> Any:

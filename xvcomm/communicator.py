@@ -45,7 +45,7 @@ from xvcomm.work import Work
 Op = str | ReduceOp | Reduction
 # Looked up once: members of enumerations take longer to find than most of what a small operation does.
 _BROADCAST, _ALL_REDUCE = OpCode.BROADCAST, OpCode.ALL_REDUCE
-_ALL_GATHER, _REDUCE_SCATTER = OpCode.ALL_GATHER, OpCode.REDUCE_SCATTER
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = OpCode.ALL_GATHER, OpCode.REDUCE_SCATTER, OpCode.ALL_TO_ALL
 
 
 class Communicator(PointToPoint, Objects):
@@ -270,20 +270,23 @@ class Communicator(PointToPoint, Objects):
         """
         if (send_counts is None) != (recv_counts is None):
             raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
-        src = array.view(x)
+        src, given = array.view(x), None if out is None else array.view(out, output=True)
+        special = async_op or send_counts is not None or (given is not None and given.address == src.address)
+        key = _key(_ALL_TO_ALL, None, src, given, special)
+        if key and given and self._caller.again(key, src, given, self.timeout if timeout is None else timeout, stream):
+            return given.array
         _, elements = self._blocks(src, send_counts)
         rows, back = src.shape[0], elements
         if recv_counts is not None:
-            given = _whole("recv_counts", recv_counts)
-            if len(given) != self.size or min(given) < 0:
-                raise ArgumentError(f"recv_counts {given}: expected {self.size} numbers of rows")
-            rows, back = sum(given), _in_elements(given, src.shape)
-        dst = self._output(src, out, rows, sum(back))
+            counts = _whole("recv_counts", recv_counts)
+            if len(counts) != self.size or min(counts) < 0:
+                raise ArgumentError(f"recv_counts {counts}: expected {self.size} numbers of rows")
+            rows, back = sum(counts), _in_elements(counts, src.shape)
+        dst = self._output(src, given, rows, sum(back))
         if dst.address == src.address and src.nbytes:
             raise ArrayError("all_to_all: out may not be x; leave it out or pass another array")
-        call = Call(
-            OpCode.ALL_TO_ALL, src, dst, src.dtype, counts=elements, recv_counts=back, uneven=send_counts is not None
-        )
+        uneven = send_counts is not None
+        call = Call(_ALL_TO_ALL, src, dst, src.dtype, counts=elements, recv_counts=back, uneven=uneven, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None, stream: Any = None) -> Work | None:

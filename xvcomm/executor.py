@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from xvcomm.abc.collective import CollectiveForm
 from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, MessageForm, Queue, Stream
 from xvcomm.boarding import Ends
 from xvcomm.context import Context
@@ -36,10 +37,6 @@ from xvcomm.schedule.steps import (
 
 _LANES = tuple(Lane)
 
-_ENQUEUED = {
-    NativeOp.ALL_REDUCE: OpCode.ALL_REDUCE, NativeOp.REDUCE_SCATTER: OpCode.REDUCE_SCATTER,
-    NativeOp.ALL_GATHER: OpCode.ALL_GATHER, NativeOp.BROADCAST: OpCode.BROADCAST,
-}  # fmt: skip
 SERIAL_BYTES = 4 << 20
 """Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
 
@@ -176,7 +173,7 @@ class Executor:
         run = _Run(self._context, {}, {}, dtype, op, Operation(OpCode.INIT, 0, message), deadline)
         found = [run.enqueued(steps) for steps in plan.runs if not (in_place and _moves_nothing(steps[0]))]
         complete = [step for step in found if step is not None]
-        return complete if len(complete) == len(found) and any(step.rings for step in complete) else None
+        return complete if found and len(complete) == len(found) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
@@ -272,11 +269,10 @@ class _Run:
                 divisor = self._divisor(factor)
                 found = self._device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor)
                 return self._enqueued_call(found, src, dst)
-            case Native(op=op, src=src, dst=dst, counts=counts, root=root) if op in _ENQUEUED and len(set(counts)) < 2:
-                native = self._context.native(self._deadline)
-                count = counts[0] if counts else max(src.count, dst.count)
-                found = native.enqueued(_ENQUEUED[op], count, self._dtype, Reduction(self._op.base), root)
-                return self._enqueued_call(found, src if src.count else dst, dst)
+            case Native(op=op, src=src, dst=dst, counts=counts, recv_counts=recv_counts, root=root):
+                sizes, how = counts or (max(src.count, dst.count),), Reduction(self._op.base)
+                form = CollectiveForm(OpCode[op.name], sizes, recv_counts, self._dtype, how, root)
+                return self._enqueued_call(self._context.native(self._deadline).enqueued(form), src, dst)
         return None
 
     def _divisor(self, factor: Factor) -> int:

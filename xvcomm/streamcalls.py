@@ -31,7 +31,7 @@ from xvcomm.started import Beside
 from xvcomm.trace import call_site
 from xvcomm.work import Work
 
-_Shape = tuple[OpCode, int, int, float, int, tuple[int, ...], int, bool, bool]
+_Shape = tuple[OpCode, int, int, float, int, tuple[int, ...], tuple[int, ...], int, bool, bool]
 _SHAPES_KEPT = 1000
 _INSIDE, _INSIDE_AGAIN = 3, 2
 """Functions of xvcomm that are under way at the least when a collective asks for the call site."""
@@ -169,7 +169,7 @@ class StreamCaller(Caller):
         how = call.reduction
         shape = (
             call.op, call.dtype.code, 0 if how is None else how.op, 0.0 if how is None else how.factor, call.count,
-            call.counts, call.root, call.uneven, call.src is call.dst,
+            call.counts, call.recv_counts, call.root, call.uneven, call.src is call.dst,
         )  # fmt: skip
         try:
             return self._calls[shape]
@@ -184,10 +184,7 @@ class StreamCaller(Caller):
                     kept.clear()
             self._once.add(shape)
             return None
-        ready = None
-        if not call.uneven:
-            ready = self._compiled_native(call) if self._native_only else self._compiled_plan(call)
-        self._calls[shape] = ready
+        ready = self._calls[shape] = self._compiled_native(call) if self._native_only else self._compiled_plan(call)
         return ready
 
     def _compiled_plan(self, call: Call) -> CollectiveCall | None:
@@ -202,11 +199,9 @@ class StreamCaller(Caller):
         return self._compiled(call, steps, scratch if nbytes else None)
 
     def _compiled_native(self, call: Call) -> CollectiveCall | None:
-        """A collective inside an island, if it is one call of the native library."""
-        native, counts = self._joined(), call.counts or (call.count,)
-        if native is None or counts.count(counts[0]) < len(counts):
-            return None
-        found = native.enqueued(call.op, counts[0], call.dtype, call.how(), call.root)
+        """A collective inside an island, if the native library does all of it."""
+        native = self._joined()
+        found = native.enqueued(call.form()) if native is not None else None
         places = Place(Buf.IN, 0), Place(Buf.OUT, 0)
         return self._compiled(call, [EnqueuedStep(found, places)] if found is not None else None)
 

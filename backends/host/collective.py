@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped, PreparedCollective
+from xvcomm.abc.collective import Collective, CollectiveForm, CollectiveStalled, CollectiveStopped, PreparedCollective
 from xvcomm.abc.device import Stream
 from xvcomm.abc.store import Store
 from xvcomm.atomics import READY, STOPPED
@@ -131,16 +131,9 @@ class HostCollective(Collective):
         """See `Collective.all_to_all`."""
         self._run(self._all_to_all(counts, recv_counts, dtype), src, dst, stream)
 
-    def prepare(
-        self,
-        op: OpCode,
-        counts: Sequence[int],
-        recv_counts: Sequence[int],
-        dtype: DType,
-        reduction: Reduction,
-        root: int,
-    ) -> PreparedCollective | None:
+    def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
         """See `Collective.prepare`; none for an operation that scales its input."""
+        op, counts, recv_counts, dtype, reduction, root = form
         match op:
             case OpCode.ALL_REDUCE | OpCode.BARRIER:
                 plan = self._all_reduce(counts[0], dtype, reduction)

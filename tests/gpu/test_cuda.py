@@ -113,6 +113,7 @@ def test_messages(world: World, count: int) -> None:
         (collectives.check_barrier, ()),
         (repeated.check_repeated, (40,)),
         (repeated.check_factors_repeated, ()),
+        (repeated.check_uneven_repeated, ()),
         (repeated.check_forms_repeated, (480,)),
         (repeated.check_forms_repeated, (96_000,)),
         (repeated.check_background_repeated, (10,)),

@@ -53,7 +53,7 @@ MIXED = {
 }
 TABLE = ALONE | MIXED
 PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}}
-FOUR = {"rocm:4": {"devices": "rocm:4"}}
+FOUR = {"rocm:4": {"devices": "rocm:4"}, "rocm:2 and rocm:2": {"devices": "rocm:4", "islands": "a:2,b:2"}}
 Job = Callable[..., World]
 
 
@@ -138,6 +138,7 @@ def test_messages(world: World, count: int) -> None:
         (collectives.check_barrier, ()),
         (repeated.check_repeated, (40,)),
         (repeated.check_factors_repeated, ()),
+        (repeated.check_uneven_repeated, ()),
         (repeated.check_forms_repeated, (480,)),
         (repeated.check_forms_repeated, (96_000,)),
         (repeated.check_background_repeated, (10,)),
@@ -175,6 +176,14 @@ def test_errors_of_four(job: Job) -> None:
     with job("rocm:4") as ranks:
         for check in failures.CHECKS:
             ranks.run(check)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_what_was_called_before_by_four(job: Job, name: str) -> None:
+    """Where islands have several members, and steps inside of them, compiled code starts those too."""
+    with job(name) as ranks:
+        ranks.run(repeated.check_forms_repeated, 480)
+        ranks.run(repeated.check_uneven_repeated)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
+from xvcomm.abc.collective import CollectiveForm, CollectiveStalled, CollectiveStopped
 from xvcomm.backends._ccl import CclCollective
 from xvcomm.board import Board
 from xvcomm.boarding import ROOM, Boarding
@@ -48,10 +48,12 @@ class Caller:
         )  # fmt: skip
 
     def prepare(
-        self, comm: CclCollective, op: OpCode, how: Reduction = SUM, dtype: DType = F32, stream: int = 99
-    ) -> Callable[..., None]:
-        """A call on two arrays, with a deadline."""
-        ready = comm.enqueued(op, 10, dtype, how, 0)
+        self, comm: CclCollective, op: OpCode, how: Reduction = SUM, dtype: DType = F32, stream: int = 99,
+        counts: tuple[int, ...] = (), recv_counts: tuple[int, ...] = (), root: int = 0,
+    ) -> Callable[..., None]:  # fmt: skip
+        """A call on two arrays, with a deadline; of ten elements a member, if not told otherwise."""
+        even = (10,) * comm._members
+        ready = comm.enqueued(CollectiveForm(op, counts or even, recv_counts or even, dtype, how, root))
         assert ready is not None
         steps = [EnqueuedStep(ready, (Place(Buf.IN, 0), Place(Buf.OUT, 0)))]
         made = CollectiveCall(self._context, self._door, op, Message(int(op), 0, 0, 0), steps)
@@ -120,16 +122,108 @@ def test_what_goes_into_a_graph_is_over_for_the_host(caller: Caller) -> None:
     comm.close()
 
 
-def test_what_takes_several_calls_is_not_for_compiled_code() -> None:
+@pytest.mark.parametrize("op", [OpCode.ALL_REDUCE, OpCode.REDUCE, OpCode.REDUCE_SCATTER])
+def test_what_takes_more_than_the_library_is_not_for_compiled_code(op: OpCode) -> None:
     comm = joined(a_library(address=0), members=2)
     average, factor = Reduction(ReduceOp.AVG), Reduction(ReduceOp.PREMUL_SUM, 2.0)
-    assert comm.enqueued(OpCode.ALL_REDUCE, 10, BY_NAME["int32"], average, 0) is None
-    assert comm.enqueued(OpCode.ALL_REDUCE, 10, F32, factor, 0) is None
-    assert comm.enqueued(OpCode.ALL_REDUCE, 10, BY_NAME["uint16"], SUM, 0) is None
-    assert comm.enqueued(OpCode.ALL_REDUCE, 0, F32, SUM, 0) is None
-    assert comm.enqueued(OpCode.ALL_TO_ALL, 10, F32, SUM, 0) is None
+    plain = CollectiveForm(op, (10, 10), (), F32, SUM, 0)
+    assert comm.enqueued(plain._replace(dtype=BY_NAME["int32"], reduction=average)) is None
+    assert comm.enqueued(plain._replace(reduction=factor)) is None
+    assert comm.enqueued(plain._replace(dtype=BY_NAME["uint16"])) is None
+    assert comm.enqueued(plain._replace(counts=(0, 0))) is None
+    assert comm.enqueued(plain) is not None
     comm.close()
-    assert comm.enqueued(OpCode.ALL_REDUCE, 10, F32, SUM, 0) is None
+    assert comm.enqueued(plain) is None
+
+
+class Recording:
+    """The library's functions as compiled code calls them, each noting its name and arguments."""
+
+    WORDS = MappingProxyType({
+        "ncclGroupStart": 0, "ncclGroupEnd": 0, "ncclSend": 6, "ncclRecv": 6, "ncclBroadcast": 7, "ncclReduce": 8,
+    })  # fmt: skip
+
+    def __init__(self, **codes: int) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self._functions = {name: self._function(name, codes.get(name, 0)) for name in self.WORDS}
+
+    def _function(self, name: str, code: int) -> Any:
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * self.WORDS[name])
+        return prototype(lambda *words: self.seen.append((name, *words)) or code)
+
+    def address(self, name: str) -> int:
+        return address(self._functions[name])
+
+
+GROUP = ("ncclGroupStart",), ("ncclGroupEnd",)
+
+
+@pytest.mark.parametrize(
+    ("op", "counts", "recv_counts", "calls"),
+    [
+        (OpCode.ALL_TO_ALL, (1, 2, 3), (1, 5, 0), [
+            ("ncclSend", 1000, 4, "u8", 0, 7, 99), ("ncclRecv", 2000, 4, "u8", 0, 7, 99),
+            ("ncclSend", 1004, 8, "u8", 1, 7, 99), ("ncclRecv", 2004, 20, "u8", 1, 7, 99),
+            ("ncclSend", 1012, 12, "u8", 2, 7, 99),
+        ]),
+        (OpCode.GATHER, (1, 0, 3), (), [
+            ("ncclSend", 1000, 4, "u8", 0, 7, 99), ("ncclRecv", 2000, 4, "u8", 0, 7, 99),
+            ("ncclRecv", 2004, 12, "u8", 2, 7, 99),
+        ]),
+        (OpCode.SCATTER, (1, 2, 0), (), [
+            ("ncclSend", 1000, 4, "u8", 0, 7, 99), ("ncclRecv", 2000, 4, "u8", 0, 7, 99),
+            ("ncclSend", 1004, 8, "u8", 1, 7, 99),
+        ]),
+        (OpCode.ALL_GATHER, (1, 0, 3), (), [
+            ("ncclBroadcast", 1000, 2000, 4, "u8", 0, 7, 99), ("ncclBroadcast", 2004, 2004, 12, "u8", 2, 7, 99),
+        ]),
+        (OpCode.REDUCE_SCATTER, (1, 0, 3), (), [
+            ("ncclReduce", 1000, 2000, 1, "f32", 0, 0, 7, 99), ("ncclReduce", 1004, 0, 3, "f32", 0, 2, 7, 99),
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_several_calls_are_a_group_without_the_empty_ones(
+    caller: Caller, op: OpCode, counts: tuple[int, ...], recv_counts: tuple[int, ...], calls: list[tuple[Any, ...]]
+) -> None:
+    numbers, library = {"u8": PLAIN.index("uint8"), "f32": PLAIN.index("float32")}, Recording()
+    comm = joined(a_library(address=library.address), members=3)
+    caller.prepare(comm, op, counts=counts, recv_counts=recv_counts)(1000, 2000)
+    wanted = [tuple(numbers.get(word, word) for word in made) for made in calls]
+    assert library.seen == [GROUP[0], *wanted, GROUP[1]]
+    comm.close()
+
+
+def test_one_call_is_no_group(caller: Caller) -> None:
+    library = Recording()
+    comm = joined(a_library(address=library.address), members=3)
+    caller.prepare(comm, OpCode.REDUCE)(1000, 2000)
+    caller.prepare(comm, OpCode.SCATTER, root=2)(1000, 2000)
+    assert [made[:2] for made in library.seen] == [("ncclReduce", 1000), ("ncclRecv", 2000)]
+    comm.close()
+
+
+def test_nothing_is_sent_to_oneself_where_it_is_already(caller: Caller) -> None:
+    library = Recording()
+    comm = joined(a_library(address=library.address), members=2)
+    gather = caller.prepare(comm, OpCode.GATHER)
+    gather(2000, 2000)
+    assert library.seen == [GROUP[0], ("ncclRecv", 2040, 40, PLAIN.index("uint8"), 1, 7, 99), GROUP[1]]
+    library.seen.clear()
+    gather(1000, 2000)
+    assert [name for name, *_ in library.seen] == ["ncclGroupStart", "ncclSend", "ncclRecv", "ncclRecv", "ncclGroupEnd"]
+    comm.close()
+
+
+@pytest.mark.parametrize("failing", ["ncclGroupStart", "ncclSend", "ncclGroupEnd"])
+def test_a_group_is_closed_whatever_fails_in_it(caller: Caller, failing: str) -> None:
+    library = Recording(**{failing: 3})
+    comm = joined(a_library(address=library.address), members=2)
+    with pytest.raises(Aborted, match="ncclInternalError"):
+        caller.prepare(comm, OpCode.ALL_TO_ALL)(1000, 2000)
+    assert library.seen[-1] == GROUP[1] and caller.aboard() == []
+    assert len(library.seen) == {"ncclGroupStart": 2, "ncclSend": 3, "ncclGroupEnd": 6}[failing]
+    comm.close()
 
 
 def test_a_stream_without_room_takes_no_collective_until_somebody_looks_after_the_others(caller: Caller) -> None:

@@ -16,6 +16,22 @@ from xvcomm.dtype import DType, Reduction
 from xvcomm.opcode import OpCode
 
 
+class CollectiveForm(NamedTuple):
+    """A collective but for its arrays, as one member calls it.
+
+    Attributes:
+        counts: of each member, or the one number of operations that have one; a barrier is an all-reduce.
+        recv_counts, root: of operations that have them.
+    """
+
+    op: OpCode
+    counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    dtype: DType
+    reduction: Reduction
+    root: int
+
+
 class PreparedCollective(NamedTuple):
     """An operation of fixed shape for compiled code, which blocks. Calls take turns with all others.
 
@@ -76,30 +92,12 @@ class Collective(ABC):
     ) -> None:
         """Member i gets everybody's i-th block; blocks lie one after the other on both sides."""
 
-    def prepare(
-        self,
-        op: OpCode,
-        counts: Sequence[int],
-        recv_counts: Sequence[int],
-        dtype: DType,
-        reduction: Reduction,
-        root: int,
-    ) -> PreparedCollective | None:
-        """An operation for compiled code; None if this library has none.
-
-        Args:
-            counts: of each member, or the one number of operations that have one; a barrier is an all-reduce.
-            recv_counts, root: of operations that have them.
-        """
+    def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
+        """An operation for compiled code; None if this library has none."""
         return None
 
-    def enqueued(self, op: OpCode, count: int, dtype: DType, reduction: Reduction, root: int) -> EnqueuedCall | None:
-        """An operation for compiled code, on a device's stream; None if this library has none, or needs several calls.
-
-        Args:
-            count: of each member where every one gives or gets as many.
-            root: of operations that have one.
-        """
+    def enqueued(self, form: CollectiveForm) -> EnqueuedCall | None:
+        """The same on a device's stream; None if this library has none, or needs more than calls of its own."""
         return None
 
     @abstractmethod

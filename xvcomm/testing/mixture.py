@@ -113,6 +113,25 @@ def _kinds(comm: Communicator) -> dict[str, _Kind]:
         x, y = put(a, size * length, value + rank), put(a, length, 0)
         return [_Begun(a, comm.reduce_scatter(x, out=y, async_op=background), y, total(length, value))]
 
+    def gather(a: Arrays, length: int, value: int, background: bool) -> list[_Begun]:
+        x, root = put(a, length, value + rank), value % size
+        y = put(a, size * length, 0) if rank == root else None
+        want = np.repeat(np.arange(size) + value, length) if rank == root else None
+        return [_Begun(a, comm.gather(x, root, out=y, async_op=background), y, want)]
+
+    def scatter(a: Arrays, length: int, value: int, background: bool) -> list[_Begun]:
+        x, y, root = (
+            a.put(np.repeat(np.arange(size, dtype=np.float32) + value, length)),
+            put(a, length, 0),
+            value % size,
+        )
+        return [_Begun(a, comm.scatter(x, root, out=y, async_op=background), y, np.full(length, value + rank))]
+
+    def all_to_all(a: Arrays, length: int, value: int, background: bool) -> list[_Begun]:
+        x, y = put(a, size * length, value + rank), put(a, size * length, 0)
+        want = np.repeat(np.arange(size) + value, length)
+        return [_Begun(a, comm.all_to_all(x, out=y, async_op=background), y, want)]
+
     def barrier(a: Arrays, length: int, value: int, background: bool) -> list[_Begun]:
         return [_Begun(a, comm.barrier(async_op=background), None, None)]
 
@@ -127,5 +146,6 @@ def _kinds(comm: Communicator) -> dict[str, _Kind]:
     messages = {"exchange": exchange, "exchange again": exchange} if size > 1 else {}
     return messages | {
         "all_reduce": all_reduce, "reduce": reduce, "broadcast": broadcast, "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter, "barrier": barrier,
+        "reduce_scatter": reduce_scatter, "gather": gather, "scatter": scatter, "all_to_all": all_to_all,
+        "barrier": barrier,
     }  # fmt: skip

@@ -17,7 +17,6 @@ from xvcomm.testing.arrays import Array, arrays, begun_by_python
 from xvcomm.testing.cases import assert_same_bits
 
 _WARM, _TIMES, _BESIDE = 3, 8, 3
-_SEVERAL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class _Form:
         wide: whether the output is.
         in_place: whether the input is the output.
         dtype: of both.
-        members: of islands that have no more, compiled code starts all of it; where that is any number, it is known again
-            by its arrays alone.
+        native: whether an island's library can do it, so that compiled code starts it there, as it does over two islands.
+        known: whether it is then known again by its arrays alone.
     """
 
     call: Callable[..., Any]
@@ -41,7 +40,8 @@ class _Form:
     wide: bool = True
     in_place: bool = False
     dtype: str = "float32"
-    members: int = _SEVERAL
+    native: bool = True
+    known: bool = True
 
 
 def check_repeated(comm: Communicator, rounds: int) -> None:
@@ -86,12 +86,48 @@ def check_forms_repeated(comm: Communicator, count: int) -> None:
                     begun.reset_mock()
                     run.reset_mock()
                 _once(comm, f"{name}, call {number}", form, length, number, x, y)
-            if a.asynchronous and len(islands) == 2 and islands[0] == islands[1] <= form.members:
+            compiled = form.native if len(islands) == 1 else len(islands) == 2 and islands[0] == islands[1]
+            if a.asynchronous and comm.size > 1 and compiled:
                 assert begun.call_count < 2, f"Python began {begun.call_count} of {_TIMES - _WARM} times {name}"
-                assert run.call_count < 2 or form.members < _SEVERAL, f"{name} was taken apart {run.call_count} times"
+                assert run.call_count < 2 or not form.known, f"{name} was taken apart {run.call_count} times"
             for number in range(_TIMES, _TIMES + _BESIDE):
                 _once(comm, f"asynchronous {name}, call {number}", form, length, number, x, y, async_op=True)
                 _once(comm, f"{name} beside, call {number}", form, length, number + 1, x, y)
+
+
+def check_uneven_repeated(comm: Communicator) -> None:
+    """Collectives of unequal blocks with other numbers each time; on GPUs compiled code starts those without empty ones."""
+    a, size, rank, islands = arrays(comm), comm.size, comm.rank, [island.size for island in comm.topology.islands]
+    for counts in ([r + 1 for r in range(size)], [5 * r % 7 for r in range(size)]):
+        sent = [[counts[(r + s) % size] for r in range(size)] for s in range(size)]
+        begins = np.cumsum([0, *counts])
+        with begun_by_python(comm) as begun:
+            for number in range(_TIMES):
+                if number == _WARM:
+                    begun.reset_mock()
+                xs = [_numbers(sum(counts), number, r, size).astype(np.float32) for r in range(size)]
+                blocks, total = [x[:n] for x, n in zip(xs, counts, strict=True)], np.sum(xs, axis=0)
+                crossed = [np.split(x, np.cumsum(row)[:-1])[rank] for x, row in zip(xs, sent, strict=True)]
+                own, received = slice(*begins[rank : rank + 2]), [row[rank] for row in sent]
+                for what, got, want in (
+                    ("all_gather", comm.all_gather(a.put(blocks[rank]), counts=counts), np.concatenate(blocks)),
+                    ("reduce_scatter", comm.reduce_scatter(a.put(xs[rank]), counts=counts), total[own]),
+                    (
+                        "gather",
+                        comm.gather(a.put(blocks[rank]), counts=counts),
+                        None if rank else np.concatenate(blocks),
+                    ),
+                    ("scatter", comm.scatter(a.put(xs[rank]), counts=counts), xs[0][own]),
+                    (
+                        "all_to_all",
+                        comm.all_to_all(a.put(xs[rank]), send_counts=sent[rank], recv_counts=received),
+                        np.concatenate(crossed),
+                    ),
+                ):
+                    if want is not None:
+                        assert_same_bits(a.get(got), want, f"{what} of {counts} rows, call {number}")
+        if a.asynchronous and size > 1 and all(counts) and (len(islands) == 1 or islands == [islands[0]] * 2):
+            assert begun.call_count < 2, f"Python began {begun.call_count} of {5 * (_TIMES - _WARM)}"
 
 
 def check_factors_repeated(comm: Communicator) -> None:
@@ -184,7 +220,7 @@ def _forms(comm: Communicator) -> dict[str, _Form]:
             lambda x, y, **how: comm.all_reduce(x, "avg", **how), mean, in_place=True, dtype="float16"
         ),
         "all_reduce premul_sum": _Form(
-            lambda x, y, **how: comm.all_reduce(x, half, out=y, **how), lambda xs: total(xs) / 2
+            lambda x, y, **how: comm.all_reduce(x, half, out=y, **how), lambda xs: total(xs) / 2, native=False
         ),
         "broadcast": _Form(lambda x, y, **how: comm.broadcast(x, root, **how), lambda xs: xs[root], in_place=True),
         "reduce_scatter": _Form(
@@ -199,17 +235,17 @@ def _forms(comm: Communicator) -> dict[str, _Form]:
         ),
         "all_gather": _Form(lambda x, y, **how: comm.all_gather(x, out=y, **how), np.concatenate, whole=False),
         "reduce": _Form(
-            lambda x, y, **how: comm.reduce(x, root, out=y if here else None, **how), lambda xs: at_root(total(xs)), members=1
+            lambda x, y, **how: comm.reduce(x, root, out=y if here else None, **how), lambda xs: at_root(total(xs)), known=False
         ),
         "gather": _Form(
             lambda x, y, **how: comm.gather(x, root, out=y if here else None, **how),
-            lambda xs: at_root(np.concatenate(xs)), whole=False, members=1,
+            lambda xs: at_root(np.concatenate(xs)), whole=False, known=False,
         ),
         "scatter": _Form(
             lambda x, y, **how: comm.scatter(x if here else None, root, out=y, **how), lambda xs: own(xs[root]), wide=False,
-            members=1,
+            known=False,
         ),
         "all_to_all": _Form(
-            lambda x, y, **how: comm.all_to_all(x, out=y, **how), lambda xs: np.concatenate([own(x) for x in xs]), members=1
+            lambda x, y, **how: comm.all_to_all(x, out=y, **how), lambda xs: np.concatenate([own(x) for x in xs])
         ),
     }  # fmt: skip
