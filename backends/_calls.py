@@ -54,7 +54,7 @@ class CallWord(enum.IntEnum):
     STREAM = 1  # which argument is the stream
     ARRAY = 2  # where the first argument is: 0 for the input, 1 for the output
     OFFSET = 3  # and how many bytes behind its begin
-    SECOND = 4  # 1 if the next place is the second argument; else the call is left out where both are one
+    SECOND = 4  # 1 if the second argument is an array, too: the next place
     OTHER_ARRAY = 5
     OTHER_OFFSET = 6
     ARGUMENTS = 7  # eight
@@ -78,13 +78,11 @@ def _address(place: int, src: int, dst: int) -> int:
 
 @register_jitable
 def _one(call: int, src: int, dst: int, stream: int) -> int:
-    """Make a call of the library, or leave it out."""
-    a, here, other = call + _ARGUMENTS, _address(call + _PLACE, src, dst), _address(call + _OTHER, src, dst)
-    store(a, here)
+    """Make a call of the library."""
+    a = call + _ARGUMENTS
+    store(a, _address(call + _PLACE, src, dst))
     if load(call + _SECOND) != 0:
-        store(a + 8, other)
-    elif here == other:
-        return 0
+        store(a + 8, _address(call + _OTHER, src, dst))
     store(a + 8 * load(call + _STREAM), stream)
     return call_11(
         load(call + _FUNCTION), load(a), load(a + 8), load(a + 16), load(a + 24), load(a + 32), load(a + 40), load(a + 48),
@@ -142,11 +140,10 @@ def prepared(
     group = [address("ncclGroupStart"), address("ncclGroupEnd")] if len(calls) > 1 else [0, 0]
     functions = {name: address(_FUNCTIONS[name]) for name in {call.name for call in calls}}
     words = [state, ask, 0, *group, len(calls)]
-    for name, places, rest, itself in calls:
-        second = len(places) > 1
-        arguments = [0] * len(places) + [*rest, comm]
-        words += functions[name], len(arguments), *_place(places[0])
-        words += second, *_place(places[1] if second else itself), *arguments, *[0] * (_MOST - len(arguments))
+    for name, places, rest in calls:
+        arguments, second = [0] * len(places) + [*rest, comm], len(places) > 1
+        words += functions[name], len(arguments), *_place(places[0]), second, *_place(places[-1])
+        words += [*arguments, *[0] * (_MOST - len(arguments))]
     return np.array(words, np.int64)
 
 

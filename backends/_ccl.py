@@ -247,11 +247,10 @@ class CclCollective(Collective):
 
     def _run(self, calls: Sequence[LibraryCall], src: int, dst: int, stream: Stream) -> None:
         """Enqueue calls of the library, several as one."""
-        library = self._library
-        named = [(getattr(library, call.name), call.arguments((src, dst))) for call in calls]
-        made = [(function, arguments) for function, arguments in named if arguments is not None]
-        if not made:
+        if not calls:
             return
+        library = self._library
+        made = [(getattr(library, call.name), call.arguments((src, dst))) for call in calls]
         self._inside.value = stream.deadline.at
         try:
             if self._word.value:

@@ -100,10 +100,6 @@ class At(NamedTuple):
     array: int
     offset: int = 0
 
-    def of(self, arrays: tuple[int, int]) -> int:
-        """Its address, of those of the arrays."""
-        return arrays[self.array] + self.offset
-
 
 INPUT, OUTPUT = At(0), At(1)
 
@@ -115,20 +111,15 @@ class LibraryCall(NamedTuple):
         name: of the method of `Library`.
         places: what its first arguments point to; None for a null pointer.
         rest: the arguments behind those, but for the last two: communicator and stream.
-        itself: of a message of this member to itself: its other end. If that is the same place, it is left out.
     """
 
     name: str
     places: tuple[At | None, ...]
     rest: tuple[int, ...]
-    itself: At | None = None
 
-    def arguments(self, arrays: tuple[int, int]) -> tuple[int, ...] | None:
-        """What it takes where the arrays are at these addresses; None if it is to be left out."""
-        addresses = [0 if at is None else at.of(arrays) for at in self.places]
-        if self.itself is not None and self.itself.of(arrays) == addresses[0]:
-            return None
-        return *addresses, *self.rest
+    def arguments(self, arrays: tuple[int, int]) -> tuple[int, ...]:
+        """Those but for the last two, where the arrays are at these addresses."""
+        return *(0 if at is None else arrays[at.array] + at.offset for at in self.places), *self.rest
 
 
 class Calls:
@@ -189,14 +180,13 @@ class Calls:
         return self.exchange(parts(0, counts, itemsize), parts(0, recv_counts, itemsize))
 
     def exchange(self, sends: Sequence[Part], recvs: Sequence[Part]) -> list[LibraryCall]:
-        """A part of the input to each member, and one of the output from each."""
+        """A part of the input to each member, and one of the output from each; to oneself the library copies."""
         calls = []
         for peer, ((src, out), (dst, nbytes)) in enumerate(zip(sends, recvs, strict=True)):
-            here, there, own = At(0, src), At(1, dst), peer == self._me
             if out:
-                calls.append(LibraryCall("send", (here,), (out, self._raw, peer), there if own else None))
+                calls.append(LibraryCall("send", (At(0, src),), (out, self._raw, peer)))
             if nbytes:
-                calls.append(LibraryCall("recv", (there,), (nbytes, self._raw, peer), here if own else None))
+                calls.append(LibraryCall("recv", (At(1, dst),), (nbytes, self._raw, peer)))
         return calls
 
     def _one(self, member: int, nbytes: int) -> list[Part]:

@@ -203,18 +203,6 @@ def test_one_call_is_no_group(caller: Caller) -> None:
     comm.close()
 
 
-def test_nothing_is_sent_to_oneself_where_it_is_already(caller: Caller) -> None:
-    library = Recording()
-    comm = joined(a_library(address=library.address), members=2)
-    gather = caller.prepare(comm, OpCode.GATHER)
-    gather(2000, 2000)
-    assert library.seen == [GROUP[0], ("ncclRecv", 2040, 40, PLAIN.index("uint8"), 1, 7, 99), GROUP[1]]
-    library.seen.clear()
-    gather(1000, 2000)
-    assert [name for name, *_ in library.seen] == ["ncclGroupStart", "ncclSend", "ncclRecv", "ncclRecv", "ncclGroupEnd"]
-    comm.close()
-
-
 @pytest.mark.parametrize("failing", ["ncclGroupStart", "ncclSend", "ncclGroupEnd"])
 def test_a_group_is_closed_whatever_fails_in_it(caller: Caller, failing: str) -> None:
     library = Recording(**{failing: 3})
