@@ -170,10 +170,13 @@ class Executor:
         """
         if not self._fits(plan):
             return None
+        runs = [steps for steps in plan.runs if not (in_place and _moves_nothing(steps[0]))]
         run = _Run(self._context, {}, {}, dtype, op, Operation(OpCode.INIT, 0, message), deadline)
-        found = [run.enqueued(steps) for steps in plan.runs if not (in_place and _moves_nothing(steps[0]))]
+        found = [run.enqueued(steps) for steps in runs]
         complete = [step for step in found if step is not None]
-        return complete if found and len(complete) == len(found) else None
+        # Messages look at the stream before anything is enqueued, and so does a native call, but only for itself.
+        looked = any(step.rings for step in complete) or [type(steps[0]) for steps in runs] == [Native]
+        return complete if looked and len(complete) == len(found) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from xvcomm.communicator import Communicator
@@ -35,6 +36,7 @@ from xvcomm.testing import (
     refusals,
     repeated,
 )
+from xvcomm.testing.arrays import arrays
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
 from xvcomm.testing.signals import SECONDS, meet
 
@@ -184,6 +186,7 @@ def test_what_was_called_before_by_four(job: Job, name: str) -> None:
     with job(name) as ranks:
         ranks.run(repeated.check_forms_repeated, 480)
         ranks.run(repeated.check_uneven_repeated)
+        ranks.run(graphs.check_graph_of_few)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +283,22 @@ def test_dtypes(job: Job, name: str) -> None:
             ranks.run(collectives.check_reductions, dtype.name, some)
             ranks.run(collectives.check_all_gather, dtype.name, 1001)
             ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
+
+
+def averages_alone(comm: Communicator) -> None:
+    """A communicator of one rank, whose thread's current device is another one."""
+    a = arrays(comm)
+    x, y = a.put(np.ones(8, np.float32)), a.put(np.zeros(8, np.float32))
+    a.synchronize()
+    for _ in range(4):
+        comm.all_reduce(x, "avg", out=y, stream=0)
+    assert (a.get(y) == 1).all() and comm.device_index == 1
+
+
+def test_default_stream_of_another_device(environment: Mapping[str, str]) -> None:
+    """Its handle is that of the current device's, too: what was called before must not go there."""
+    with World(devices="rocm:1", env={**environment, "XVCOMM_DEVICE_INDEX": "1"}) as ranks:
+        ranks.run(averages_alone)
 
 
 @pytest.mark.parametrize("check", graphs.CHECKS)
