@@ -24,6 +24,9 @@ from xvcomm.ring import Message, RingEnd
 ROOM = 64
 """Operations that share a mark on their stream: marks take time."""
 
+_SEATS = 2 * ROOM
+"""A collective and messages may both find room, each under a lock of its own, before either is aboard."""
+
 
 class Word(enum.IntEnum):
     """Words of an operation that is aboard."""
@@ -45,7 +48,7 @@ _NEVER = struct.unpack("=q", _FLOAT.pack(math.inf))[0]
 _MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
 _MESSAGE = 8 * int(Word.MESSAGE)
 _TAG = _MESSAGE + 24
-_BLANK = array("q", bytes(8 * (1 + ROOM * _SIZE)))
+_BLANK = array("q", bytes(8 * (1 + _SEATS * _SIZE)))
 _RECORD, _PEER = int(Word.RECORD), int(Word.PEER)
 _COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
 
@@ -162,7 +165,7 @@ class Boarding:
 
     def __init__(self, rings: Mapping[int, RingEnd]) -> None:
         self._rings = rings
-        self._words = (ctypes.c_int64 * (2 + ROOM * _SIZE))(0, _NEVER)
+        self._words = (ctypes.c_int64 * (2 + _SEATS * _SIZE))(0, _NEVER)
         self.address = ctypes.addressof(self._words)
 
     def __bool__(self) -> bool:

@@ -233,6 +233,22 @@ def test_a_stream_without_room_takes_no_collective_until_somebody_looks_after_th
     comm.close()
 
 
+def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> None:
+    """A collective and messages have locks of their own, and the library lets others at the interpreter meanwhile."""
+    other: list[Callable[..., None]] = []
+    function = Native(lambda *words: (other and other.pop()(16, 32)) or 0)
+    comm = joined(a_library(address=address(function)))
+    call = caller.prepare(comm, OpCode.ALL_REDUCE)
+    for _ in range(ROOM - 1):
+        call(16, 32)
+    assert caller.departures == []
+    caller._door = SimpleNamespace(lock=threading.Lock(), open=True)
+    other.append(caller.prepare(comm, OpCode.ALL_REDUCE))
+    call(16, 32)
+    assert caller.departures == [99, 99] and len(caller.aboard()) == ROOM + 1
+    comm.close()
+
+
 def test_compiled_code_does_not_enter_a_library_that_was_stopped_and_tells_what_failed(caller: Caller) -> None:
     codes = iter((0, 3))
     seen: list[int] = []
