@@ -80,7 +80,11 @@ def _follow(words: int, event: int, stream: int) -> int:
     if _elsewhere(words):
         return ELSEWHERE
     thread = let_go()
-    code: int = _waits(words, stream, event)
+    code: int = is_capturing(
+        load(words + _ASK), words + _STATUS, stream
+    )  # a wait for what is outside would spoil the graph
+    if code == 0:
+        code = _waits(words, stream, event)
     take_back(thread)
     return code
 

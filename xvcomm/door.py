@@ -40,8 +40,12 @@ class Door:
             self.open = True
 
     def place(self, handle: int, *, blocking: bool = True) -> int:
-        """Where operations on a stream are noted, see `Pending.boarding`; the stream is looked at."""
-        self._context.device.adopt(handle)
+        """Where operations on a stream are noted, see `Pending.boarding`; the stream is looked at.
+
+        0 for a thread's own stream: only that thread could mark it.
+        """
+        if self._context.device.adopt(handle).queue[1]:
+            return 0
         found = self.places[handle] = self._context.pending.boarding(handle, blocking=blocking)
         return found
 

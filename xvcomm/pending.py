@@ -20,7 +20,7 @@ from xvcomm.boarding import ROOM, Boarding, Ends, Passengers
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, DeadlineExceeded
 from xvcomm.flight import Flight, Manifest
-from xvcomm.operation import Operation
+from xvcomm.operation import NO_PEER, Operation
 from xvcomm.ring import RingEnd
 from xvcomm.trace import DONE, FAILED
 from xvcomm.work import Work, nobody_calls_back
@@ -132,6 +132,11 @@ class Pending:
 
     def board(self, operations: Sequence[Operation], handle: int, deadline: Deadline, ends: Ends) -> None:
         """Look after blocking operations on a framework's stream, together with others there: marks take time."""
+        stream = self._context.device.adopt(handle)
+        if stream.queue[1]:  # a thread's own, which others cannot mark
+            native = self._context.joined_native() if any(o.peer == NO_PEER for o in operations) else None
+            self.add(Flight(operations, deadline, ends, stream=stream, mark=cast(Mark, stream.mark()), native=native))
+            return
         with self._gate:
             gathering = self._at(handle)
             gathering.add(operations, deadline, ends)

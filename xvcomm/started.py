@@ -104,10 +104,12 @@ class Beside:
         self.branch.between(user or 0, mark.event)
         return self._door.places.get(self.handle) or self._door.place(self.handle, blocking=False)
 
-    def follow(self, handle: int | None, mark: Mark) -> None:
-        """Let what comes next on a user's stream wait for a mark on this one."""
+    def follow(self, handle: int | None, mark: Mark, over: Callable[[], bool]) -> None:
+        """Let what comes next on a user's stream wait for a mark on this one, unless that is `over` already."""
         marks, stream = self._marks, handle or 0
-        if stream not in self._known or _call(marks.follow, marks.argument, mark.event, stream) != 0:
+        if stream in self._known and _call(marks.follow, marks.argument, mark.event, stream) == 0:
+            return
+        if not over():  # which a graph could not wait for
             self.context.device.adopt(handle).wait(mark)
             self._known.add(stream)
 
@@ -145,7 +147,8 @@ class Started(Work):
         if self._beside.context.word() and self.done():
             self._raise()
         if not self._well:
-            self._beside.follow(stream, self._mark)
+            self._beside.follow(stream, self._mark, self.done)
+            self._raise()
         if self._at_home(stream):  # whatever the array's framework does with the memory comes behind
             self._company.keep.pop(self._key, None)
 

@@ -64,29 +64,30 @@ class StreamCaller(Caller):
             return False
         if not (dst.trusted and src.trusted):
             self._context.device.adopt(handle, *_untrusted(src, dst))
-        place = self._places.get(handle) or self._door.place(handle)
-        return ready.run(place, handle, src, dst, call_site(_INSIDE_AGAIN), monotonic() + timeout)
+        place, site = self._places.get(handle) or self._door.place(handle), call_site(_INSIDE_AGAIN)
+        return place != 0 and ready.run(place, handle, src, dst, site, monotonic() + timeout)
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
 
-        The host waits only for a barrier, and where nobody knows the arrays' stream.
+        The host waits only for a barrier, where nobody knows the arrays' stream, and for memory that is lent for a result.
         """
         handle, trusted = self._look_at(call, stream)
-        if handle is not None and call.op is not _BARRIER:
+        waits = handle is None or call.op is _BARRIER or (call.dst is not None and call.dst.staged)
+        if handle is not None and not waits:
             ready = self._ready(call)
             if ready is not None:
                 if not trusted:
                     self._user(call, handle, trusted)
-                place = self._places.get(handle) or self._door.place(handle)
-                if ready.run(place, handle, call.src, call.dst, call.site or call_site(_INSIDE), deadline.at):
+                place, site = self._places.get(handle) or self._door.place(handle), call.site or call_site(_INSIDE)
+                if place and ready.run(place, handle, call.src, call.dst, site, deadline.at):
                     if call.key is not None:
                         self._again[call.key] = ready
                     return call.result()
         user = self._user(call, handle, trusted)
         operation, mark, ends = self._launch(call, deadline, user)
         pending = self._context.pending
-        if handle is None or call.op is _BARRIER:
+        if handle is None or waits:
             mark = mark or cast(Mark, user.mark())
             flight = Flight([operation], deadline, ends, stream=user, mark=mark, native=self._joined())
             pending.wait_for(pending.add(flight))

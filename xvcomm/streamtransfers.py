@@ -52,7 +52,7 @@ class StreamTransfers(Transfers):
     def run_alone(self, t: Transfer) -> None:
         """See `Transfers.run_alone`."""
         handle = t.stream
-        if handle is None:
+        if handle is None or t.view.staged:
             self.run([t])
             return
         view, key = t.view, _key([t])
@@ -60,7 +60,7 @@ class StreamTransfers(Transfers):
         call = self._calls.get(key, _UNPREPARED)
         if isinstance(call, MessageCall) and not self._turns:
             place = self._door.places.get(handle) or self._door.place(handle)
-            if call.run(place, handle, [view.address, t.tag, t.site or call_site(_INSIDE)], t.deadline):
+            if place and call.run(place, handle, [view.address, t.tag, t.site or call_site(_INSIDE)], t.deadline):
                 return
         self._run_alone(t, handle, user or self._context.device.adopt(handle))
         if call is _UNPREPARED:
@@ -111,9 +111,9 @@ class StreamTransfers(Transfers):
         self._calls[key] = MessageCall(self._context, self._door, parts, found)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
-        """See `Transfers.run`; the host waits only where nobody knows an array's stream."""
+        """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for memory lent for results."""
         handle = transfers[0].stream
-        if handle is None or not all(t.stream == handle for t in transfers):
+        if handle is None or not all(t.stream == handle and not t.view.staged for t in transfers):
             self._run_together(transfers)
             return
         if len(transfers) == 1:
@@ -127,7 +127,7 @@ class StreamTransfers(Transfers):
                 self._context.device.adopt(handle, *unknown)
             place = self._door.places.get(handle) or self._door.place(handle)
             site = transfers[0].site or call_site(_INSIDE)
-            if call.run(place, handle, _items(transfers, site), _soonest(transfers)):
+            if place and call.run(place, handle, _items(transfers, site), _soonest(transfers)):
                 return
         self._run_together(transfers)
         if call is _UNPREPARED:
@@ -150,7 +150,7 @@ class StreamTransfers(Transfers):
         for other in others:
             other.wait(flight.mark)
         pending, handle = self._context.pending, transfers[0].stream
-        if any(t.stream is None for t in transfers):
+        if any(t.stream is None or t.view.staged for t in transfers):
             pending.wait_for(pending.add(flight))
         elif handle is not None and flight.landed is None and not flight.mark.captured:
             pending.board(flight.operations, handle, flight.deadline, flight.ends)

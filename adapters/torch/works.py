@@ -238,10 +238,10 @@ class StreamOperation(Work):
     Args (of the constructor):
         place: its plane.
         work: the communicator's.
-        then: what to do behind it.
+        then: what to do behind it, once: on the stream that waits first.
     """
 
-    __slots__ = ("_place", "_then", "_work")
+    __slots__ = ("_done", "_place", "_then", "_work")
 
     def __init__(
         self,
@@ -256,6 +256,7 @@ class StreamOperation(Work):
         self._place = place
         self._work = work
         self._then = then
+        self._done: Any = None
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait; with a timeout, the host. Raises as `StreamWork.wait`."""
@@ -267,6 +268,10 @@ class StreamOperation(Work):
         then, self._then = self._then, None
         if then is not None:
             then()
+            self._done = torch.cuda.Event()
+            self._done.record()
+        elif self._done is not None:
+            self._place.follow(self._done)
         return True
 
     def is_completed(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -34,6 +36,7 @@ class Stream:
 
     captured = 0
     held_up = True
+    queue = (7, 0)
 
     def reached(self, mark: object) -> bool:
         assert not self.held_up, "the device was asked"
@@ -45,6 +48,7 @@ class Job:
 
     def __init__(self, looked: float = A_WHILE_AGO) -> None:
         self.absent: set[int] = set()
+        self.device = SimpleNamespace(adopt=lambda handle: Stream())
         self.told: list[Operation] = []
         self.pending = Pending(cast(Context, self))
         self.begin = time.monotonic()
@@ -132,6 +136,17 @@ def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
     if place == "leaving":
         (gathering,) = job.pending._gathering.values()
         job.pending._leaving, _ = gathering.leave()
+    assert job.stopped() == [5]
+
+
+def test_a_threads_own_stream_is_marked_by_that_thread(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks later would mark another one."""
+    marked: list[int] = []
+    monkeypatch.setattr(Stream, "queue", (2, threading.get_ident()))
+    monkeypatch.setattr(Stream, "mark", lambda self: marked.append(threading.get_ident()) or self, raising=False)
+    operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
+    job.pending.board([operation], 2, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
+    assert marked == [threading.get_ident()] and not job.pending._gathering
     assert job.stopped() == [5]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 from xvcomm.communicator import Communicator
 from xvcomm.deadline import NEVER
 from xvcomm.links import Use
-from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
+from xvcomm.testing.arrays import Array, DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits
 from xvcomm.testing.trials import Trial, warm
 
 _MANY = 20
+_A_WHILE = 0.3
 
 
 def _by_cupy(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
@@ -143,6 +145,49 @@ def check_graph_keeps_its_memory(comm: Communicator) -> None:
         assert_same_bits(a.get(other), number * ones, f"array {number}, which the graph has nothing to do with")
 
 
+def check_graph_of_few(comm: Communicator) -> None:
+    """Of so few elements that some ranks need their native library alone; captured once compiled code has run it."""
+    a, size = arrays(comm), comm.size
+    x, y, z = a.put(np.full(1, comm.rank + 1.0)), a.put(np.zeros(size)), a.put(np.zeros(1))
+    whole = np.arange(size) + 1.0
+    forms: list[tuple[Callable[[], None], Any, Array]] = [
+        (lambda: comm.all_gather(x, out=y), y, whole),
+        (lambda: comm.reduce(x, 0, out=None if comm.rank else z), z, np.full(1, 0.0 if comm.rank else sum(whole))),
+        (lambda: comm.all_reduce(x, "avg", out=z), z, np.full(1, sum(whole) / size)),
+    ]
+    with on_device(comm):
+        for run, target, want in forms:
+            for _ in range(4):
+                run()
+            replay = _captured(comm, run)
+            for number in range(3):
+                a.fill(target, np.zeros_like(want))
+                replay()
+                assert_same_bits(a.get(target), want, f"launch {number}")
+
+
+def check_graph_behind_what_is_over(comm: Communicator) -> None:
+    """A capture may wait for an operation that was over before, though the graph cannot."""
+    a, started = arrays(comm), list[Any]()
+    x = a.put(np.ones(16))
+    with on_device(comm):
+        for _ in range(4):
+            started.append(comm.all_reduce(x, async_op=True))
+            started[-1].wait()
+        started.append(comm.all_reduce(x, async_op=True))
+        comm.barrier()
+        time.sleep(_A_WHILE)
+
+        def wait_and_go_on() -> None:
+            started[-1].wait()
+            comm.all_reduce(x)
+
+        replay = _captured(comm, wait_and_go_on)
+        a.fill(x, np.ones(16))
+        replay()
+    assert_same_bits(a.get(x), np.full(16, float(comm.size)), "the graph's result")
+
+
 def check_graph_of_another_stream(comm: Communicator) -> None:
     """Captured from a stream that ran nothing before, as `torch.cuda.graph` does; its memory must be there already."""
     _graph_of_another_stream(comm, 480)
@@ -181,5 +226,5 @@ def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], N
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_graphs, check_graph_of_many, check_graph_beside_repeated, check_graph_keeps_its_memory,
-    check_graph_of_another_stream,
+    check_graph_of_another_stream, check_graph_of_few, check_graph_behind_what_is_over,
 )  # fmt: skip
