@@ -217,7 +217,7 @@ class PointToPoint:
             return ArgumentError(f"{what} {peer}: ranks of this communicator go from 0 to {self.size - 1}")
         if peer == self.rank:
             return ArgumentError(f"{what} {peer} is this rank itself; copy the array instead")
-        return ArgumentError(f"tag {tag}: must be a whole number from 0 on")
+        return ArgumentError(f"tag {tag}: must be a whole number from 0 to {_TAGS - 1}")
 
     def _background(self, transfer: Transfer) -> Work:
         group = self._open_group() if self._groups else None

@@ -46,7 +46,7 @@ def test_sizes():
     for text in ("", "K", "-1", "1.5M", "8T"):
         with pytest.raises(ArgumentError, match="expected a number of bytes"):
             parse_size(text)
-    assert grid(8, 128, 4) == (8, 32, 128)
+    assert grid(8, 128, 4) == (8, 32, 128) and grid(8, 100, 4) == (8, 32, 100) and grid(8, 8, 4) == (8,)
     assert grid(8, 4, 2) == ()
 
 

@@ -162,12 +162,12 @@ def parse_size(text: str) -> int:
 
 
 def grid(least: int, most: int, factor: int) -> tuple[int, ...]:
-    """Sizes from `least` to `most`, each `factor` times the one before."""
+    """Sizes from `least` to `most`, each `factor` times the one before, but the last."""
     sizes = []
-    while 0 < least <= most:
+    while 0 < least < most:
         sizes.append(least)
         least *= factor
-    return tuple(sizes)
+    return (*sizes, most) if sizes or least == most else ()
 
 
 def parse_devices(text: str, ranks: int) -> tuple[str, ...]:

@@ -30,8 +30,10 @@ def plan(
     rank: Annotated[int, typer.Option(min=0, help="Whose steps to print.")] = 0,
     root: Annotated[int, typer.Option(min=0, help="Root, where the collective has one.")] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Print at most so many steps.")] = 40,
-    native: Annotated[float, typer.Option(help="Speed inside an island, GB/s a rank and direction.")] = 300,
-    border: Annotated[float, typer.Option(help="Speed of a rank's link over the border, GB/s a direction.")] = 50,
+    native: Annotated[float, typer.Option(min=0.001, help="Speed inside an island, GB/s a rank and direction.")] = 300,
+    border: Annotated[
+        float, typer.Option(min=0.001, help="Speed of a rank's link over the border, GB/s a direction.")
+    ] = 50,
 ) -> None:
     """Print the steps of one rank and the predicted time of the collective; starts no rank and moves no data."""
     topology = Topology.from_labels(scale(parse_islands(islands), ranks))

@@ -127,7 +127,9 @@ def job_environment() -> Iterator[dict[str, str]]:
 
     Raises:
         StoreError: the store's port cannot be taken.
+        ConfigError: a variable is wrong.
     """
+    folder = Path(Config.from_env().shm_dir)
     secret, job = secrets.token_hex(16), f"{os.environ.get('XVCOMM_JOB') or os.getpid()}-{secrets.token_hex(4)}"
     server = TcpServer(_LOCAL, 0, secret)
     try:
@@ -139,7 +141,7 @@ def job_environment() -> Iterator[dict[str, str]]:
         }
     finally:
         server.close()
-        for file in Path(Config.from_env().shm_dir).glob(f"xvcomm-{job}-*"):
+        for file in folder.glob(f"xvcomm-{job}-*"):
             file.unlink(missing_ok=True)
 
 
