@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 
+from xvcomm import array
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import BackendUnavailable, PeerLost
@@ -36,7 +38,7 @@ from xvcomm.testing import (
     refusals,
     repeated,
 )
-from xvcomm.testing.arrays import arrays
+from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
 from xvcomm.testing.signals import SECONDS, meet
 
@@ -283,6 +285,36 @@ def test_dtypes(job: Job, name: str) -> None:
             ranks.run(collectives.check_reductions, dtype.name, some)
             ranks.run(collectives.check_all_gather, dtype.name, 1001)
             ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
+
+
+def lent_results(comm: Communicator) -> list[float]:
+    """What a result holds when it is handed out: memory that is only lent for it goes back then."""
+    a, beside, found = arrays(comm), DeviceArrays(comm._context.device), list[float]()
+    x, y = a.put(np.full(16, comm.rank + 1.0, np.float32)), a.put(np.zeros(16, np.float32))
+    a.synchronize()
+    lent = msgspec.structs.replace(array.view(y), staged=True)
+
+    def finish(view: array.ArrayView) -> None:
+        found.append(float(beside.get(y)[0]))
+
+    with on_device(comm), mock.patch.object(array, "finish", finish):
+        for call in (
+            lambda: comm.all_reduce(x, out=lent, stream=a.handle),
+            lambda: comm.sendrecv(x, 1 - comm.rank, lent, 1 - comm.rank, stream=a.handle),
+        ):
+            for _ in range(4):
+                a.fill(y, np.zeros(16, np.float32))
+                comm.barrier()
+                time.sleep(0.1 * comm.rank)
+                call()
+    return found
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_lent_results(job: Job, name: str) -> None:
+    """As for JAX's arrays: with a stream that the user gives, the host waits all the same."""
+    with job(name) as ranks:
+        assert ranks.run(lent_results) == [[3.0] * 4 + [2.0] * 4, [3.0] * 4 + [1.0] * 4]
 
 
 def averages_alone(comm: Communicator) -> None:
