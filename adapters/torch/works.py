@@ -268,8 +268,7 @@ class StreamOperation(Work):
         then, self._then = self._then, None
         if then is not None:
             then()
-            self._done = torch.cuda.Event()
-            self._done.record()
+            self._done = torch.cuda.current_stream(self.tensors[0].device).record_event()
         elif self._done is not None:
             self._place.follow(self._done)
         return True

@@ -195,7 +195,11 @@ def test_synchronize_lets_the_stream_wait_and_not_the_host(plane: StreamPlane, n
     notes.clear()
     message = plane.message(Posted(notes), [memory(notes)], "recv from rank 1", 1, lambda: notes.append(("then",)))
     getattr(message, name)()
-    assert notes == [("ordered", CURRENT), ("then",)]
+    *order, (what, copied, where) = notes
+    assert order == [("ordered", CURRENT), ("then",)] and (what, where) == ("record", CURRENT)
+    notes.clear()
+    getattr(message, name)()
+    assert notes == [("ordered", CURRENT), ("wait", copied, CURRENT)], "who waits next may be on another stream"
 
 
 def test_a_timeout_lets_the_host_wait(plane: StreamPlane, notes: Notes) -> None:

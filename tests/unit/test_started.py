@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -89,7 +90,7 @@ class Job:
     def explain(self, error: Exception, operation: Operation) -> Exception:
         return PeerLost(f"{operation}: {type(error).__name__}")
 
-    def follow(self, stream: int | None, mark: object) -> None:
+    def follow(self, stream: int | None, mark: object, over: Callable[[], bool]) -> None:
         self.followed.append(stream)
 
     def end_all(self, error: Exception | None = None) -> None:
