@@ -29,7 +29,7 @@ STREAMS = 128
 AT_ONCE = 128
 """Blocks of movers on all streams that leave room for further ones; beyond, each launch gets half of what is left."""
 
-_PER_THREAD = 2
+_LEGACY, _PER_THREAD = 1, 2
 _LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
 _LEAVE_SECONDS = 5.0
 _KEPT = 32
@@ -42,6 +42,7 @@ class Engine:
     Attributes:
         spin: seconds that the host spins for a stream before it sleeps.
         idle: handles of the device's own streams that are not in use; those that never were come last.
+        own: handles of all others of them.
         outside: the newest mark on each stream that is somebody else's.
     """
 
@@ -52,7 +53,7 @@ class Engine:
         self.watcher = Watcher(runtime, index)
         self.idle = deque(runtime.stream() for _ in range(STREAMS))
         self.outside: dict[int, Mark] = {}
-        self._own: set[int] = set()
+        self.own: set[int] = set()
         self._blocks: dict[int, tuple[set[Port], int]] = {}
         self._taken = 0
         self._room = ctypes.c_int64()  # changes with what `room` gives
@@ -67,7 +68,7 @@ class Engine:
             handle = self.idle.popleft()
         except IndexError:
             handle = self.runtime.stream()
-        self._own.add(handle)
+        self.own.add(handle)
         return GpuStream(self, handle, owned=True)
 
     def room(self, stream: int) -> int:
@@ -190,7 +191,7 @@ class Engine:
 
     def _points(self) -> Sequence[Mark]:
         """Marks behind all that is on the streams. Of other people's, which may be gone, the last one that was made."""
-        own = [self.events.record(handle, 0) for handle in list(self._own) if not self.runtime.capture(handle)]
+        own = [self.events.record(handle, 0) for handle in list(self.own) if not self.runtime.capture(handle)]
         armed = [port.own for port in list(self._ports.values()) if port.armed.value != NOBODY and port.own is not None]
         return [*own, *armed, *(mark for mark in list(self.outside.values()) if not mark.captured)]
 
@@ -217,6 +218,7 @@ class GpuStream(Stream):
         self.deadline = NEVER
         self._engine, self._handle, self._owned = engine, handle, owned
         self.queue = (handle, threading.get_ident()) if handle == _PER_THREAD else (handle, 0)
+        self.lasting = handle <= _LEGACY or handle in engine.own
         self._newest: Mark | None = None
         self._empty = owned
         self._transfers: dict[Port, int] = {}

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 
 from numba.extending import register_jitable
 
+from xvcomm.abc.device import EnqueuedMarks, Mark
 from xvcomm.atomics import copy_bytes, load, store
+from xvcomm.calling import call_3
 from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
 from xvcomm.operation import NO_PEER, Operation
@@ -42,7 +44,7 @@ class Word(enum.IntEnum):
 
 
 _SIZE = Word.MESSAGE + 5
-_COUNT, _DEADLINE, _FIRST = 0, 8, 16
+_MARK, _ARGUMENT, _EVENT, _COUNT, _DEADLINE, _FIRST = range(0, 48, 8)
 _FLOAT = struct.Struct("=d")
 _NEVER = struct.unpack("=q", _FLOAT.pack(math.inf))[0]
 _MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
@@ -57,6 +59,19 @@ _COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
 def fits(boarding: int, seats: int) -> bool:
     """Whether there is room for so many."""
     return load(boarding + _COUNT) + seats <= ROOM
+
+
+@register_jitable
+def trailed(boarding: int, stream: int) -> int:
+    """Mark a stream that may be gone before somebody else does, behind what is to be noted now; 0, or what the device said."""
+    function = load(boarding + _MARK)
+    if function == 0:
+        return 0
+    while True:
+        event = load(boarding + _EVENT)
+        code: int = call_3(function, load(boarding + _ARGUMENT), event, stream)
+        if code != 0 or event == load(boarding + _EVENT):  # else all that were aboard have left with it meanwhile
+            return code
 
 
 @register_jitable
@@ -81,17 +96,18 @@ def aboard(boarding, record, sequence, name, peer, channel, counter, message, ta
     return count + 1
 
 
-def _read(boarding: int, into: int, take: bool) -> int:
+def _read(boarding: int, into: int, take: bool, event: int) -> int:
     count = load(boarding + _COUNT)
     copy_bytes(into, boarding + _DEADLINE, _FIRST - _DEADLINE + count * _ENTRY)
     if take:
         store(boarding + _COUNT, 0)
         store(boarding + _DEADLINE, _NEVER)
+        store(boarding + _EVENT, event)
     return count
 
 
 with compiling():
-    _read_kernel = brief("int64(int64, int64, boolean)")(_read)
+    _read_kernel = brief("int64(int64, int64, boolean, int64)")(_read)
 
 
 Ends = list[tuple[RingEnd, int, Operation]]
@@ -105,15 +121,16 @@ class Passengers:
         words: the bits of their soonest deadline, then the words of each of them, `count` in all.
 
     Attributes:
+        mark: behind them, if compiled code has marked the stream.
         deadline: the soonest of theirs, on the monotonic clock.
         records: their numbers in the flight recorder.
         collective: whether any of them is a collective.
     """
 
-    __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "records")
+    __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "mark", "records")
 
-    def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd]) -> None:
-        self._words, self._end, self._rings = words, 1 + count * _SIZE, rings
+    def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd], mark: Mark | None) -> None:
+        self._words, self._end, self._rings, self.mark = words, 1 + count * _SIZE, rings, mark
         (self.deadline,) = _FLOAT.unpack_from(words)
         self._counters = self._each(_COUNTER)
         entries = zip(self._each(_RECORD), self._each(_PEER), self._counters, strict=True)
@@ -156,31 +173,39 @@ class Boarding:
 
     Args:
         rings: the ring ends of messages, by `RingEnd.counter`.
+        marks: of the stream, if compiled code is to mark it.
 
     Attributes:
         address: what `aboard` takes.
     """
 
-    __slots__ = ("_rings", "_words", "address")
+    __slots__ = ("_mark", "_marks", "_rings", "_words", "address")
 
-    def __init__(self, rings: Mapping[int, RingEnd]) -> None:
-        self._rings = rings
-        self._words = (ctypes.c_int64 * (2 + _SEATS * _SIZE))(0, _NEVER)
+    def __init__(self, rings: Mapping[int, RingEnd], marks: EnqueuedMarks | None = None) -> None:
+        self._rings, self._marks = rings, marks
+        self._mark = mark = self._another()
+        head = (0, 0, 0) if marks is None or mark is None else (marks.mark, marks.argument, mark.event)
+        self._words = (ctypes.c_int64 * (_FIRST // 8 + _SEATS * _SIZE))(*head, 0, _NEVER)
         self.address = ctypes.addressof(self._words)
 
     def __bool__(self) -> bool:
         """Whether anybody is aboard."""
-        return self._words[0] > 0
+        return self._words[_COUNT // 8] > 0
 
     def look(self) -> Passengers | None:
         """All that are aboard; None if nobody is."""
-        return self._read(take=False)
+        return self._read(self._mark, take=False)
 
     def take(self) -> Passengers | None:
-        """The same, who are then no more."""
-        return self._read(take=True)
+        """The same, who are then no more; the next ones have another mark."""
+        mark, self._mark = self._mark, self._another()
+        return self._read(mark, take=True)
 
-    def _read(self, *, take: bool) -> Passengers | None:
-        words = _BLANK[:]
-        count = _read_kernel(self.address, words.buffer_info()[0], take)
-        return Passengers(words, count, self._rings) if count else None
+    def _another(self) -> Mark | None:
+        return None if self._marks is None else self._marks.take()
+
+    def _read(self, mark: Mark | None, *, take: bool) -> Passengers | None:
+        words, following = _BLANK[:], self._mark
+        event = 0 if following is None else following.event
+        count = _read_kernel(self.address, words.buffer_info()[0], take, event)
+        return Passengers(words, count, self._rings, mark) if count else None

@@ -19,7 +19,7 @@ from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMarks, EnqueuedMes
 from xvcomm.array import ArrayView
 from xvcomm.atomics import load, load_acquire, store
 from xvcomm.board import post
-from xvcomm.boarding import ROOM, aboard, fits
+from xvcomm.boarding import ROOM, aboard, fits, trailed
 from xvcomm.calling import bits_of, call_3, call_5
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
@@ -172,6 +172,14 @@ def _do(call: int, step: int, sequence: int, stream: int, bits: int) -> int:
     return call_5(function, argument, items, 0, stream, 0)
 
 
+@register_jitable
+def _marked(boarding: int, stream: int, beside: int, event: int) -> int:
+    """Mark a stream beside, or one that may be gone later, behind what was enqueued; 0, or what the device said."""
+    if beside == 0:
+        return trailed(boarding, stream)
+    return call_3(load(beside + 8), load(beside + 16), event, stream)
+
+
 def _collective(call, boarding, sequence, site, src, dst, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     first, end = call + _FIRST, call + _FIRST + load(call + _STEPS) * _STEP
     if not fits(boarding, load(call + _SEATS)):
@@ -197,7 +205,7 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline, besi
             store(call + _C_RESULT, code)
             store(call + _AT, (step - first) // _STEP)
             return CAPTURED if code == CAPTURED else _FAILED
-    code = call_3(load(beside + 8), load(beside + 16), event, stream) if beside != 0 else 0
+    code = _marked(boarding, stream, beside, event)
     if code != 0:
         store(call + _C_RESULT, code)
         store(call + _AT, load(call + _STEPS))
@@ -227,8 +235,8 @@ def _messages(call, boarding, sequence, stream, deadline, beside, user, event): 
         number = note(recorder, communicator, sequence, name, load(message + 8), load(message + 16), peer, tag, site)
         store(entry + _RECORD, number)
     code = call_5(load(call + _FUNCTION), argument, items, 0, stream, 0)
-    if code == 0 and beside != 0:
-        code = call_3(load(beside + 8), load(beside + 16), event, stream)
+    if code == 0:
+        code = _marked(boarding, stream, beside, event)
     if code != 0:
         store(call + _RESULT, code)
         return _FAILED

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from xvcomm.abc.device import Mark, Stream
+from xvcomm.abc.device import EnqueuedMarks, Mark, Stream
 from xvcomm.boarding import ROOM, Boarding, Ends, Passengers
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, DeadlineExceeded
@@ -57,10 +57,16 @@ class Company:
 
 
 class _Gathering:
-    """Operations on one stream that become a flight together; see `Flight`."""
+    """Operations on one stream that become a flight together; see `Flight`.
 
-    def __init__(self, rings: Mapping[int, RingEnd], blocking: bool) -> None:
-        self.compiled, self.blocking, self.company = Boarding(rings), blocking, Company()
+    Args:
+        marks: see `Boarding`.
+    """
+
+    def __init__(
+        self, rings: Mapping[int, RingEnd], stream: Stream, marks: EnqueuedMarks | None, blocking: bool
+    ) -> None:
+        self.compiled, self.stream, self.blocking, self.company = Boarding(rings, marks), stream, blocking, Company()
         self._begin()
 
     def _begin(self) -> None:
@@ -133,9 +139,14 @@ class Pending:
     def board(self, operations: Sequence[Operation], handle: int, deadline: Deadline, ends: Ends) -> None:
         """Look after blocking operations on a framework's stream, together with others there: marks take time."""
         stream = self._context.device.adopt(handle)
-        if stream.queue[1]:  # a thread's own, which others cannot mark
+        if not stream.lasting:
             native = self._context.joined_native() if any(o.peer == NO_PEER for o in operations) else None
-            self.add(Flight(operations, deadline, ends, stream=stream, mark=cast(Mark, stream.mark()), native=native))
+            with self._gate:
+                if handle in self._gathering:  # flights of a stream are in order
+                    self._depart(handle, self._gathering[handle])
+                self.add(
+                    Flight(operations, deadline, ends, stream=stream, mark=cast(Mark, stream.mark()), native=native)
+                )
             return
         with self._gate:
             gathering = self._at(handle)
@@ -164,20 +175,24 @@ class Pending:
     def _at(self, handle: int, blocking: bool = True) -> _Gathering:
         found = self._gathering.get(handle)
         if found is None:
-            found = self._gathering[handle] = _Gathering(self.rings, blocking)
+            device = self._context.device
+            stream = device.adopt(handle)
+            marks = None if stream.lasting else device.enqueued_marks(stream)
+            found = self._gathering[handle] = _Gathering(self.rings, stream, marks, blocking)
         return found
 
     def _depart(self, handle: int, g: _Gathering) -> None:
-        """Mark the stream behind what has come together; the caller holds the gate."""
-        stream = self._context.device.adopt(handle)
-        if stream.capturing():
+        """Mark the stream behind what has come together, if that is not done; the caller holds the gate."""
+        stream = self._context.device.adopt(handle) if g.stream.lasting else g.stream
+        if stream.lasting and stream.capturing():
             return  # what came before the capture is marked after it
         leaving, company = g.leave()
         self._leaving = leaving
         operations, passengers, keep = leaving.operations, leaving.passengers, company.keep
         if operations or passengers is not None or keep:
             native = self._context.joined_native() if leaving.collective() else None
-            mark = cast(Mark, stream.mark())
+            marked = None if passengers is None else passengers.mark
+            mark = marked or cast(Mark, stream.mark())
             company.flight = flight = Flight(
                 operations, leaving.deadline, leaving.ends, passengers, stream=stream, mark=mark, native=native,
                 blocking=g.blocking, landed=keep.clear,

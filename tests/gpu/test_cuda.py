@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -200,6 +201,28 @@ def test_frameworks(alone: World, framework: str) -> None:
     for check in adapter.CHECKS:
         if alone.size > 1 or check is adapter.check_collectives:
             alone.run(check, [framework])
+
+
+@contextlib.contextmanager
+def cupy_stream() -> Iterator[int]:
+    """One of the user's, gone at the end."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    yield stream.ptr
+    stream.synchronize()
+
+
+def streams_that_end(comm: Communicator) -> None:
+    repeated.check_streams_that_end(comm, cupy_stream)
+
+
+def test_streams_that_end(alone: World) -> None:
+    """Nobody touches a stream that the user may have destroyed."""
+    why = alone.run(frameworks.missing, "cupy")[0]
+    if why:
+        pytest.skip(why)
+    alone.run(streams_that_end)
 
 
 @pytest.mark.parametrize("check", graphs.CHECKS)

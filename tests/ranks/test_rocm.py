@@ -5,6 +5,7 @@ Everything but the GPU itself is real: hip-python, the kernels' source, the stre
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import runpy
 import shutil
@@ -331,6 +332,25 @@ def test_default_stream_of_another_device(environment: Mapping[str, str]) -> Non
     """Its handle is that of the current device's, too: what was called before must not go there."""
     with World(devices="rocm:1", env={**environment, "XVCOMM_DEVICE_INDEX": "1"}) as ranks:
         ranks.run(averages_alone)
+
+
+@contextlib.contextmanager
+def hip_stream() -> Iterator[int]:
+    """One of the user's, gone at the end."""
+    from rocm.bindings import hip
+
+    _, made = hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking)
+    yield int(made)
+    assert [hip.hipStreamSynchronize(made), hip.hipStreamDestroy(made)] == [(hip.hipError_t.hipSuccess,)] * 2
+
+
+def streams_that_end(comm: Communicator) -> None:
+    repeated.check_streams_that_end(comm, hip_stream)
+
+
+def test_streams_that_end(alone: World) -> None:
+    """Nobody touches a stream that the user may have destroyed."""
+    alone.run(streams_that_end)
 
 
 @pytest.mark.parametrize("check", graphs.CHECKS)

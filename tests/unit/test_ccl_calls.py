@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import runpy
 import threading
 import time
@@ -10,14 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from xvcomm.abc.collective import CollectiveForm, CollectiveStalled, CollectiveStopped
 from xvcomm.backends._ccl import CclCollective
 from xvcomm.board import Board
-from xvcomm.boarding import ROOM, Boarding
+from xvcomm.boarding import ROOM, Boarding, Passengers
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction
 from xvcomm.enqueued import CollectiveCall, EnqueuedStep, Place
@@ -246,6 +247,35 @@ def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> Non
     other.append(caller.prepare(comm, OpCode.ALL_REDUCE))
     call(16, 32)
     assert caller.departures == [99, 99] and len(caller.aboard()) == ROOM + 1
+    comm.close()
+
+
+def test_what_boards_a_stream_that_may_be_gone_leaves_with_a_mark_behind_it(caller: Caller) -> None:
+    """Also where others leave while the stream is marked, with the event that was on its way."""
+    events, marked, left = itertools.count(7), list[int](), list[Passengers | None]()
+    leaving = False
+
+    def mark(argument: int, event: int, stream: int) -> int:
+        nonlocal leaving
+        assert (argument, stream) == (5, 99)
+        marked.append(event)
+        if leaving:
+            leaving = False
+            left.append(caller.boarding.take())
+        return 0
+
+    function, marks = Native(lambda *words: 0), ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(mark)
+    take = lambda: SimpleNamespace(event=next(events), captured=0)  # noqa: E731
+    caller.boarding = Boarding({}, cast(Any, SimpleNamespace(mark=address(marks), argument=5, take=take)))
+    comm = joined(a_library(address=address(function)))
+    call = caller.prepare(comm, OpCode.ALL_REDUCE)
+    call(16, 32)
+    call(16, 32)
+    leaving = True
+    call(16, 32)
+    left.append(caller.boarding.take())
+    assert marked == [7, 7, 7, 8]
+    assert [(p.mark.event, len(p.records)) for p in left if p is not None and p.mark is not None] == [(7, 2), (8, 1)]
     comm.close()
 
 

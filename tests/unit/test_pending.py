@@ -37,6 +37,7 @@ class Stream:
     captured = 0
     held_up = True
     queue = (7, 0)
+    lasting = True
 
     def reached(self, mark: object) -> bool:
         assert not self.held_up, "the device was asked"
@@ -142,7 +143,7 @@ def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
 def test_a_threads_own_stream_is_marked_by_that_thread(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks later would mark another one."""
     marked: list[int] = []
-    monkeypatch.setattr(Stream, "queue", (2, threading.get_ident()))
+    monkeypatch.setattr(Stream, "lasting", False)
     monkeypatch.setattr(Stream, "mark", lambda self: marked.append(threading.get_ident()) or self, raising=False)
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
     job.pending.board([operation], 2, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])

@@ -103,6 +103,9 @@ class Stream(ABC):
     queue: Queue = (0, 0)
     """Equal for streams of the vendor's on which one thing is done after the other."""
 
+    lasting: bool = True
+    """Whether any thread may use it as long as the device; others may be gone as soon as what is on them is over."""
+
     @property
     def handle(self) -> int:
         """The vendor's handle, for whoever enqueues something now; 0 where streams have none."""
@@ -255,7 +258,7 @@ class EnqueuedMessages(NamedTuple):
 
 
 class EnqueuedMarks(NamedTuple):
-    """Order between one of the device's own streams and others, for compiled code.
+    """Order between a stream and others, for compiled code.
 
     Its functions are C's, by address, of three words each. They are called with the interpreter lock, let it go where they
     may wait, and return 0 if they did what they do.
@@ -352,7 +355,7 @@ class Device(ABC):
         return None
 
     def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
-        """Marks on one of `streams`, for compiled code; only devices have them that go on behind the host."""
+        """Marks on a stream, for compiled code; only devices have them that go on behind the host."""
         raise NotImplementedError
 
     def lend(self, nbytes: int) -> Loan:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +19,8 @@ from xvcomm.testing.arrays import Array, arrays, begun_by_python
 from xvcomm.testing.cases import assert_same_bits
 
 _WARM, _TIMES, _BESIDE = 3, 8, 3
+_LOOK_SECONDS = 0.02
+"""In which who looks after operations that go on behind the host looks at least once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,34 @@ def check_repeated(comm: Communicator, rounds: int) -> None:
             # Not all islands' shapes suit a broadcast.
             assert begun.call_count < rounds + 5, "Python began all operations"
     assert all((a.get(x) == total * comm.size).all() for x in xs)
+
+
+def check_streams_that_end(comm: Communicator, stream: Callable[[], AbstractContextManager[int]]) -> None:
+    """A stream may be destroyed as soon as what was called on it is over, by whomever it was begun.
+
+    Args:
+        stream: gives a new stream's handle, waits for it, and destroys it.
+    """
+    a, total = arrays(comm), sum(range(comm.size))
+    x, y, z = (a.put(np.zeros(1000)) for _ in range(3))
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with begun_by_python(comm) as begun:
+        for number in range(_WARM + _TIMES):
+            a.fill(x, np.full(1000, comm.rank + number, float))
+            a.synchronize()
+            if number == _WARM:
+                begun.reset_mock()
+            with stream() as handle:
+                for _ in range(_WARM):
+                    comm.all_reduce(x, out=y, stream=handle)
+                    if comm.size > 1:
+                        comm.sendrecv(x, after, z, before, stream=handle)
+            assert (a.get(y) == total + comm.size * number).all()
+            assert comm.size == 1 or (a.get(z) == before + number).all()
+            time.sleep(_LOOK_SECONDS)
+        if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:
+            # Python begins what follows a ring's messages on another stream; each stream gets nine operations.
+            assert begun.call_count <= 4 * _TIMES, f"Python began {begun.call_count} operations"
 
 
 def check_forms_repeated(comm: Communicator, count: int) -> None:
