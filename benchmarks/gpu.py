@@ -75,7 +75,8 @@ def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
         return tuple(name for name in names if PEERS[name].serves(kind))
 
     alike = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-    island = Scenario("island", "Inside an island", ("",) * ranks, alike, peers("nccl", "nccl-cupy"), every, 0.25)
+    inside = (*alike, "reduce", "all_to_all")
+    island = Scenario("island", "Inside an island", ("",) * ranks, inside, peers("nccl", "nccl-cupy"), every, 0.25)
     if ranks == 2:
         pairs = ("send", "sendrecv", "p2p")
         return [

@@ -129,6 +129,14 @@ def messages() -> None:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         equal(c, a.cpu())
+        columns = torch.zeros(count, 2, device=place)
+        works = [dist.isend(sent, right), dist.irecv(columns[:, 0], left)]
+        late = works[1].get_future().then(lambda f: f.value()[0] * 2)
+        for work in works:
+            work.wait()
+        equal(columns[:, 0] + 1, a.cpu() + 1)
+        equal(late.wait(), 2 * a.cpu())
+        equal(columns[:, 1], torch.zeros(count))
 
 
 def gradients() -> None:
