@@ -53,10 +53,10 @@ class Blame:
         if reason is Reason.ABORTED:
             why = self._told(about)
             text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")
-            return Aborted(text, peer=about, **known)
+            return Aborted(f"{text}; close it and make a new one", peer=about, **known)
         left = reason is Reason.LEFT or self._session.left(self._ranks[about])
         text = f"{what}: {self.name(about)} {'left' if left else 'was lost'}; {self._last_words(about)}"
-        return PeerLost(text, peer=about, **known)
+        return PeerLost(f"{text}; close the communicator, and restart the job", peer=about, **known)
 
     def name(self, rank: int) -> str:
         """`rank 1 on node7`, with the number in the whole job where that differs."""

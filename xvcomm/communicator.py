@@ -28,7 +28,7 @@ from xvcomm.array import ArrayView
 from xvcomm.calls import Call, Caller, Key
 from xvcomm.config import Config
 from xvcomm.context import Context
-from xvcomm.deadline import Deadline
+from xvcomm.deadline import Deadline, checked
 from xvcomm.dtype import UINT8, ReduceOp, Reduction, reduction_on
 from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.objects import Objects
@@ -132,7 +132,7 @@ class Communicator(PointToPoint, Objects):
         mine = self.rank == root
         src = array.view(x, output=not mine)
         key = _key(_BROADCAST, root, src, src, async_op)
-        if key and self._caller.again(key, src, src, self.timeout if timeout is None else timeout, stream):
+        if key and self._caller.again(key, src, src, self.timeout if timeout is None else checked(timeout), stream):
             return src.array
         dst = src if mine or not src.immutable else self._empty_like(src, src.shape)
         call = Call(_BROADCAST, src, dst, src.dtype, count=src.count, root=root, key=key)
@@ -152,7 +152,7 @@ class Communicator(PointToPoint, Objects):
         src, given = array.view(x, output=out is None), None if out is None else array.view(out, output=True)
         dst = given or src
         key = _key(_ALL_REDUCE, op, src, dst, async_op)
-        if key and self._caller.again(key, src, dst, self.timeout if timeout is None else timeout, stream):
+        if key and self._caller.again(key, src, dst, self.timeout if timeout is None else checked(timeout), stream):
             return dst.array
         how = reduction_on(op, src.dtype)
         if given or src.immutable:
@@ -188,7 +188,11 @@ class Communicator(PointToPoint, Objects):
         """
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         key = _key(_REDUCE_SCATTER, op, src, given, async_op or counts is not None)
-        if key and given and self._caller.again(key, src, given, self.timeout if timeout is None else timeout, stream):
+        if (
+            key
+            and given
+            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+        ):
             return given.array
         how = reduction_on(op, src.dtype)
         rows, elements = self._blocks(src, counts)
@@ -209,7 +213,11 @@ class Communicator(PointToPoint, Objects):
         """
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         key = _key(_ALL_GATHER, None, src, given, async_op or counts is not None)
-        if key and given and self._caller.again(key, src, given, self.timeout if timeout is None else timeout, stream):
+        if (
+            key
+            and given
+            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+        ):
             return given.array
         rows, elements = self._own_block(src, counts)
         dst = self._output(src, given, rows, sum(elements))
@@ -273,7 +281,11 @@ class Communicator(PointToPoint, Objects):
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         special = async_op or send_counts is not None or (given is not None and given.address == src.address)
         key = _key(_ALL_TO_ALL, None, src, given, special)
-        if key and given and self._caller.again(key, src, given, self.timeout if timeout is None else timeout, stream):
+        if (
+            key
+            and given
+            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+        ):
             return given.array
         _, elements = self._blocks(src, send_counts)
         rows, back = src.shape[0], elements
@@ -357,7 +369,7 @@ class Communicator(PointToPoint, Objects):
         return Deadline.after(self.timeout if timeout is None else timeout)
 
     def _call(self, call: Call, async_op: bool, timeout: float | None, stream: Any) -> Any:
-        deadline = Deadline(monotonic() + (self.timeout if timeout is None else timeout))
+        deadline = Deadline(monotonic() + (self.timeout if timeout is None else checked(timeout)))
         handle = None if stream is None else array.stream_handle(stream)
         return (self._caller.start if async_op else self._caller.run)(call, deadline, handle)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from xvcomm.errors import ConfigError
+
+_JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")  # part of files' names
 
 
 def _var(default: Any, doc: str, *, least: float = -math.inf, most: float = math.inf, secret: bool = False) -> Any:
@@ -75,6 +78,8 @@ class Config:
     trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
 
     def __post_init__(self) -> None:
+        if self.job is not None and not _JOB.fullmatch(self.job):
+            raise ConfigError(f"XVCOMM_JOB={self.job!r}: up to 100 letters, digits, and . _ - are allowed")
         for name in ("ring_slot_bytes", "gpu_ring_slot_bytes", "peer_ring_slot_bytes", "stage_bytes"):
             if getattr(self, name) % 4096:
                 raise ConfigError(f"XVCOMM_{name.upper()}={getattr(self, name)}: must be a multiple of 4096")

@@ -7,6 +7,22 @@ from time import monotonic
 
 import msgspec
 
+from xvcomm.errors import ArgumentError
+
+
+def checked(timeout: float) -> float:
+    """A timeout that a user gave, in seconds.
+
+    Raises:
+        ArgumentError: it is none, or less than 0.
+    """
+    try:
+        if timeout >= 0:  # nan is not
+            return timeout
+    except TypeError:
+        pass
+    raise ArgumentError(f"timeout={timeout!r}: expected seconds, 0 or more")
+
 
 class Deadline(msgspec.Struct, eq=False, gc=False):
     """A point on the monotonic clock, `at`; `math.inf` means none."""
@@ -16,8 +32,12 @@ class Deadline(msgspec.Struct, eq=False, gc=False):
 
     @classmethod
     def after(cls, seconds: float | None) -> Deadline:
-        """The deadline `seconds` from now; None means never."""
-        return NEVER if seconds is None else cls(monotonic() + seconds)
+        """The deadline `seconds` from now; None means never.
+
+        Raises:
+            ArgumentError: these are no seconds, or less than 0.
+        """
+        return NEVER if seconds is None else cls(monotonic() + checked(seconds))
 
     def left(self) -> float:
         """Seconds left, never negative; `math.inf` without a deadline."""

@@ -21,7 +21,7 @@ from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.errors import BackendUnavailable, PeerLost, ResourceError, XvcommError
+from xvcomm.errors import BackendUnavailable, ConfigError, PeerLost, ResourceError, XvcommError
 from xvcomm.lending import Lending
 from xvcomm.links import Member
 from xvcomm.ring import Reason
@@ -52,8 +52,14 @@ class Joining(msgspec.Struct, frozen=True):
 
 
 def host_identity(folder: str) -> str:
-    """What two processes have in common exactly if they can share memory: the boot and the tmpfs itself."""
+    """What two processes have in common exactly if they can share memory: the boot and the tmpfs itself.
+
+    Raises:
+        ConfigError: there is no such folder, or this process may not write to it.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(f"XVCOMM_SHM_DIR={folder!r}: no folder that this process can write to; unset it, or make one")
     place = os.stat(folder)
     return f"{boot}/{place.st_dev}/{place.st_ino}"
 

@@ -50,6 +50,18 @@ def install(backend: str) -> None:
         # None where torch was built without NCCL; torch warns of a default that is none, and of one that options do not share.
         c10d.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout or _TIMEOUT
         _accept_hooks()
+        _name_a_version()
+
+
+def _name_a_version() -> None:
+    """Let torch be asked for NCCL's version, as it does to log an error, also where it was built without NCCL.
+
+    Else that question's own error takes the other one's place.
+    """
+    import torch
+
+    if not hasattr(torch._C, "_nccl_version"):
+        torch.cuda.nccl.version = lambda: (0, 0, 0)
 
 
 def _accept_hooks() -> None:

@@ -47,6 +47,12 @@ def test_gloo_and_memcpy_beside(tmp_path):
     assert {r["op"] for r in records if r["library"] == "memcpy"} == set(OPS) - {"barrier"}
 
 
+def test_a_peer_for_other_memory():
+    done = bench("-n", "2", "--op", "all_reduce", "--sizes", "8", "--peer", "nccl")
+    assert done.returncode == 2 and "peer nccl is not for host memory" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+
+
 def test_mpi_beside(tmp_path):
     pytest.importorskip("mpi4py")
     file = tmp_path / "out.json"

@@ -216,7 +216,7 @@ def test_no_such_folder_for_shared_memory(processes):
     envs = environments(free_port(), 2)
     envs[1]["XVCOMM_SHM_DIR"] = "/no/such/folder"
     outcomes, seconds = run(processes, envs)
-    assert isinstance(outcomes[1], OSError) and "/no/such/folder" in str(outcomes[1])
+    assert isinstance(outcomes[1], ConfigError) and "XVCOMM_SHM_DIR='/no/such/folder'" in str(outcomes[1])
     assert isinstance(outcomes[0], Aborted) and "/no/such/folder" in str(outcomes[0])
     assert seconds < SOON
 

@@ -72,6 +72,17 @@ def collectives(device: torch.device) -> None:
     dist.barrier(device_ids=[device.index or 0])
 
 
+def refusals(device: torch.device) -> None:
+    """What torch says when something is wrong, and what its log of that asks for, does not hide what was wrong."""
+    try:
+        dist.all_to_all_single(torch.zeros(3, device=device), torch.zeros(2, device=device))
+    except (RuntimeError, ValueError):
+        pass
+    else:
+        raise AssertionError("three elements took two from each rank")
+    assert len(torch.cuda.nccl.version()) >= 3
+
+
 def gradients(device: torch.device) -> None:
     """Of DDP: the mean over the ranks, also with the hook that torch lets through for NCCL alone."""
     for hook, tolerance in ((None, 1e-6), (default_hooks.bf16_compress_hook, 2e-2)):
@@ -97,6 +108,7 @@ def main() -> None:
     if ":" in backend:
         assert summed(torch.device("cpu")) == sum(range(dist.get_world_size()))
     collectives(device)
+    refusals(device)
     groups(device, backend)
     gradients(device)
     if dist.get_rank() == 0:

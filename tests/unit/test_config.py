@@ -16,7 +16,7 @@ def test_every_field_has_its_variable(f) -> None:
     text, value = {
         "int": ("8192" if "bytes" in f.name else str(min(17, f.metadata["most"])), None),
         "float": ("2.5", 2.5),
-        "str": ("some text",) * 2,
+        "str": ({"job": "a-name_1.0"}.get(f.name, "some text"),) * 2,
     }[kind]
     value = int(text) if value is None else value
     variable = f"XVCOMM_{f.name.upper()}"
@@ -59,6 +59,12 @@ def test_variables_that_do_not_exist_are_refused() -> None:
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XVCOMM_ISLAND", "cuda")
     assert Config.from_env().island == "cuda"
+
+
+@pytest.mark.parametrize("name", ["a/b", "two words", "x" * 101])
+def test_a_jobs_name_is_part_of_files_names(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"XVCOMM_JOB=.*allowed"):
+        Config.from_env({"XVCOMM_JOB": name})
 
 
 def test_no_timeout() -> None:

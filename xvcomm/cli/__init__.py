@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -24,9 +26,16 @@ app.command()(plan.plan)
 
 
 def main() -> None:
-    """Entry point of the command; errors of xvcomm end it with one line and exit code 2."""
-    try:
+    """Entry point of the command."""
+    with told_in_one_line():
         app()
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Let an error of xvcomm end the process with one line and exit code 2."""
+    try:
+        yield
     except XvcommError as error:
         print(f"xvcomm: {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import xvcomm
+from xvcomm.cli import told_in_one_line
 from xvcomm.cli.bench import Options
 from xvcomm.cli.benchcase import Case
 from xvcomm.cli.benchmemory import Memory, memory_of
@@ -127,4 +128,5 @@ def _rendezvous(meeting: Meeting) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(measure_all(msgspec.json.decode(sys.argv[1], type=Options)))
+    with told_in_one_line():
+        sys.exit(measure_all(msgspec.json.decode(sys.argv[1], type=Options)))

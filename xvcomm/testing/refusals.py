@@ -135,7 +135,7 @@ def check_dtypes_refused(comm: Communicator) -> None:
 
 
 def check_arguments_refused(comm: Communicator) -> None:
-    """Ranks and counts out of range."""
+    """Ranks, counts and timeouts out of range."""
     a, size = arrays(comm), comm.size
     x, two, three = a.put(np.zeros(2 * size)), a.put(np.zeros(2)), a.put(np.zeros(3))
     one = [2] * size
@@ -154,6 +154,9 @@ def check_arguments_refused(comm: Communicator) -> None:
         "one side of all_to_all": lambda: comm.all_to_all(x, send_counts=one),
         "recv_counts too long": lambda: comm.all_to_all(x, send_counts=one, recv_counts=[*one, 1]),
         "split by a fraction": lambda: comm.split(0.5),  # type: ignore[arg-type]
+        "a timeout below 0": lambda: comm.all_reduce(x, timeout=-1),
+        "a timeout that is no number": lambda: comm.broadcast(x, timeout=float("nan")),
+        "a timeout that is text": lambda: comm.barrier(timeout="5"),  # type: ignore[arg-type]
     }
     _refuses(comm, ArgumentError, cases)
 
@@ -176,6 +179,7 @@ def check_messages_refused(comm: Communicator) -> None:
     wrong: Cases = {}
     if comm.size > 1:
         cases["tag negative"] = lambda: comm.send(x, other, -1)
+        cases["timeout negative"] = lambda: comm.recv(x, other, timeout=-0.5)
         cases["tag too large"] = lambda: comm.recv(x, other, 1 << 62)
         cases["sendrecv, bad tag"] = lambda: comm.sendrecv(x, other, y, other, recv_tag=-3)
         cases.update(_channels(comm, x, y, other))
