@@ -100,6 +100,11 @@ _known, _adding = Known(), threading.Lock()
 _numbers = itertools.count(1)
 
 
+def new_kind() -> int:
+    """A number for `ArrayView.kind` that no arrays have yet."""
+    return next(_numbers)
+
+
 def _reader_of(kind: type) -> _Reader:
     """What sees arrays of a type; from now on `view` knows it."""
     found: _Reader = _from_numpy if issubclass(kind, np.ndarray) else _from_protocols
@@ -178,7 +183,7 @@ def _from_cupy(cupy: Any) -> _Reader:
             if len(known) >= _KINDS_KEPT:
                 known.clear()
             dtype = dtypes.from_numpy(x.dtype)
-            found = known[form] = dtype, x.size, x.size * dtype.itemsize, next(_numbers)
+            found = known[form] = dtype, x.size, x.size * dtype.itemsize, new_kind()
         dtype, count, nbytes, kind = found
         trusted, stream = type(data.mem) in own, current(index).ptr
         return ArrayView(
@@ -204,7 +209,7 @@ def _learnt(words: ctypes.Array[ctypes.c_int64]) -> _Kept:
     with _adding:
         if _known.full():
             _known = Known()
-        kind = next(_numbers) if device != "host" and _known.takes(shape) else 0
+        kind = new_kind() if device != "host" and _known.takes(shape) else 0
         kept = shape, dtype, count, count * dtype.itemsize, device, place >> 32, on, kind
         _known.add(place, what, stream, shape, kept)
     return kept

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from xvcomm.adapters.torch.errors import as_torch
-from xvcomm.array import ArrayView
+from xvcomm.array import ArrayView, new_kind
 from xvcomm.dtype import BY_NAME, DType
 from xvcomm.errors import ArrayError, DTypeError, MismatchError
 
 _STRIDED = torch.strided  # looked up once: this and what follows count in the cost of a small operation
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): found for name, found in BY_NAME.items()}
+_kinds: dict[tuple[torch.dtype, int, int], int] = {}
+_KINDS_KEPT = 1000
 
 
 def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
@@ -36,11 +38,21 @@ def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
     count, address = x.numel(), x.data_ptr()
     if not address and count:
         raise ArrayError(f"a tensor of {count} elements without memory: it is a fake one, or its storage was freed")
-    index = 0 if stream is None else x.get_device()
-    return ArrayView(
-        address, (count,), dtype, count, count * dtype.itemsize, x, kind, index, stream=stream,
-        trusted=stream is not None,
-    )  # fmt: skip
+    nbytes = count * dtype.itemsize
+    if stream is None:
+        return ArrayView(address, (count,), dtype, count, nbytes, x, kind, 0)
+    index = x.get_device()
+    form = x.dtype, count, index
+    number = _kinds.get(form) or _number(form)
+    return ArrayView(address, (count,), dtype, count, nbytes, x, kind, index, False, None, False, stream, True, number)
+
+
+def _number(form: tuple[torch.dtype, int, int]) -> int:
+    """What tensors of an element type, a number of elements and a GPU are to be known by."""
+    if len(_kinds) >= _KINDS_KEPT:
+        _kinds.clear()
+    found = _kinds[form] = new_kind()
+    return found
 
 
 def plain(x: Tensor) -> bool:
