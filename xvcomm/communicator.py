@@ -40,6 +40,7 @@ from xvcomm.splitting import Meetings, subgroups
 from xvcomm.staging import Staging
 from xvcomm.streamcalls import StreamCaller
 from xvcomm.topology import Topology
+from xvcomm.trace import Record
 from xvcomm.work import Work
 
 Op = str | ReduceOp | Reduction
@@ -354,6 +355,14 @@ class Communicator(PointToPoint, Objects):
     def abort(self, reason: str = "") -> None:
         """Make every rank leave what it is in and raise Aborted, which gives the reason. Safe from any thread."""
         self._context.abort(Reason.ABORTED.word(self.rank), reason)
+
+    def history(self) -> list[Record]:
+        """What this process did last, oldest first, by all its communicators of the job: its flight recorder. Never blocks.
+
+        Returns:
+            At most `XVCOMM_TRACE_RECORDS` records; `describe()` of one says it in words. None after `close`.
+        """
+        return self._context.session.recorder.history()
 
     def close(self) -> None:
         """Leave, and free everything: of the whole job if this is what `xvcomm.init` made. Idempotent.

@@ -194,6 +194,10 @@ class Recorder:
             for hook in list(hooks):
                 hook(record)
 
+    def history(self) -> list[Record]:
+        """All records kept, oldest first; none once closed."""
+        return history(self._memory) if self._writer[0] else []
+
     def close(self) -> None:
         """Let go of the memory; what begins or ends later is not noted. Idempotent."""
         self._writer[0] = 0

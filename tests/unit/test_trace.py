@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+import xvcomm
 from xvcomm import trace
 from xvcomm.dtype import BY_NAME
 from xvcomm.opcode import OpCode
@@ -134,3 +136,15 @@ def test_closing_lets_go(memory: memoryview) -> None:
         len(memory)
     recorder.end(number)
     assert begin(recorder, 0, 2, OpCode.SEND, FLOAT32, 4) == number + 1
+
+
+def test_a_communicator_tells_what_it_did() -> None:
+    with xvcomm.init() as comm:
+        comm.all_reduce(np.ones(4096, np.float32))
+        with pytest.raises(xvcomm.ArgumentError):
+            comm.broadcast(np.ones(3), 1)
+        comm.barrier()
+        told = [record.describe() for record in comm.history()]
+    assert [text.partition(" ")[0] for text in told] == ["all_reduce", "barrier"]
+    assert "of 4096 x float32 at test_trace.py:" in told[0] and told[0].endswith("(done)")
+    assert comm.history() == []
