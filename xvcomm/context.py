@@ -155,9 +155,7 @@ class Context:
     def ensure_open(self, name: OpCode) -> None:
         """Raise ClosedError after `close`."""
         if self._closed:
-            raise ClosedError(
-                f"{name} on a communicator that this rank has closed; make a new one", rank=self.rank, op=str(name)
-            )
+            raise ClosedError(f"{name} on a communicator that was closed; make a new one", rank=self.rank, op=str(name))
 
     def courier(self, end: RingEnd, name: OpCode) -> Courier:
         """What sends (`name` SEND) or receives single messages of a ring end; for its use see `enter`."""
