@@ -195,7 +195,7 @@ def closed(comm, by):
     with pytest.raises(PeerLost if by == 1 else ClosedError) as error:
         comm.recv(x, 1)
     if by == 0:
-        with pytest.raises(ClosedError, match="has closed"):
+        with pytest.raises(ClosedError, match="was closed; make a new one"):
             comm.send(x, 1)
     return str(error.value)
 
