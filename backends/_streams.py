@@ -32,8 +32,7 @@ AT_ONCE = 128
 _LEGACY, _PER_THREAD = 1, 2
 _LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
 _LEAVE_SECONDS = 5.0
-_KEPT = 32
-_SHAPES = 256
+_KEPT, _SHAPES = 32, 256
 
 
 class Engine:
@@ -68,6 +67,8 @@ class Engine:
             handle = self.idle.popleft()
         except IndexError:
             handle = self.runtime.stream()
+            while handle in self.outside:  # known as somebody else's, who destroyed it
+                handle = self.runtime.stream()
         self.own.add(handle)
         return GpuStream(self, handle, owned=True)
 
@@ -247,8 +248,7 @@ class GpuStream(Stream):
         return self._start() or self._mark()
 
     def _mark(self) -> Mark:
-        captured = self.runtime.capture(self._handle)
-        newest = self._newest
+        newest, captured = self._newest, self.runtime.capture(self._handle)
         if newest is None or newest.captured != captured:
             return self._record(captured)
         return newest

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 
 from xvcomm.abc.device import MessageForm
 from xvcomm.backends._kernels import _ROW_BYTES
+from xvcomm.backends._streams import STREAMS
 from xvcomm.dtype import BY_NAME
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
@@ -47,6 +48,20 @@ def a_message_behind_another_is_one_call_of_compiled_code() -> None:
         assert len(launches) == 4, "the first of each end, and those of a stream behind another"
         for n in range(count):
             assert (down(gpu, got[n]) == data[n]).all(), f"message {n}"
+
+
+@check
+def a_number_known_for_a_users_stream_is_none_of_ours() -> None:
+    """The vendor may give it again, once the user has destroyed that stream."""
+    gpu = device()
+    make = gpu.runtime.stream
+    users = make()
+    gpu.adopt(users)
+    kept = gpu.streams(STREAMS)
+    given = [users]
+    with patch.object(gpu.runtime, "stream", lambda: given.pop() if given else make()):
+        kept += gpu.streams(1)
+    assert not given and users not in [own.queue[0] for own in kept] and all(own.lasting for own in kept)
 
 
 @check
