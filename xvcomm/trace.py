@@ -189,14 +189,20 @@ class Recorder:
 
     def tell(self, number: int) -> None:
         """Call the hooks with the record of an operation that ended."""
-        if self._writer[0]:
+        try:
             record = read(self._memory, number)
-            for hook in list(hooks):
-                hook(record)
+        except ValueError:  # closed, maybe by another thread just now
+            return
+        for hook in list(hooks):
+            hook(record)
 
     def history(self) -> list[Record]:
         """All records kept, oldest first; none once closed."""
-        return history(self._memory) if self._writer[0] else []
+        try:
+            kept = bytes(self._memory)  # at once: others write, and may close
+        except ValueError:
+            return []
+        return history(memoryview(kept))
 
     def close(self) -> None:
         """Let go of the memory; what begins or ends later is not noted. Idempotent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +138,38 @@ def test_closing_lets_go(memory: memoryview) -> None:
         len(memory)
     recorder.end(number)
     assert begin(recorder, 0, 2, OpCode.SEND, FLOAT32, 4) == number + 1
+
+
+def test_who_asks_while_another_thread_closes_hears_nothing(
+    memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, told = Recorder(memory), list[Record]()
+    monkeypatch.setattr(trace, "hooks", [told.append])
+    number = begin(recorder, 0, 1, OpCode.SEND, FLOAT32, 4)
+    recorder.tell(number)
+    memory.release()
+    recorder.tell(number)
+    assert len(told) == 1 and recorder.history() == []
+
+
+def test_history_is_in_order_while_operations_go_on(memory: memoryview) -> None:
+    recorder, stop = Recorder(memory), threading.Event()
+
+    def go_on() -> None:
+        for sequence in itertools.count():
+            begin(recorder, 0, sequence, OpCode.SEND, FLOAT32, 4)
+            if stop.is_set():
+                return
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        found = [[record.sequence for record in recorder.history()] for _ in range(1000)]
+    finally:
+        stop.set()
+        thread.join()
+    assert all(sequences == sorted(sequences) for sequences in found) and found[-1]
+    recorder.close()
 
 
 def test_a_communicator_tells_what_it_did() -> None:
