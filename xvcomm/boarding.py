@@ -177,12 +177,13 @@ class Boarding:
 
     Attributes:
         address: what `aboard` takes.
+        marks: as above.
     """
 
-    __slots__ = ("_mark", "_marks", "_rings", "_words", "address")
+    __slots__ = ("_mark", "_rings", "_words", "address", "marks")
 
     def __init__(self, rings: Mapping[int, RingEnd], marks: EnqueuedMarks | None = None) -> None:
-        self._rings, self._marks = rings, marks
+        self._rings, self.marks = rings, marks
         self._mark = mark = self._another()
         head = (0, 0, 0) if marks is None or mark is None else (marks.mark, marks.argument, mark.event)
         self._words = (ctypes.c_int64 * (_FIRST // 8 + _SEATS * _SIZE))(*head, 0, _NEVER)
@@ -202,7 +203,7 @@ class Boarding:
         return self._read(mark, take=True)
 
     def _another(self) -> Mark | None:
-        return None if self._marks is None else self._marks.take()
+        return None if self.marks is None else self.marks.take()
 
     def _read(self, mark: Mark | None, *, take: bool) -> Passengers | None:
         words, following = _BLANK[:], self._mark

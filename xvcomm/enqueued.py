@@ -311,15 +311,15 @@ class CollectiveCall:
                 return False
             context.sequence = sequence + 1
             if code < 0:
-                self._end(sequence, code, branch)
+                self._end(sequence, code, branch or context.pending.marks(handle))
             if branch is not None:
                 branch.sequence, branch.ends = sequence, [(ring, ring.sequence) for ring in self._rings]
         if code > self._most:
             context.pending.depart_from(handle)
         return True
 
-    def _end(self, sequence: int, code: int, branch: Branch | None) -> None:
-        """What is not the usual end of a call."""
+    def _end(self, sequence: int, code: int, marking: Branch | EnqueuedMarks | None) -> None:
+        """What is not the usual end of a call; `marking` is behind its steps."""
         number = self._words[CollectiveWord.RECORD]
         operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
         if code == CAPTURED:
@@ -328,7 +328,7 @@ class CollectiveCall:
         try:
             if number < 0:
                 raise CollectiveStopped(self._context.word())
-            [*self._calls, branch or self._calls[-1]][self._words[CollectiveWord.AT]].failed(
+            [*self._calls, marking or self._calls[-1]][self._words[CollectiveWord.AT]].failed(
                 self._words[CollectiveWord.RESULT]
             )
         except BaseException as error:

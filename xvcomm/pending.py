@@ -167,6 +167,10 @@ class Pending:
         """That of the operation which compiled code has just put on a stream."""
         return self._gathering[handle].company
 
+    def marks(self, handle: int) -> EnqueuedMarks | None:
+        """How compiled code marks a stream behind each operation, if it does."""
+        return self._gathering[handle].compiled.marks
+
     def depart_from(self, handle: int) -> None:
         """Make room where compiled code notes operations."""
         with self._gate:

@@ -45,7 +45,9 @@ class Caller:
         self._door: Any = SimpleNamespace(lock=threading.Lock(), open=True)
         self._context: Any = SimpleNamespace(
             place=self._board.place, sequence=0, word=self._board.abort_word, end=self.ended.append,
-            fail=lambda error, operation: error, pending=SimpleNamespace(depart_from=self.departures.append, rings={}),
+            fail=lambda error, operation: error, pending=SimpleNamespace(
+                depart_from=self.departures.append, rings={}, marks=lambda handle: self.boarding.marks,
+            ),
         )  # fmt: skip
 
     def prepare(
@@ -276,6 +278,28 @@ def test_what_boards_a_stream_that_may_be_gone_leaves_with_a_mark_behind_it(call
     left.append(caller.boarding.take())
     assert marked == [7, 7, 7, 8]
     assert [(p.mark.event, len(p.records)) for p in left if p is not None and p.mark is not None] == [(7, 2), (8, 1)]
+    comm.close()
+
+
+def test_a_stream_that_cannot_be_marked_is_told_by_the_device(caller: Caller) -> None:
+    """Its number for what went wrong would mean something else to the library."""
+    told: list[int] = []
+
+    def failed(code: int) -> None:
+        told.append(code)
+        raise Aborted("the device's error")
+
+    function, marks = (
+        Native(lambda *words: 0),
+        ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(lambda *words: 3),
+    )
+    take = lambda: SimpleNamespace(event=7, captured=0)  # noqa: E731
+    stream = SimpleNamespace(mark=address(marks), argument=5, take=take, failed=failed)
+    caller.boarding = Boarding({}, cast(Any, stream))
+    comm = joined(a_library(address=address(function)))
+    with pytest.raises(Aborted, match="the device's error"):
+        caller.prepare(comm, OpCode.ALL_REDUCE)(16, 32)
+    assert told == [3] and caller.aboard() == []
     comm.close()
 
 
