@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, cast
+from weakref import ref
 
 from xvcomm.abc.device import EnqueuedMarks, Mark, Stream
 from xvcomm.boarding import ROOM, Boarding, Ends, Passengers
@@ -117,7 +118,7 @@ class Pending:
         self._gate = threading.Lock()
         self._leaving: Manifest | None = None
         self._looked = 0.0
-        self._streams: dict[Stream, deque[Flight]] = {}
+        self._streams: dict[ref[Stream], deque[Flight]] = {}  # a thread's streams go when it does
         self._count = 0
         self._polling = threading.Lock()
 
@@ -130,7 +131,7 @@ class Pending:
         if flight.mark.captured:
             self._record(flight, DONE)
             return flight
-        self._streams.setdefault(flight.stream, deque()).append(flight)
+        self._streams.setdefault(ref(flight.stream, self._streams.pop), deque()).append(flight)
         self._count += 1
         if self._count > _AT_ONCE:
             self.poll()
@@ -275,9 +276,14 @@ class Pending:
 
     @staticmethod
     def _through(flights: deque[Flight]) -> int:
-        """How many of a stream's first flights are known to be through: what is behind them is."""
+        """How many of a stream's first flights are known to be through: what is behind them is.
+
+        On a stream that may be gone, compiled code marks what comes together before others know of it; a flight may then
+        have a mark that lies before those of its elders.
+        """
         half = len(flights) // 2
-        return half if half > 1 and flights[half].stream.reached(flights[half].mark) else 0
+        middle = flights[half] if half > 1 else None
+        return half if middle is not None and middle.stream.lasting and middle.stream.reached(middle.mark) else 0
 
     def _look(self, flight: Flight, through: bool) -> bool:
         """Whether a flight is over."""

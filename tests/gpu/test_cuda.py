@@ -215,6 +215,8 @@ def cupy_stream() -> Iterator[int]:
 
 def streams_that_end(comm: Communicator) -> None:
     repeated.check_streams_that_end(comm, cupy_stream)
+    if comm.size > 1:
+        repeated.check_late_messages_on_a_stream(comm, cupy_stream)
 
 
 def test_streams_that_end(alone: World) -> None:

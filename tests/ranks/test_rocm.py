@@ -346,6 +346,8 @@ def hip_stream() -> Iterator[int]:
 
 def streams_that_end(comm: Communicator) -> None:
     repeated.check_streams_that_end(comm, hip_stream)
+    if comm.size > 1:
+        repeated.check_late_messages_on_a_stream(comm, hip_stream)
 
 
 def test_streams_that_end(alone: World) -> None:

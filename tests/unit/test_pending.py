@@ -58,6 +58,9 @@ class Job:
     def awaits(self, operation: Operation) -> bool:
         return operation.sequence in self.absent
 
+    def end(self, operation: Operation, state: int) -> None:
+        """Nobody is told."""
+
     def explain(self, error: Exception, operation: Operation) -> Exception:
         self.told.append(operation)
         return error
@@ -167,3 +170,15 @@ def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pyt
     job.add(LATE, 1, End(0), peer=1)
     job.pending.look()
     assert [operation.sequence for operation in job.told] == [1]
+
+
+def test_nothing_is_kept_of_a_stream_that_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has streams of its own, and an application may make ever new threads."""
+    monkeypatch.setattr(Stream, "held_up", False)
+    kept = [job.add(IN_TIME, number, End(1), peer=1) for number in range(3)]
+    assert len(job.pending._streams) == 3 and job.pending
+    monkeypatch.setattr(Stream, "reached", lambda self, mark: True)
+    job.pending.poll()
+    assert all(flight.over for flight in kept) and not job.pending
+    kept.clear()
+    assert not job.pending._streams

@@ -15,12 +15,14 @@ import numpy as np
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import BY_NAME, premul_sum
 from xvcomm.streamcalls import StreamCaller
-from xvcomm.testing.arrays import Array, arrays, begun_by_python
+from xvcomm.testing.arrays import Array, arrays, begun_by_python, on_device
 from xvcomm.testing.cases import assert_same_bits
 
 _WARM, _TIMES, _BESIDE = 3, 8, 3
 _LOOK_SECONDS = 0.02
 """In which who looks after operations that go on behind the host looks at least once."""
+
+_LATE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,46 @@ def check_streams_that_end(comm: Communicator, stream: Callable[[], AbstractCont
         if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:
             # Python begins what follows a ring's messages on another stream; each stream gets nine operations.
             assert begun.call_count <= 4 * _TIMES, f"Python began {begun.call_count} operations"
+
+
+def check_late_messages_on_a_stream(comm: Communicator, stream: Callable[[], AbstractContextManager[int]]) -> None:
+    """What compiled code enqueued first is over early, and messages behind it, which wait for the other rank, are not.
+
+    Args:
+        stream: see `check_streams_that_end`.
+    """
+    a, rank, pair = arrays(comm), comm.rank, range(2)
+    x, y = a.put(np.full(1000, float(rank))), a.put(np.zeros(1000))
+    data = [[a.put(np.zeros(1000)) for _ in pair] for _ in range(4)]
+
+    def message(number: int) -> None:
+        with comm.group():
+            for channel, part in enumerate(data[number]):
+                if rank == 0:
+                    comm.recv(part, 1, channel=channel, stream=handle)
+                elif rank == 1:
+                    comm.send(part, 0, channel=channel, stream=handle)
+
+    with on_device(comm), stream() as handle:
+        for number in range(len(data)):  # which pins the rings
+            message(number)
+            comm.all_reduce(x, out=y, stream=handle)
+        for number, parts in enumerate(data):
+            for channel, part in enumerate(parts):
+                a.fill(part, np.full(1000, float(rank * (10 * number + channel))))
+        a.synchronize()
+        comm.barrier()
+        time.sleep(_LOOK_SECONDS)
+        comm.all_reduce(x, out=y, stream=handle)
+        if rank != 0:
+            time.sleep(_LATE_SECONDS)
+        for number in range(len(data)):
+            message(number)
+            if number:  # the collective is marked already, and leaves behind two that wait
+                time.sleep(_LATE_SECONDS / 8)
+        comm.barrier()
+    if rank == 0:
+        assert all((a.get(part) == 10 * n + c).all() for n, parts in enumerate(data) for c, part in enumerate(parts))
 
 
 def check_forms_repeated(comm: Communicator, count: int) -> None:
