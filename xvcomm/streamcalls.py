@@ -81,8 +81,7 @@ class StreamCaller(Caller):
                     self._user(call, handle, trusted)
                 place, site = self._places.get(handle) or self._door.place(handle), call.site or call_site(_INSIDE)
                 if place and ready.run(place, handle, call.src, call.dst, site, deadline.at):
-                    if call.key is not None:
-                        self._again[call.key] = ready
+                    self._remember(call.key, ready)
                     return call.result()
         user = self._user(call, handle, trusted)
         operation, mark, ends = self._launch(call, deadline, user)
@@ -96,6 +95,13 @@ class StreamCaller(Caller):
         else:
             pending.board([operation], handle, deadline, ends)
         return call.result()
+
+    def _remember(self, key: Key | None, ready: CollectiveCall) -> None:
+        """Let `again` find it. Arrays of the same shape may come by ever new keys."""
+        if key is not None:
+            if len(self._again) >= _SHAPES_KEPT:
+                self._again.clear()
+            self._again[key] = ready
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
