@@ -30,6 +30,7 @@ from xvcomm.backends._local import LAUNCH_LOCAL, LocalCall
 from xvcomm.backends._marks import BRANCH, FOLLOW, MARK, StreamMarks
 from xvcomm.backends._messages import LAUNCH, READY
 from xvcomm.backends._peer import PeerPool, apart, reached
+from xvcomm.backends._pools import EVENTS_AT_ONCE
 from xvcomm.backends._streams import Engine, GpuStream
 from xvcomm.backends._vendor import Library, Runtime, VendorError
 from xvcomm.config import Config
@@ -40,6 +41,7 @@ from xvcomm.ring import Message, RingEnd
 
 _DEFAULT_STREAM = 0
 _NO_POINTERS = range(3, 4096)
+_EVENTS_OF_OTHERS = 8  # there may be many such streams
 """Numbers that are neither the handle of a special stream nor an address."""
 
 _NOT_LOADED = (ImportError, OSError, AttributeError, VendorError)
@@ -175,7 +177,8 @@ class GpuDevice(Device):
     @on_device
     def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
         """See `Device.enqueued_marks`."""
-        found = StreamMarks(self.runtime, self.index, stream.handle, self._kernels.place())
+        at_once = EVENTS_AT_ONCE if stream.lasting else _EVENTS_OF_OTHERS
+        found = StreamMarks(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
         return EnqueuedMarks(BRANCH, MARK, FOLLOW, found.address, found, found.take, self._failed)
 
     def _local(self, call: LocalCall) -> EnqueuedCall:

@@ -102,14 +102,15 @@ class StreamMarks:
         index: number of the device.
         stream: the stream's handle.
         place: see `Kernels.place`.
+        at_once: how many events to make where there is none.
 
     Attributes:
         address: what BRANCH, MARK and FOLLOW take.
     """
 
-    def __init__(self, runtime: Runtime, index: int, stream: int, place: tuple[int, int]) -> None:
+    def __init__(self, runtime: Runtime, index: int, stream: int, place: tuple[int, int], at_once: int) -> None:
         self.runtime, self.index = runtime, index
-        self._events = Events(runtime, stream)
+        self._events = Events(runtime, stream, at_once)
         self._fork = self._events.take()
         calls = runtime.addresses()
         words = calls.capturing, calls.record, calls.wait, *place, self._fork.event, 0, 0

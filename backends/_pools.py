@@ -11,7 +11,7 @@ from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.errors import ResourceError
 from xvcomm.shm import round_up
 
-_EVENTS_AT_ONCE = 64
+EVENTS_AT_ONCE = 64
 _GRAIN = 512
 
 
@@ -37,13 +37,14 @@ class Events:
 
     Args:
         stream: handle of the stream on which compiled code will put all of them, if that is what they are for.
+        at_once: how many to make where there is none.
 
     Attributes:
         free: events that no mark has.
     """
 
-    def __init__(self, runtime: Runtime, stream: int | None = None) -> None:
-        self._runtime, self._stream = runtime, stream
+    def __init__(self, runtime: Runtime, stream: int | None = None, at_once: int = EVENTS_AT_ONCE) -> None:
+        self._runtime, self._stream, self._at_once = runtime, stream, at_once
         self.free: list[int] = []
 
     def record(self, stream: int, captured: int) -> Mark:
@@ -57,7 +58,7 @@ class Events:
         try:
             event = self.free.pop()
         except IndexError:
-            self.free.extend(self._made() for _ in range(_EVENTS_AT_ONCE))
+            self.free.extend(self._made() for _ in range(self._at_once))
             event = self.free.pop()
         return Mark(event, captured, self.free)
 
