@@ -10,10 +10,14 @@ from typing import Any
 from rocm.bindings import hip, hiprtc
 from rocm.bindings.util.paths import get_library_path
 
+from xvcomm.atomics import load, store
 from xvcomm.backends._vendor import SUCCESS, Addresses, Runtime, VendorError, unknown_code
+from xvcomm.calling import call_11
+from xvcomm.jit import brief, compiling
 
 # Plain numbers: to find hip-python's enumerators takes longer than some calls.
 _NOT_READY = int(hip.hipError_t.hipErrorNotReady)
+_NOT_YET = (SUCCESS, _NOT_READY, int(hip.hipError_t.hipErrorCapturedEvent))  # the last if a capture begins meanwhile
 _INVALID_VALUE = int(hip.hipError_t.hipErrorInvalidValue)
 _PORTABLE_AND_MAPPED = int(hip.hipHostRegisterPortable) | int(hip.hipHostRegisterMapped)
 _ON_DEVICE = (int(hip.hipMemoryType.hipMemoryTypeDevice), int(hip.hipMemoryType.hipMemoryTypeManaged))
@@ -21,6 +25,30 @@ _ANY_DIRECTION = hip.hipMemcpyKind.hipMemcpyDefault
 _HIGHEST = -1000  # HIP takes the highest there is
 _UNCACHED = 3  # hipDeviceMallocUncached: else running kernels do not see what a peer writes
 _HANDLE_BYTES = 64
+
+
+def _queried(capturing: int, status: int, query: int, stream: int, event: int) -> int:
+    """What HIP says of an event on a stream, by the addresses of everything; that it is not ready during a capture.
+
+    Otherwise HIP would end the capture, though the event was recorded before it. The default stream cannot be captured.
+    """
+    store(status, 0)
+    if stream != 0:
+        call_11(capturing, stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)  # an error if the stream is gone
+        if load(status) != 0:
+            return _NOT_READY
+    code: int = call_11(query, event, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return code
+
+
+with compiling():
+    _ask = brief("int64(int64, int64, int64, int64, int64)")(_queried)
+
+
+def _addresses(*names: str) -> list[int]:
+    """Where functions of the library are."""
+    library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
+    return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
 
 
 def _text(found: Any) -> str:
@@ -74,6 +102,9 @@ class HipRuntime(Runtime):
 
     def __init__(self) -> None:
         self._streams: dict[int, int] = {}
+        self._status = ctypes.c_int64()
+        capturing, query = _addresses("hipStreamIsCapturing", "hipEventQuery")
+        self._query = capturing, ctypes.addressof(self._status), query
 
     count = _bound(hip.hipGetDeviceCount)
     current = _bound(hip.hipGetDevice)
@@ -113,8 +144,7 @@ class HipRuntime(Runtime):
     def addresses(self) -> Addresses:
         """See `Runtime.addresses`; what is current is a device."""
         names = "hipStreamIsCapturing", "hipModuleLaunchKernel", "hipEventRecord", "hipStreamWaitEvent", "hipGetDevice"
-        library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
-        return Addresses(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names))
+        return Addresses(*_addresses(*names))
 
     def failure(self, code: int) -> VendorError:
         """See `Runtime.failure`."""
@@ -169,18 +199,10 @@ class HipRuntime(Runtime):
         self.recorded(event, stream)
 
     def reached(self, event: int) -> bool:
-        """See `Runtime.reached`; not before a graph is complete that is captured from the event's stream.
-
-        HIP would end that capture, though the event was recorded before it.
-        """
-        try:
-            if self.capture(self._streams.get(event, 0)):
-                return False
-        except VendorError:  # the stream is gone
-            pass
-        (code,) = _answer(hip.hipEventQuery, event)
-        if code not in (SUCCESS, _NOT_READY):
-            raise _failure("hipEventQuery", int(code))
+        """See `Runtime.reached`; not before a graph is complete that is captured from the event's stream."""
+        code = _ask(*self._query, self._streams.get(event, 0), event)
+        if code not in _NOT_YET:
+            raise _failure("hipEventQuery", code)
         return bool(code == SUCCESS)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:

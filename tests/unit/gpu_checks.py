@@ -140,7 +140,7 @@ def calls() -> None:
 @check
 def codes_that_hip_python_does_not_know() -> None:
     """Its enumerations raise ValueError for what a newer library answers; we say the number."""
-    from rocm.bindings import hip, hiprtc, rccl
+    from rocm.bindings import hiprtc, rccl
 
     from xvcomm.backends.rocm.library import RcclLibrary
     from xvcomm.backends.rocm.runtime import HipRuntime
@@ -152,14 +152,12 @@ def codes_that_hip_python_does_not_know() -> None:
         return mock.patch.object(module, name, mock.Mock(call, __name__=name, side_effect=call))
 
     runtime, library = HipRuntime(), RcclLibrary()
-    event = runtime.event()
     assert library.explain(99, 0).startswith("unknown error 99")
     assert library.explain(4, 0).startswith("ncclInvalidArgument (4): ")
     with answers(rccl, "ncclAllReduce", rccl.ncclResult_t), answers(rccl, "ncclGroupEnd", rccl.ncclResult_t):
         assert library.all_reduce(0, 0, 1, library.dtypes()["int8"], 0, 0, 0) == library.group_end() == 99
     for module, name, codes, ask in (
         (rccl, "ncclGetVersion", rccl.ncclResult_t, library.version),
-        (hip, "hipEventQuery", hip.hipError_t, lambda: runtime.reached(event)),
         (hiprtc, "hiprtcCompileProgram", hiprtc.hiprtcResult, lambda: runtime.compile("", [], "gfx942")),
     ):
         with answers(module, name, codes), pytest.raises(VendorError, match=rf"{name}: unknown error \(99\)"):

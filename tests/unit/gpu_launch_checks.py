@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import numpy as np
+import pytest
 
 from xvcomm.abc.device import MessageForm
 from xvcomm.backends._kernels import _ROW_BYTES
 from xvcomm.backends._streams import STREAMS
+from xvcomm.backends._vendor import VendorError
 from xvcomm.dtype import BY_NAME
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
@@ -62,6 +64,19 @@ def a_number_known_for_a_users_stream_is_none_of_ours() -> None:
     with patch.object(gpu.runtime, "stream", lambda: given.pop() if given else make()):
         kept += gpu.streams(1)
     assert not given and users not in [own.queue[0] for own in kept] and all(own.lasting for own in kept)
+
+
+@check
+def what_hip_says_of_an_event() -> None:
+    """A capture that begins in the moment it is asked is no error of ours; a code that nobody knows is said."""
+    runtime = device().runtime
+    event, codes = runtime.event(), iter((907, 99))
+    says = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: next(codes))
+    assert runtime.reached(event), "it was recorded nowhere"
+    runtime._query = *runtime._query[:2], ctypes.cast(says, ctypes.c_void_p).value
+    assert not runtime.reached(event)
+    with pytest.raises(VendorError, match=r"hipEventQuery: unknown error \(99\)"):
+        runtime.reached(event)
 
 
 @check
