@@ -320,11 +320,15 @@ def test_lent_results(job: Job, name: str) -> None:
 
 def averages_alone(comm: Communicator) -> None:
     """A communicator of one rank, whose thread's current device is another one."""
+    from rocm.bindings import hip
+
     a = arrays(comm)
     x, y = a.put(np.ones(8, np.float32)), a.put(np.zeros(8, np.float32))
     a.synchronize()
     for _ in range(4):
         comm.all_reduce(x, "avg", out=y, stream=0)
+    with on_device(comm):
+        assert hip.hipStreamSynchronize(0) == (hip.hipError_t.hipSuccess,)
     assert (a.get(y) == 1).all() and comm.device_index == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -93,7 +94,7 @@ def test_torchrun_on_one_host_needs_no_torch(script: Script, tmp_path: Path) -> 
     pytest.importorskip("torch")
     path = script(LIFE, "assert 'torch' not in sys.modules; print('done', comm.rank, flush=True)")
     output = run(sys.executable, *TORCHRUN, "2", "--log-dir", str(tmp_path / "logs"), path)
-    assert sorted(output.split()) == ["0", "1", "done", "done"]
+    assert sorted(re.findall(r"done|\d", output)) == ["0", "1", "done", "done"]  # ranks may write at the same time
     assert list((tmp_path / "logs").rglob("xvcomm*")) == []
 
 

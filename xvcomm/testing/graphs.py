@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from xvcomm.communicator import Communicator
-from xvcomm.deadline import NEVER
+from xvcomm.deadline import NEVER, Deadline
 from xvcomm.links import Use
-from xvcomm.testing.arrays import Array, DeviceArrays, arrays, on_device
+from xvcomm.testing.arrays import SECONDS, Array, DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits
 from xvcomm.testing.trials import Trial, warm
 
@@ -221,6 +221,7 @@ def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], N
     a = arrays(comm)
     assert isinstance(a, DeviceArrays) and a.handle is not None
     a.synchronize()
+    comm._context.pending.drain(Deadline.after(SECONDS))  # who marks our own streams does not expect a capture there
     return CAPTURES[a.kind](a.handle, enqueue)
 
 
