@@ -77,7 +77,7 @@ def check(arrays: Sequence[Any], spec: Spec) -> None:
 
 
 def _run(call: CustomCall, arrays: Sequence[Any]) -> list[Any]:
-    sources = [np.asarray(x) for x in arrays]
+    sources = [np.asarray(x, order="C") for x in arrays]  # JAX may keep them in another layout
     if not call.writes:
         call.run(sources[0].ctypes.data if call.reads else 0, 0, None)
         return []
@@ -99,7 +99,7 @@ def _by_shard(x: Any, spec: Spec) -> list[Any]:
     for shard in x.addressable_shards:
         key = str(shard.index)
         if key not in done:
-            source = np.asarray(shard.data)
+            source = np.asarray(shard.data, order="C")
             call = prepared(spec, [source])
             done[key] = _empty(source.shape, source.dtype) if writes else source
             call.run(source.ctypes.data, done[key].ctypes.data if writes else 0, None)

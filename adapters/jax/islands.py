@@ -18,7 +18,7 @@ from xvcomm.adapters.jax.primitives import bind
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import make_token
 from xvcomm.adapters.jax.versions import varying
-from xvcomm.dtype import ReduceOp
+from xvcomm.dtype import ReduceOp, Reduction
 from xvcomm.errors import ArgumentError
 
 _LOCAL = {
@@ -30,7 +30,8 @@ _LOCAL = {
 def all_reduce(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any, token: Any) -> Any:
     """See `reductions.all_reduce`. An average is that of all devices if all ranks have as many."""
     _without_token("all_reduce", token)
-    return _crossing(made, _reduced(x, spec, axis_name), spec, axis_name)
+    x, spec, ways = _reduced(x, spec, axis_name)
+    return _divided(_crossing(made, x, spec, axis_name), ways)
 
 
 def reduce_scatter(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any, token: Any) -> Any:
@@ -40,7 +41,8 @@ def reduce_scatter(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any
     mine = spec.rows[spec.comm.rank]
     if mine % devices:
         raise ArgumentError(f"reduce_scatter: the rank's {mine} rows do not divide by its {devices} devices")
-    block = _crossing(made, _reduced(x, spec, axis_name), spec, axis_name)
+    x, spec, ways = _reduced(x, spec, axis_name)
+    block = _divided(_crossing(made, x, spec, axis_name), ways)
     part = mine // devices
     return jax.lax.dynamic_slice_in_dim(block, jax.lax.axis_index(axis_name) * part, part, 0)
 
@@ -65,7 +67,8 @@ def broadcast(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any, tok
     return _crossing(made, x, spec, axis_name)
 
 
-def _reduced(x: Any, spec: CollectiveSpec, axis_name: Any) -> Any:
+def _reduced(x: Any, spec: CollectiveSpec, axis_name: Any) -> tuple[Any, CollectiveSpec, int]:
+    """The array reduced among this process's devices, in its own dtype; how to go on, and what to divide by in the end."""
     how = spec.reduction
     assert how is not None
     local = _LOCAL.get(how.op)
@@ -74,7 +77,14 @@ def _reduced(x: Any, spec: CollectiveSpec, axis_name: Any) -> Any:
             f"{spec.name}: JAX does not reduce by {how.op} among the devices of a process; gather with "
             "jax.lax.all_gather, reduce, and call it outside of jax.shard_map"
         )
-    return local(x, axis_name)
+    if how.op is ReduceOp.AVG and not jnp.issubdtype(x.dtype, jnp.inexact):  # JAX would give floats
+        ways = jax.lax.psum(1, axis_name) * spec.comm.size
+        return jax.lax.psum(x, axis_name), spec.but(reduction=Reduction(ReduceOp.SUM)), ways
+    return local(x, axis_name).astype(x.dtype), spec, 1
+
+
+def _divided(x: Any, ways: int) -> Any:
+    return x if ways == 1 else jax.lax.div(x, jnp.asarray(ways, x.dtype))
 
 
 def _crossing(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any) -> Any:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jaxchecks import equal, inputs, separate, total
 
 from xvcomm.adapters import jax as xvjax
@@ -48,6 +49,21 @@ def copies(comm):
     equal(given, np.arange(5, dtype=np.float32))
     same = xvjax.broadcast(x, comm.rank, comm=comm.split(comm.rank) or comm) if comm.size == 1 else x
     assert same is x
+
+
+@separate
+def layouts(comm):
+    """An array that JAX keeps by columns."""
+    by_columns = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    y = jax.device_put(x, by_columns)
+    assert not np.asarray(y).flags.c_contiguous
+    equal(xvjax.all_reduce(y, comm=comm), x * comm.size)
+    equal(xvjax.all_gather(y, comm=comm), np.concatenate([x] * comm.size))
+
+
+def test_arrays_in_other_layouts(pair):
+    pair.run(layouts)
 
 
 def test_no_copies(pair):

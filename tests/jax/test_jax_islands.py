@@ -66,6 +66,24 @@ def operations(comm, devices, check):
     equal(sent(whole), np.full(4, comm.size - 1, np.float32))
 
 
+@separate
+def dtypes(comm, devices):
+    """Results are of the input's dtype, where JAX's own functions give another; averages of integers round towards zero."""
+    for dtype, op, given in (("int32", "avg", [-7, 3, 5, 2**30]), ("bool", "sum", [True, False, False, True])):
+        blocks = [np.roll(np.array(given, dtype), number) for number in range(comm.size * devices)]
+        mine = np.concatenate(blocks[comm.rank * devices : (comm.rank + 1) * devices])
+        x = jax.device_put(mine, jax.sharding.NamedSharding(mesh_of(devices), P("d")))
+        found = mapped(partial(xvjax.all_reduce, op=op, comm=comm, axis_name="d"), mesh_of(devices), P("d"), P())(x)
+        total = np.sum(blocks, axis=0, dtype=dtype)
+        want = np.trunc(total / len(blocks)).astype(dtype) if op == "avg" else total
+        assert found.dtype == dtype
+        equal(found, want, op)
+
+
+def test_dtypes(hosts):
+    hosts.run(dtypes, 2)
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_operations(hosts, check):
     hosts.run(operations, 2, check)
