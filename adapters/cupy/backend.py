@@ -130,7 +130,8 @@ class NCCLBackend:
             return
         x, out = _flat(in_array)[:count], _flat(out_array)[: count * self._n_devices]
         if _overlap(x, out):
-            x = x.copy()
+            with self._on(stream):
+                x = x.copy()
         self.communicator.all_gather(x, out=out, stream=stream)
         self._kept.add(stream, x, out)
 
