@@ -159,6 +159,10 @@ def _from_exchange(tensor: int, stream: int, lazy: bool) -> _Reader:
         shape, dtype, count, nbytes, device, index, on, kind = kin
         if lazy and (x.is_neg() or (dtype.kind == "c" and x.is_conj())):
             raise _lazy()
+        if not words[0] and count:
+            raise ArrayError(
+                f"a {type(x).__name__} of {count} elements without memory: it is a fake one, or its storage was freed"
+            )
         trusted = device != "host"
         return ArrayView(words[0], shape, dtype, count, nbytes, x, device, index, False, None, False, on, trusted, kind)
 
