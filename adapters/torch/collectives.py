@@ -18,7 +18,7 @@ from torch import Tensor
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.sparse import all_reduce_sparse
-from xvcomm.adapters.torch.tensors import dense, joined, room, room_for, same_dtype, settle, spread
+from xvcomm.adapters.torch.tensors import apart, dense, joined, room, room_for, same_dtype, settle, spread
 from xvcomm.errors import ArgumentError
 
 
@@ -87,9 +87,10 @@ def reduce_scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Opti
     _one_a_rank("reduce_scatter", parts, plane)
     same_dtype((out, *parts), "reduce_scatter")
     _fits("reduce_scatter", "output", out.numel(), parts[plane.comm.rank].numel())
-    buffer = room(out, plane.device)
+    whole, own = joined(parts, plane.device), parts[plane.comm.rank]
+    buffer = room(out, plane.device) if apart(out, whole, own) else torch.empty_like(own)  # the others still read it
     plane.comm.reduce_scatter(
-        plane.view(joined(parts, plane.device)),
+        plane.view(whole),
         how.op,
         out=plane.view(buffer),
         counts=_counts(parts),
@@ -164,7 +165,7 @@ def all_to_all(plane: Plane, outs: Sequence[Tensor], parts: Sequence[Tensor], ho
 
 def barrier(plane: Plane, how: Options) -> None:
     """Wait until every rank is here."""
-    plane.comm.barrier(timeout=how.timeout)
+    plane.comm.barrier(timeout=how.timeout, stream=plane.handle())
 
 
 def _counts(parts: Sequence[Tensor]) -> list[int] | None:

@@ -87,7 +87,7 @@ class ProcessGroup(Identity):
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """As `allgather`; rank r's tensors come as `output_lists[r]`."""
         how = options.read(opts)
-        outs = [[ranks[i] for ranks in output_lists] for i in range(len(input_list))]
+        outs, input_list = [[ranks[i] for ranks in output_lists] for i in range(len(input_list))], tuple(input_list)
         results = [t for ranks in output_lists for t in ranks]
         return self._run(
             "all_gather",
@@ -104,7 +104,7 @@ class ProcessGroup(Identity):
 
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> Work:
         """As `all_gather_single`, for each pair of tensors."""
-        how = options.read(opts)
+        output_lists, input_list, how = tuple(output_lists), tuple(input_list), options.read(opts)
         return self._run(
             "allgather_into_tensor_coalesced", output_lists, how,
             lambda plane: _each_alone(collectives.all_gather_into, plane, how, output_lists, input_list), input_list,
@@ -129,7 +129,7 @@ class ProcessGroup(Identity):
 
     def reduce_scatter_single_coalesced(self, outputTensors: Tensors, inputTensors: Tensors, opts: Any = None) -> Work:
         """As `reduce_scatter_single`, for each pair of tensors."""
-        how = options.read(opts)
+        outputTensors, inputTensors, how = tuple(outputTensors), tuple(inputTensors), options.read(opts)
         return self._run(
             "reduce_scatter_tensor_coalesced", outputTensors, how,
             lambda plane: _each_alone(collectives.reduce_scatter_into, plane, how, outputTensors, inputTensors), inputTensors,
@@ -143,7 +143,7 @@ class ProcessGroup(Identity):
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
         root, opts = (opts, None) if isinstance(opts, int) else (root, opts)
         how = options.read(opts, timeout, root=root)
-        outs, (x,) = (output_tensors[0] if output_tensors else _NO_TENSOR), input_tensors
+        outs, (x,) = (tuple(output_tensors[0]) if output_tensors else _NO_TENSOR), input_tensors
         return self._run("gather", outs, how, lambda plane: collectives.gather(plane, outs, x, how), input_tensors)
 
     def scatter(
@@ -154,7 +154,7 @@ class ProcessGroup(Identity):
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
         root, opts = (opts, None) if isinstance(opts, int) else (root, opts)
         how = options.read(opts, timeout, root=root)
-        parts, (out,) = (input_tensors[0] if input_tensors else _NO_TENSOR), output_tensors
+        parts, (out,) = (tuple(input_tensors[0]) if input_tensors else _NO_TENSOR), output_tensors
         return self._run("scatter", [out], how, lambda plane: collectives.scatter(plane, out, parts, how), parts)
 
     def all_to_all_single(
@@ -171,7 +171,7 @@ class ProcessGroup(Identity):
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None, timeout: Any = None) -> Work:
         """Send a tensor to each rank and get one from each."""
-        how = options.read(opts, timeout)
+        output_tensors, input_tensors, how = tuple(output_tensors), tuple(input_tensors), options.read(opts, timeout)
         return self._run(
             "all_to_all", output_tensors, how,
             lambda plane: collectives.all_to_all(plane, output_tensors, input_tensors, how), input_tensors,
@@ -180,8 +180,13 @@ class ProcessGroup(Identity):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """Wait until every rank is here; with GPUs, and for the work on the current one's stream."""
         how = options.read(opts, timeout)
-        plane = self.planes.gpu if _on_gpu(opts) else self.planes.host
-        return self._on(plane or self.planes.host, "barrier", [], how, lambda plane: collectives.barrier(plane, how))
+        named = _on_gpu(opts) or self._backend == "nccl"  # of NCCL's groups torch knows that they serve GPUs alone
+        gpu = self.planes.gpu if named else None
+        if gpu is not None and not how.waits:  # the others may wait for what this rank does next
+            self._sequence = next(self._numbers)
+            with recorded(self._backend, "barrier", _NO_TENSOR):
+                return gpu.barrier(how)
+        return self._on(gpu or self.planes.host, "barrier", [], how, lambda plane: collectives.barrier(plane, how))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait in the host until every rank is here; the group goes on whether they come or not.
@@ -301,7 +306,7 @@ class ProcessGroup(Identity):
         self._sequence = next(self._numbers)
         if plane.takes(tensors):
             if not how.waits:
-                return plane.start(operation, tensors, how, what)
+                return self._noted(plane.start(operation, tensors, how, what))
             if plane.ready:
                 try:
                     operation(plane, *tensors, how)
@@ -366,13 +371,16 @@ def make(store: Any, rank: int, size: int, timeout: timedelta | None, backend: s
     return group
 
 
+# Copies, as c10d makes them: the caller may go on with its lists while an operation is under way.
+
+
 def _listed(tensors: Any) -> Any:
-    return tensors if isinstance(tensors, (list, tuple)) else [tensors]  # asking for Tensor takes torch a microsecond
+    return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)  # to ask for Tensor takes a microsecond
 
 
 def _paired(lists: Any, tensors: Any) -> tuple[Any, Any]:
     """A list of lists and a list, also where a list and a tensor were given."""
-    return ([lists], [tensors]) if isinstance(tensors, Tensor) else (lists, tensors)
+    return ((tuple(lists),), (tensors,)) if isinstance(tensors, Tensor) else (tuple(map(tuple, lists)), tuple(tensors))
 
 
 def _each(operation: Callable[..., None], plane: Plane, how: Options, *lists: Tensors) -> None:

@@ -40,7 +40,7 @@ class Planes:
         main = comms[_MAIN]
         on_gpu = main.device != "host"
         place = torch.device("cuda", main.device_index) if on_gpu else None
-        self.gpu: Plane | None = StreamPlane(main, place, bring=False) if place is not None else None
+        self.gpu: StreamPlane | None = StreamPlane(main, place, bring=False) if place is not None else None
         self.host: Plane
         if _HOST in comms:
             self.host = HostPlane(comms[_HOST], name)

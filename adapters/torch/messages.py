@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from xvcomm.adapters.torch.errors import mapped
@@ -42,14 +43,21 @@ def receive(plane: Plane, tensors: Sequence[Tensor], src: int, tag: int) -> Work
             settle(buffer, x)
             return NOTHING_LEFT
         work = plane.comm.irecv(plane.view(buffer), src, tag, channel=channel)
-    then = None if buffer is x else partial(settle, buffer, x)
+    then = None if buffer is x else partial(_bring_back, buffer, x)
     return plane.message(work, tensors, f"recv from rank {src}", src, then)
+
+
+def _bring_back(buffer: Tensor, x: Tensor) -> None:
+    """`settle` on the stream that waits, which need not be the one that the buffer was made for."""
+    settle(buffer, x)
+    if buffer.is_cuda:
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
 
 def receive_from_any(plane: Plane, tensors: Sequence[Tensor], tag: int) -> Work:
     """Receive one tensor from whichever rank sends with this tag first; the Work knows which."""
     x = _single("recv", tensors)
-    return plane.from_any(partial(_take, plane, x, tag), tensors, "recv from any rank")
+    return plane.from_any(partial(_take, plane, x, tag), tensors, "recv from any rank", tag % CHANNELS)
 
 
 def _take(plane: Plane, x: Tensor, tag: int) -> int:

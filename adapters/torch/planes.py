@@ -25,6 +25,7 @@ from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOper
 from xvcomm.array import ArrayView
 from xvcomm.communicator import Communicator
 from xvcomm.errors import XvcommError
+from xvcomm.pointtopoint import CHANNELS
 from xvcomm.work import OrderedWorker
 
 _CLOSE_SECONDS = 2.0
@@ -87,8 +88,12 @@ class Plane(ABC):
         """
 
     @abstractmethod
-    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str) -> Work:
-        """A Work for `job`, which blocks until a message is there, receives it, and gives its source; they run in order."""
+    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
+        """A Work for `job`, which blocks until a message is there, receives it, and gives its source; in order on a channel."""
+
+    def handle(self) -> int | None:
+        """The current stream's; None in host memory."""
+        return None
 
     def close(self) -> None:
         """Leave the communicator. Idempotent."""
@@ -101,7 +106,7 @@ class HostPlane(Plane):
     def __init__(self, comm: Communicator, name: str) -> None:
         super().__init__(comm)
         self._worker = OrderedWorker(f"xvcomm-{name}")
-        self._receiver = OrderedWorker(f"xvcomm-{name}-any")
+        self._receivers = [OrderedWorker(f"xvcomm-{name}-any-{n}") for n in range(CHANNELS)]  # threads come with calls
 
     @property
     def ready(self) -> bool:
@@ -147,15 +152,16 @@ class HostPlane(Plane):
         work.add_done_callback(over)
         return HostWork(future, tensors, what, source)
 
-    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str) -> Work:
-        """See `Plane.from_any`. In a thread of its own, since it may wait for long."""
-        return HostWork(self._receiver.submit(job), tensors, what)
+    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
+        """See `Plane.from_any`. In a thread of the channel's, since it may wait for long."""
+        return HostWork(self._receivers[channel].submit(job), tensors, what)
 
     def close(self) -> None:
         """See `Plane.close`."""
+        self._worker.close(_CLOSE_SECONDS)  # what was started may end, as with Gloo; at once if the group was aborted
         super().close()
-        self._worker.close(_CLOSE_SECONDS)
-        self._receiver.close(_CLOSE_SECONDS)
+        for receiver in self._receivers:
+            receiver.close(_CLOSE_SECONDS)
 
 
 class StreamPlane(Plane):
@@ -169,7 +175,7 @@ class StreamPlane(Plane):
 
     def __init__(self, comm: Communicator, device: torch.device, *, bring: bool, stream: Any = None) -> None:
         super().__init__(comm)
-        self._place = device
+        self.place = device
         self.device = device if bring else None
         self._kind, self._index, self._bring = comm.device, device.index, bring
         self._handle = None if stream is None else stream.cuda_stream
@@ -193,8 +199,8 @@ class StreamPlane(Plane):
             return NOTHING_LEFT
         with self._gate, mapped():
             if self._side is None:
-                self._side = torch.cuda.Stream(self._place, priority=-1)
-                self._beside = StreamPlane(self.comm, self._place, bring=self._bring, stream=self._side)
+                self._side = torch.cuda.Stream(self.place, priority=-1)
+                self._beside = StreamPlane(self.comm, self.place, bring=self._bring, stream=self._side)
             side = self._side
             side.wait_stream(self.current())
             with On(side):
@@ -209,13 +215,20 @@ class StreamPlane(Plane):
             raise as_torch(error) from None
         return StreamOperation(self, work, None, tensors[:1], what)
 
+    def barrier(self, how: Options) -> Work:
+        """A Work for a barrier behind the current stream; who waits for it waits in the host, as with NCCL."""
+        with mapped():
+            work = self.comm.barrier(async_op=True, timeout=how.timeout, stream=self.handle())
+            assert work is not None
+        return StreamOperation(self, work, work.synchronize, (), "barrier")
+
     def message(
         self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
     ) -> Work:
         """See `Plane.message`."""
         return StreamOperation(self, work, then, tensors, what, source)
 
-    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str) -> Work:
+    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
         """See `Plane.from_any`. The host waits here until a message is announced: before that nobody knows what to enqueue."""
         with mapped():
             source = job()
@@ -224,7 +237,7 @@ class StreamPlane(Plane):
 
     def current(self) -> Any:
         """The current stream."""
-        return torch.cuda.current_stream(self._place)
+        return torch.cuda.current_stream(self.place)
 
     def follow(self, event: Any) -> None:
         """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
@@ -232,7 +245,7 @@ class StreamPlane(Plane):
         event.wait(self.current())
 
     def handle(self) -> int:
-        """The current stream's."""
+        """See `Plane.handle`."""
         return int(self._current_stream(self._index))
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xvcomm.adapters.torch import versions
 from xvcomm.adapters.torch.errors import as_torch
 from xvcomm.array import ArrayView, new_kind
 from xvcomm.dtype import BY_NAME, DType
@@ -37,6 +38,9 @@ def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
         raise DTypeError(f"{x.dtype} is not carried by xvcomm; convert the tensor to one of {', '.join(BY_NAME)}")
     count, address = x.numel(), x.data_ptr()
     if not address and count:
+        result = versions.awaited(x)
+        if result is not None:
+            return view(result, kind, stream)
         raise ArrayError(f"a tensor of {count} elements without memory: it is a fake one, or its storage was freed")
     nbytes = count * dtype.itemsize
     if stream is None:
@@ -113,6 +117,12 @@ def spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for part, piece in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.detach().copy_(piece.view(part.shape))
+
+
+def apart(out: Tensor, whole: Tensor, own: Tensor) -> bool:
+    """Whether a block may be written to `out` while everybody's are read: it overlaps none, or is this rank's own."""
+    at, begin = out.data_ptr(), whole.data_ptr()
+    return at == own.data_ptr() or at + out.nbytes <= begin or begin + whole.nbytes <= at
 
 
 def same_dtype(tensors: Sequence[Tensor], what: str) -> None:

@@ -62,6 +62,13 @@ def waits() -> bool:
     return False
 
 
+def awaited(x: torch.Tensor) -> torch.Tensor | None:
+    """What a functional collective gives, once that is over; None if `x` does not stand for a result."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else None
+
+
 def untraced(*classes: type) -> None:
     """Keep `torch.compile` out of the classes' methods and of what they call: C++ calls them while frames are compiled."""
     from torch._C._dynamo import eval_frame

@@ -148,10 +148,19 @@ class HostWork(Work):
 
 
 class Place(Protocol):
-    """What an operation on a GPU asks of the plane that it belongs to."""
+    """What an operation on a GPU asks of the plane that it belongs to.
+
+    Attributes:
+        place: the GPU.
+    """
+
+    place: torch.device
 
     def follow(self, event: Any) -> None:
         """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
+
+    def current(self) -> Any:
+        """The current stream."""
 
     def handle(self) -> int:
         """The current stream's."""
@@ -268,7 +277,7 @@ class StreamOperation(Work):
         then, self._then = self._then, None
         if then is not None:
             then()
-            self._done = torch.cuda.current_stream(self.tensors[0].device).record_event()
+            self._done = self._place.current().record_event()
         elif self._done is not None:
             self._place.follow(self._done)
         return True
@@ -284,7 +293,7 @@ class StreamOperation(Work):
 
     def get_future(self) -> Any:
         """A future of torch that is ready now, and whose value orders the current stream."""
-        device = self.tensors[0].device
+        device = self._place.place
         future: Any = torch.futures.Future(devices=[device])
         with On(_beside(device, self.source < 0)):
             try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,6 +292,55 @@ def kinds_of_tensors() -> None:
 
 def test_parameters_and_inference(pair: Job) -> None:
     pair.run(kinds_of_tensors)
+
+
+def reused_lists() -> None:
+    """The caller goes on with its lists as soon as it has them back."""
+    n, rank = size(), me()
+    busy = [dist.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(4)]
+
+    def changed(tensors: list[torch.Tensor], call: Callable[[list[torch.Tensor]], Any]) -> list[torch.Tensor]:
+        kept = list(tensors)
+        busy.append(call(tensors))
+        tensors[:] = [torch.full((4,), 100.0) for _ in tensors]
+        return kept
+
+    group, x, y = dist.group.WORLD, torch.zeros(4), torch.zeros(4)
+    changed([mine(4) for _ in range(n)], lambda parts: dist.reduce_scatter(x, parts, async_op=True))
+    gathered = changed(
+        [torch.zeros(4) for _ in range(n if rank == 0 else 0)],
+        lambda outs: dist.gather(mine(4), outs if rank == 0 else None, 0, async_op=True),
+    )
+    changed(everybody(4) if rank == 1 else [], lambda parts: dist.scatter(y, parts or None, 1, async_op=True))
+    everyone = changed([torch.zeros(4) for _ in range(n)], lambda outs: dist.all_gather(outs, mine(4), async_op=True))
+    exchanged = [torch.zeros(4) for _ in range(n)]
+    changed([mine(4) for _ in range(n)], lambda parts: group.alltoall(exchanged, parts))
+    summed = changed([mine(4)], group.allreduce)
+    for work in busy:
+        work.wait()
+    same(x, total(4))
+    same(y, everybody(4)[rank])
+    same(summed[0], total(4))
+    for found in (gathered or everyone, everyone, exchanged):
+        assert [raw(t) for t in found] == [raw(t) for t in everybody(4)]
+
+
+@pytest.mark.not_gloo("its group's own methods return before they are called")
+def test_lists_may_change_while_an_operation_is_under_way(pair: Job) -> None:
+    pair.run(reused_lists)
+
+
+def into_one_of_its_parts(count: int) -> None:
+    """Every rank's result goes where the others' input lies."""
+    whole, n = mine(size() * count), size()
+    dist.reduce_scatter(whole[:count], list(whole.chunk(n)))
+    same(whole[:count], total(n * count).chunk(n)[me()])
+
+
+def test_a_result_in_place_of_another_ranks_part(pair: Job, island: Job, four: Job) -> None:
+    for ranks in (pair, island, four):
+        ranks.run(into_one_of_its_parts, 3)
+        ranks.run(into_one_of_its_parts, 50_000)
 
 
 def bits() -> bytes:

@@ -77,8 +77,27 @@ def asynchronous() -> None:
     assert funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD).trigger_wait().tolist() == [float(size())] * 2
 
 
+def passed_on() -> None:
+    """What tensor parallel layers give goes into other collectives and messages as it is."""
+
+    def promised() -> torch.Tensor:
+        return funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+
+    n, rank = size(), me()
+    dist.all_gather(found := [torch.zeros(4) for _ in range(n)], promised())
+    same(torch.cat(found), torch.full((4 * n,), float(n)))
+    dist.all_reduce(x := promised())
+    same(x + 0, torch.full((4,), float(n * n)))
+    after, before = (rank + 1) % n, (rank - 1) % n
+    sent = dist.P2POp(dist.isend, promised(), after)
+    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, y := torch.zeros(4), before)]):
+        work.wait()
+    same(y, torch.full((4,), float(n)))
+
+
 def test_asynchronous_tensors(pair: Job) -> None:
     pair.run(asynchronous)
+    pair.run(passed_on)
 
 
 def named_groups() -> None:

@@ -284,6 +284,21 @@ def test_many_groups_one_after_the_other(pair: Job) -> None:
     pair.run(one_after_the_other, 30)
 
 
+def destroyed_under_way(whole: bool) -> None:
+    group, n = None if whole else dist.new_group(), size()
+    xs = [torch.ones(1 << 18) for _ in range(8)]
+    works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
+    dist.destroy_process_group(group)
+    for work in works:
+        work.wait()
+    assert all((x == n).all() for x in xs)
+
+
+def test_what_was_started_ends_before_its_group(start: Callable[..., Job], pair: Job) -> None:
+    pair.run(destroyed_under_way, False)
+    start("cuda:1,rocm:1").run(destroyed_under_way, True)
+
+
 def joined_again(backend: str) -> None:
     summed(dist.group.WORLD, list(range(size())))
     for attempt in range(1, 4):

@@ -129,8 +129,23 @@ def from_anybody_by_tag() -> None:
             dist.send(torch.tensor([77.0]), 0, tag=1)
 
 
-def test_any_source_and_tags(four: Job) -> None:
+def from_anybody_with_a_later_tag_first() -> None:
+    x, y = torch.zeros(1), torch.zeros(1)
+    if me() == 0:
+        first, second = dist.irecv(x, tag=1), dist.irecv(y, tag=2)
+        second.wait()
+        dist.send(y, second._source_rank())
+        first.wait()
+        assert x.item() == 1 and y.item() == 2
+    elif me() == 1:
+        dist.send(torch.tensor([2.0]), 0, tag=2)
+        dist.recv(x, 0)
+        dist.send(torch.tensor([1.0]), 0, tag=1)
+
+
+def test_any_source_and_tags(pair: Job, four: Job) -> None:
     four.run(from_anybody_by_tag)
+    pair.run(from_anybody_with_a_later_tag_first)
 
 
 def batch(count: int, order: str) -> None:

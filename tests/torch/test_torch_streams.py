@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from xvcomm.adapters.torch import collectives
+from xvcomm.adapters.torch import collectives, messages
+from xvcomm.adapters.torch.group import ProcessGroup
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import StreamPlane
 from xvcomm.errors import Aborted
@@ -30,6 +32,14 @@ class Comm:
 
     def all_reduce(self, x: Any, op: Any, *, async_op: bool, timeout: float | None) -> Any:
         self.notes.append(("all_reduce", x.stream, "asynchronous" if async_op else "blocking"))
+        return Posted(self.notes) if async_op else None
+
+    def irecv(self, x: Any, src: int, tag: int, *, channel: int) -> Any:
+        self.notes.append(("irecv", x.stream))
+        return Posted(self.notes)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None, stream: int) -> Any:
+        self.notes.append(("barrier", stream, "asynchronous" if async_op else "blocking"))
         return Posted(self.notes) if async_op else None
 
     def check(self) -> None:
@@ -222,6 +232,65 @@ def test_memory_stays_in_use_if_nobody_waits(plane: StreamPlane, notes: Notes) -
     notes.clear()
     del work
     assert notes == [("in use on", SIDE)]
+
+
+@pytest.fixture
+def group(plane: StreamPlane) -> ProcessGroup:
+    """Of that plane."""
+    planes: Any = SimpleNamespace(host=plane, gpu=plane, comms={})
+    return ProcessGroup(planes, None, 0, 2, 30.0, "xvcomm")
+
+
+def test_a_coalesced_operation_is_waited_for(group: ProcessGroup, notes: Notes) -> None:
+    """It goes on the communicator's own stream."""
+    group._start_coalescing(torch.device("cuda", 0))
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    group.allreduce([memory(notes)], options)
+    notes.clear()
+    group._end_coalescing(torch.device("cuda", 0)).wait()
+    ordered, recorded = notes.index(("ordered", SIDE)), [note[0] for note in notes].index("record")
+    assert ordered < recorded and notes[-1] == ("wait", notes[recorded][1], CURRENT)
+
+
+def test_a_barrier_lets_the_host_go_on_until_it_waits(group: ProcessGroup, notes: Notes) -> None:
+    """The others may wait for what this rank does meanwhile."""
+    options = dist.BarrierOptions()
+    options.device_ids, options.asyncOp = [0], False
+    group.barrier(options)
+    options.asyncOp = True
+    work = group.barrier(options)
+    assert notes == [("barrier", CURRENT, "blocking"), ("barrier", CURRENT, "asynchronous")]
+    notes.clear()
+    work.wait()
+    assert notes[:2] == [("ordered", CURRENT), ("the host waits", None)]
+
+
+def test_a_group_of_nccls_name_waits_for_its_gpu(plane: StreamPlane, notes: Notes) -> None:
+    """torch names the host where a group serves both."""
+    host: Any = None
+    planes: Any = SimpleNamespace(host=host, gpu=plane, comms={})
+    options = dist.BarrierOptions()
+    options.device, options.asyncOp = torch.device("cpu"), False
+    ProcessGroup(planes, None, 0, 2, 30.0, "nccl").barrier(options)
+    assert notes == [("barrier", CURRENT, "blocking")]
+
+
+def test_memory_that_is_copied_from_stays_in_use(
+    plane: StreamPlane, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream that waits need not be the one that the memory was made for."""
+    monkeypatch.setattr(messages, "room", lambda x, device: memory(notes))
+    work = messages.receive(plane, [torch.zeros(3, 2)[:, 0]], 1, 0)
+    notes.clear()
+    work.wait()
+    assert notes[:2] == [("ordered", CURRENT), ("in use on", CURRENT)]
+
+
+def test_a_message_into_host_memory_that_is_brought_from_a_gpu(plane: StreamPlane, notes: Notes) -> None:
+    work = plane.message(Posted(notes), [torch.zeros(3)], "recv from rank 1", 1, lambda: None)
+    work.wait()
+    assert notes[0] == ("ordered", CURRENT) and notes[1][0] == "record"
 
 
 def test_wait_raises_what_has_finished_the_communicator(plane: StreamPlane, notes: Notes) -> None:
