@@ -116,10 +116,11 @@ class Memory:
 
     def _look(self) -> None:
         """See which blocks came back, and which of those are used by nobody any more."""
-        if self._returned:
+        count = len(self._returned)  # more may come back while the points are made, and lie behind them
+        if count:
             points = self._points()
-            while self._returned:
-                self._resting.append((self._returned.pop(), points))
+            self._resting.extend((block, points) for block in self._returned[:count])
+            del self._returned[:count]
         still = []
         for block, points in self._resting:
             if all(self._runtime.reached(mark.event) for mark in points):
