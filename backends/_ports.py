@@ -36,20 +36,22 @@ class Port:
         ring: address of the ring's memory for the device.
         state: the device memory in which kernels keep their place.
         queue, mark: which stream the last transfer is on, and the point behind it.
-        captured: whether a graph has transfers of it, which count when the graph runs.
+        before: the same of the last transfer that is in no graph, while those two are of one that is.
         own: the mark behind transfers that compiled code launches, over and over.
         prepared: launches that begin with one of its transfers, by what they hold and the most blocks that they may take.
         armed: the handle of the stream that messages are armed for, or NOBODY; `own` is then what `mark` is.
         messages: what can be armed and begins with one of its messages.
     """
 
-    __slots__ = ("_closed", "armed", "captured", "end", "mark", "messages", "own", "prepared", "queue", "ring", "state")
+    __slots__ = (
+        "_closed", "armed", "before", "end", "mark", "messages", "own", "prepared", "queue", "ring", "state",
+    )  # fmt: skip
 
     def __init__(self, end: RingEnd, ring: int, state: Allocation) -> None:
         self.end, self.ring, self.state = end, ring, state
         self.queue: tuple[int, int] = (0, 0)
         self.mark: Mark | None = None
-        self.captured = False
+        self.before: tuple[tuple[int, int], Mark | None] = (0, 0), None
         self.own: Mark | None = None
         self.prepared: dict[tuple[Together, int], Prepared] = {}
         self.armed = ctypes.c_int64(NOBODY)
@@ -63,6 +65,10 @@ class Port:
     def abort_word(self) -> int:
         """See `RingEnd.abort_word`; what it was, once the end is closed."""
         return self._closed[1] if self._closed else self.end.abort_word()
+
+    def eager(self) -> tuple[tuple[int, int], Mark | None]:
+        """`queue` and `mark` of the last transfer that is in no graph."""
+        return self.before if self.mark is not None and self.mark.captured else (self.queue, self.mark)
 
     def stop(self) -> None:
         """Make a kernel that waits in the ring leave, if nobody else did."""

@@ -13,10 +13,11 @@ from typing import cast
 
 from xvcomm.abc.device import Stream
 from xvcomm.backends._guard import on_device, told
-from xvcomm.backends._kernels import CAPTURING, MOST_BLOCKS, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
+from xvcomm.backends._kernels import CAPTURING, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
 from xvcomm.backends._messages import NOBODY, ArmedMessages
 from xvcomm.backends._pools import Events, Mark, Memory
 from xvcomm.backends._ports import Port, Shape, Tail, Together, Watcher
+from xvcomm.backends._room import Room
 from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.dtype import ReduceOp
@@ -25,9 +26,6 @@ from xvcomm.ring import Message, RingEnd
 
 STREAMS = 128
 """Streams made with a device: to make one later may wait for all kernels that run."""
-
-AT_ONCE = 128
-"""Blocks of movers on all streams that leave room for further ones; beyond, each launch gets half of what is left."""
 
 _LEGACY, _PER_THREAD = 1, 2
 _LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
@@ -43,6 +41,7 @@ class Engine:
         idle: handles of the device's own streams that are not in use; those that never were come last.
         own: handles of all others of them.
         outside: the newest mark on each stream that is somebody else's.
+        room: for launches of movers.
     """
 
     def __init__(self, runtime: Runtime, index: int, kernels: Kernels, spin: float) -> None:
@@ -53,9 +52,7 @@ class Engine:
         self.idle = deque(runtime.stream() for _ in range(STREAMS))
         self.outside: dict[int, Mark] = {}
         self.own: set[int] = set()
-        self._blocks: dict[int, tuple[set[Port], int]] = {}
-        self._taken = 0
-        self._room = ctypes.c_int64()  # changes with what `room` gives
+        self.room = Room()
         self._ports: dict[RingEnd, Port] = {}
         self._place = kernels.place()
         self._opening = threading.Lock()
@@ -72,29 +69,6 @@ class Engine:
         self.own.add(handle)
         return GpuStream(self, handle, owned=True)
 
-    def room(self, stream: int) -> int:
-        """Blocks that a launch of movers on a stream may take: where many wait for peers, all must find some."""
-        mine = self._blocks.get(stream)
-        others = self._taken - mine[1] if mine is not None else self._taken
-        if others > AT_ONCE - MOST_BLOCKS:
-            self._blocks = {
-                at: it for at, it in list(self._blocks.items()) if at == stream or any(map(_under_way, list(it[0])))
-            }
-            self._taken = sum(blocks for _, blocks in list(self._blocks.values()))
-            self._room.value += 1
-            others = self._taken - mine[1] if mine is not None else self._taken
-        half = max(1, min(MOST_BLOCKS, (AT_ONCE - others) // 2))
-        return 1 << half.bit_length() - 1  # few different numbers, by which launches are prepared
-
-    def take(self, stream: int, port: Port, blocks: int) -> None:
-        """Remember the most blocks of a launch on a stream, and one of its ports: compiled code may launch as many again."""
-        before = self._blocks.get(stream)
-        if before is None or before[1] < blocks:
-            self._taken += blocks - (before[1] if before is not None else 0)
-            self._blocks[stream] = before[0] if before is not None else set(), blocks
-            self._room.value += 1
-        self._blocks[stream][0].add(port)
-
     def messages(self, parts: Sequence[tuple[RingEnd, Shape]]) -> ArmedMessages | None:
         """Messages for compiled code, once their rings are pinned; the device is the thread's current one."""
         ports = [self._ports.get(end) for end, _ in parts]
@@ -105,7 +79,7 @@ class Engine:
         found = kept.get(key)
         if found is None and len(kept) < _SHAPES:
             ends = [(port.end.counter, ctypes.addressof(port.armed)) for port, _ in key]
-            found = kept[key] = ArmedMessages(ends, ctypes.addressof(self._room), *self._place)
+            found = kept[key] = ArmedMessages(ends, ctypes.addressof(self.room.version), *self._place)
         return found
 
     def prepare(self, rows: Sequence[tuple[Port, Transfer]], key: Together, most: int) -> Prepared:
@@ -121,7 +95,7 @@ class Engine:
         found = key[0][0].messages.get(key)
         events = [port.own.event for port, _ in key if port.own is not None]
         if found is not None and len(events) == len(key):
-            found.arm(prepared, events, self._room.value)
+            found.arm(prepared, events, self.room.version.value)
             for port, _ in key:
                 port.armed.value = stream
 
@@ -164,8 +138,7 @@ class Engine:
 
     def _close(self, port: Port) -> None:
         self._ports.pop(port.end, None)
-        for ports, _ in list(self._blocks.values()):
-            ports.discard(port)
+        self.room.forget(port)
         self.watcher.spare(port)
         with contextlib.suppress(XvcommError):  # if the device is gone, so is all that it had pinned
             self._unpin(port)
@@ -185,8 +158,8 @@ class Engine:
 
     def _left(self, port: Port) -> bool:
         """Whether no kernel will touch a port's memory any more; of graphs that are replayed their owner must know."""
-        mark = port.mark
-        if mark is None or mark.captured or port.finished() == (port.end.sequence, True):
+        _, mark = port.eager()
+        if mark is None or port.finished() == (port.end.sequence, True):
             return True
         return self.runtime.reached(mark.event)
 
@@ -203,12 +176,6 @@ def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_fi
     return Transfer(
         port.ring, end.slots, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
     )
-
-
-def _under_way(port: Port) -> bool:
-    """Whether a port's messages may still wait."""
-    finished, goes_on = port.finished()
-    return goes_on and finished < port.end.sequence
 
 
 class GpuStream(Stream):
@@ -297,7 +264,7 @@ class GpuStream(Stream):
         port = self._engine.port(end, self._handle, captured)
         row = _row(port, data, message, op, remote_first)
         if captured:
-            port.captured, port.armed.value = True, NOBODY
+            end.replayed, port.armed.value = True, NOBODY
         else:
             self._count(port)
         self._empty = False
@@ -308,10 +275,10 @@ class GpuStream(Stream):
 
     def _starts(self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> bool:
         """Have compiled code launch a transfer that follows another one of its port here; whether it could."""
-        if self._together is not None or port.captured or port.mark is None or port.queue != self.queue:
+        if self._together is not None or port.end.replayed or port.mark is None or port.queue != self.queue:
             return False
         engine, handle = self._engine, self._handle
-        key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room(handle)
+        key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room.left(handle)
         prepared = port.prepared.get((key, most))
         if prepared is None:
             prepared = engine.prepare([(port, _row(port, data, message, op, remote_first))], key, most)
@@ -328,7 +295,7 @@ class GpuStream(Stream):
         self._empty, self._newest, port.mark = False, None, own
         if not self._owned:
             engine.outside[handle] = own
-        engine.take(handle, port, prepared.blocks)
+        engine.room.take(handle, port, prepared.blocks)
         if port.messages and not self.queue[1]:
             engine.arm(key, prepared, handle)
         return True
@@ -341,7 +308,7 @@ class GpuStream(Stream):
     def _count(self, port: Port) -> None:
         """Give the transfer its number, and remember to look what became of it."""
         end = port.end
-        if port.captured:
+        if port.end.replayed:
             end.sequence = max(end.sequence, end.finished()[0])
         end.sequence += 1
         if port not in self._transfers and len(self._transfers) >= _KEPT:
@@ -373,8 +340,8 @@ class GpuStream(Stream):
         for port, _ in rows:
             self._follow(port, captured)
         engine, handle = self._engine, self._handle
-        blocks = engine.kernels.move([row for _, row in rows], handle, engine.room(handle))
-        engine.take(handle, rows[-1][0], blocks)
+        blocks = engine.kernels.move([row for _, row in rows], handle, engine.room.left(handle))
+        engine.room.take(handle, rows[-1][0], blocks)
         mark = self._record(captured)
         for port, _ in rows:
             port.queue, port.mark, port.armed.value = self.queue, mark, NOBODY
@@ -385,15 +352,15 @@ class GpuStream(Stream):
     def _arm(self, rows: Sequence[tuple[Port, Transfer]]) -> None:
         """Let compiled code launch the next transfers of these shapes, if it is to."""
         key = tuple((port, (row.message._replace(tag=0), row.op, row.remote_first)) for port, row in rows)
-        if key not in rows[0][0].messages or any(port.captured for port, _ in rows):  # `_count` knows of graphs
+        if key not in rows[0][0].messages or any(port.end.replayed for port, _ in rows):  # `_count` knows of graphs
             return
         engine, handle = self._engine, self._handle
-        most = engine.room(handle)
+        most = engine.room.left(handle)
         prepared = key[0][0].prepared.get((key, most)) or engine.prepare(rows, key, most)
         for port, _ in rows:
             port.mark = own = self._own_mark(port)
             self.runtime.record(own.event, handle)  # until compiled code does: others may follow this launch
-        engine.take(handle, rows[-1][0], prepared.blocks)
+        engine.room.take(handle, rows[-1][0], prepared.blocks)
         engine.arm(key, prepared, handle)
 
     def _follow(self, port: Port, captured: int) -> None:
@@ -401,8 +368,10 @@ class GpuStream(Stream):
 
         In a graph only what is in the same graph can be waited for, and outside only what is in none.
         """
-        mark = port.mark
-        if mark is not None and port.queue != self.queue and mark.captured == captured:
+        if captured:
+            port.before = port.eager()
+        queue, mark = (port.queue, port.mark) if captured else port.eager()
+        if mark is not None and queue != self.queue and mark.captured == captured:
             self.runtime.wait(self._handle, mark.event)
 
     @on_device

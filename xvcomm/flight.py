@@ -84,6 +84,10 @@ class Flight(Manifest):
     landed: Callable[[], None] | None = None
     over: bool = False
 
+    def under_way(self) -> bool:
+        """Whether any of it may be under way, as far as the host sees: its mark may lie behind what the user put there later."""
+        return self.native is not None or bool(self.moving()) or any(end.replayed for end, _, _ in self.ends)
+
     def outcome(self, stopped: Callable[[Callable[[], Operation]], int]) -> tuple[Exception, Operation] | None:
         """What went wrong, and in which operation, of a flight whose mark is reached.
 
@@ -93,8 +97,8 @@ class Flight(Manifest):
         """
         ends = self.ends if self.passengers is None or self.passengers.arrived() else self.all_ends()
         for end, sequence, operation in ends:
-            finished, _ = end.finished()
-            if finished < sequence:
+            finished, goes_on = end.finished()
+            if finished < sequence or (end.replayed and not goes_on):
                 return RingStopped(end, end.abort_word(), finished), operation
         if self.native is not None:
             word = self.native.error()

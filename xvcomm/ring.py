@@ -208,6 +208,7 @@ class RingEnd:
         made: whether this end made the ring.
         stuck: whether something on the device may still use the ring when it is closed.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
+        replayed: whether graphs have messages of it, which count when they run: `sequence` may then be too low.
         kept: what the movers of this process's device keep with the end.
         gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
         closing: called before the memory is unmapped, by whoever pinned it.
@@ -230,6 +231,7 @@ class RingEnd:
         self.address = segment.address
         self.turn = segment.address + TURNS + (0 if producer else LINE)
         self.kept: Any = None
+        self.replayed = False
         self.gave_up: Callable[[], None] | None = None
         self._leaving = threading.RLock()  # a signal handler may close in the middle of anything
         self.closing: list[Callable[[], None]] = []

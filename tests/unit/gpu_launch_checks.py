@@ -113,7 +113,7 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
         for tag in (4, 5):
             gpu.put(producer, sent.address, message(data.nbytes, tag), one)
         assert ready()
-        gpu._engine.take(7, gpu._engine.known(producer), 64)  # type: ignore[arg-type]
+        gpu._engine.room.take(7, gpu._engine.known(producer), 64)  # type: ignore[arg-type]
         assert not ready(), "others have taken blocks"
         for tag, memory in enumerate(got):
             gpu.get(consumer, memory.address, message(data.nbytes, tag), receiving)
@@ -164,12 +164,12 @@ def many_that_wait_leave_room_for_others() -> None:
     waiting = Mock(end=SimpleNamespace(sequence=1), finished=lambda: (int(done[0]), True))
     given = []
     for number in range(100):
-        given.append(engine.room(number))
-        engine.take(number, waiting, given[-1])  # type: ignore[arg-type]
+        given.append(engine.room.left(number))
+        engine.room.take(number, waiting, given[-1])  # type: ignore[arg-type]
     assert given[0] == 64 and min(given) == 1 and sum(given) < 128 + len(given)
-    assert engine.room(0) == 1 == engine.room(1000)
+    assert engine.room.left(0) == 1 == engine.room.left(1000)
     done[0] = True
-    assert engine.room(1000) == 64
+    assert engine.room.left(1000) == 64
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ LOST, LEFT = Reason.PEER_LOST.word(1), Reason.LEFT.word(1)
 class End:
     """A ring end of a job."""
 
-    peer = 1
+    peer, replayed = 1, False
 
     def __init__(self, job: Job) -> None:
         self.job = job

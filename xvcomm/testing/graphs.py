@@ -188,6 +188,41 @@ def check_graph_behind_what_is_over(comm: Communicator) -> None:
     assert_same_bits(a.get(x), np.full(16, float(comm.size)), "the graph's result")
 
 
+def check_graph_beside_a_waiting_message(comm: Communicator) -> None:
+    """A graph that never runs lies between two receives, on streams of their own: the second comes behind the first."""
+    a, streams = arrays(comm), [DeviceArrays(comm._context.device) for _ in range(3)]
+    assert isinstance(a, DeviceArrays)
+    first, graph, second = [stream.handle for stream in streams]
+    x = [a.put(np.full(1000, float(number))) for number in range(3)]
+    y = [a.put(np.zeros(1000)) for _ in x]
+    a.synchronize()
+
+    def message(number: int, handle: int | None) -> None:
+        if comm.rank == 0:
+            comm.recv(y[number], 1, stream=handle)
+        elif comm.rank == 1:
+            comm.send(x[number], 0, stream=handle)
+
+    with on_device(comm):
+        message(0, first)
+        streams[0].synchronize()
+        comm.barrier()
+        if comm.rank == 0:
+            message(1, first)
+            assert graph is not None
+            CAPTURES[a.kind](graph, lambda: comm.recv(y[0], 1, stream=graph))
+            message(2, second)
+        else:
+            time.sleep(_A_WHILE)
+            message(1, first)
+            message(2, first)
+        for stream in streams:
+            stream.synchronize()
+        comm.barrier()
+    if comm.rank == 0:
+        assert [float(a.get(part)[0]) for part in y[1:]] == [1.0, 2.0]
+
+
 def check_graph_of_another_stream(comm: Communicator) -> None:
     """Captured from a stream that ran nothing before, as `torch.cuda.graph` does; its memory must be there already."""
     _graph_of_another_stream(comm, 480)
@@ -227,5 +262,5 @@ def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], N
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_graphs, check_graph_of_many, check_graph_beside_repeated, check_graph_keeps_its_memory,
-    check_graph_of_another_stream, check_graph_of_few, check_graph_behind_what_is_over,
+    check_graph_of_another_stream, check_graph_beside_a_waiting_message, check_graph_of_few, check_graph_behind_what_is_over,
 )  # fmt: skip
