@@ -17,7 +17,7 @@ from numba.extending import register_jitable
 
 from xvcomm.abc.device import EnqueuedMarks, Mark
 from xvcomm.atomics import copy_bytes, load, store
-from xvcomm.calling import call_3
+from xvcomm.calling import bits_of, call_3, float_of
 from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
 from xvcomm.operation import NO_PEER, Operation
@@ -25,6 +25,9 @@ from xvcomm.ring import Message, RingEnd
 
 ROOM = 64
 """Operations that share a mark on their stream: marks take time."""
+
+APART = 0.2
+"""Seconds between the deadlines of operations that share a mark, at the most: the soonest is that of all."""
 
 _SEATS = 2 * ROOM
 """A collective and messages may both find room, each under a lock of its own, before either is aboard."""
@@ -56,9 +59,13 @@ _COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
 
 
 @register_jitable
-def fits(boarding: int, seats: int) -> bool:
-    """Whether there is room for so many."""
-    return load(boarding + _COUNT) + seats <= ROOM
+def fits(boarding: int, seats: int, deadline: float) -> bool:
+    """Whether there is room for so many, among operations that must be over at about the same time."""
+    count, soonest = load(boarding + _COUNT), load(boarding + _DEADLINE)
+    if count + seats > ROOM:
+        return False
+    free = count == 0 and soonest == _NEVER
+    return free or soonest == bits_of(deadline) or abs(deadline - float_of(soonest)) < APART
 
 
 @register_jitable
@@ -192,6 +199,17 @@ class Boarding:
     def __bool__(self) -> bool:
         """Whether anybody is aboard."""
         return self._words[_COUNT // 8] > 0
+
+    @property
+    def deadline(self) -> float:
+        """The soonest of all that will share the mark, on the monotonic clock."""
+        found: float = _FLOAT.unpack_from(self._words, _DEADLINE)[0]
+        return found
+
+    def accompany(self, deadline: float) -> None:
+        """Hear of an operation that is not noted here, and will share the mark."""
+        if deadline < self.deadline:
+            _FLOAT.pack_into(self._words, _DEADLINE, deadline)
 
     def look(self) -> Passengers | None:
         """All that are aboard; None if nobody is."""

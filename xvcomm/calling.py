@@ -58,6 +58,16 @@ def call_11(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def float_of(typingctx: Any, bits: Any) -> Any:
+    """The float of which a word is the bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def bits_of(typingctx: Any, value: Any) -> Any:
     """The bits of a float as a word."""
 

@@ -182,7 +182,7 @@ def _marked(boarding: int, stream: int, beside: int, event: int) -> int:
 
 def _collective(call, boarding, sequence, site, src, dst, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     first, end = call + _FIRST, call + _FIRST + load(call + _STEPS) * _STEP
-    if not fits(boarding, load(call + _SEATS)):
+    if not fits(boarding, load(call + _SEATS), deadline):
         return _FULL
     for step in range(first, end, _STEP):
         ready = load(step + _S_READY)
@@ -221,7 +221,7 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline, besi
 
 def _messages(call, boarding, sequence, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     place, argument, count, items = load(call), load(call + _ARGUMENT), load(call + _COUNT), load(call + _ITEMS)
-    if not fits(boarding, count):
+    if not fits(boarding, count, deadline):
         return _FULL
     if load_acquire(load(place + _BOARD) + ABORT) != 0 or call_3(load(call + _READY), argument, stream, 0) == 0:
         return _UNREADY

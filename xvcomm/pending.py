@@ -7,6 +7,7 @@ the session does not, and still keeps deadlines.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import ref
 
 from xvcomm.abc.device import EnqueuedMarks, Mark, Stream
-from xvcomm.boarding import ROOM, Boarding, Ends, Passengers
+from xvcomm.boarding import APART, ROOM, Boarding, Ends, Passengers
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, DeadlineExceeded
 from xvcomm.flight import Flight, Manifest
@@ -83,8 +84,14 @@ class _Gathering:
         """Some more."""
         if deadline.at < self.deadline.at:
             self.deadline = deadline
+        self.compiled.accompany(deadline.at)
         self.operations.extend(operations)
         self.ends.extend(ends)
+
+    def agrees(self, deadline: Deadline) -> bool:
+        """Whether an operation that must be over by then may share a mark with those that are here; see `APART`."""
+        soonest = self.compiled.deadline
+        return soonest == deadline.at or abs(soonest - deadline.at) < APART
 
     def look(self) -> Manifest:
         """All, and the soonest deadline."""
@@ -155,6 +162,12 @@ class Pending:
             if len(gathering.operations) >= ROOM:
                 self._depart(handle, gathering)
 
+    def part(self, handle: int, deadline: Deadline) -> None:
+        """Let depart what must be over at another time than what is about to come on a stream."""
+        gathering = self._gathering.get(handle)
+        if gathering and not gathering.agrees(deadline):
+            self.depart_from(handle)
+
     def boarding(self, handle: int, *, blocking: bool = True) -> int:
         """Address of where compiled code notes operations on a stream; see `Boarding`.
 
@@ -205,6 +218,11 @@ class Pending:
             self.add(flight)
         self._leaving = None
 
+    def join(self, stream: Stream, mark: Mark) -> None:
+        """Let a stream of ours wait for a mark. A graph's takes it into the capture, while nobody may be marking it."""
+        with self._gate if mark.captured else contextlib.nullcontext():
+            stream.wait(mark)
+
     def depart(self) -> None:
         """Let everything be on its way that `poll` is to look at."""
         if not any(list(self._gathering.values())) or not self._gate.acquire(timeout=_TURN_SECONDS):
@@ -226,7 +244,7 @@ class Pending:
             self._poll()
             for flights in list(self._streams.values()):
                 for flight in list(flights):  # a mark that was made late lies behind younger flights
-                    if flight.deadline.at < begin:
+                    if flight.deadline.at < begin and flight.under_way():
                         self._expire(flight)
         finally:
             self._polling.release()

@@ -53,6 +53,7 @@ class StreamCaller(Caller):
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
         self._again: dict[Key, CollectiveCall] = {}
+        context.closing.append(self._close)  # so that its memory lives as long as what is on the streams
 
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
         """See `Caller.again`: what compiled code starts, before a Call is made, which takes as long."""
@@ -84,6 +85,7 @@ class StreamCaller(Caller):
                     self._remember(call.key, ready)
                     return call.result()
         user = self._user(call, handle, trusted)
+        self._context.pending.part(handle or 0, deadline)
         operation, mark, ends = self._launch(call, deadline, user)
         pending = self._context.pending
         if handle is None or waits:
@@ -115,7 +117,8 @@ class StreamCaller(Caller):
                 return started
         own = beside.stream
         with beside.lock:
-            own.wait(self._user(call, handle, trusted).mark())
+            self._context.pending.part(beside.handle, deadline)
+            self._context.pending.join(own, cast(Mark, self._user(call, handle, trusted).mark()))
             operation, mark, ends = self._launch(call, deadline, own)
             mark = mark or cast(Mark, own.mark())
             native = self._joined()

@@ -74,8 +74,10 @@ class StreamTransfers(Transfers):
             waiting = bool(self._turns)
             if waiting:
                 self._make_way([end], t.deadline, user)
+            context.pending.part(handle, t.deadline)
             with context.enqueueing:
                 self._enqueue(t, user)
+                following = end.sequence
         except BaseException as error:
             user.discard()
             self._fail([t], error)
@@ -83,7 +85,7 @@ class StreamTransfers(Transfers):
         if user.capturing():
             context.end(t.operation)
         else:
-            context.pending.board([t.operation], handle, t.deadline, [(end, end.sequence, t.operation)])
+            context.pending.board([t.operation], handle, t.deadline, [(end, following, t.operation)])
             if waiting:
                 self._turns.see_through([end], t.deadline)
 
@@ -146,6 +148,7 @@ class StreamTransfers(Transfers):
             self._make_way(ends, deadline, user)
         for other in others:
             user.wait(other.mark())
+        self._context.pending.part(transfers[0].stream or 0, deadline)
         flight = self._launch(transfers, user)
         for other in others:
             other.wait(flight.mark)
@@ -286,7 +289,7 @@ class StreamTransfers(Transfers):
         try:
             with self._context.enqueueing:  # threads may have messages for one ring
                 for before in behind:
-                    stream.wait(before)
+                    self._context.pending.join(stream, before)
                 if beside:
                     start = stream.mark()
                 for other in beside.values():

@@ -219,6 +219,11 @@ def streams_that_end(comm: Communicator) -> None:
         repeated.check_late_messages_on_a_stream(comm, cupy_stream)
 
 
+def test_unlike_deadlines(alone: World) -> None:
+    if alone.size > 1:
+        alone.run(repeated.check_unlike_deadlines)
+
+
 def test_streams_that_end(alone: World) -> None:
     """Nobody touches a stream that the user may have destroyed."""
     why = alone.run(frameworks.missing, "cupy")[0]

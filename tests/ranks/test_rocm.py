@@ -5,7 +5,6 @@ Everything but the GPU itself is real: hip-python, the kernels' source, the stre
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import runpy
 import shutil
@@ -22,7 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from xvcomm import array, streamcalls
+from xvcomm import array
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import BackendUnavailable, PeerLost
@@ -336,45 +335,6 @@ def test_default_stream_of_another_device(environment: Mapping[str, str]) -> Non
     """Its handle is that of the current device's, too: what was called before must not go there."""
     with World(devices="rocm:1", env={**environment, "XVCOMM_DEVICE_INDEX": "1"}) as ranks:
         ranks.run(averages_alone)
-
-
-def ever_new_kinds(comm: Communicator) -> int:
-    """How many calls are known again after twenty by arrays of one shape, each of a kind of its own."""
-    a = arrays(comm)
-    x = a.put(np.zeros(8))
-    a.synchronize()
-    with on_device(comm), mock.patch.object(streamcalls, "_SHAPES_KEPT", 3):
-        for _ in range(20):
-            seen = array.view(x)
-            seen.kind = array.new_kind()
-            comm.all_reduce(seen)
-    return len(comm._caller._again)  # type: ignore[attr-defined]
-
-
-def test_little_is_kept_of_arrays_of_ever_new_kinds(alone: World) -> None:
-    kept = alone.run(ever_new_kinds)
-    assert all(0 < count <= 3 for count in kept), kept
-
-
-@contextlib.contextmanager
-def hip_stream() -> Iterator[int]:
-    """One of the user's, gone at the end."""
-    from rocm.bindings import hip
-
-    _, made = hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking)
-    yield int(made)
-    assert [hip.hipStreamSynchronize(made), hip.hipStreamDestroy(made)] == [(hip.hipError_t.hipSuccess,)] * 2
-
-
-def streams_that_end(comm: Communicator) -> None:
-    repeated.check_streams_that_end(comm, hip_stream)
-    if comm.size > 1:
-        repeated.check_late_messages_on_a_stream(comm, hip_stream)
-
-
-def test_streams_that_end(alone: World) -> None:
-    """Nobody touches a stream that the user may have destroyed."""
-    alone.run(streams_that_end)
 
 
 @pytest.mark.parametrize("check", graphs.CHECKS)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from xvcomm.abc.device import RingStopped
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
 from xvcomm.flight import Flight
@@ -24,11 +25,16 @@ A_WHILE_AGO, LATE, LATER, IN_TIME = -3.0, -2.0, -1.0, 60.0
 class End:
     """A ring end."""
 
-    def __init__(self, through: int) -> None:
-        self.through = through
+    peer = 1
+
+    def __init__(self, through: int, *, goes_on: bool = True, replayed: bool = False) -> None:
+        self.through, self.goes_on, self.replayed = through, goes_on, replayed
 
     def finished(self) -> tuple[int, bool]:
-        return self.through, True
+        return self.through, self.goes_on
+
+    def abort_word(self) -> int:
+        return 7
 
 
 class Stream:
@@ -170,6 +176,45 @@ def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pyt
     job.add(LATE, 1, End(0), peer=1)
     job.pending.look()
     assert [operation.sequence for operation in job.told] == [1]
+
+
+def test_what_is_over_is_not_late_though_the_users_work_lies_before_its_mark(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the default stream, which is marked later, behind what the user has put there meanwhile."""
+    monkeypatch.setattr(Stream, "held_up", False)
+    job.add(LATE, 0, End(1), peer=1)
+    job.pending.look()
+    assert job.told == []
+    job.add(LATE, 1, End(0), peer=1)
+    job.pending.look()
+    assert [operation.sequence for operation in job.told] == [1]
+
+
+@pytest.mark.parametrize(("goes_on", "fails"), [(True, False), (False, True)])
+def test_messages_behind_a_graphs_are_not_over_where_the_ring_has_stopped(job: Job, goes_on: bool, fails: bool) -> None:
+    """Nobody knows how often the graph runs, and so the number of the last one."""
+    flight = job.add(IN_TIME, 0, End(1, goes_on=goes_on, replayed=True), peer=1)
+    failure = flight.outcome(lambda newest: 0)
+    assert (failure is not None) == fails and (failure is None or isinstance(failure[0], RingStopped))
+
+
+@pytest.mark.parametrize("captured", [0, 5])
+def test_nobody_marks_a_stream_while_a_capture_takes_it_in(job: Job, captured: int) -> None:
+    held: list[bool] = []
+    stream: Any = SimpleNamespace(wait=lambda mark: held.append(job.pending._gate.locked()))
+    job.pending.join(stream, cast(Any, SimpleNamespace(captured=captured)))
+    assert held == [captured != 0]
+
+
+def test_operations_with_unlike_deadlines_do_not_share_a_mark(job: Job) -> None:
+    operations = [Operation(OpCode.RECV, n, Message(+OpCode.RECV, 0, 0, 0, 0), 1) for n in range(3)]
+    departed: list[int] = []
+    job.pending._depart = lambda handle, gathering: departed.append(len(gathering.operations))  # type: ignore[method-assign]
+    for operation, seconds in zip(operations, (1.0, 1.01, 15.0), strict=True):
+        job.pending.part(1, job.deadline(seconds))
+        job.pending.board([operation], 1, job.deadline(seconds), [])
+    assert departed == [2]
 
 
 def test_nothing_is_kept_of_a_stream_that_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

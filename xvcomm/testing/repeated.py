@@ -22,7 +22,7 @@ _WARM, _TIMES, _BESIDE = 3, 8, 3
 _LOOK_SECONDS = 0.02
 """In which who looks after operations that go on behind the host looks at least once."""
 
-_LATE_SECONDS = 1.0
+_LATE_SECONDS, _LONG_SECONDS = 1.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,35 @@ def check_late_messages_on_a_stream(comm: Communicator, stream: Callable[[], Abs
         comm.barrier()
     if rank == 0:
         assert all((a.get(part) == 10 * n + c).all() for n, parts in enumerate(data) for c, part in enumerate(parts))
+
+
+def check_unlike_deadlines(comm: Communicator) -> None:
+    """An operation that is over in time, and behind it one that has longer: only what is late is late."""
+    a, after, before = arrays(comm), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x, y = a.put(np.ones(1000)), a.put(np.zeros(1000))
+
+    def exchange(timeout: float) -> None:
+        comm.sendrecv(x, after, y, before, timeout=timeout)
+
+    def reduce(timeout: float) -> None:
+        comm.all_reduce(x, "avg", timeout=timeout)
+
+    def start(timeout: float) -> None:
+        comm.all_reduce(x, "avg", timeout=timeout, async_op=True).wait()
+
+    with on_device(comm):
+        for call in (exchange, reduce, start):
+            for _ in range(_WARM):
+                call(_LONG_SECONDS)
+            a.synchronize()
+            comm.barrier()
+            call(_LATE_SECONDS / 2)
+            if comm.rank:
+                time.sleep(_LATE_SECONDS)
+            call(_LONG_SECONDS)
+            a.synchronize()
+    comm.barrier()
+    assert (a.get(x) == 1).all()
 
 
 def check_forms_repeated(comm: Communicator, count: int) -> None:
