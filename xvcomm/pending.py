@@ -296,12 +296,14 @@ class Pending:
     def _through(flights: deque[Flight]) -> int:
         """How many of a stream's first flights are known to be through: what is behind them is.
 
-        On a stream that may be gone, compiled code marks what comes together before others know of it; a flight may then
-        have a mark that lies before those of its elders.
+        Where flights have the order of their marks. On a stream that may be gone they need not: compiled code marks what
+        comes together before others know of it. Nor do those with a Work, which several threads add.
         """
         half = len(flights) // 2
         middle = flights[half] if half > 1 else None
-        return half if middle is not None and middle.stream.lasting and middle.stream.reached(middle.mark) else 0
+        if middle is None or not (middle.stream.lasting and middle.blocking):
+            return 0
+        return half if middle.stream.reached(middle.mark) else 0
 
     def _look(self, flight: Flight, through: bool) -> bool:
         """Whether a flight is over."""
