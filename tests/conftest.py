@@ -20,6 +20,7 @@ import gc
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +69,17 @@ class Belongings:
 def root() -> Path:
     """The top of the tree."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def rocm_path(root: Path) -> Path:
+    """ROCm's libraries as tests/hip does them for host memory, compiled."""
+    builder = runpy.run_path(str(root / "tests" / "hip" / "build.py"))
+    try:
+        found: Path = builder["build"]()
+    except builder["NoCompiler"] as missing:
+        pytest.skip(str(missing))
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +26,8 @@ Job = Callable[..., World]
 
 
 @pytest.fixture(scope="module")
-def job(root: Path) -> Job:
+def job(rocm_path: Path) -> Job:
     """Starts ranks, with further variables for all or one a rank."""
-    builder = runpy.run_path(str(root / "tests" / "hip" / "build.py"))
-    try:
-        rocm_path = builder["build"]()
-    except builder["NoCompiler"] as missing:
-        pytest.skip(str(missing))
     common = {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "4", **SMALL_GPU_RINGS}
 
     def start(devices: str, islands: str | None = None, *further: dict[str, str]) -> World:

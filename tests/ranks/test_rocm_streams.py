@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import runpy
 import threading
 import time
 import weakref
@@ -26,13 +25,8 @@ pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip in
 
 
 @pytest.fixture(scope="module", params=["a:2", "a,b"])
-def alone(root: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+def alone(rocm_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     """Two ranks, in one island and in two."""
-    builder = runpy.run_path(str(root / "tests" / "hip" / "build.py"))
-    try:
-        rocm_path = builder["build"]()
-    except builder["NoCompiler"] as missing:
-        pytest.skip(str(missing))
     env = {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "2", **SMALL_GPU_RINGS}
     with World(devices="rocm:2", islands=request.param, env=env) as ranks:
         yield ranks

@@ -31,20 +31,10 @@ FILES = [Path(__file__).with_name(name) for name in ("gpu_checks.py", "gpu_launc
 CHECKS = {check: file for file in FILES for check in runpy.run_path(str(file))["CHECKS"]}
 
 
-@pytest.fixture(scope="module")
-def rocm_path(root: Path) -> str:
-    """The libraries of tests/hip, compiled."""
-    pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install 'xvcomm[rocm]'")
-    builder = runpy.run_path(str(root / "tests" / "hip" / "build.py"))
-    try:
-        return str(builder["build"]())
-    except builder["NoCompiler"] as missing:
-        pytest.skip(str(missing))
-
-
 @pytest.mark.parametrize("name", CHECKS)
-def test_check(root: Path, rocm_path: str, name: str) -> None:
-    environment = {**os.environ, "ROCM_PATH": rocm_path, "PYTHONPATH": str(root)}
+def test_check(root: Path, rocm_path: Path, name: str) -> None:
+    pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install 'xvcomm[rocm]'")
+    environment = {**os.environ, "ROCM_PATH": str(rocm_path), "PYTHONPATH": str(root)}
     if name == "no_device":
         environment["HIPHOST_DEVICES"] = "0"
     command = [sys.executable, str(CHECKS[name]), name]
