@@ -47,9 +47,10 @@ $(READY)-examples: $(READY)
 demo: $(READY)   ## train a small language model over two islands on this machine
 	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
 
+# Both parts run, and it fails if either does.
 test: $(READY)   ## every test that is not slow
-	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(ALONE))
-	$(PY) -m pytest -m "not slow" $(ALONE)
+	status=0; $(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(ALONE)) || status=1; \
+	$(PY) -m pytest -m "not slow" $(ALONE) || status=1; exit $$status
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest

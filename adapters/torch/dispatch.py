@@ -2,30 +2,29 @@
 
 `dist.monitored_barrier` and `_set_pg_timeout` ask for Gloo by name; groups of xvcomm have them too. And C++ reaches a method of a
 Python group only where c10d wrote a trampoline for it. `all_gather_into_tensor_out` of the functional collectives, which compiled
-programs call, ends in an operation of the dispatcher instead, which looks for a C++ backend that such a group does not have. So
-that operation gets a kernel that looks at the group first, and passes everybody else's on to torch's own.
+programs call, ends in `c10d::_allgather_base_` instead, which looks for a C++ backend that such a group does not have. So the
+functional operation gets a kernel in Python, which calls the group's own method. The operations of c10d itself stay as they are:
+a kernel in Python there would hold the interpreter lock while another backend waits for a mutex of its own.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future, _register_work, _resolve_process_group
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from xvcomm.adapters.torch import versions
 from xvcomm.adapters.torch.group import ProcessGroup
 from xvcomm.adapters.torch.works import Work
 from xvcomm.trace import pass_over
 
-_OPERATION = "_allgather_base_"
+_OPERATION = "all_gather_into_tensor_out"
 _libraries: list[Any] = []
 
 
@@ -34,35 +33,26 @@ def install() -> None:
     if _libraries:
         return
     pass_over(str(Path(torch.__file__).parent))
-    library = torch.library.Library("c10d", "IMPL")
+    library = torch.library.Library("_c10d_functional", "IMPL")
     _libraries.append(library)
     _open_monitored_barrier()
     _let_timeouts_be_set()
     _give_builtin_hooks_a_future()
     _give_reducers_a_work_of_cpp()
-    if not versions.boxes():
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of every override
-        for key in ("CPU", "CUDA"):
-            theirs = versions.kernel(_OPERATION, key)
-            if theirs is not None:
-                library.impl(_OPERATION, _kernel(theirs), key, with_keyset=True, allow_override=True)
+    for key in ("CPU", "CUDA"):
+        library.impl(_OPERATION, _all_gather_into_tensor_out, key)
 
 
-def _kernel(theirs: Any) -> Any:
-    def all_gather_base(
-        keys: Any, output: Any, input: Any, group: Any, async_op: bool = True, timeout: int = -1
-    ) -> tuple[Any, Any]:
-        ours = dist.ProcessGroup.unbox(group)
-        if isinstance(ours, ProcessGroup):
-            # A Work of C++: nothing in C++ keeps the Python half of one of ours, without which `wait` would hang.
-            future = ours.all_gather_single(output, input).get_future()
-            return output, _create_work_from_future(future).boxed()
-        outcome: tuple[Any, Any] = theirs.call_boxed(keys, output, input, group, async_op, timeout)
-        return outcome
-
-    return all_gather_base
+def _all_gather_into_tensor_out(input: Any, group_size: int, group_name: Any, *, out: Any) -> Any:
+    """What torch's own kernel does, by the methods of the group; those of other backends release the interpreter lock."""
+    group = _resolve_process_group(group_name) if isinstance(group_name, str) else dist.ProcessGroup.unbox(group_name)
+    if isinstance(group, ProcessGroup):
+        # A Work of C++: nothing in C++ keeps the Python half of one of ours, without which `wait` would hang.
+        work = _create_work_from_future(group.all_gather_single(out, input).get_future())
+    else:
+        work = group._allgather_base(out, input)
+    _register_work(out, work)
+    return out
 
 
 def _let_timeouts_be_set() -> None:

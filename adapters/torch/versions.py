@@ -78,17 +78,3 @@ def untraced(*classes: type) -> None:
     skip = eval_frame._FrameAction.SKIP
     for function in (f for kind in classes for f in vars(kind).values() if inspect.isfunction(f)):
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-
-
-def boxes() -> bool:
-    """Whether a kernel in Python can stand before torch's own for an operation of the dispatcher, and knows the group."""
-    return hasattr(dist.ProcessGroup, "unbox") and hasattr(dist.Work, "boxed") and hasattr(torch.library, "get_kernel")
-
-
-def kernel(name: str, key: str) -> Any:
-    """torch's own kernel of an operation in the namespace c10d for a dispatch key; None if it has none."""
-    operation = getattr(torch.ops.c10d, name).default
-    try:
-        return torch.library.get_kernel(operation, key)
-    except RuntimeError:
-        return None

@@ -242,6 +242,32 @@ def losses(folder: Path, **env: str) -> dict[str, Any]:
     return record
 
 
+def beside_nccl() -> None:
+    """NCCL's operations in quick succession, with a group of xvcomm's that nobody uses."""
+    dist.new_group(backend="xvcomm")
+    place, n, operations = torch.device("cuda", me()), size(), torch.ops._c10d_functional
+    torch.cuda.set_device(place)
+    gathered, name = torch.zeros(4 * n, device=place), dist.group.WORLD.group_name
+    want = torch.arange(n, dtype=torch.float32).repeat_interleave(4)
+    for number in range(2000):
+        dist.all_gather_into_tensor(gathered, torch.full((4,), float(number + me()), device=place))
+    equal(gathered, want + 1999)
+    for number in range(500):
+        part = torch.full((4,), float(number + me()), device=place)
+        operations.wait_tensor(operations.all_gather_into_tensor_out(part, n, name, out=gathered))
+    equal(gathered, want + 499)
+
+
+def test_nccl_beside_a_group_that_is_never_used(vendor: str, gpus: int) -> None:
+    """As many ranks as there are GPUs, one or two."""
+    ranks = min(gpus, torch.cuda.device_count(), 2)
+    if not ranks or not dist.is_nccl_available():
+        pytest.skip("this torch sees no GPU, or has no NCCL")
+    islands = ",".join("ab"[:ranks])
+    with Job(islands, "nccl", env={"XVCOMM_DEVICE": vendor}, timeout=40) as job:
+        job.run(beside_nccl, timeout=120)
+
+
 def test_a_script_that_asks_for_nccl(gpus: int, tmp_path: Path) -> None:
     """Hugging Face's Trainer: the losses with xvcomm in NCCL's place are NCCL's."""
     pytest.importorskip("transformers")
