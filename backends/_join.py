@@ -94,7 +94,7 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
         BackendUnavailable: they cannot be joined; on all of them.
         DeadlineExceeded: not all came in time.
     """
-    store.set(f"{name}/{me}", msgspec.json.encode(mine))
+    store.set(f"{name}/{me}", msgspec.json.encode(mine), deadline)
     if me:
         verdict = msgspec.json.decode(store.get(name, deadline), type=Verdict)
     else:
@@ -106,7 +106,7 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
             # With one version of the library, some GPUs may still reduce what others do not.
             common = set(mine.dtypes).intersection(*(member.dtypes for member in everybody))
             verdict = Verdict("", sorted(common), library.unique_id())
-        store.set(name, msgspec.json.encode(verdict))
+        store.set(name, msgspec.json.encode(verdict), deadline)
     if verdict.refusal:
         raise BackendUnavailable(verdict.refusal)
     return verdict
@@ -136,7 +136,7 @@ def join(start: Callable[[], int], free: Callable[[int], None], done: str, store
             else:
                 free(comm)
         with contextlib.suppress(Exception):  # nobody may be left to read it
-            store.set(done, b"")
+            store.set(done, b"", deadline)
 
     threading.Thread(target=work, name="xvcomm-join", daemon=True).start()
     try:

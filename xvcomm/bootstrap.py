@@ -80,7 +80,7 @@ def init(
         base, place = _wrap(store, launch, deadline), None
 
     try:
-        space = _namespace(base, launch.rank, env)
+        space = _namespace(base, launch.rank, env, deadline)
         comm = Communicator.join(space, launch.rank, launch.size, config=config, deadline=deadline, on_close=base.close)
     except BaseException as error:
         if isinstance(error, ConfigError) and launch.rank == 0 and launch.size > 1:
@@ -254,12 +254,13 @@ def _attempt(env: Mapping[str, str]) -> str:
     return env.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
-def _namespace(store: Store, rank: int, env: Mapping[str, str]) -> Store:
+def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline) -> Store:
     """A part of the store that no earlier communicator has used.
 
     A store may outlive many communicators. Every rank counts its own in the store; processes are told apart so that
     a second one of the same number still begins at the first part, where it is found out.
     """
     place = f"xvcomm/{_attempt(env)}"
-    turn = store.add(f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}", 1)  # a fork has the parent's text
+    key = f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}"  # a fork has the parent's text
+    turn = store.add(key, 1, deadline)
     return PrefixStore(f"{place}/{turn}", store)

@@ -94,7 +94,7 @@ class Context:
         if self.rank == here[0]:
             segment = Segment.create(config.shm_dir, self.session.job + self._part, Board.size(len(here)))
             with segment.named():
-                self.store.set(key, segment.name.encode())
+                self.store.set(key, segment.name.encode(), deadline)
         else:
             segment = self.session.attach(self.store, key, deadline)
         board = Board(segment, here, self.rank, self._recorder, self.ident)

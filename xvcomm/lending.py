@@ -65,7 +65,7 @@ class Lending:
             loan = self._device.lend(end.layout.capacity)
             end.slots = loan.address
             end.dispose = partial(self._take_back, end, loan, partial(self._gone, peer))
-            store.set(name + "/slots", loan.handle)
+            store.set(name + "/slots", loan.handle, deadline)
             return
         handle = store.get(name + "/slots", deadline)
         if _exchange(end.address + BORROWER, 0, os.getpid()):

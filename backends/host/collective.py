@@ -76,7 +76,7 @@ class HostCollective(Collective):
         if me == 0:
             self._segment = Segment.create(config.shm_dir, job, size)
             with self._segment.named():
-                store.set(name, self._segment.name.encode())
+                store.set(name, self._segment.name.encode(), deadline)
         else:
             self._segment = Segment.attach(config.shm_dir, store.get(name, deadline).decode())
         self._arena = self._segment.address

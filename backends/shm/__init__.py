@@ -27,14 +27,14 @@ class ShmTransport(Transport):
         self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool, job: str
     ) -> RingEnd:
         """See `Transport.open_ring`."""
-        if store.add(name + "/ends", 1) > 1:
+        if store.add(name + "/ends", 1, deadline) > 1:
             segment = Segment.attach(self._folder, store.get(name, deadline).decode())
             segment.unlink()
             return RingEnd.open(segment, peer=peer, producer=producer)
         segment = Segment.create(self._folder, job, layout.size)
         with segment.named():
             end = RingEnd.create(segment, layout, peer=peer, producer=producer)
-            store.set(name, segment.name.encode())
+            store.set(name, segment.name.encode(), deadline)
         return end
 
     def close(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
 from pathlib import Path
 
 import pytest
 
 from xvcomm.deadline import Deadline
-from xvcomm.errors import StoreError
+from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.store import FileStore
 
 
@@ -47,3 +49,16 @@ def test_adding_to_a_text_is_an_error(tmp_path: Path) -> None:
     store.set("k", b"text")
     with pytest.raises(StoreError, match="no integer"):
         store.add("k", 1)
+
+
+def test_a_lock_that_another_holds_ends_at_the_deadline(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "job", ranks=1)
+    assert store.add("n", 1) == 1
+    with (tmp_path / "job" / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"lock.*stopped"):
+            store.add("n", 1, Deadline.after(0.2))
+        assert time.monotonic() - began < 10
+    assert store.add("n", 1, Deadline.after(10)) == 2
+    store.close()

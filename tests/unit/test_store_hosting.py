@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from xvcomm.deadline import Deadline
+from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.store import MemoryStore, TcpServer
 from xvcomm.store.hosting import Invitation, invite, meet, own_address, serve_or_join
@@ -58,7 +58,7 @@ def test_an_invitation_of_another_version() -> None:
 
 def test_a_board_that_fails_leaves_no_server() -> None:
     class Broken(MemoryStore):
-        def set(self, key: str, value: bytes) -> None:
+        def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
             raise StoreError("broken")
 
     with pytest.raises(StoreError, match="broken"):

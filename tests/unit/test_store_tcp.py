@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +15,9 @@ import msgspec
 import pytest
 
 from xvcomm.deadline import NEVER, Deadline
-from xvcomm.errors import AuthenticationError, ConfigError, StoreError
+from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
 from xvcomm.store import TcpServer, TcpStore, open_store, wire
+from xvcomm.store.guarded import GuardedStore
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0
@@ -85,11 +89,10 @@ def test_rubbish_hurts_nobody(server: TcpServer, rubbish: bytes, capfd: pytest.C
 def test_a_trusted_client_that_turns_rude_is_cut(server: TcpServer) -> None:
     store = client(server)
     store.set("k", b"1")
-    link = store._take()
-    link._sock.settimeout(SOON)
+    link = store._take(Deadline.after(SOON), "test")
     link._sock.sendall((wire.FRAME_LIMIT + 1).to_bytes(4, "big"))
     with pytest.raises(ConnectionResetError):
-        link.receive(wire.FRAME_LIMIT)
+        link.receive(wire.FRAME_LIMIT, Deadline.after(SOON))
     store._discard(link)
     assert store.get("k", Deadline.after(SOON)) == b"1"
     store.close()
@@ -152,6 +155,65 @@ def test_a_silent_listener_ends_at_the_deadline() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(StoreError, match=f"127.0.0.1:{port}"):
             TcpStore("127.0.0.1", port, "secret", Deadline.after(0.2))
+
+
+SERVING = """
+import sys, time
+from xvcomm.store import TcpServer
+print(TcpServer("127.0.0.1", 0, "secret").port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_server_holds_no_call_beyond_its_deadline() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVING], stdout=subprocess.PIPE) as serving:
+        try:
+            assert serving.stdout is not None
+            store = TcpStore("127.0.0.1", int(serving.stdout.readline()), "secret", Deadline.after(60))
+            store.set("k", b"1")
+            guarded = GuardedStore("part", store, lambda: None)
+            serving.send_signal(signal.SIGSTOP)
+            for call in (
+                lambda: store.set("k", b"2", Deadline.after(0.1)),
+                lambda: store.add("n", 1, Deadline.after(0.1)),
+                lambda: store.get("k", Deadline.after(0.1)),
+                lambda: guarded.get("k", Deadline.after(0.1)),
+                lambda: guarded.wait(["k"], Deadline.after(0.1)),
+            ):
+                began = time.monotonic()
+                with pytest.raises(DeadlineExceeded, match="stopped"):
+                    call()
+                assert time.monotonic() - began < 8
+            serving.send_signal(signal.SIGCONT)
+            assert store.get("k", Deadline.after(60)) in (b"1", b"2")
+            store.close()
+        finally:
+            serving.kill()
+
+
+def test_a_server_that_drips_bytes_holds_nobody_beyond_the_deadline() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    done = threading.Event()
+
+    def drip() -> None:
+        with listener.accept()[0] as peer:
+            for byte in (400).to_bytes(4, "big") + b"x" * 400:
+                if done.wait(0.05):
+                    return
+                try:
+                    peer.sendall(bytes([byte]))
+                except OSError:
+                    return
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(StoreError):
+        TcpStore("127.0.0.1", listener.getsockname()[1], "secret", Deadline.after(0.3))
+    assert time.monotonic() - began < 8
+    done.set()
+    thread.join()
+    listener.close()
 
 
 def test_the_server_may_come_later(port: int) -> None:

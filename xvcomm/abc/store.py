@@ -5,17 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from xvcomm.deadline import Deadline
+from xvcomm.deadline import NEVER, Deadline
+
+ANSWER_SECONDS = 30.0
+"""For how long a store may be silent before `set` and `add` give up, if their deadline is not sooner."""
 
 
 class Store(ABC):
     """A map from text to bytes that every rank of a job sees. Thread-safe. Never on a hot path."""
 
     @abstractmethod
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """Store `value` under `key`, replacing what was there; visible to every later `get`.
 
         Raises:
+            DeadlineExceeded: the store did not answer in time.
             StoreError: the store cannot be reached.
         """
 
@@ -38,10 +42,11 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back.
 
         Raises:
+            DeadlineExceeded: the store did not answer in time.
             StoreError: the store cannot be reached.
         """
 
@@ -56,9 +61,9 @@ class PrefixStore(Store):
         self._prefix = prefix + "/"
         self._store = store
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
-        self._store.set(self._prefix + key, value)
+        self._store.set(self._prefix + key, value, deadline)
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         """See `Store.get`."""
@@ -68,6 +73,6 @@ class PrefixStore(Store):
         """See `Store.wait`."""
         self._store.wait([self._prefix + key for key in keys], deadline)
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`."""
-        return self._store.add(self._prefix + key, amount)
+        return self._store.add(self._prefix + key, amount, deadline)

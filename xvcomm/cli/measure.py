@@ -94,7 +94,7 @@ class Meeting:
         self._count += 1
         deadline = Deadline.after(self._timeout)
         key = f"bench/{self._count}"
-        self._store.set(f"{key}/{self.rank}", json.dumps(value).encode())
+        self._store.set(f"{key}/{self.rank}", json.dumps(value).encode(), deadline)
         return [json.loads(self._store.get(f"{key}/{rank}", deadline)) for rank in range(self.size)]
 
 

@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from xvcomm.errors import StoreError
-from xvcomm.store.polling import PollingStore
+from xvcomm.abc.store import ANSWER_SECONDS
+from xvcomm.deadline import NEVER, Deadline
+from xvcomm.errors import DeadlineExceeded, StoreError
+from xvcomm.store.polling import PollingStore, poll
 
 _LOCK = "lock"
 _LEFT = "closed"
 _LONGEST = 200
+_LEAVING_SECONDS = 2.0
 
 
 class FileStore(PollingStore):
@@ -41,7 +44,7 @@ class FileStore(PollingStore):
     def __str__(self) -> str:
         return f"the store in {self._folder}"
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
         with self._reported(f"set {key!r} in"):
             self._write(key, value)
@@ -54,11 +57,10 @@ class FileStore(PollingStore):
             except FileNotFoundError:
                 return None
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
         with self._reported(f"add to {key!r} in"), (self._folder / _LOCK).open("ab") as lock:
-            # The lock goes with the file object, so it holds between threads as well as between processes.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._hold(lock.fileno(), deadline)
             try:
                 total = int(self.look(key) or b"0") + amount
             except ValueError:
@@ -71,8 +73,22 @@ class FileStore(PollingStore):
     def close(self) -> None:
         """Count this rank out; the last of `ranks` removes the folder."""
         ranks, self._ranks = self._ranks, None
-        if ranks is not None and self._folder.is_dir() and self.add(_LEFT, 1) == ranks:
+        if ranks is None or not self._folder.is_dir():
+            return
+        try:
+            left = self.add(_LEFT, 1, Deadline.after(_LEAVING_SECONDS))
+        except DeadlineExceeded:
+            return
+        if left == ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _hold(self, lock: int, deadline: Deadline) -> None:
+        """Take the lock, which goes with the open file and so holds between threads as well as between processes."""
+        if poll(lambda: _taken(lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
+            raise DeadlineExceeded(
+                f"another process holds the lock of {self} ({self._folder / _LOCK}) and did not let go of it in time; a "
+                "rank of the job is stopped, or a program outside the job holds the lock"
+            )
 
     def _path(self, key: str) -> Path:
         name = quote(key, safe="")
@@ -89,10 +105,18 @@ class FileStore(PollingStore):
     def _reported(self, what: str) -> Iterator[None]:
         try:
             yield
-        except StoreError:
+        except (StoreError, DeadlineExceeded):
             raise
         except OSError as error:
             raise StoreError(
                 f"cannot {what} {self._folder}: {error.strerror}; XVCOMM_STORE=file:// needs a folder that every rank "
                 "of the job can write"
             ) from error
+
+
+def _taken(lock: int) -> bool | None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    return True

@@ -11,6 +11,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import Aborted, DeadlineExceeded
 
 _LOOK_SECONDS = 0.1
+_FAILURE_SECONDS = 1.0
 _FAILURE = "failure"
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class GuardedStore(PrefixStore):
 
     def fail(self, text: str) -> None:
         """Make everybody who waits in this part of the store, now or later, raise Aborted with this text."""
-        self.set(_FAILURE, text.encode())
+        self.set(_FAILURE, text.encode(), Deadline.after(_FAILURE_SECONDS))
 
     def check(self) -> None:
         """Raise what `check` does, and Aborted after `fail`."""

@@ -84,7 +84,7 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline) -> TcpStore:
         return Invitation.unpack(found).accept(deadline)
     store, invitation = invite(host, deadline, board)
     try:
-        board.set("invitation", invitation.pack())
+        board.set("invitation", invitation.pack(), deadline)
     except BaseException:
         store.close()
         raise

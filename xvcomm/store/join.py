@@ -56,10 +56,10 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
     """
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
-    if store.add(f"rank/{rank}", 1) > 1:
+    if store.add(f"rank/{rank}", 1, deadline) > 1:
         raise _twice(store, rank, deadline)
-    store.set(f"info/{rank}", msgspec.msgpack.encode(_Entry(_who(), info, size)))
-    joined = store.add("joined", (size << _SIZE_SHIFT) + 1)
+    store.set(f"info/{rank}", msgspec.msgpack.encode(_Entry(_who(), info, size)), deadline)
+    joined = store.add("joined", (size << _SIZE_SHIFT) + 1, deadline)
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
         # Ranks that were told a smaller size may have begun without this one; it cannot join them.
@@ -123,10 +123,11 @@ def _twice(store: Store, rank: int, deadline: Deadline) -> ConfigError:
 
 def _decide(store: Store, verdict: _Verdict) -> _Verdict:
     """Make this the verdict unless there is one; what counts is given back."""
-    if store.add("decided", 1) == 1:
-        store.set(_VERDICT, msgspec.msgpack.encode(verdict))
+    settling = Deadline.after(_SETTLE_SECONDS)
+    if store.add("decided", 1, settling) == 1:
+        store.set(_VERDICT, msgspec.msgpack.encode(verdict), settling)
         return verdict
-    return _read(store, Deadline.after(_SETTLE_SECONDS))
+    return _read(store, settling)
 
 
 def _read(store: Store, deadline: Deadline) -> _Verdict:
@@ -140,7 +141,12 @@ def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:
 def _give_up(store: Store, size: int) -> _Verdict:
     """The verdict once this rank's deadline has passed."""
     absent = []
+    settling = Deadline.after(_SETTLE_SECONDS)
     for rank in range(size):
+        if settling.expired():
+            raise DeadlineExceeded(
+                "the store did not say in time which ranks have joined; the process that serves it is stopped"
+            )
         try:
             store.wait([f"info/{rank}"], Deadline.after(0))
         except DeadlineExceeded:

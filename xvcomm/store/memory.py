@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 
 from xvcomm.abc.store import Store
-from xvcomm.deadline import Deadline
+from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import DeadlineExceeded
 
 
@@ -18,7 +18,7 @@ class MemoryStore(Store):
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
         with self._changed:
             self._values[key] = value
@@ -41,7 +41,7 @@ class MemoryStore(Store):
                     )
                 self._changed.wait(None if math.isinf(left) else left)
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount

@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from xvcomm.abc.store import Store
-from xvcomm.deadline import Deadline
+from xvcomm.abc.store import ANSWER_SECONDS, Store
+from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
 from xvcomm.store import wire
 from xvcomm.store.server import TcpServer
 
 __all__ = ["TcpServer", "TcpStore"]
 
-_REPLY_SECONDS = 30.0
+_REPLY_SECONDS = 1.0
+"""For how long the answer to a request may take after the deadline."""
+_LEAST_SECONDS = 0.01
+"""For an attempt to connect; sockets take 0 for non-blocking."""
+_PIECE = 1 << 18
 _FIRST_RETRY, _LAST_RETRY = 0.002, 0.1
 
 
@@ -59,9 +63,9 @@ class TcpStore(Store):
         self._links: set[_Link] = set()
         self._idle: list[_Link] = [self._connect(deadline, patient=True)]
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
-        self._call(wire.Set(key, value), Deadline.after(_REPLY_SECONDS), f"set {key!r}")
+        self._call(wire.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         """See `Store.get`."""
@@ -73,9 +77,9 @@ class TcpStore(Store):
         """See `Store.wait`; one request, however many keys."""
         self._call(wire.Wait(list(keys), _seconds(deadline)), deadline, "wait")
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
-        reply = self._call(wire.Add(key, amount), Deadline.after(_REPLY_SECONDS), f"add to {key!r}")
+        reply = self._call(wire.Add(key, amount), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"add to {key!r}")
         assert isinstance(reply, wire.Total)
         return reply.total
 
@@ -98,9 +102,13 @@ class TcpStore(Store):
         frame = wire.frame(request)
         if len(frame) > wire.FRAME_LIMIT:
             raise StoreError(f"{what}: {len(frame)} bytes are too many; a store carries {wire.FRAME_LIMIT} at a time")
-        link = self._take()
+        until = Deadline(deadline.at + _REPLY_SECONDS)
+        link = self._take(until, what)
         try:
-            reply = wire.decode_reply(link.exchange(frame, deadline.left() + _REPLY_SECONDS))
+            reply = wire.decode_reply(link.exchange(frame, wire.FRAME_LIMIT, until))
+        except TimeoutError:
+            self._discard(link)
+            raise self._silent(what) from None
         except OSError as error:
             self._discard(link)
             raise StoreError(
@@ -120,13 +128,24 @@ class TcpStore(Store):
             raise StoreError(f"{what}: {reply.reason}")
         return reply
 
-    def _take(self) -> _Link:
+    def _silent(self, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the store at {self._host}:{self._port} did not answer {what} in time: the process that serves it (rank 0, "
+            "or the launcher) is stopped, or its host is out of reach"
+        )
+
+    def _take(self, deadline: Deadline, what: str) -> _Link:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
             if self._idle:
                 return self._idle.pop()
-        return self._connect(Deadline.after(wire.HANDSHAKE_SECONDS), patient=False)
+        try:
+            return self._connect(deadline, patient=False)
+        except StoreError:
+            if deadline.expired():
+                raise self._silent(what) from None
+            raise
 
     def _give_back(self, link: _Link) -> None:
         with self._lock:
@@ -177,18 +196,18 @@ class _Link:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def exchange(self, frame: bytes, seconds: float) -> bytes:
-        """Send a frame and give the payload of the next one back; raises OSError."""
-        self._sock.settimeout(None if math.isinf(seconds) else seconds)
+    def exchange(self, frame: bytes, limit: int, deadline: Deadline) -> bytes:
+        """Send a frame and give the payload of the next one back; raises OSError, at the deadline TimeoutError."""
+        self._until(deadline)
         self._sock.sendall(frame)
-        return self.receive(wire.FRAME_LIMIT)
+        return self.receive(limit, deadline)
 
-    def receive(self, limit: int) -> bytes:
-        """The payload of the next frame; raises OSError, also for a frame over the limit."""
-        length = int.from_bytes(self._exactly(wire.HEADER), "big")
+    def receive(self, limit: int, deadline: Deadline) -> bytes:
+        """The payload of the next frame; raises OSError, also for a frame over the limit, TimeoutError at the deadline."""
+        length = int.from_bytes(self._exactly(wire.HEADER, deadline), "big")
         if length > limit:
             raise StoreError(f"the answer has {length} bytes where {limit} are allowed")
-        return self._exactly(length)
+        return self._exactly(length, deadline)
 
     def hang_up(self) -> None:
         """End the connection, also under a thread that waits on it."""
@@ -200,20 +219,29 @@ class _Link:
     def close(self) -> None:
         self._sock.close()
 
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            got = self._sock.recv_into(view)
-            if not got:
+    def _until(self, deadline: Deadline) -> None:
+        left = deadline.left()
+        if not left:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(None if math.isinf(left) else left)
+
+    def _exactly(self, count: int, deadline: Deadline) -> bytes:
+        # Memory is taken for what has come, not for what was announced.
+        data = bytearray()
+        while len(data) < count:
+            # Each piece anew: the socket's own limit begins again with every byte.
+            self._until(deadline)
+            piece = self._sock.recv(min(count - len(data), _PIECE))
+            if not piece:
                 raise ConnectionResetError("connection closed")
-            view = view[got:]
+            data += piece
         return bytes(data)
 
 
 def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> _Link:
     """One attempt to connect and to prove the secret both ways."""
-    sock = socket.create_connection((host, port), timeout=_patience(deadline))
+    until = Deadline.after(max(deadline.sooner(wire.HANDSHAKE_SECONDS), _LEAST_SECONDS))
+    sock = socket.create_connection((host, port), timeout=until.left() or _LEAST_SECONDS)
     try:
         if sock.getsockname() == sock.getpeername():
             # Where nobody listens, Linux may pick the port itself as the source and connect the socket to itself.
@@ -221,7 +249,7 @@ def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> 
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(sock)
         link = _Link(sock)
-        _handshake(link, host, port, secret, epoch, deadline)
+        _handshake(link, host, port, secret, epoch, until)
         return link
     except BaseException:
         sock.close()
@@ -231,9 +259,9 @@ def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> 
 def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> None:
     own = secrets.token_bytes(wire.NONCE)
     try:
-        theirs = wire.decode_challenge(link.receive(wire.HELLO_LIMIT)).nonce
+        theirs = wire.decode_challenge(link.receive(wire.HELLO_LIMIT, deadline)).nonce
         answer = wire.Answer(own, wire.prove(secret, "client", theirs, own), epoch)
-        verdict = wire.decode_verdict(link.exchange(wire.frame(answer), _patience(deadline)))
+        verdict = wire.decode_verdict(link.exchange(wire.frame(answer), wire.HELLO_LIMIT, deadline))
     except (msgspec.MsgspecError, StoreError):
         raise StoreError(
             f"what answers at {host}:{port} is no xvcomm store of this version; check XVCOMM_STORE"
@@ -247,11 +275,6 @@ def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadl
         f"the store at {host}:{port} has another secret: set XVCOMM_SECRET to the same text on all ranks of the job, "
         "or choose another address if the store belongs to another job"
     )
-
-
-def _patience(deadline: Deadline) -> float:
-    """Seconds for one step of an attempt; never 0, which sockets take for non-blocking."""
-    return max(deadline.sooner(wire.HANDSHAKE_SECONDS), 0.01)
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
-from xvcomm.deadline import Deadline
+from xvcomm.abc.store import ANSWER_SECONDS
+from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ConfigError, DeadlineExceeded, StoreError
 from xvcomm.store.hosting import Invitation, invite
 from xvcomm.store.polling import PollingStore, poll
 from xvcomm.store.tcp import TcpStore
 
-_LOCK_SECONDS = 30.0
 _LONGEST = timedelta(days=1)
 _NOTE_BYTES = 512
 _INCREMENT_LIMIT = 1 << 31  # JAX's own counters have 32 bits; a key of larger amounts takes only such
@@ -42,7 +42,7 @@ class TorchStore(PollingStore):
     def __str__(self) -> str:
         return f"torch's {type(self._store).__name__}"
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
         with _reported(self):
             self._store.set(key, value)
@@ -52,7 +52,7 @@ class TorchStore(PollingStore):
         with _reported(self):
             return bytes(self._store.get(key)) if self._store.check([key]) else None
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
         with _reported(self):
             return int(self._store.add(key, amount))
@@ -71,7 +71,7 @@ class JaxStore(PollingStore):
     def __str__(self) -> str:
         return "JAX's coordination service"
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
         with _reported(self):
             self._client.key_value_set_bytes(key, value, allow_overwrite=True)
@@ -86,19 +86,19 @@ class JaxStore(PollingStore):
                     return None
                 raise
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
         with _reported(self):
             if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
                 return int(self._client.key_value_increment(key, amount))
-            return self._add_locked(key, amount)
+            return self._add_locked(key, amount, deadline)
 
-    def _add_locked(self, key: str, amount: int) -> int:
+    def _add_locked(self, key: str, amount: int, deadline: Deadline) -> int:
         """Before jaxlib 0.8 the service cannot add; but it lets only one of many claim a key."""
         lock = f"{key}/lock"
-        if poll(lambda: self._claim(lock), Deadline.after(_LOCK_SECONDS)) is None:
-            raise StoreError(
-                f"a rank that adds to {key!r} holds its lock for {_LOCK_SECONDS:g} s; it has probably died"
+        if poll(lambda: self._claim(lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
+            raise DeadlineExceeded(
+                f"a rank that adds to {key!r} in {self} did not let go of its lock in time; it is stopped or has died"
             )
         try:
             total = int(self.look(key) or b"0") + amount
