@@ -38,7 +38,7 @@ class Invitation(msgspec.Struct, frozen=True):
         """
         try:
             return msgspec.json.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:  # bytes that are no UTF-8: ValueError
             raise StoreError(
                 f"rank 0 runs another version of xvcomm ({error}); install one version on all hosts"
             ) from None

@@ -9,8 +9,6 @@ import socket
 import threading
 from typing import cast
 
-import msgspec
-
 from xvcomm.errors import StoreError
 from xvcomm.store import wire
 
@@ -151,6 +149,8 @@ class _Connection(asyncio.Protocol):
         self._inbox = bytearray()
         self._nonce = secrets.token_bytes(wire.NONCE)
         self._trusted = False
+        self._theirs: wire.Seal | None = None
+        self._ours: wire.Seal | None = None
         self._missing: set[str] = set()
         self._wanted: str | None = None
 
@@ -167,11 +167,11 @@ class _Connection(asyncio.Protocol):
             if self._missing:
                 raise _Rude
             if (payload := self._next()) is not None:
-                if self._trusted:
-                    self._handle(wire.decode_request(payload))
+                if self._theirs is not None:
+                    self._handle(wire.decode_request(self._theirs.open(payload)))
                 else:
                     self._admit(wire.decode_answer(payload))
-        except (msgspec.MsgspecError, _Rude):
+        except (wire.Malformed, wire.Forged, _Rude):
             self.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -208,13 +208,13 @@ class _Connection(asyncio.Protocol):
         return payload
 
     def _send(self, message: wire.Message) -> None:
-        self._transport.write(wire.frame(message))
+        self._transport.write(wire.frame(message) if self._ours is None else self._ours.frame(wire.encode(message)))
 
     def _admit(self, answer: wire.Answer) -> None:
         hall = self._hall
         if len(answer.nonce) != wire.NONCE:
             raise _Rude
-        if not wire.proven(hall.secret, "client", self._nonce, answer.nonce, answer.proof):
+        if not wire.proven(hall.secret, "client", self._nonce, answer.nonce, answer.epoch, answer.proof):
             self._refuse(wire.Refused("secret"))
         elif hall.epoch is not None and hall.epoch != answer.epoch:
             self._refuse(wire.Refused("epoch"))
@@ -222,7 +222,9 @@ class _Connection(asyncio.Protocol):
             self._cancel_timer()
             self._trusted = True
             hall.enter()
-            self._send(wire.Welcome(wire.prove(hall.secret, "server", answer.nonce, self._nonce)))
+            self._send(wire.Welcome(wire.prove(hall.secret, "server", answer.nonce, self._nonce, answer.epoch)))
+            self._theirs = wire.Seal(hall.secret, "client", self._nonce, answer.nonce)
+            self._ours = wire.Seal(hall.secret, "server", self._nonce, answer.nonce)
 
     def _refuse(self, refusal: wire.Refused) -> None:
         self._send(refusal)

@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from xvcomm.abc.store import ANSWER_SECONDS, Store
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
@@ -99,13 +97,19 @@ class TcpStore(Store):
             self._on_close()
 
     def _call(self, request: wire.Request, deadline: Deadline, what: str) -> wire.Reply:
-        frame = wire.frame(request)
-        if len(frame) > wire.FRAME_LIMIT:
-            raise StoreError(f"{what}: {len(frame)} bytes are too many; a store carries {wire.FRAME_LIMIT} at a time")
+        payload = wire.encode(request)
+        if len(payload) + wire.CODE > wire.FRAME_LIMIT:
+            raise StoreError(f"{what}: {len(payload)} bytes are too many; a store carries {wire.FRAME_LIMIT} at a time")
         until = Deadline(deadline.at + _REPLY_SECONDS)
         link = self._take(until, what)
         try:
-            reply = wire.decode_reply(link.exchange(frame, wire.FRAME_LIMIT, until))
+            reply = link.ask(payload, until)
+        except (wire.Forged, wire.Malformed):
+            self._discard(link)
+            raise AuthenticationError(
+                f"the answer to {what} from the store at {self._host}:{self._port} was altered, repeated or reordered on "
+                "its way: something between this host and the store changes its messages; check XVCOMM_STORE and the network"
+            ) from None
         except TimeoutError:
             self._discard(link)
             raise self._silent(what) from None
@@ -195,6 +199,17 @@ class _Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._seals: tuple[wire.Seal, wire.Seal] | None = None
+
+    def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
+        """Authenticate all that follows; once both sides have proved the secret."""
+        self._seals = wire.Seal(secret, "client", theirs, own), wire.Seal(secret, "server", theirs, own)
+
+    def ask(self, request: bytes, deadline: Deadline) -> wire.Reply:
+        """Send an encoded request and give the reply; raises what `exchange` does, wire.Forged and wire.Malformed."""
+        assert self._seals is not None
+        ours, theirs = self._seals
+        return wire.decode_reply(theirs.open(self.exchange(ours.frame(request), wire.FRAME_LIMIT, deadline)))
 
     def exchange(self, frame: bytes, limit: int, deadline: Deadline) -> bytes:
         """Send a frame and give the payload of the next one back; raises OSError, at the deadline TimeoutError."""
@@ -260,16 +275,19 @@ def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadl
     own = secrets.token_bytes(wire.NONCE)
     try:
         theirs = wire.decode_challenge(link.receive(wire.HELLO_LIMIT, deadline)).nonce
-        answer = wire.Answer(own, wire.prove(secret, "client", theirs, own), epoch)
+        if len(theirs) != wire.NONCE:
+            raise wire.Malformed
+        answer = wire.Answer(own, wire.prove(secret, "client", theirs, own, epoch), epoch)
         verdict = wire.decode_verdict(link.exchange(wire.frame(answer), wire.HELLO_LIMIT, deadline))
-    except (msgspec.MsgspecError, StoreError):
+    except (wire.Malformed, StoreError):
         raise StoreError(
             f"what answers at {host}:{port} is no xvcomm store of this version; check XVCOMM_STORE"
         ) from None
     match verdict:
         case wire.Refused("epoch"):
             raise _NotYet("it still serves an earlier communicator of this job")
-        case wire.Welcome(proof) if wire.proven(secret, "server", own, theirs, proof):
+        case wire.Welcome(proof) if wire.proven(secret, "server", own, theirs, epoch, proof):
+            link.trust(secret, theirs, own)
             return
     raise AuthenticationError(
         f"the store at {host}:{port} has another secret: set XVCOMM_SECRET to the same text on all ranks of the job, "
