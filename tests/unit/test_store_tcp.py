@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -88,6 +89,29 @@ def test_rubbish_hurts_nobody(server: TcpServer, rubbish: bytes, capfd: pytest.C
     assert store.add("n", 1) == 1
     store.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_silent_connections_use_up_neither_descriptors_nor_patience(server: TcpServer) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    member, before = client(server), descriptors()
+    silent: list[socket.socket] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    try:
+        for _ in range(1000):
+            silent.append(socket.create_connection(("127.0.0.1", server.port), timeout=SOON))
+        late = TcpStore("127.0.0.1", server.port, "secret", Deadline.after(60))
+        late.set("k", b"1")
+        assert descriptors() - before - len(silent) < 300
+        assert member.get("k", Deadline.after(SOON)) == b"1"
+        late.close()
+    finally:
+        for sock in silent:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    member.close()
 
 
 def test_a_trusted_client_that_turns_rude_is_cut(server: TcpServer) -> None:

@@ -14,6 +14,11 @@ from xvcomm.store import wire
 
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.1
+_STRANGERS = 256
+"""Connections at a time that have not proved the secret."""
+_CROWDED_SECONDS = 0.5
+"""For how long one of them may go on while as many are there and more come."""
+_CROWDED_PAUSE = 0.02
 _LOOPBACK = ("localhost", "::1")
 
 
@@ -94,6 +99,7 @@ class TcpServer:
         listener.setblocking(False)
         while self._open:
             try:
+                await self._hall.room()
                 sock, _ = await self._loop.sock_accept(listener)
                 await self._loop.connect_accepted_socket(lambda: _Connection(self._hall), sock)
             except OSError:
@@ -110,9 +116,23 @@ class _Hall:
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Connection]] = {}
         self.connections: set[_Connection] = set()
+        self.strangers: dict[_Connection, float] = {}
         self.guests = 0
         self.empty = asyncio.Event()
         self.empty.set()
+
+    async def room(self) -> None:
+        """Wait until one more stranger may come in. Where too many are there, the one that came first has to go.
+
+        So silent connections use up no descriptors, and hold up clients of the job for a moment only.
+        """
+        while len(self.strangers) >= _STRANGERS:
+            first, since = next(iter(self.strangers.items()))
+            over = since + _CROWDED_SECONDS - asyncio.get_running_loop().time()
+            if over > 0:
+                await asyncio.sleep(min(over, _CROWDED_PAUSE))
+            else:
+                first.end()
 
     def enter(self) -> None:
         """Count a client that has proved the secret."""
@@ -159,6 +179,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(wire.HANDSHAKE_SECONDS, self.end)
         self._hall.connections.add(self)
+        self._hall.strangers[self] = self._loop.time()
         self._send(wire.Challenge(self._nonce))
 
     def data_received(self, data: bytes) -> None:
@@ -178,12 +199,14 @@ class _Connection(asyncio.Protocol):
         self._unpark()
         self._inbox.clear()
         self._hall.connections.discard(self)
+        self._hall.strangers.pop(self, None)
         if self._trusted:
             self._trusted = False
             self._hall.leave()
 
     def end(self) -> None:
         """Cut the connection, also for copies of it in forked processes."""
+        self._hall.strangers.pop(self, None)
         _shutdown(self._transport.get_extra_info("socket"))
         self._transport.abort()
 
@@ -221,6 +244,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._cancel_timer()
             self._trusted = True
+            hall.strangers.pop(self, None)
             hall.enter()
             self._send(wire.Welcome(wire.prove(hall.secret, "server", answer.nonce, self._nonce, answer.epoch)))
             self._theirs = wire.Seal(hall.secret, "client", self._nonce, answer.nonce)
