@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
