@@ -144,7 +144,7 @@ API hipError_t hipStreamEndCapture(stream_t *handle, graph_t **out) {
 
 API hipError_t hipStreamGetCaptureInfo(stream_t *handle, int *status, unsigned long long *id) {
     enum { NONE, ACTIVE, INVALIDATED };
-    stream_t *s = find_stream(handle);
+    stream_t *s = look_up_stream(handle);
     if (!s) return fail(hipErrorInvalidHandle);
     for (stream_t *o = all_streams(); (uintptr_t)handle <= 2 && o; o = o->next)
         if (o->graph && !(o->flags & 1)) return fail(hipErrorStreamCaptureImplicit);

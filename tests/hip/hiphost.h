@@ -79,7 +79,8 @@ struct stream {
     graph_t *graph; /* being captured from this stream */
     int branch;
 };
-stream_t *find_stream(stream_t *handle); /* NULL if there is no such stream */
+stream_t *find_stream(stream_t *handle);    /* NULL if there is no such stream; waits while a kernel is loaded */
+stream_t *look_up_stream(stream_t *handle); /* the same without waiting: for queries, which CUDA answers at once */
 stream_t *new_stream(int device, unsigned flags, int priority);
 void end_stream(stream_t *stream);
 void synchronize_device(int device);

@@ -78,12 +78,16 @@ void end_stream(stream_t *s) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Held while a kernel is loaded: nobody comes to a stream meanwhile. */
+/* Held while a kernel is loaded: no call puts work on a stream meanwhile. */
 static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
 
 stream_t *find_stream(stream_t *handle) {
     pthread_mutex_lock(&loading);
     pthread_mutex_unlock(&loading);
+    return look_up_stream(handle);
+}
+
+stream_t *look_up_stream(stream_t *handle) {
     if ((uintptr_t)handle <= 2) { /* null, legacy default, default of the thread: here all one */
         static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
         stream_t **at = &default_streams[current_device];
@@ -210,7 +214,7 @@ API hipError_t hipStreamSynchronize(stream_t *handle) {
 }
 
 API hipError_t hipStreamQuery(stream_t *handle) {
-    stream_t *s = find_stream(handle);
+    stream_t *s = look_up_stream(handle);
     if (!s) return fail(hipErrorInvalidHandle);
     if (capture_forbids(s)) return fail(hipErrorStreamCaptureUnsupported);
     return through(s, submitted(s)) ? hipSuccess : hipErrorNotReady;
