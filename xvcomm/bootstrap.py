@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -77,7 +78,7 @@ def init(
     if store is None or isinstance(store, str):
         base, place = rendezvous(launch, config, env, deadline), _place(launch, config)
     else:
-        base, place = _wrap(store, launch, deadline), None
+        base, place = _wrap(store, launch, deadline, config.secret), None
 
     try:
         space = _namespace(base, launch.rank, env, deadline)
@@ -122,7 +123,7 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
     if launch.launcher == "torchrun":
         return _by_torchrun(launch, config, env, deadline)
     if launch.launcher == "mpi":
-        return mpi_store(_checked_world(launch), _host(launch), deadline)
+        return mpi_store(_checked_world(launch), _host(launch), deadline, config.secret)
     if launch.launcher == "slurm":
         host, port = slurm_address(env)
         epoch = _epochs[_place(launch, config), launch.rank]
@@ -169,17 +170,29 @@ def _by_torchrun(launch: Launch, config: Config, env: Mapping[str, str], deadlin
     place = f"xvcomm-{_epochs[_place(launch, config), launch.rank]}"
     folder = _agent_folder(launch, env)
     if folder is not None:
-        return meet(FileStore(folder / place, ranks=1), launch.rank, _LOOPBACK, deadline)
+        return meet(FileStore(folder / place, ranks=1), launch.rank, _LOOPBACK, deadline, config.secret)
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise ConfigError(
             f"MASTER_ADDR={host or ''!r} and MASTER_PORT={port!r} do not say where rank 0 is; start the ranks with "
             "torchrun, set both, or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
         )
+    if launch.rank == 0 and not config.secret and launch.local_size != launch.size and not _is_loopback(host):
+        warnings.warn(
+            f"the ranks meet through torch's store at {host}:{port}, which asks nobody for a password: who reaches that "
+            "port can read this job's secret there and take part in its store. Set XVCOMM_SECRET to the same random text "
+            "on all ranks, for instance the output of `openssl rand -hex 16`",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     board = torch_store(host, int(port), launch.rank == 0 and not agent, deadline)
     run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{_attempt(env)}/{launch.size}"
-    return meet(PrefixStore(f"{place}/{run}", board), launch.rank, host, deadline)
+    return meet(PrefixStore(f"{place}/{run}", board), launch.rank, host, deadline, config.secret)
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _agent_folder(launch: Launch, env: Mapping[str, str]) -> Path | None:
@@ -221,12 +234,12 @@ def _jax_state() -> Any:
     return None if state is None or state.client is None else state
 
 
-def _wrap(store: Any, launch: Launch, deadline: Deadline) -> Store:
+def _wrap(store: Any, launch: Launch, deadline: Deadline, secret: str | None) -> Store:
     """The caller's object as a Store whose `close` leaves the object open."""
     if isinstance(store, Store):
         return PrefixStore("init", store)
     if _is_mpi(store):
-        return mpi_store(store, _host(launch), deadline)
+        return mpi_store(store, _host(launch), deadline, secret)
     if hasattr(store, "key_value_set_bytes"):
         return JaxStore(store)
     if all(hasattr(store, name) for name in ("set", "get", "add", "check")):

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +22,9 @@ from xvcomm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, AuthenticationError, ConfigError, DeadlineExceeded, StoreError
-from xvcomm.launch import Launch
+from xvcomm.launch import Launch, discover
 from xvcomm.store import FileStore, MemoryStore, TcpServer, join_barrier
-from xvcomm.store.hosting import CLOSE_GRACE
+from xvcomm.store.hosting import CLOSE_GRACE, Invitation, own_address
 
 pytestmark = pytest.mark.usefixtures("fake_communicator")
 SOON = 20.0
@@ -256,3 +257,28 @@ def test_a_failed_join_leaves_nothing(port: int, address: str, monkeypatch: pyte
 def test_rendezvous_gives_a_store() -> None:
     store: Store = bootstrap.rendezvous(Launch(0, 1, 0, 1, "single"), Config(), {}, Deadline.after(SOON))
     assert join_barrier(store, 0, 1, b"x", Deadline.after(SOON)) == [b"x"]
+
+
+@pytest.mark.parametrize("secret", [None, "own secret"])
+def test_torchs_store_between_hosts_gets_no_secret_of_the_users(
+    monkeypatch: pytest.MonkeyPatch, secret: str | None
+) -> None:
+    """Its port asks nobody for a password: the user's secret stays out of it, and without one a warning says so."""
+    try:
+        host = own_address()
+    except StoreError:
+        pytest.skip("only loopback here")
+    board = MemoryStore()
+    monkeypatch.setattr(bootstrap, "torch_store", lambda *_: board)
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": "29500"}
+    config = Config(secret=secret)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store = bootstrap.rendezvous(discover(env, config), config, env, Deadline.after(SOON))
+    try:
+        note = board.get("xvcomm-0//0/2/invitation", Deadline.after(0))
+        assert Invitation.unpack(note).secret != secret
+        assert bool(Invitation.unpack(note).secret) is (secret is None)
+        assert ["XVCOMM_SECRET" in str(warning.message) for warning in caught] == [True] * (secret is None)
+    finally:
+        store.close()

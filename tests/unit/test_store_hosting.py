@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from xvcomm.deadline import NEVER, Deadline
-from xvcomm.errors import DeadlineExceeded, StoreError
+from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
 from xvcomm.store import MemoryStore, TcpServer
 from xvcomm.store.hosting import Invitation, invite, meet, own_address, serve_or_join
 
@@ -74,3 +74,25 @@ def test_own_address_is_reachable() -> None:
     store, invitation = invite(host, Deadline.after(SOON))
     assert invitation.host == host
     store.close()
+
+
+def test_a_secret_that_is_set_is_used_and_told_to_nobody() -> None:
+    board = MemoryStore()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(meet, board, 0, "127.0.0.1", Deadline.after(SOON), "own secret")
+        store = meet(board, 1, "127.0.0.1", Deadline.after(SOON), "own secret")
+        note = board.get("invitation", Deadline.after(0))
+        assert b"own secret" not in note and Invitation.unpack(note).secret == ""
+        with pytest.raises(AuthenticationError):
+            meet(board, 1, "127.0.0.1", Deadline.after(SOON), "another")
+        with pytest.raises(ConfigError, match="XVCOMM_SECRET is set on rank 0 but not on this rank"):
+            meet(board, 1, "127.0.0.1", Deadline.after(SOON))
+        store.close()
+        serving.result(SOON).close()
+
+
+def test_a_secret_that_is_set_is_not_given_up_for_a_public_one() -> None:
+    board = MemoryStore()
+    board.set("invitation", Invitation("127.0.0.1", 1, "public").pack())
+    with pytest.raises(ConfigError, match="XVCOMM_SECRET is set on this rank but not on rank 0"):
+        meet(board, 1, "127.0.0.1", Deadline.after(SOON), "own secret")

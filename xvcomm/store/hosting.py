@@ -9,7 +9,7 @@ import msgspec
 
 from xvcomm.abc.store import Store
 from xvcomm.deadline import Deadline
-from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
+from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
 from xvcomm.store.server import TcpServer
 from xvcomm.store.tcp import TcpStore
 
@@ -19,7 +19,7 @@ _RIVAL_SECONDS = 2.0
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """Where a store is served, and its secret; JSON, ASCII only."""
+    """Where a store is served, and its secret, empty where every rank has XVCOMM_SECRET; JSON, ASCII only."""
 
     host: str
     port: int
@@ -43,25 +43,39 @@ class Invitation(msgspec.Struct, frozen=True):
                 f"rank 0 runs another version of xvcomm ({error}); install one version on all hosts"
             ) from None
 
-    def accept(self, deadline: Deadline) -> TcpStore:
-        """Connect; see `TcpStore`."""
-        return TcpStore(self.host, self.port, self.secret, deadline)
+    def accept(self, deadline: Deadline, secret: str | None = None) -> TcpStore:
+        """Connect; see `TcpStore`.
+
+        Args:
+            deadline: for the connection.
+            secret: XVCOMM_SECRET of this rank.
+
+        Raises:
+            ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
+        """
+        if bool(secret) == bool(self.secret):
+            here, there = ("set on this rank", "not on rank 0") if secret else ("set on rank 0", "not on this rank")
+            raise ConfigError(f"XVCOMM_SECRET is {here} but {there}: set it to the same text on all ranks, or on none")
+        return TcpStore(self.host, self.port, secret or self.secret, deadline)
 
 
-def invite(host: str, deadline: Deadline, board: Store | None = None) -> tuple[TcpStore, Invitation]:
-    """Serve a store with a fresh secret on a free port, until it is closed here and by all others.
+def invite(
+    host: str, deadline: Deadline, board: Store | None = None, secret: str | None = None
+) -> tuple[TcpStore, Invitation]:
+    """Serve a store on a free port, until it is closed here and by all others.
 
     Args:
         host: name or address under which the others reach this host.
         deadline: for the own connection.
         board: closed with the store, and kept until then.
+        secret: XVCOMM_SECRET, which the invitation does not tell; without one it tells a fresh one.
     """
-    secret = secrets.token_hex(16)
-    server = TcpServer(host, 0, secret)
-    return _served(server, secret, deadline, board), Invitation(host, server.port, secret)
+    fresh = "" if secret else secrets.token_hex(16)
+    server = TcpServer(host, 0, secret or fresh)
+    return _served(server, secret or fresh, deadline, board), Invitation(host, server.port, fresh)
 
 
-def meet(board: Store, rank: int, host: str, deadline: Deadline) -> TcpStore:
+def meet(board: Store, rank: int, host: str, deadline: Deadline, secret: str | None = None) -> TcpStore:
     """The TCP store of rank 0, made known through another store that every rank reaches.
 
     Args:
@@ -69,10 +83,12 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline) -> TcpStore:
         rank: of this process.
         host: see `invite`; read on rank 0 only.
         deadline: for all of it.
+        secret: XVCOMM_SECRET. Without one, who reads the board knows the store's secret.
 
     Raises:
         DeadlineExceeded: rank 0 did not come in time.
         StoreError: rank 0 cannot be reached.
+        ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
     """
     if rank != 0:
         try:
@@ -81,8 +97,8 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline) -> TcpStore:
             raise DeadlineExceeded(
                 "rank 0 has not joined: it did not say in time where its store is", rank=rank
             ) from None
-        return Invitation.unpack(found).accept(deadline)
-    store, invitation = invite(host, deadline, board)
+        return Invitation.unpack(found).accept(deadline, secret)
+    store, invitation = invite(host, deadline, board, secret)
     try:
         board.set("invitation", invitation.pack(), deadline)
     except BaseException:

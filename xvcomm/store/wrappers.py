@@ -171,22 +171,24 @@ def world() -> Any:
         ) from None
 
 
-def mpi_store(comm: Any, host: str, deadline: Deadline) -> TcpStore:
+def mpi_store(comm: Any, host: str, deadline: Deadline, secret: str | None = None) -> TcpStore:
     """A TCP store that rank 0 of an mpi4py communicator serves; all its ranks must call this.
 
     Args:
-        comm: carries the address and a fresh secret.
+        comm: carries the address, and a fresh secret where there is none.
         host: name or address of rank 0's host as the others reach it; read on rank 0 only.
         deadline: for all of it.
+        secret: XVCOMM_SECRET.
 
     Raises:
+        ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
         DeadlineExceeded: rank 0 did not call this in time.
         StoreError: rank 0 cannot be reached.
     """
     note = bytearray(_NOTE_BYTES)
     served = None
     if comm.Get_rank() == 0:
-        served, invitation = invite(host, deadline)
+        served, invitation = invite(host, deadline, secret=secret)
         text = invitation.pack()
         note[: len(text)] = text
     request = comm.Ibcast(note, root=0)
@@ -194,4 +196,4 @@ def mpi_store(comm: Any, host: str, deadline: Deadline) -> TcpStore:
         # MPI may still write into the note, and a broadcast cannot be cancelled.
         _unfinished.append((request, note))
         raise DeadlineExceeded("rank 0 has not joined: it did not send the store's address through MPI in time")
-    return served or Invitation.unpack(bytes(note).rstrip(b"\0")).accept(deadline)
+    return served or Invitation.unpack(bytes(note).rstrip(b"\0")).accept(deadline, secret)
