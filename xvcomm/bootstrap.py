@@ -159,6 +159,7 @@ def _by_address(launch: Launch, config: Config, deadline: Deadline) -> Store:
     address = StoreAddress.parse(config.store)
     epoch = _epochs[_place(launch, config), launch.rank]
     if address.folder is not None:
+        FileStore(address.folder)  # refuses one that others can change
         return FileStore(address.folder / str(epoch), ranks=launch.size)
     secret = need_secret(config.secret)
     if address.hosted:

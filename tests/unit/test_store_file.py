@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from xvcomm.deadline import Deadline
-from xvcomm.errors import DeadlineExceeded, StoreError
+from xvcomm.errors import ConfigError, DeadlineExceeded, StoreError
 from xvcomm.store import FileStore
 
 
@@ -62,3 +63,28 @@ def test_a_lock_that_another_holds_ends_at_the_deadline(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
     assert store.add("n", 1, Deadline.after(10)) == 2
     store.close()
+
+
+@pytest.mark.parametrize(("mode", "fits"), [(0o700, True), (0o775, True), (0o1777, True), (0o777, False)])
+def test_a_folder_that_every_user_can_change_is_refused(tmp_path: Path, mode: int, fits: bool) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job").chmod(mode)
+    if fits:
+        FileStore(tmp_path / "job").close()
+    else:
+        with pytest.raises(ConfigError, match=r"every user.*mode 777.*chmod 700"):
+            FileStore(tmp_path / "job")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job").mkdir(mode=0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "job", 12345, -1)
+        os.chown(tmp_path / "link", 12345, -1, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    for name in ("job", "link"):
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            FileStore(tmp_path / name)

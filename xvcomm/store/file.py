@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -12,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from xvcomm.abc.store import ANSWER_SECONDS
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import DeadlineExceeded, StoreError
-from xvcomm.store.polling import PollingStore, poll
+from xvcomm.store import folder
+from xvcomm.store.polling import PollingStore
 
-_LOCK = "lock"
 _LEFT = "closed"
 _LONGEST = 200
 _LEAVING_SECONDS = 2.0
@@ -26,20 +24,21 @@ _LEAVING_SECONDS = 2.0
 class FileStore(PollingStore):
     """A file a key, written whole by renaming. The folder belongs to one job at a time."""
 
-    def __init__(self, folder: str | os.PathLike[str], *, ranks: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, ranks: int | None = None) -> None:
         """Make the folder if it is not there, readable by this user alone.
 
         Args:
-            folder: on a file system that all ranks share.
+            path: of the folder, on a file system that all ranks share.
             ranks: how many will close this store; the last of them removes the folder. None: nobody does.
 
         Raises:
             StoreError: the folder cannot be made.
+            ConfigError: others can change what is in it.
         """
-        self._folder = Path(folder)
+        self._folder = Path(path)
         self._ranks = ranks
         with self._reported("use"):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.make(self._folder)
 
     def __str__(self) -> str:
         return f"the store in {self._folder}"
@@ -59,8 +58,8 @@ class FileStore(PollingStore):
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
-        with self._reported(f"add to {key!r} in"), (self._folder / _LOCK).open("ab") as lock:
-            self._hold(lock.fileno(), deadline)
+        with self._reported(f"add to {key!r} in"), (self._folder / folder.LOCK).open("ab") as lock:
+            folder.hold(self._folder, lock.fileno(), deadline)
             try:
                 total = int(self.look(key) or b"0") + amount
             except ValueError:
@@ -81,14 +80,6 @@ class FileStore(PollingStore):
             return
         if left == ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _hold(self, lock: int, deadline: Deadline) -> None:
-        """Take the lock, which goes with the open file and so holds between threads as well as between processes."""
-        if poll(lambda: _taken(lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
-            raise DeadlineExceeded(
-                f"another process holds the lock of {self} ({self._folder / _LOCK}) and did not let go of it in time; a "
-                "rank of the job is stopped, or a program outside the job holds the lock"
-            )
 
     def _path(self, key: str) -> Path:
         name = quote(key, safe="")
@@ -112,11 +103,3 @@ class FileStore(PollingStore):
                 f"cannot {what} {self._folder}: {error.strerror}; XVCOMM_STORE=file:// needs a folder that every rank "
                 "of the job can write"
             ) from error
-
-
-def _taken(lock: int) -> bool | None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return True
