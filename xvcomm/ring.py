@@ -249,14 +249,17 @@ class RingEnd:
         """An end of a ring that the other rank made.
 
         Raises:
-            ResourceError: the segment holds no ring, or one of another protocol version.
+            ResourceError: the segment holds no ring, or one of another protocol version, or is too small for it.
         """
         magic, version, lanes, slots, slot_bytes, apart = (ctypes.c_int64 * 6).from_address(segment.address)
         if (magic, version) != (MAGIC, VERSION):
             raise ResourceError(
                 f"rank {peer} offers ring protocol {version}, this rank speaks {VERSION}; install one xvcomm everywhere"
             )
-        return cls(segment, RingLayout(lanes, slots, slot_bytes, bool(apart)), peer=peer, producer=producer)
+        layout = RingLayout(lanes, slots, slot_bytes, bool(apart))
+        if not 0 < lanes <= MAX_LANES or slots < 1 or slot_bytes < 1 or layout.size > segment.size:
+            raise ResourceError(f"rank {peer} offers a ring that does not fit its shared memory: {layout}")
+        return cls(segment, layout, peer=peer, producer=producer)
 
     @property
     def sequence(self) -> int:

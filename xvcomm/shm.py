@@ -9,16 +9,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import glob
 import mmap
 import os
+import re
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from xvcomm.errors import ResourceError
 
 PAGE = 4096
+_SEAL = b"xvcomm segment 1"
+"""Ends every segment, so that no other file is mapped or deleted for one."""
+_NAME = re.compile(r"xvcomm-[^/\0]+-[0-9]+-[0-9a-f]{12}")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -35,12 +39,15 @@ class Segment:
         size: bytes, whole pages, zero at first.
     """
 
-    def __init__(self, path: Path, fd: int, size: int) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
+        """Map an open file, and close it."""
         self._path = path
         self.name = path.name
-        self.size = size
         try:
-            self._map = mmap.mmap(fd, size)
+            found = os.fstat(fd)
+            self.size = found.st_size
+            self._file = found.st_dev, found.st_ino
+            self._map = mmap.mmap(fd, self.size)
         finally:
             os.close(fd)
         self.view = memoryview(self._map)
@@ -54,7 +61,7 @@ class Segment:
         Raises:
             ResourceError: the folder has no room, or cannot be written.
         """
-        size = round_up(size, PAGE)
+        size = round_up(size + len(_SEAL), PAGE)
         path = Path(folder) / f"xvcomm-{job}-{os.getpid()}-{secrets.token_hex(6)}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -62,6 +69,7 @@ class Segment:
             raise ResourceError(f"cannot create shared memory in {folder}: {error.strerror}") from error
         try:
             os.posix_fallocate(fd, 0, size)
+            os.pwrite(fd, _SEAL, size - len(_SEAL))
         except OSError as error:
             os.close(fd)
             path.unlink(missing_ok=True)
@@ -73,24 +81,38 @@ class Segment:
                     "XVCOMM_RING_SLOT_BYTES and XVCOMM_STAGE_BYTES"
                 ) from error
             raise ResourceError(f"cannot reserve {size} bytes in {folder}: {error.strerror}") from error
-        return cls(path, fd, size)
+        return cls(path, fd)
 
     @classmethod
-    def attach(cls, folder: str, name: str) -> Segment:
+    def attach(cls, folder: str, name: str, size: int = 0) -> Segment:
         """Map a segment that another rank made.
 
+        Args:
+            name: as the store gave it, so from anybody who can write there; nothing but a segment of this user is touched.
+            size: bytes that it has at least.
+
         Raises:
-            ResourceError: there is none of this name, so the ranks do not share the folder.
+            ResourceError: there is none of this name, so the ranks do not share the folder; or it is no segment.
         """
+        if not _NAME.fullmatch(name):
+            raise ResourceError(
+                f"the store names {name!r} as shared memory, which is no name that xvcomm gives; somebody else writes to "
+                "the job's store: give the job a secret (XVCOMM_SECRET), or a store of its own"
+            )
         path = Path(folder) / name
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            # A named pipe would block here without O_NONBLOCK; for a regular file that flag has no effect.
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise ResourceError(
                 f"cannot map shared memory {path}: {error.strerror}; ranks of one host must share {folder} "
                 "(containers: docker run --ipc=host)"
             ) from error
-        return cls(path, fd, os.fstat(fd).st_size)
+        wrong = _objection(fd, size)
+        if wrong:
+            os.close(fd)
+            raise ResourceError(f"{path} is not mapped as shared memory: {wrong}; ranks of one job run as one user")
+        return cls(path, fd)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -103,7 +125,10 @@ class Segment:
 
     def unlink(self) -> None:
         """Take the name away; mappings stay. Idempotent, and right for any rank to do."""
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            found = self._path.lstat()
+            if (found.st_dev, found.st_ino) == self._file:
+                self._path.unlink()
 
     def close(self) -> None:
         """Unmap. Idempotent. Nothing of this process may read the memory afterwards."""
@@ -117,6 +142,31 @@ class Segment:
 
 
 def sweep(folder: str, job: str) -> None:
-    """Take away the names of all segments of a job; who mapped them keeps them."""
-    for path in Path(folder).glob(f"xvcomm-{glob.escape(job)}-*"):
-        path.unlink(missing_ok=True)
+    """Take away the names of all segments of a job; who mapped them keeps them.
+
+    Args:
+        job: as the store gave it; nothing outside the folder, and nothing of another user, is touched.
+    """
+    prefix = f"xvcomm-{job}-"
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and _NAME.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                        os.unlink(entry.path)
+
+
+def _objection(fd: int, size: int) -> str:
+    """Why an open file is no segment that this process may map, or nothing."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no regular file"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+    if found.st_mode & 0o077:
+        return f"its mode is {stat.S_IMODE(found.st_mode):o}, and others than its owner may open it"
+    whole = found.st_size >= max(size, PAGE) and found.st_size % PAGE == 0
+    if not whole or os.pread(fd, len(_SEAL), found.st_size - len(_SEAL)) != _SEAL:
+        return f"it is no segment of at least {size} bytes that xvcomm made"
+    return ""

@@ -78,7 +78,7 @@ class HostCollective(Collective):
             with self._segment.named():
                 store.set(name, self._segment.name.encode(), deadline)
         else:
-            self._segment = Segment.attach(config.shm_dir, store.get(name, deadline).decode())
+            self._segment = Segment.attach(config.shm_dir, store.get(name, deadline).decode(), size)
         self._arena = self._segment.address
         self._spins = int(config.spin_us * 500)
         self._pieces = np.zeros(1, np.int64)

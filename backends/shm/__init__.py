@@ -29,8 +29,13 @@ class ShmTransport(Transport):
         """See `Transport.open_ring`."""
         if store.add(name + "/ends", 1, deadline) > 1:
             segment = Segment.attach(self._folder, store.get(name, deadline).decode())
+            try:
+                end = RingEnd.open(segment, peer=peer, producer=producer)
+            except BaseException:
+                segment.close()
+                raise
             segment.unlink()
-            return RingEnd.open(segment, peer=peer, producer=producer)
+            return end
         segment = Segment.create(self._folder, job, layout.size)
         with segment.named():
             end = RingEnd.create(segment, layout, peer=peer, producer=producer)
