@@ -160,7 +160,9 @@ def _by_address(launch: Launch, config: Config, deadline: Deadline) -> Store:
     epoch = _epochs[_place(launch, config), launch.rank]
     if address.folder is not None:
         FileStore(address.folder)  # refuses one that others can change
-        return FileStore(address.folder / str(epoch), ranks=launch.size)
+        store = FileStore(address.folder / str(epoch), ranks=launch.size)
+        store.enter(launch.size, deadline)
+        return store
     secret = need_secret(config.secret)
     if address.hosted:
         return TcpStore(address.host, address.port, secret, deadline)

@@ -90,6 +90,23 @@ def test_two_processes_of_one_number(script: Script, address: str, numbers: tupl
         assert all(f"process {pid} on" in output for pid in pids), output
 
 
+DEATHS = {
+    "before the others came": (1, "try: init(timeout=0.2)\nfinally: os._exit(1)"),
+    "after joining": (2, "init(timeout=60); os._exit(1)"),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_file_stores_folder_serves_again_after_a_death(script: Script, tmp_path: Path, death: str) -> None:
+    store, (count, end) = f"file://{tmp_path / 'store'}", DEATHS[death]
+    dying = script("from xvcomm.bootstrap import init", end)
+    outputs([start(dying, env=numbered(rank, 2, store)) for rank in range(count)])
+    assert list((tmp_path / "store").rglob("=*"))
+    path = script(LIFE, "print('done')")
+    for text in outputs([start(path, env=numbered(rank, 2, store)) for rank in range(2)]):
+        assert text.endswith("done\n"), text
+
+
 def test_torchrun_on_one_host_needs_no_torch(script: Script, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = script(LIFE, "assert 'torch' not in sys.modules; print('done', comm.rank, flush=True)")

@@ -88,3 +88,21 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     for name in ("job", "link"):
         with pytest.raises(ConfigError, match="belongs to another user"):
             FileStore(tmp_path / name)
+
+
+def test_a_folder_that_a_job_left_on_other_hosts_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "members").write_text("another/host 1 1\nanother/host 2 2\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"2 processes of another job.*rm -r"):
+            FileStore(tmp_path, ranks=2).enter(2, Deadline.after(10))
+
+
+def test_ranks_that_run_are_not_put_out(tmp_path: Path) -> None:
+    stores = [FileStore(tmp_path / "job", ranks=2) for _ in range(2)]
+    stores[0].enter(2, Deadline.after(10))
+    stores[0].set("k", b"1")
+    stores[1].enter(2, Deadline.after(10))
+    assert stores[1].get("k", Deadline.after(10)) == b"1"
+    for store in stores:
+        store.close()
+    assert not (tmp_path / "job").exists()

@@ -40,6 +40,27 @@ class FileStore(PollingStore):
         with self._reported("use"):
             folder.make(self._folder)
 
+    def enter(self, ranks: int, deadline: Deadline) -> None:
+        """Count this process among the job's; before the first, what a job left whose processes all died is removed.
+
+        Raises:
+            ConfigError: another job has used the folder, and may use it still; says what to do.
+            DeadlineExceeded: another process holds the lock.
+            StoreError: the folder cannot be used.
+        """
+        entered = False
+        while not entered:
+            with self._reported("use"):
+                folder.make(self._folder)
+                with (self._folder / folder.LOCK).open("ab") as lock:
+                    folder.hold(self._folder, lock.fileno(), deadline)
+                    # The last rank of the job before may just have removed the folder.
+                    entered = (self._folder / folder.LOCK).exists() and os.path.samestat(
+                        os.fstat(lock.fileno()), os.stat(self._folder / folder.LOCK)
+                    )
+                    if entered:
+                        folder.enter(self._folder, ranks)
+
     def __str__(self) -> str:
         return f"the store in {self._folder}"
 

@@ -7,6 +7,7 @@ import os
 import stat
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from xvcomm.abc.store import ANSWER_SECONDS
 from xvcomm.deadline import Deadline
@@ -14,6 +15,7 @@ from xvcomm.errors import ConfigError, DeadlineExceeded
 from xvcomm.store.polling import poll
 
 LOCK = "lock"
+_MEMBERS = "members"
 
 
 def make(folder: Path) -> None:
@@ -48,6 +50,64 @@ def hold(folder: Path, lock: int, deadline: Deadline) -> None:
             f"another process holds the lock of the store in {folder} ({folder / LOCK}) and did not let go of it in time; "
             "a rank of the job is stopped, or a program outside the job holds the lock"
         )
+
+
+def enter(folder: Path, ranks: int) -> None:
+    """Count this process among those that use the folder, whose lock it holds.
+
+    What a job left whose processes are all dead is removed before: the next job may use the folder at once.
+
+    Raises:
+        ConfigError: as many as the job has ranks are in it, and none of them is known to run.
+    """
+    file = folder / _MEMBERS
+    members = file.read_text().splitlines() if file.exists() else []
+    states = [_state(member) for member in members]
+    if states and all(state == "dead" for state in states):
+        _clear(folder)
+        members = []
+    elif len(members) >= ranks and "alive" not in states:
+        raise ConfigError(
+            f"{len(members)} processes of another job or another host used the folder {folder} of the file store and did "
+            f"not remove it: where none of them runs any more, remove it (`rm -r {folder}`), or name another folder in "
+            "XVCOMM_STORE"
+        )
+    with file.open("a") as out:
+        out.write(f"{_place()} {os.getpid()} {_started(os.getpid())}\n")
+
+
+def _state(member: str) -> Literal["alive", "dead", "unknown"]:
+    """Whether the process of this line runs; those of other hosts and process namespaces cannot be seen."""
+    place, _, process = member.partition(" ")
+    pid, _, started = process.partition(" ")
+    if not place or place != _place() or not pid.isdigit():
+        return "unknown"
+    return "alive" if _started(int(pid)) == started else "dead"
+
+
+def _place() -> str:
+    """This host since it started, and the namespace of its process numbers; empty where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When the process started, in ticks; empty if it has ended."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if state in "ZX" else rest[18]
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the lock, which others may wait for."""
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            path.unlink(missing_ok=True)
 
 
 def _taken(lock: int) -> bool | None:
