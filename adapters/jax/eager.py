@@ -49,7 +49,7 @@ def evaluate(arrays: Sequence[Any], tokens: Sequence[Any], spec: Spec) -> list[A
         results = _by_shard(arrays[0], spec)
     else:
         results = _run(prepared(spec, arrays), arrays)
-    return [*results, *tokens[:1]]
+    return [*arrays[: spec.passes], *results, *tokens[:1]]
 
 
 def check(arrays: Sequence[Any], spec: Spec) -> None:

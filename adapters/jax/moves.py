@@ -45,8 +45,7 @@ def broadcast(
     )
     if axis_name is not None:
         return islands.broadcast(broadcast_p, x, spec, axis_name, token)
-    results = bind(broadcast_p, x, *carrier, spec=spec)
-    return given_back([x, *results] if comm.rank == root else results, token)
+    return given_back(bind(broadcast_p, x, *carrier, spec=spec), token)
 
 
 def gather(

@@ -1,7 +1,8 @@
 """JAX primitives of xvcomm's operations: how they are typed, lowered to custom calls, and bound.
 
 Each has one static parameter, a `Spec`. Operands are the arrays, then a token if the spec is `carried`, then another if
-it is `linked`; results are the array that comes out, if one does, then the first token. A token is a float32 scalar,
+it is `linked`; results are the array that comes out, if one does, or the operand that is this rank's result (`passes`),
+then the first token. A token is a float32 scalar,
 zero unless it is a cotangent: data that order operations because one's result is the next one's operand. Without one,
 JAX orders them by an effect.
 """
@@ -66,9 +67,13 @@ def _typed(*operands: Any, spec: Spec) -> tuple[list[Any], set[Any]]:
     arrays = arrays_of(spec, operands)
     shapes = spec.results(arrays[-1].shape) if arrays else []
     results = [arrays[-1].update(shape=shape, weak_type=False) for shape in shapes]
+    if spec.passes:
+        results.append(arrays[0].update(weak_type=False))
     if spec.carried:
         results.append(tokens_of(spec, operands)[0])
-    return results, set(versions.effects()) if spec.effectful else set()
+    if spec.effectful:
+        return results, set(versions.effects())
+    return results, versions.keeping() if spec.mute else set()
 
 
 def _evaluate(made: Primitive, *operands: Any, spec: Spec) -> list[Any]:
@@ -76,12 +81,12 @@ def _evaluate(made: Primitive, *operands: Any, spec: Spec) -> list[Any]:
     if spec.comm.device == "host":
         return eager.evaluate(arrays_of(spec, operands), tokens_of(spec, operands), spec)
     eager.check(arrays_of(spec, operands), spec)
-    return list(_compiled(made, spec)(*operands))
+    return [*operands[: spec.passes], *_compiled(made, spec)(*operands)]
 
 
 @lru_cache(maxsize=1024)
 def _compiled(made: Primitive, spec: Spec) -> Any:
-    return jax.jit(partial(made.bind, spec=spec))
+    return jax.jit(lambda *operands: made.bind(*operands, spec=spec)[spec.passes :])
 
 
 def _lower(context: Any, *operands: Any, spec: Spec) -> Sequence[Any]:
@@ -90,7 +95,8 @@ def _lower(context: Any, *operands: Any, spec: Spec) -> Sequence[Any]:
         return operands[: len(context.avals_out)]
     device = _placed(context, spec)
     platform = versions.platform(context)
-    given, types, results = list(operands), list(context.avals_in), list(context.avals_out)
+    passed = operands[: spec.passes]
+    given, types, results = list(operands), list(context.avals_in), list(context.avals_out)[len(passed) :]
     arrays = arrays_of(spec, types)
     call = prepared(spec, arrays, device)
     aliases = {len(arrays): len(results) - 1} if spec.carried else {}
@@ -110,7 +116,7 @@ def _lower(context: Any, *operands: Any, spec: Spec) -> Sequence[Any]:
     lowered = list(rule(within, *given, number=np.int64(call.number), text=call.text))
     if spec.effectful:
         context.set_tokens_out(mlir.TokenSet({effect: lowered.pop()}))
-    return lowered
+    return [*passed, *lowered]
 
 
 def _placed(context: Any, spec: Spec) -> int | None:

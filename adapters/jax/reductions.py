@@ -77,8 +77,7 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", *, comm: Communicator | None =
         comm=comm, op=OpCode.REDUCE, reduction=how, root=root, site=arguments.site(), carried=bool(carrier),
         ordered=not carrier,
     )  # fmt: skip
-    results = bind(reduce_p, x, *carrier, spec=spec)
-    return given_back(results if comm.rank == root else [x, *results], token)
+    return given_back(bind(reduce_p, x, *carrier, spec=spec), token)
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, spec: CollectiveSpec) -> list[Any]:

@@ -37,7 +37,7 @@ class Spec(ABC):
 
     @abstractmethod
     def results(self, shape: Shape) -> list[Shape]:
-        """Shapes of the arrays that come out, one or none; `shape` is that of the last array that goes in."""
+        """Shapes of the arrays that are written, one or none; `shape` is that of the last array that goes in."""
 
     @property
     @abstractmethod
@@ -47,6 +47,19 @@ class Spec(ABC):
     @property
     def idle(self) -> bool:
         """Whether nothing is to be done: the results are the operands."""
+        return False
+
+    @property
+    def passes(self) -> bool:
+        """Whether this rank's result is the array that it gave, so that the first operand comes out as the first result.
+
+        It is a result of the operation all the same: who uses it keeps the operation in the program.
+        """
+        return False
+
+    @property
+    def mute(self) -> bool:
+        """Whether no array comes out on this rank while others get one: the operation stays even if nobody uses its token."""
         return False
 
     @property
@@ -106,6 +119,15 @@ class CollectiveSpec(Spec):
     def idle(self) -> bool:
         return self.identity
 
+    @property
+    def passes(self) -> bool:
+        mine = self.comm.rank == self.root
+        return mine if self.op is OpCode.BROADCAST else self.op is OpCode.REDUCE and not mine
+
+    @property
+    def mute(self) -> bool:
+        return self.op is OpCode.GATHER and self.root != self.comm.rank
+
     def results(self, shape: Shape) -> list[Shape]:
         mine = self.comm.rank
         match self.op:
@@ -158,6 +180,10 @@ class MessageSpec(Spec):
     @property
     def name(self) -> str:
         return "sendrecv" if self.src >= 0 <= self.dst else "recv" if self.src >= 0 else "send"
+
+    @property
+    def mute(self) -> bool:
+        return self.src < 0
 
     def results(self, shape: Shape) -> list[Shape]:
         return [] if self.src < 0 else [shape]

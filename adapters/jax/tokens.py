@@ -15,9 +15,9 @@ def make_token() -> jax.Array:
     """A first token.
 
     Pass it as `token=` to an operation, that operation's token to the next one, and return the last from the jitted
-    function: an operation whose token nobody uses may be left out. One chain of tokens orders all operations, also
-    those of different communicators. It is a float32 scalar that is zero, so that derivatives can be taken along it:
-    the operations of the backward pass are ordered by the tokens' cotangents.
+    function: an operation whose token and result this rank does not use may be left out. One chain of tokens orders
+    all operations, also those of different communicators. It is a float32 scalar that is zero, so that derivatives can
+    be taken along it: the operations of the backward pass are ordered by the tokens' cotangents.
     """
     return jnp.zeros((), TOKEN)
 

@@ -98,6 +98,17 @@ def effects() -> Effects:
     return Effects(made("xvcomm", registries), made("xvcomm_call", [r for r in registries if r not in ordering]))
 
 
+def keeping() -> set[Any]:
+    """The effect of an operation with a token of its own that must stay in its program whoever uses the token.
+
+    None if this JAX has no registry of effects: then only the token keeps it.
+    """
+    try:
+        return {effects().call}
+    except BackendUnavailable:
+        return set()
+
+
 @cache
 def abstract_token() -> Any:
     """The type of XLA's tokens; JAX compares it by identity."""

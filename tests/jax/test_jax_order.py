@@ -224,3 +224,40 @@ def recorded(comm):
 
 def test_call_sites(pair):
     pair.run(recorded)
+
+
+@separate
+def tokens_dropped(comm):
+    """Only results are used and every token is dropped: each rank calls each operation all the same."""
+    root, other, rank = 0, 1 - comm.rank, comm.rank
+
+    def message(x, token):
+        if rank == 0:
+            xvjax.send(x, other, token=token, comm=comm)
+            return x
+        return xvjax.recv(x, other, token=token, comm=comm)[0]
+
+    x = jnp.arange(2, dtype=jnp.float32) + rank
+    cases = {
+        "broadcast": (lambda x, t: xvjax.broadcast(x, root, token=t, comm=comm)[0] * 2, [[0, 2], [0, 2]]),
+        "reduce": (lambda x, t: xvjax.reduce(x, root, token=t, comm=comm)[0] + 1, [[2, 4], [2, 3]]),
+        "gather": (lambda x, t: xvjax.gather(x, root, token=t, comm=comm)[0], [[0, 1, 1, 2], None]),
+        "scatter": (lambda x, t: xvjax.scatter(x, root, token=t, comm=comm)[0], [[0], [1]]),
+        "exchange": (lambda x, t: xvjax.sendrecv(x, other, x, other, token=t, comm=comm)[0], [[1, 2], [0, 1]]),
+        "message": (message, [[0, 1], [0, 1]]),
+    }
+    for name, (operation, expected) in cases.items():
+        program = jax.jit(operation)
+        for _ in range(3):
+            with Order() as order:
+                found = program(x, xvjax.make_token())
+                jax.block_until_ready(found)
+                comm.barrier()
+            assert len(order.sizes) > 1, name  # more than the barrier
+            wanted = expected[rank]
+            if wanted is not None:
+                equal(found, np.array(wanted, np.float32), name)
+
+
+def test_dropped_tokens(pair):
+    pair.run(tokens_dropped)
