@@ -19,13 +19,12 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, ConfigError
 from xvcomm.launch import Launch, discover, slurm_address
 from xvcomm.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
-from xvcomm.store.hosting import meet, own_address, serve_or_join
+from xvcomm.store.hosting import loopback, meet, own_address, serve_or_join
 from xvcomm.store.wrappers import JaxStore, TorchStore, mpi_store, torch_store, world
 
 if TYPE_CHECKING:
     from xvcomm.communicator import Communicator
 
-_LOOPBACK = "127.0.0.1"
 _PROCESS = uuid.uuid4().hex
 _LINGER_SECONDS = 3.0
 # How many communicators this process has had at a meeting place, as one rank. The next one meets there under that
@@ -126,6 +125,7 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
         return mpi_store(_checked_world(launch), _host(launch), deadline, config.secret)
     if launch.launcher == "slurm":
         host, port = slurm_address(env)
+        host = loopback() if _is_loopback(host) else host
         epoch = _epochs[_place(launch, config), launch.rank]
         return serve_or_join(host, port, need_secret(config.secret), launch.rank, deadline, epoch)
     if launch.launcher == "jax":
@@ -173,7 +173,7 @@ def _by_torchrun(launch: Launch, config: Config, env: Mapping[str, str], deadlin
     place = f"xvcomm-{_epochs[_place(launch, config), launch.rank]}"
     folder = _agent_folder(launch, env)
     if folder is not None:
-        return meet(FileStore(folder / place, ranks=1), launch.rank, _LOOPBACK, deadline, config.secret)
+        return meet(FileStore(folder / place, ranks=1), launch.rank, loopback(), deadline, config.secret)
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise ConfigError(
@@ -259,7 +259,7 @@ def _is_mpi(store: Any) -> bool:
 
 def _host(launch: Launch) -> str:
     """How the other ranks reach this host."""
-    return _LOOPBACK if launch.local_size == launch.size else own_address()
+    return loopback() if launch.local_size == launch.size else own_address()
 
 
 def _place(launch: Launch, config: Config) -> str:

@@ -280,3 +280,38 @@ if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     code, _, _ = finish("-n", "2", script(text), env={**ENV, "XVCOMM_SHM_DIR": str(tmp_path)})
     assert code == 137
     assert [p.name for p in tmp_path.glob("xvcomm-*")] == ["xvcomm-another-job"]
+
+
+WITHOUT_IPV4 = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as probe:
+    fcntl.ioctl(probe, 0x8914, struct.pack("16sh14x", b"lo", 0x49))  # SIOCSIFFLAGS: up
+    address = struct.pack("16sHH4s8x", b"lo", socket.AF_INET, 0, bytes(4))
+    fcntl.ioctl(probe, 0x8916, address)  # SIOCSIFADDR: none
+    try:
+        probe.bind(("127.0.0.1", 0))
+    except OSError:
+        os.execv(sys.argv[1], sys.argv[1:])
+sys.exit(77)
+"""
+
+
+def test_a_host_with_ipv6_only(tmp_path: Path) -> None:
+    """In a network namespace of its own, where the system lets users make one."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, numpy, xvcomm\n"
+        "with xvcomm.init() as comm:\n"
+        "    x = numpy.ones(4)\n"
+        "    comm.all_reduce(x)\n"
+        "    assert x[0] == 2\n"
+        "    print('done', os.environ['MASTER_ADDR'])\n"
+    )
+    inside = [sys.executable, "-c", WITHOUT_IPV4, sys.executable, "-m", "xvcomm", "run", "-n", "2", str(script)]
+    try:
+        done = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, timeout=300)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if done.returncode == 77 or "unshare:" in done.stderr or "PermissionError" in done.stderr.partition("xvcomm")[0]:
+        pytest.skip("no network namespace without IPv4 can be made here")
+    assert done.returncode == 0 and done.stdout.count("done ::1") == 2, done.stdout + done.stderr

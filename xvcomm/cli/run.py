@@ -20,10 +20,9 @@ from xvcomm.cli.launcher import STOP_GRACE, Job, Outcome, RankSpec, signal_name
 from xvcomm.cli.output import prefixes
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
+from xvcomm.store.hosting import loopback
 from xvcomm.store.tcp import TcpServer
 from xvcomm.topology import parse_islands
-
-_LOCAL = "127.0.0.1"
 
 
 class Replaceable(enum.StrEnum):
@@ -131,7 +130,7 @@ def job_environment() -> Iterator[dict[str, str]]:
     """
     folder = Path(Config.from_env().shm_dir)
     secret, job = secrets.token_hex(16), f"{os.environ.get('XVCOMM_JOB') or os.getpid()}-{secrets.token_hex(4)}"
-    server = TcpServer(_LOCAL, 0, secret)
+    server = TcpServer(loopback(), 0, secret)
     try:
         yield {
             **os.environ,
@@ -147,7 +146,7 @@ def job_environment() -> Iterator[dict[str, str]]:
 
 def rank_environments(common: Mapping[str, str], labels: Sequence[str]) -> Iterator[dict[str, str]]:
     """The environment of each rank: xvcomm's variables, and torchrun's so that torch.distributed works beside them."""
-    size = str(len(labels))
+    size, local = str(len(labels)), loopback()
     shared = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(labels))),
         **common,
@@ -155,8 +154,8 @@ def rank_environments(common: Mapping[str, str], labels: Sequence[str]) -> Itera
         "XVCOMM_LOCAL_SIZE": size,
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": _LOCAL,
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_ADDR": local,
+        "MASTER_PORT": str(_free_port(local)),
     }
     for number, label in enumerate(labels):
         rank = str(number)
@@ -176,9 +175,9 @@ def terminal_environment(labels: Sequence[str], prefix: bool) -> dict[str, str]:
     return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(20, shutil.get_terminal_size().columns - taken - 1))}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOCAL, 0))
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 

@@ -134,6 +134,25 @@ def serve_or_join(host: str, port: int, secret: str, rank: int, deadline: Deadli
     return _served(server, secret, deadline, None, epoch)
 
 
+def loopback() -> str:
+    """The address under which this host's processes reach each other: `127.0.0.1`, or `::1` where only IPv6 is there.
+
+    Raises:
+        StoreError: neither is there.
+    """
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family) as probe:
+                probe.bind((address, 0))
+                return address
+        except OSError:
+            pass
+    raise StoreError(
+        "this host has neither 127.0.0.1 nor ::1, so that its processes cannot reach each other: run `ip link set lo up`, or "
+        "give the ranks a folder to meet in, XVCOMM_STORE=file:///folder"
+    )
+
+
 def own_address() -> str:
     """An address of this host that other hosts can reach, as far as this host can tell.
 
@@ -144,11 +163,12 @@ def own_address() -> str:
         found = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     except OSError:
         found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    for family, documentation in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
-            # Connecting a datagram socket sends nothing; it only asks for the route to a documentation address.
-            probe.connect(("192.0.2.1", 9))
-            found.append(probe.getsockname()[0])
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                # Connecting a datagram socket sends nothing; it only asks for the route to a documentation address.
+                probe.connect((documentation, 9))
+                found.append(probe.getsockname()[0])
         except OSError:
             pass
     for address in map(str, found):
