@@ -15,7 +15,7 @@ from xvcomm.adapters.numpy.part import Part
 from xvcomm.adapters.numpy.pointtopoint import PROC_NULL
 from xvcomm.adapters.numpy.status import UNDEFINED
 from xvcomm.communicator import Communicator
-from xvcomm.errors import ArgumentError
+from xvcomm.errors import ArgumentError, ConfigError
 
 IDENT, CONGRUENT, SIMILAR, UNEQUAL = 0, 1, 2, 3
 """How two communicators compare: the same; the same ranks in the same order; in another order; other ranks."""
@@ -40,7 +40,7 @@ class Comm(Collectives, Objects):
     def __init__(self, communicator: Communicator | Callable[[], Communicator] | None, name: str = "") -> None:
         self._given, self._name = communicator, name
         self._found: Part | None = None
-        self._joining = threading.Lock()
+        self._joining, self._under_way = threading.RLock(), False
 
     @property
     def _part(self) -> Part:  # type: ignore[override]
@@ -52,9 +52,17 @@ class Comm(Collectives, Objects):
                 "this is COMM_NULL: this rank is in no group; look before calling: if comm != MPI.COMM_NULL"
             )
         with self._joining:
+            if self._under_way:
+                raise ConfigError(
+                    f"{self._name} is needed to join the job, before it has joined: the ranks meet through mpi4py.MPI, which "
+                    "stands for this adapter here; set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
+                )
             if self._found is None:
-                given = self._given
-                self._found = Part.of(given if isinstance(given, Communicator) else given())
+                given, self._under_way = self._given, True
+                try:
+                    self._found = Part.of(given if isinstance(given, Communicator) else given())
+                finally:
+                    self._under_way = False
             return self._found
 
     @property
@@ -185,8 +193,7 @@ class Comm(Collectives, Objects):
             return
         found, self._given, self._found = self._found, None, None
         if found is not None:
-            found.finish()
-            found.comm.close()
+            found.close()
 
     Disconnect, free = Free, Free
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from xvcomm.adapters.numpy.pointtopoint import PROC_NULL
 from xvcomm.adapters.numpy.status import UNDEFINED
 from xvcomm.errors import ArgumentError
 
@@ -76,15 +77,22 @@ class Group:
         return cls([rank for rank in group1.ranks if rank not in group2.ranks], group1.mine)
 
     def Translate_ranks(self, ranks: Sequence[int] | None = None, group: Group | None = None) -> list[int]:
-        """Places in another group of the members at these places; UNDEFINED for those that it lacks."""
+        """Places in another group of the members at these places; UNDEFINED for those that it lacks.
+
+        A place may be given several times; PROC_NULL stays PROC_NULL.
+
+        Raises:
+            ArgumentError: a place is out of range.
+        """
         places = range(self.size) if ranks is None else ranks
-        self._check(places)
+        self._check({place for place in places if place != PROC_NULL})
         target = self.ranks if group is None else group.ranks
-        return [target.index(self.ranks[p]) if self.ranks[p] in target else UNDEFINED for p in places]
+        theirs = {rank: place for place, rank in enumerate(target)}
+        return [PROC_NULL if p == PROC_NULL else theirs.get(self.ranks[p], UNDEFINED) for p in places]
 
     def Free(self) -> None:
         """Nothing: it goes when nobody has it any more."""
 
-    def _check(self, places: Sequence[int]) -> None:
+    def _check(self, places: Collection[int]) -> None:
         if len(set(places)) != len(places) or any(not 0 <= place < self.size for place in places):
             raise ArgumentError(f"ranks {list(places)}: must be different, and from 0 to {self.size - 1}")

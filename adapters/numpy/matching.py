@@ -97,6 +97,14 @@ class Matcher:
         """Seconds that an operation may take."""
         return self._comm.timeout
 
+    @property
+    def intact(self) -> bool:
+        """Whether nothing has finished the communicator: ranks that left it did so in good order."""
+        with contextlib.suppress(XvcommError):
+            self._comm.check()
+            return True
+        return False
+
     def send(self, data: Array, dest: int, tag: int, *, synchronous: bool = False) -> Send | None:
         """Send a vector; None if that is done, else what to wait for until `data` may be changed.
 
@@ -268,6 +276,7 @@ class Matcher:
         with self._gate:
             for receive in self._posted.copy():
                 self.cancel(receive)
+            _waiting.discard(self)
 
     def _rest(self) -> None:
         if not self._posted and not self._control.expecting:
@@ -316,11 +325,8 @@ class Matcher:
 
     def _others_send(self) -> bool:
         """Whether, all other ranks having left, another thread of this one may still send."""
-        with contextlib.suppress(XvcommError):
-            self._comm.check()
-            mine = threading.current_thread()
-            return any(thread is not mine and not thread.daemon for thread in threading.enumerate())
-        return False
+        mine = threading.current_thread()
+        return self.intact and any(thread is not mine and not thread.daemon for thread in threading.enumerate())
 
     def _find(self, source: int, tag: int) -> Arrived | Envelope | None:
         """The first message in order that fits; takes away what stands before it."""

@@ -97,7 +97,7 @@ COMM_WORLD = _World(_join, "MPI_COMM_WORLD")
 COMM_SELF = _World(_alone, "MPI_COMM_SELF")
 COMM_NULL = Comm(None, "MPI_COMM_NULL")
 DATATYPE_NULL = Datatype("MPI_DATATYPE_NULL", "V0")
-MESSAGE_NULL, MESSAGE_NO_PROC = Message(), Message(NO_MESSAGE)
+MESSAGE_NULL, MESSAGE_NO_PROC = Message(constant=True), Message(NO_MESSAGE, constant=True)
 OP_NULL = Op("OP_NULL", lambda x, y: y)
 INFO_NULL = None
 

@@ -63,12 +63,15 @@ class Part:
 
         return self._queue.submit(ordered)
 
-    def finish(self) -> None:
-        """Wait for what nobody waits for, and end the thread."""
+    def close(self) -> None:
+        """Wait for what nobody waits for, end the thread, and close the communicator."""
         try:
             self.matcher.close()
         finally:
             self._queue.close(_CLOSE_SECONDS)
+            with _making:
+                _parts.pop(self.comm, None)  # it holds its key, so that nothing else would end the entry
+        self.comm.close()
 
 
 _making = threading.Lock()

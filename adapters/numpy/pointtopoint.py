@@ -20,7 +20,7 @@ from xvcomm.adapters.numpy.requests import Both, Done, Fetching, Prequest, Recei
 from xvcomm.adapters.numpy.status import Status
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import UINT8
-from xvcomm.errors import ArgumentError, ArrayError, DTypeError, XvcommError
+from xvcomm.errors import ArgumentError, ArrayError, DTypeError, PeerLost, XvcommError
 
 PROC_NULL = -2
 """The rank that takes everything and sends nothing."""
@@ -91,10 +91,10 @@ class Target:
 
 
 class Message:
-    """A message that `Mprobe` has taken out of the others' reach; null once it was received."""
+    """A message that `Mprobe` has taken out of the others' reach; null once it was received, unless it is a constant."""
 
-    def __init__(self, arrived: Arrived | None = None) -> None:
-        self._arrived = arrived
+    def __init__(self, arrived: Arrived | None = None, *, constant: bool = False) -> None:
+        self._arrived, self._constant = arrived, constant
 
     def __bool__(self) -> bool:
         return self._arrived is not None
@@ -140,7 +140,9 @@ class Message:
     probe, iprobe = Probe, Iprobe
 
     def _fetched(self, room: Room | None, read: Callable[[Receive], Any] | None = None) -> Started:
-        arrived, self._arrived = self._arrived, None
+        arrived = self._arrived
+        if not self._constant:
+            self._arrived = None
         if arrived is None:
             raise ArgumentError("this message was received before, or there was none")
         if arrived is NO_MESSAGE or room is None:
@@ -267,7 +269,18 @@ class PointToPoint:
         return Prequest(lambda: self._receiving(buf, source, tag))
 
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Whether a message is there that `Recv` would get; it stays. Never blocks."""
+        """Whether a message is there that `Recv` would get; it stays. Never blocks.
+
+        Where it may come from any rank and all others have freed the communicator there is none.
+        """
+        try:
+            return self._seen(source, tag, status)
+        except PeerLost:
+            if source == ANY_SOURCE and self._matcher.intact:
+                return False
+            raise
+
+    def _seen(self, source: int, tag: int, status: Status | None) -> bool:
         envelope = NOTHING if source == PROC_NULL else self._matcher.look(source, tag)
         if envelope is not None and status is not None:
             status.tell(envelope)
@@ -279,10 +292,18 @@ class PointToPoint:
         Raises:
             DeadlineExceeded: none came within the communicator's timeout.
         """
-        return bool(self._awaited(lambda: self.Iprobe(source, tag, status), source, tag))
+        return bool(self._awaited(lambda: self._seen(source, tag, status), source, tag))
 
     def Improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message | None:
-        """Take a message that is there, for nobody else to receive; None if there is none. Never blocks."""
+        """Take a message that is there, for nobody else to receive; None if there is none, as in `Iprobe`. Never blocks."""
+        try:
+            return self._taken(source, tag, status)
+        except PeerLost:
+            if source == ANY_SOURCE and self._matcher.intact:
+                return None
+            raise
+
+    def _taken(self, source: int, tag: int, status: Status | None) -> Message | None:
         arrived = NO_MESSAGE if source == PROC_NULL else self._matcher.take(source, tag)
         if arrived is not None and status is not None:
             status.tell(arrived.envelope)
@@ -290,7 +311,7 @@ class PointToPoint:
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
         """`Improbe`, but blocks until there is one."""
-        message: Message = self._awaited(lambda: self.Improbe(source, tag, status), source, tag)
+        message: Message = self._awaited(lambda: self._taken(source, tag, status), source, tag)
         return message
 
     def _awaited(self, look: Callable[[], Any], source: int, tag: int) -> Any:

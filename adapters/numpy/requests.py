@@ -256,25 +256,25 @@ class Request:
         self._started = None
 
     @classmethod
-    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+    def Waitall(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> bool:
         """Block until all are over; True."""
         cls.waitall(requests, statuses)
         return True
 
     @classmethod
-    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
+    def waitall(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[Any]:
         """The same; gives the objects that were received."""
         fill = _statuses(statuses, len(requests))
         return [request._finish(status) for request, status in zip(requests, fill, strict=True)]
 
     @classmethod
-    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+    def Testall(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> bool:
         """Whether all are over; if so, as `Waitall`. Never blocks."""
         return cls.testall(requests, statuses)[0]
 
     @classmethod
     def testall(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+        cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None
     ) -> tuple[bool, list[Any] | None]:
         """The same, and the objects that were received."""
         if any(request._pending() for request in requests):
@@ -312,26 +312,26 @@ class Request:
         return UNDEFINED, False, None
 
     @classmethod
-    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+    def Waitsome(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[int] | None:
         """Block until at least one is over; the indices of all that are, or None if none is under way."""
         return cls.waitsome(requests, statuses)[0]
 
     @classmethod
     def waitsome(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+        cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
         """The same, and the objects that were received."""
         _await_any(requests)
         return cls.testsome(requests, statuses)
 
     @classmethod
-    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+    def Testsome(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[int] | None:
         """The indices of all that are over, or None if none is under way. Never blocks."""
         return cls.testsome(requests, statuses)[0]
 
     @classmethod
     def testsome(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+        cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
         """The same, and the objects that were received."""
         active = _active(requests)
@@ -397,9 +397,9 @@ def _await_any(requests: Sequence[Request]) -> None:
     wait_until(lambda: any(not request._pending() for request in active), deadline, late)
 
 
-def _statuses(statuses: list[Status] | None, count: int) -> Sequence[Status | None]:
-    """As many as there are requests; a list that is too short grows, as in mpi4py."""
-    if statuses is None:
-        return [None] * count
-    statuses.extend(Status() for _ in range(count - len(statuses)))
-    return statuses[:count]
+def _statuses(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | None]:
+    """As many as there are requests; a list that is too short grows, as in mpi4py. Other sequences stay as they are."""
+    if isinstance(statuses, list):
+        statuses.extend(Status() for _ in range(count - len(statuses)))
+    given = [] if statuses is None else list(statuses[:count])
+    return [*given, *[None] * (count - len(given))]

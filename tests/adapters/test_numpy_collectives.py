@@ -308,6 +308,7 @@ def groups(communicator: Communicator) -> None:
     assert (comm.recv(tag=4), twin.recv(tag=4)) == ("first's", "twin's")
     world = comm.Get_group()
     assert world.Get_size() == size and world.Excl([0]).Translate_ranks([0], world) == [1]
+    assert world.Excl([0]).Translate_ranks([0, MPI.PROC_NULL, 0], world) == [1, MPI.PROC_NULL, 1]
     some = world.Incl([2, 0])
     made = comm.Create(some)
     assert (made.allgather(rank) == [2, 0]) if rank != 1 else made == MPI.COMM_NULL

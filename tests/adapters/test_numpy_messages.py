@@ -297,6 +297,7 @@ def departed(communicator: Communicator) -> None:
     Comm(communicator).Barrier()
     if comm.rank == 1:
         y = np.zeros(1, int)
+        assert comm.Iprobe(MPI.ANY_SOURCE, 5)
         for source, tag, want in ((0, MPI.ANY_TAG, 11), (0, 5, 5), (MPI.ANY_SOURCE, MPI.ANY_TAG, 0)):
             comm.Recv(y, source, tag)
             assert y[0] == want

@@ -89,3 +89,17 @@ def test_abort_ends_the_job(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "MPI Abort(5) by rank 1" in done.stdout + done.stderr
+
+
+def test_adapter_in_place_of_mpi4py(tmp_path: Path) -> None:
+    """Ranks that mpirun has started would meet through mpi4py; where that is the adapter itself it says so."""
+    script = tmp_path / "stands_in.py"
+    script.write_text(
+        f"import sys\n{OURS}\nsys.modules['mpi4py.MPI'] = MPI\ntry:\n    MPI.COMM_WORLD.rank\n"
+        "except MPI.Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+    launched = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | launched
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("ConfigError MPI_COMM_WORLD is needed"), done.stdout + done.stderr
