@@ -41,8 +41,8 @@ class Context:
         rank: this process's number in it.
         enqueueing: held while transfers are put in order on rings, not while they move.
         index: number of this rank's device, as DLPack has it.
-        asynchronous: whether operations go on behind the host.
-        pending: those that do.
+        asynchronous: whether operations go on behind the host; `pending` are those that do.
+        departed: the ranks of this host that have closed it, as far as this rank has seen.
         sequence: number of the next collective.
         place: address of the board for compiled code; see `Board.place`.
         closing: called by `close` when operations have been stopped and before memory is unmapped.
@@ -58,7 +58,7 @@ class Context:
         self._gate = threading.RLock()
         self._active: set[Operation | Courier] = set()
         self._closed = False
-        self._departed: set[int] = set()
+        self.departed: set[int] = set()
         self.sequence = self._word = 0
         self._board: Board | None = None
         self._native: Collective | None = None
@@ -134,7 +134,7 @@ class Context:
 
     def _gone_member(self) -> int:
         """0, or the abort word for the first rank of this island that closed the communicator."""
-        gone = self._departed.intersection(self.topology.island_of(self.rank).ranks)
+        gone = self.departed.intersection(self.topology.island_of(self.rank).ranks)
         if self._closed:
             gone.add(self.rank)
         return Reason.LEFT.word(min(gone)) if gone else 0
@@ -316,7 +316,7 @@ class Context:
             word = self._board.abort_word()
             if word and not self._word:
                 self.abort(word)
-            if self._board.departures() != len(self._departed):
+            if self._board.departures() != len(self.departed):
                 for rank in self._board.departed():
                     self._depart(rank)
             if self.asynchronous:
@@ -361,8 +361,8 @@ class Context:
 
     def miss(self, newest: Callable[[], Operation]) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""
-        if self._departed and self._board is not None:
-            missing = self._departed.intersection(self._board.absent(newest().sequence))
+        if self.departed and self._board is not None:
+            missing = self.departed.intersection(self._board.absent(newest().sequence))
             if missing:
                 self.abort(Reason.LEFT.word(min(missing)))
                 if self._native is not None:  # for a mere departure it lets those finish who still can
@@ -370,9 +370,9 @@ class Context:
 
     def _depart(self, rank: int) -> None:
         """A rank left in good order: only who still waits for it fails."""
-        if rank in self._departed:
+        if rank in self.departed:
             return
-        self._departed.add(rank)
+        self.departed.add(rank)
         word = Reason.LEFT.word(rank)
         self.links.lose(rank, word)
         if self._native is not None and rank in self.topology.island_of(self.rank).ranks:

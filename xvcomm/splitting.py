@@ -14,7 +14,7 @@ import numpy as np
 
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.deadline import Deadline
-from xvcomm.errors import Aborted, ArgumentError, DeadlineExceeded, MismatchError, XvcommError
+from xvcomm.errors import Aborted, ArgumentError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.objects import Objects, gather_bytes
 from xvcomm.store.guarded import GuardedStore
 
@@ -72,11 +72,13 @@ def _check_types(comm: Objects, choices: list[_Choice]) -> None:
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """How a meeting ended, for all that came: well, or why not."""
+    """How a meeting ended, for all that came: well, or why not; `peer` is the rank that is gone, if one is."""
 
     late: str = ""
     differs: str = ""
     failed: str = ""
+    gone: str = ""
+    peer: int | None = None
 
 
 class _Card(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +107,7 @@ class Meetings:
             ArgumentError: `ranks` are not distinct ranks of the parent with this one among them; `name` is no text.
             MismatchError: a member waits under this name for other ranks, this one among them. On all that came.
             DeadlineExceeded: names the members that did not come. On all that came.
+            PeerLost: a member died, or closed the parent, before it came. On all that came.
             Aborted: a member failed meanwhile, or the parent was aborted.
         """
         context = self._context
@@ -141,12 +144,14 @@ class Meetings:
         """Wait for all members. One verdict ends it for everybody that came, as in `join_barrier`."""
         context, store = self._context, self._context.session.store
         cards = PrefixStore(f"comm/{context.path}/{_digest(name)}", store)
+        plain = PrefixStore(f"comm/{path}", store)
         looks = 0
 
         def look() -> None:
             """What a member that waits does now and then; members that come in time never get here."""
             nonlocal looks
             context.check()
+            self._miss(mine, name, plain)
             if not looks:
                 cards.set(str(context.rank), msgspec.msgpack.encode(mine))
             self._compare(mine, name, cards, looks)
@@ -165,14 +170,33 @@ class Meetings:
             why = _Verdict(late=_lateness(place, mine.members, name)) if late else _Verdict(differs=str(error))
             verdict = _decide(place, why)
         except BaseException as error:
+            if isinstance(error, PeerLost) and error.peer is not None:
+                why = _Verdict(gone=str(error), peer=error.peer)
+            else:
+                why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}")
             with contextlib.suppress(XvcommError):
-                _decide(place, _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}"))
+                _decide(place, why)
             raise
         for text, kind in (
-            (verdict.late, DeadlineExceeded), (verdict.differs, MismatchError), (verdict.failed, Aborted),
+            (verdict.gone, PeerLost), (verdict.late, DeadlineExceeded), (verdict.differs, MismatchError),
+            (verdict.failed, Aborted),
         ):  # fmt: skip
             if text:
-                raise kind(text, rank=context.rank, op="subgroup")
+                raise kind(text, rank=context.rank, peer=verdict.peer, op="subgroup")
+
+    def _miss(self, mine: _Card, name: str, place: Store) -> None:
+        """Raise PeerLost for a member that closed the parent and has not come, so never will."""
+        context = self._context
+        for member in context.departed.intersection(mine.members):
+            try:
+                place.get(f"here/{member}", Deadline.after(0))
+            except DeadlineExceeded:
+                info = context.session.infos[context.ranks[member]]
+                raise PeerLost(
+                    f"subgroup {name!r} of ranks {_listed(mine.members)}: rank {member} on {info.hostname} closed the "
+                    f"communicator and will not come; {context.session.last_words(info.rank)}",
+                    rank=context.rank, peer=member, op="subgroup",
+                ) from None  # fmt: skip
 
     def _compare(self, mine: _Card, name: str, cards: Store, looks: int) -> None:
         """Raise if a member certainly waits for another group than this one, which so neither will ever leave."""

@@ -262,10 +262,13 @@ def test_the_parent_is_late(four):
 
 
 def test_no_group_of_a_closed_communicator():
-    with World(4, timeout=1.0) as world:
+    with World(4, timeout=60) as world:
+        started = time.monotonic()
         *waited, closed, _ = world.run(parent_ends, "close")
+        assert time.monotonic() - started < 30
     assert isinstance(closed[0], ClosedError)
-    assert all(isinstance(e, (DeadlineExceeded, PeerLost)) and "rank 2" in str(e) for (e,) in waited), waited
+    for (error,) in waited:
+        assert isinstance(error, PeerLost) and error.peer == 2 and "rank 2" in str(error), error
 
 
 def killed(comm):
@@ -283,7 +286,7 @@ def test_a_member_is_killed():
         *outcomes, _ = world.collect()
         assert time.monotonic() - started < 10
     for (error,) in outcomes:
-        assert isinstance(error, (PeerLost, Aborted)) and "rank 2" in str(error), error
+        assert isinstance(error, PeerLost) and error.peer == 2 and "rank 2" in str(error), error
 
 
 def many(comm, count):
