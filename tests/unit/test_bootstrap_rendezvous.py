@@ -224,6 +224,7 @@ def test_an_mpi_of_another_make(monkeypatch: pytest.MonkeyPatch) -> None:
         bootstrap.init(env={"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"})
 
 
+@pytest.mark.filterwarnings("ignore:the ranks meet through torch:RuntimeWarning")
 @pytest.mark.parametrize(
     ("module", "env", "names"),
     [
