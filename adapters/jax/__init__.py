@@ -17,7 +17,7 @@ from xvcomm.adapters.jax.communicators import init, use
 from xvcomm.adapters.jax.failures import cause, named_errors
 from xvcomm.adapters.jax.messages import recv, send, sendrecv
 from xvcomm.adapters.jax.moves import all_to_all, barrier, broadcast, gather, scatter
-from xvcomm.adapters.jax.reductions import all_reduce, reduce
+from xvcomm.adapters.jax.reductions import all_reduce, reduce, scan
 from xvcomm.adapters.jax.tokens import make_token
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "scan",
     "scatter",
     "send",
     "sendrecv",

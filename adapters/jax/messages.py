@@ -16,7 +16,7 @@ from xvcomm.adapters.jax.specs import MessageSpec
 from xvcomm.adapters.jax.tokens import given_back, make_token
 from xvcomm.adapters.jax.versions import zero_tangent
 from xvcomm.communicator import Communicator
-from xvcomm.errors import ArgumentError
+from xvcomm.errors import ArgumentError, ArrayError
 
 send_p = primitive("send")
 recv_p = primitive("recv")
@@ -86,10 +86,13 @@ def sendrecv(
 ) -> Any:  # fmt: skip
     """Send to one rank and receive from another (or the same) at once; gives the received array.
 
-    Arguments and errors as in `send` and `recv`. The derivative sends what comes back to `src` and receives from `dst`.
+    Where both are this rank itself nothing is sent, and `x` comes back. Arguments and errors as in `send` and
+    `recv`. The derivative sends what comes back to `src` and receives from `dst`.
     """
     comm, x, like = chosen(comm), arguments.array("sendrecv", x), arguments.like("sendrecv", like)
     carrier = arguments.token("sendrecv", token)
+    if comm.rank == arguments.rank("sendrecv", "dst", dst, comm) == arguments.rank("sendrecv", "src", src, comm):
+        return given_back([_own(x, like, send_tag, recv_tag), *carrier], token)
     spec = MessageSpec(
         comm=comm, dst=arguments.peer("sendrecv", "dst", dst, comm), src=arguments.peer("sendrecv", "src", src, comm),
         send_tag=_tag("sendrecv", send_tag), recv_tag=_tag("sendrecv", recv_tag),
@@ -104,6 +107,20 @@ def _tag(op: str, tag: Any) -> int:
     if not 0 <= number < _TAGS:
         raise ArgumentError(f"{op}: tag {number}: must be a whole number from 0 to 2**60 - 1")
     return number
+
+
+def _own(x: Any, like: Any, send_tag: Any, recv_tag: Any) -> Any:
+    """What a rank receives that exchanges with itself."""
+    if (x.shape, x.dtype) != (like.shape, like.dtype):
+        raise ArrayError(
+            f"sendrecv of a rank with itself: x is {x.dtype}{list(x.shape)} and like is {like.dtype}{list(like.shape)}; "
+            "pass one like the other"
+        )
+    if _tag("sendrecv", send_tag) != _tag("sendrecv", recv_tag):
+        raise ArgumentError(
+            f"sendrecv of a rank with itself: send_tag {send_tag} and recv_tag {recv_tag} must be equal"
+        )
+    return x
 
 
 def _inexact(x: Any) -> bool:

@@ -1,14 +1,15 @@
-"""all_reduce and reduce."""
+"""all_reduce, reduce and scan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.interpreters import ad
 
 from xvcomm.adapters.jax import arguments, islands
+from xvcomm.adapters.jax.blocks import all_gather_p
 from xvcomm.adapters.jax.communicators import chosen
 from xvcomm.adapters.jax.derivatives import cotangents_of, for_operands, linear, links, no_derivative, scaled
 from xvcomm.adapters.jax.primitives import batched_as_is, bind, primitive
@@ -23,6 +24,10 @@ all_reduce_p = primitive("all_reduce")
 reduce_p = primitive("reduce")
 
 _SUM = Reduction(ReduceOp.SUM)
+_ALONG: dict[ReduceOp, Callable[[Any], Any]] = {
+    ReduceOp.SUM: lambda rows: rows.sum(axis=0), ReduceOp.PROD: lambda rows: rows.prod(axis=0),
+    ReduceOp.MAX: lambda rows: rows.max(axis=0), ReduceOp.MIN: lambda rows: rows.min(axis=0),
+}  # fmt: skip
 
 
 def all_reduce(
@@ -78,6 +83,25 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", *, comm: Communicator | None =
         ordered=not carrier,
     )  # fmt: skip
     return given_back(bind(reduce_p, x, *carrier, spec=spec), token)
+
+
+def scan(x: Any, op: Op = "sum", *, comm: Communicator | None = None, token: Any = None) -> Any:
+    """Reduce elementwise over the ranks up to this one, as MPI's Scan does; op is sum, prod, max or min.
+
+    It gathers the arrays of all ranks, so it is for small ones. Differentiable as JAX's own reductions are.
+    Arguments and errors as in `all_reduce`.
+    """
+    comm, x = chosen(comm), arguments.array("scan", x)
+    how = reduction_on(op, from_numpy(np.dtype(x.dtype)))
+    if how.op not in _ALONG:
+        raise ArgumentError(f"scan: {how.op}: must be sum, prod, max or min; take others from all_gather")
+    carrier = arguments.token("scan", token)
+    spec = CollectiveSpec(
+        comm=comm, op=OpCode.ALL_GATHER, rows=(1,) * comm.size, site=arguments.site(), carried=bool(carrier),
+        ordered=not carrier,
+    )  # fmt: skip
+    rows, *rest = bind(all_gather_p, x[None], *carrier, spec=spec)
+    return given_back([_ALONG[how.op](rows[: comm.rank + 1]).astype(x.dtype), *rest], token)
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, spec: CollectiveSpec) -> list[Any]:

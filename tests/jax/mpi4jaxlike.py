@@ -41,8 +41,7 @@ def reduce(x: Any, op: str, root: int, *, comm: Communicator | None = None) -> A
 
 def scan(x: Any, op: str, *, comm: Communicator | None = None) -> Any:
     """MPI_Scan: reduce over the ranks up to this one."""
-    everything = allgather(x, comm=comm)[: _comm(comm).rank + 1]
-    return {"sum": jnp.sum, "prod": jnp.prod, "max": jnp.max, "min": jnp.min}[op](everything, axis=0)
+    return xvjax.scan(_strong(x), op, comm=_comm(comm))
 
 
 def bcast(x: Any, root: int, *, comm: Communicator | None = None) -> Any:

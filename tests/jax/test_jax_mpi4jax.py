@@ -30,6 +30,9 @@ def collectives(comm, form):
     equal(wrap(partial(mpi4jax.reduce, op="sum", root=0))(rank), np.int32(sum(ranks) if rank == 0 else rank))
     equal(wrap(partial(mpi4jax.scan, op="sum"))(each), ones * sum(range(rank + 1)))
     equal(wrap(partial(mpi4jax.scan, op="max"))(rank), np.int32(rank))
+    equal(
+        wrap(jax.grad(lambda x: mpi4jax.scan(x, "sum").sum()))(jnp.ones(2) * rank), np.full(2, size - rank, np.float32)
+    )
     equal(wrap(partial(mpi4jax.bcast, root=0))(jnp.asarray(ones * (rank == 0))), ones)
     equal(wrap(partial(mpi4jax.bcast, root=0))(int(rank == 0)), np.int32(1))
     equal(wrap(mpi4jax.allgather)(each), np.stack([ones * r for r in ranks]))
@@ -62,6 +65,7 @@ def messages(comm, form):
             wrap(lambda x: mpi4jax.send(x, 0, tag=1))(x)
         found = wrap(lambda x, y: mpi4jax.sendrecv(x, y, source=other, dest=other))(x, x)
         equal(found, np.asarray(jnp.zeros_like(x) + other))
+        equal(wrap(partial(mpi4jax.sendrecv, source=rank, dest=rank))(x, x), np.asarray(jnp.asarray(x)))
     batch = jnp.asarray(ones * rank)
     exchange = partial(mpi4jax.sendrecv, source=other, dest=other)
     equal(wrap(jax.vmap(exchange))(batch, batch), ones * other)
