@@ -1,6 +1,7 @@
 """What can be wrong when ranks join: every one of them gets a clear error, most of them at once, and nothing stays."""
 
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -248,6 +249,26 @@ def test_arrays_that_cannot_be_used(processes):
     assert "contiguous" in strided and "contiguous" in strided_too
     assert "read-only" in read_only and "read-only" in read_only_too
     assert "dtype" in unknown and "dtype" in unknown_too
+
+
+def open_rings(comm):
+    """Rank 0, which serves the store, dies while the others open rings."""
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for turn in range(10_000):
+        peer = 3 - comm.rank
+        comm.sendrecv(np.zeros(1), peer, np.zeros(1), peer, channel=turn % 32)
+
+
+def test_killed_while_others_use_the_store_that_it_serves():
+    with World(3) as world:
+        for rank, env in enumerate(environments(free_port(), 3)):
+            world.submit(rank, join, env, "open_rings")
+        outcomes = world.collect()
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome, PeerLost) and outcome.peer == 0 and "rank 0" in str(outcome), outcomes
 
 
 def test_killed_after_it_joined():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
 from xvcomm.backends.host.mover import Kind
 from xvcomm.board import Board
-from xvcomm.deadline import Deadline
+from xvcomm.deadline import NEVER, Deadline
 from xvcomm.dtype import UINT8
-from xvcomm.errors import Aborted, ClosedError, ConfigError, DeadlineExceeded, ResourceError
+from xvcomm.errors import Aborted, ClosedError, ConfigError, DeadlineExceeded, PeerLost, ResourceError, StoreError
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Message, Reason, RingEnd, RingLayout
 from xvcomm.shm import Segment
@@ -122,6 +122,41 @@ def test_waiting_in_a_guarded_store_ends_by_a_failure_elsewhere() -> None:
         GuardedStore("another part", base, lambda: None).get("never", Deadline.after(0.15))
     store.set("there", b"1")
     assert store.get("there", Deadline.after(0)) == b"1"
+
+
+class _Unreachable(MemoryStore):
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        raise StoreError("connection lost")
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        raise StoreError("connection lost")
+
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        raise StoreError("connection lost")
+
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
+        raise StoreError("connection lost")
+
+
+@pytest.mark.parametrize("call", ["set", "get", "wait", "add"])
+@pytest.mark.parametrize("dies", [True, False], ids=["its rank died", "nobody died"])
+def test_a_guarded_store_that_cannot_be_reached(call: str, dies: bool) -> None:
+    """The check says a moment later who it was; if it does not, the store's own error stays."""
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if dies and checks == 3:
+            raise PeerLost("rank 0 was lost", peer=0)
+
+    store = GuardedStore("part", _Unreachable(), check)
+    calls = {
+        "set": lambda: store.set("key", b""), "get": lambda: store.get("key", Deadline.after(20)),
+        "wait": lambda: store.wait(["key"], Deadline.after(20)), "add": lambda: store.add("key", 1),
+    }  # fmt: skip
+    with pytest.raises(PeerLost if dies else StoreError):
+        calls[call]()
 
 
 def test_a_rank_that_refuses_ends_the_waiting_of_the_others() -> None:
