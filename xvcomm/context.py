@@ -14,6 +14,7 @@ from xvcomm.blame import Blame
 from xvcomm.board import Board
 from xvcomm.deadline import Deadline
 from xvcomm.errors import ArrayError, ClosedError, DeadlineExceeded, XvcommError
+from xvcomm.forking import FORKED
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
 from xvcomm.operation import NO_PEER, Operation
@@ -26,6 +27,8 @@ from xvcomm.store.guarded import GuardedStore
 from xvcomm.topology import Topology, check_kinds
 from xvcomm.trace import DONE, State, call_site, hooks
 
+_CLOSED = "on a communicator that was closed; make a new one"
+_CLOSED_EARLY = "on a communicator that was closed while it was under way; wait for asynchronous operations first"
 _DRAIN_SECONDS, _SETTLE_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 0.0005
 _INSIDE_SEND, _INSIDE_COLLECTIVE = 4, 5
 """Functions of xvcomm that are under way at the least when `begin` asks for the call site, itself included."""
@@ -57,7 +60,7 @@ class Context:
         # Taken by whoever stops the communicator or unmaps it: no thread may write where nothing is mapped any more.
         self._gate = threading.RLock()
         self._active: set[Operation | Courier] = set()
-        self._closed = False
+        self._closed = ""  # or why, in words
         self.departed: set[int] = set()
         self.sequence = self._word = 0
         self._board: Board | None = None
@@ -155,7 +158,7 @@ class Context:
     def ensure_open(self, name: OpCode) -> None:
         """Raise ClosedError after `close`."""
         if self._closed:
-            raise ClosedError(f"{name} on a communicator that was closed; make a new one", rank=self.rank, op=str(name))
+            raise ClosedError(f"{name} {self._closed}", rank=self.rank, op=str(name))
 
     def courier(self, end: RingEnd, name: OpCode) -> Courier:
         """What sends (`name` SEND) or receives single messages of a ring end; for its use see `enter`."""
@@ -249,11 +252,8 @@ class Context:
         """`fail` for an operation that the device may still be in."""
         stopped = isinstance(error, (RingStopped, CollectiveStopped))
         if stopped and self._closed and not self._word:
-            return ClosedError(
-                f"{operation} on {self._blame.name(self.rank)}: the communicator was closed while it was under way; "
-                "wait for asynchronous operations before close()",
-                rank=self.rank, op=str(operation.name), seq=operation.sequence,
-            )  # fmt: skip
+            what = f"{operation} {FORKED if self._closed is FORKED else _CLOSED_EARLY}"
+            return ClosedError(what, rank=self.rank, op=str(operation.name), seq=operation.sequence)
         from_below = isinstance(error, (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled))
         if known := self.word():
             self.abort(known)
@@ -302,8 +302,7 @@ class Context:
             PeerLost, Aborted, DeadlineExceeded, MismatchError: why.
             ClosedError: this rank has closed it.
         """
-        word = self.word()
-        name = OpCode.INIT if self.path == "0" else OpCode.SPLIT
+        word, name = self.word(), OpCode.INIT if self.path == "0" else OpCode.SPLIT
         self.ensure_open(name)
         if word:
             raise self._blame.error(word, Operation(name, -1, _NOTHING))
@@ -414,7 +413,7 @@ class Context:
         with self._gate:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = _CLOSED
             if self._board is not None:
                 self._board.leave()
             self._stop(Reason.LEFT.word(self.rank))
@@ -428,16 +427,17 @@ class Context:
             if self._native is not None:
                 self._native.close()
             if self._board is not None:
-                self._sweep_if_last(self._board)
+                left = {self.ranks[r] for r in self._board.departed()}
+                self.session.sweep_if_last([self.ranks[r] for r in self._board.ranks], left, self._part)
                 self._board.close()
             self._board = self._blame.board = self._native = None
 
-    def _sweep_if_last(self, board: Board) -> None:
-        """Take away the names of segments that only one rank has mapped, once nobody is there who could."""
-        left = board.departed()
-        if all(r in left or self.session.gone(self.ranks[r]) for r in board.ranks):
-            for rank in board.ranks:
-                self.session.sweep(self.ranks[rank], self._part)
+    def after_fork(self) -> None:
+        """End in a forked child, whose shared memory is its own by now: compiled code finds the board stopped."""
+        self._gate = threading.RLock()  # a thread that the child does not have may hold the parent's
+        self._closed = FORKED
+        if self._board is not None:
+            self._board.abort(Reason.LEFT.word(self.rank))
 
     def _settled(self) -> bool:
         """Wait until no operation is under way; whether that came about."""

@@ -8,13 +8,13 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from xvcomm import registry, trace
+from xvcomm import forking, registry, trace
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.device import Device, PeerMemory
 from xvcomm.abc.store import PrefixStore, Store
@@ -100,6 +100,7 @@ class Session:
         self.lending = Lending(self.device, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         atexit.register(self.close)
+        forking.register(self)
         self._start(mine.processes, deadline)
 
     def _introduce(self, join: Store) -> Joining:
@@ -139,7 +140,7 @@ class Session:
         for region in self._regions.values():
             self._cleanup.callback(region.release)
         self._cleanup.callback(self.recorder.close)
-        self._cleanup.callback(self._sweep_if_last)
+        self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
         self._cleanup.callback(watch.close)
         if self.device.capabilities().asynchronous:
             self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
@@ -273,11 +274,17 @@ class Session:
         """Take away the names of the segments that a rank of this host made; `part` tells a communicator."""
         sweep(self.config.shm_dir, self._joined[rank].job + part)
 
-    def _sweep_if_last(self) -> None:
-        """Take away the names of segments that not all have mapped, once nobody is there who could."""
-        if all(r == self.rank or self.gone(r) for r in self.neighbours):
-            for rank in self.neighbours:
-                self.sweep(rank)
+    def sweep_if_last(self, ranks: Iterable[int], left: Collection[int], part: str = "") -> None:
+        """Take away the names of segments that not all ranks have mapped, once no rank is there to map them.
+
+        Args:
+            ranks: who may have mapped them.
+            left: those of them that have left.
+            part: tells a communicator.
+        """
+        if all(r in left or self.gone(r) for r in ranks):
+            for rank in ranks:
+                self.sweep(rank, part)
 
     def gone(self, rank: int) -> bool:
         """Whether a rank of this host died or closed its communicators."""
@@ -314,6 +321,14 @@ class Session:
             return region is not None and trace.life(region) is trace.Life.CLOSED
         except ValueError:  # released
             return False
+
+    def after_fork(self) -> None:
+        """End every communicator in a forked child, without a word to the other ranks."""
+        self._closed = True
+        self._lock = threading.RLock()  # a thread that the child does not have may hold the parent's
+        self._cleanup.pop_all()
+        for context in self._contexts:
+            context.after_fork()
 
     def close(self) -> None:
         """Leave the job: close every communicator, stop the threads, unmap. Idempotent."""

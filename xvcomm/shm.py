@@ -17,12 +17,15 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from xvcomm import forking
 from xvcomm.errors import ResourceError
 
 PAGE = 4096
 _SEAL = b"xvcomm segment 1"
 """Ends every segment, so that no other file is mapped or deleted for one."""
 _NAME = re.compile(r"xvcomm-[^/\0]+-[0-9]+-[0-9a-f]{12}")
+_KEPT_BYTES = 64 << 10  # of a segment in a forked child: its header and counters, and most of a flight recorder
+_MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -51,6 +54,7 @@ class Segment:
         finally:
             os.close(fd)
         self.view = memoryview(self._map)
+        forking.register(self, memory=True)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
 
@@ -130,6 +134,13 @@ class Segment:
             if (found.st_dev, found.st_ino) == self._file:
                 self._path.unlink()
 
+    def after_fork(self) -> None:
+        """Put private memory in the segment's place: what a forked child reads and writes there is its own."""
+        if self.address:
+            beginning = ctypes.string_at(self.address, min(self.size, _KEPT_BYTES))
+            _make_private(self.address, self.size)
+            ctypes.memmove(self.address, beginning, len(beginning))
+
     def close(self) -> None:
         """Unmap. Idempotent. Nothing of this process may read the memory afterwards."""
         if self.address:
@@ -139,6 +150,17 @@ class Segment:
             with contextlib.suppress(BufferError):
                 self.view.release()
                 self._map.close()
+
+
+def _make_private(address: int, size: int) -> None:
+    """Map zeros that are this process's alone over a piece of its memory."""
+    system = ctypes.CDLL(None, use_errno=True).mmap
+    system.restype = ctypes.c_void_p
+    system.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    if system(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise ResourceError(f"cannot replace shared memory in a forked child: {os.strerror(error)}")
 
 
 def sweep(folder: str, job: str) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from xvcomm import forking
 from xvcomm.abc.store import ANSWER_SECONDS, Store
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
@@ -199,6 +200,7 @@ class _Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        forking.register(self)
         self._seals: tuple[wire.Seal, wire.Seal] | None = None
 
     def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
@@ -223,6 +225,10 @@ class _Link:
         if length > limit:
             raise StoreError(f"the answer has {length} bytes where {limit} are allowed")
         return self._exactly(length, deadline)
+
+    def after_fork(self) -> None:
+        """Leave the connection to the parent; what a forked child asks fails."""
+        self._sock.close()
 
     def hang_up(self) -> None:
         """End the connection, also under a thread that waits on it."""
