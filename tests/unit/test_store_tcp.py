@@ -201,6 +201,7 @@ def test_a_stopped_server_holds_no_call_beyond_its_deadline() -> None:
             store.set("k", b"1")
             guarded = GuardedStore("part", store, lambda: None)
             serving.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, serving.pid, os.WSTOPPED)  # the signal takes its time
             for call in (
                 lambda: store.set("k", b"2", Deadline.after(0.1)),
                 lambda: store.add("n", 1, Deadline.after(0.1)),
