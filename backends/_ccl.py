@@ -65,7 +65,7 @@ class CclCollective(Collective):
 
         Raises:
             BackendUnavailable: unlike libraries, two members on one GPU, or the library failed.
-            DeadlineExceeded: not all came in time.
+            CollectiveStalled, DeadlineExceeded: not all came in time.
         """
         self._me, self._members = me, members
         self._library, self._runtime, self._device = library, runtime, device

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from xvcomm.abc.store import Store
+from xvcomm.abc.collective import CollectiveStalled
+from xvcomm.abc.store import NotSet, Store
 from xvcomm.backends._vendor import Library
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
@@ -92,14 +93,20 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
 
     Raises:
         BackendUnavailable: they cannot be joined; on all of them.
-        DeadlineExceeded: not all came in time.
+        CollectiveStalled: not all came in time.
     """
     store.set(f"{name}/{me}", msgspec.json.encode(mine), deadline)
+    keys = [f"{name}/{member}" for member in range(members)]
     if me:
-        verdict = msgspec.json.decode(store.get(name, deadline), type=Verdict)
+        try:
+            verdict = msgspec.json.decode(store.get(name, deadline), type=Verdict)
+        except NotSet as error:
+            raise CollectiveStalled(_missing(keys, store) or (0,)) from error
     else:
-        keys = [f"{name}/{member}" for member in range(members)]
-        store.wait(keys, deadline)
+        try:
+            store.wait(keys, deadline)
+        except NotSet as error:
+            raise CollectiveStalled(_missing(keys, store)) from error
         everybody = [msgspec.json.decode(store.get(key, deadline), type=Member) for key in keys]
         verdict = Verdict(refusal(everybody))
         if not verdict.refusal:
@@ -110,6 +117,17 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
     if verdict.refusal:
         raise BackendUnavailable(verdict.refusal)
     return verdict
+
+
+def _missing(keys: Sequence[str], store: Store) -> list[int]:
+    """The members whose keys are not set."""
+    found = []
+    for member, key in enumerate(keys):
+        try:
+            store.get(key, Deadline.after(0))
+        except NotSet:
+            found.append(member)
+    return found
 
 
 def join(start: Callable[[], int], free: Callable[[int], None], done: str, store: Store, deadline: Deadline) -> int:

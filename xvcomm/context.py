@@ -99,7 +99,7 @@ class Context:
             with segment.named():
                 self.store.set(key, segment.name.encode(), deadline)
         else:
-            segment = self.session.attach(self.store, key, deadline)
+            segment = self.session.attach(self.store, key, self.ranks[here[0]], deadline)
         board = Board(segment, here, self.rank, self._recorder, self.ident)
         self.place = board.place
         with self._gate:
@@ -288,7 +288,7 @@ class Context:
         if isinstance(error, CollectiveStalled):
             members = self.topology.island_of(self.rank).ranks
             return [members[m] for m in error.missing]
-        return []
+        return [error.peer] if isinstance(error, XvcommError) and error.peer is not None else []
 
     def word(self) -> int:
         """0, or the abort word that says why the communicator is finished; the board was told first."""

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from xvcomm.abc.device import PeerMemory
-from xvcomm.abc.store import Store
+from xvcomm.abc.store import NotSet, Store
 from xvcomm.abc.transport import Capabilities, Transport, choose, peer_refusal
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
+from xvcomm.errors import DeadlineExceeded
 from xvcomm.lending import Lending
 from xvcomm.ring import MAX_LANES, RingEnd, RingLayout
 from xvcomm.shm import PAGE, round_up
@@ -141,28 +142,29 @@ class Links:
             if key not in self._ends:
                 source, target = (self._rank, peer) if producer else (peer, self._rank)
                 name = f"ring/{use.name.lower()}/{source}-{target}/{channel}"
-                end = self._transport(peer).open_ring(
-                    name,
-                    peer,
-                    self._layout(peer, use, channel),
-                    self._store,
-                    deadline,
-                    producer=producer,
-                    job=self._job,
-                )
+                end = self._make(name, peer, self._layout(peer, use, channel), deadline, producer=producer)
                 end.channel = channel
-                if end.layout.apart:
-                    try:
-                        self._lending.furnish(end, self._members[peer].rank, self._store, name, deadline)
-                    except BaseException:
-                        end.close()
-                        raise
                 # First listed, then looked: who stops all rings at this moment does one of the two in time.
                 self._ends[key] = end
                 word = self._word or self._left.get(peer, 0)
                 if word:
                     end.abort(word)
             return self._ends[key]
+
+    def _make(self, name: str, peer: int, layout: RingLayout, deadline: Deadline, *, producer: bool) -> RingEnd:
+        try:
+            end = self._transport(peer).open_ring(
+                name, peer, layout, self._store, deadline, producer=producer, job=self._job
+            )
+            if end.layout.apart:
+                try:
+                    self._lending.furnish(end, self._members[peer].rank, self._store, name, deadline)
+                except BaseException:
+                    end.close()
+                    raise
+        except NotSet as error:
+            raise DeadlineExceeded(f"rank {peer} began to open a ring and did not end it in time", peer=peer) from error
+        return end
 
     def lose(self, peer: int, word: int) -> None:
         """A peer left: stop the rings to and from it, also those opened later; what it sent can still be read."""

@@ -17,11 +17,11 @@ import msgspec
 from xvcomm import forking, registry, trace
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.device import Device, PeerMemory
-from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.errors import BackendUnavailable, ConfigError, PeerLost, ResourceError, XvcommError
+from xvcomm.errors import BackendUnavailable, ConfigError, DeadlineExceeded, PeerLost, ResourceError, XvcommError
 from xvcomm.lending import Lending
 from xvcomm.links import Member
 from xvcomm.ring import Reason
@@ -175,7 +175,7 @@ class Session:
         place = GuardedStore(f"journal/{first}", self.store, self._check_neighbours)
         with self.telling(place), self.telling(GuardedStore("comm/0", self.store, self._check_neighbours)):
             if self.rank != first:
-                segment = self.attach(place, "name", deadline)
+                segment = self.attach(place, "name", first, deadline)
             else:
                 size = len(self.neighbours) * trace.region_bytes(self.config.trace_records)
                 segment = Segment.create(self.config.shm_dir, self.job, size)
@@ -185,14 +185,25 @@ class Session:
                 segment.unlink()
             return segment
 
-    def attach(self, place: GuardedStore, key: str, deadline: Deadline) -> Segment:
+    def attach(self, place: GuardedStore, key: str, maker: int, deadline: Deadline) -> Segment:
         """Map a segment whose name another rank puts into the store.
+
+        Args:
+            maker: that rank.
 
         Raises:
             PeerLost, Aborted: that rank is gone, and the segment's name with it.
+            DeadlineExceeded: it did not make the segment in time.
             ResourceError: it cannot be mapped for another reason.
         """
-        name = place.get(key, deadline).decode()
+        try:
+            name = place.get(key, deadline).decode()
+        except NotSet as error:
+            raise DeadlineExceeded(
+                f"rank {maker} on {self.infos[maker].hostname} did not make its shared memory in time; it is stopped or very "
+                f"slow; {self.last_words(maker)}",
+                rank=self.rank, peer=maker,
+            ) from error  # fmt: skip
         try:
             return Segment.attach(self.config.shm_dir, name)
         except ResourceError:

@@ -11,7 +11,7 @@ import numpy as np
 
 from xvcomm.abc.collective import Collective, CollectiveForm, CollectiveStalled, CollectiveStopped, PreparedCollective
 from xvcomm.abc.device import Stream
-from xvcomm.abc.store import Store
+from xvcomm.abc.store import NotSet, Store
 from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host import direct, kernels, processes
 from xvcomm.backends.host.batch import BUDGET
@@ -63,6 +63,14 @@ def blocks(counts: Sequence[int], itemsize: int) -> np.ndarray:
     return np.ascontiguousarray(np.stack([np.cumsum(sizes) - sizes, sizes]))
 
 
+def _made_by_first(store: Store, name: str, deadline: Deadline) -> str:
+    """The name of the arena, as member 0 gives it."""
+    try:
+        return store.get(name, deadline).decode()
+    except NotSet as error:
+        raise CollectiveStalled((0,)) from error
+
+
 class HostCollective(Collective):
     """One island's shared arena, seen from one member. One call at a time."""
 
@@ -78,7 +86,7 @@ class HostCollective(Collective):
             with self._segment.named():
                 store.set(name, self._segment.name.encode(), deadline)
         else:
-            self._segment = Segment.attach(config.shm_dir, store.get(name, deadline).decode(), size)
+            self._segment = Segment.attach(config.shm_dir, _made_by_first(store, name, deadline), size)
         self._arena = self._segment.address
         self._spins = int(config.spin_us * 500)
         self._pieces = np.zeros(1, np.int64)

@@ -3,12 +3,16 @@
 Each case runs on a communicator of its own, split off the one of the processes, which stays usable.
 """
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from xvcomm.errors import DeadlineExceeded
+from xvcomm.shm import Segment
 from xvcomm.testing.world import World
 
 TIMEOUT = 0.4
@@ -216,3 +220,56 @@ def test_split_on_a_communicator_with_an_absent_rank():
         outcomes = world.outcomes(never_joined, TIMEOUT)
         assert all(isinstance(o, DeadlineExceeded) for o in outcomes)
         assert "waiting for rank 0 on" in str(outcomes[1]) and "waiting for rank 0 on" in str(outcomes[2])
+
+
+def open_what_rank_0_makes(comm, what):
+    """Rank 0 stops at the moment when it would make what the others wait for."""
+    if comm.rank == 0:
+        Segment.create = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+    x = np.ones(8)
+    calls = {
+        "native library": lambda: comm.all_reduce(x, timeout=2.0),
+        "ring": lambda: comm.sendrecv(x, 1 - comm.rank, x.copy(), 1 - comm.rank, timeout=2.0),
+    }
+    calls[what]()
+
+
+def split_where_rank_0_stops(comm):
+    comm.barrier()
+    if comm.rank == 0:
+        Segment.create = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+    comm.split(0, timeout=2.0)
+
+
+def wait_until_stopped(pid):
+    until = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("what", ["native library", "ring"])
+def test_a_rank_that_stops_before_it_made_what_the_others_open(what):
+    with World(3 if what == "native library" else 2) as world:
+        world.submit(0, open_what_rank_0_makes, what)
+        wait_until_stopped(world.pids()[0])
+        others = range(1, world.size)
+        for rank in others:
+            world.submit(rank, open_what_rank_0_makes, what)
+        outcomes = world.collect(*others)
+        world.kill(0, signal.SIGCONT)
+        world.collect(0)
+    for error in outcomes:
+        assert isinstance(error, DeadlineExceeded) and error.peer == 0, error
+        assert "waiting for rank 0 on" in str(error) and "nobody set" not in str(error), error
+
+
+def test_a_rank_that_stops_inside_a_split():
+    with World(2) as world:
+        world.submit(0, split_where_rank_0_stops)
+        world.submit(1, split_where_rank_0_stops)
+        (error,) = world.collect(1)
+        world.kill(0, signal.SIGCONT)
+        world.collect(0)
+    assert isinstance(error, DeadlineExceeded) and error.peer == 0, error
+    assert "rank 0 on" in str(error) and "its last operation" in str(error) and "nobody set" not in str(error), error

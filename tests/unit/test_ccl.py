@@ -171,6 +171,19 @@ def test_members_that_do_not_fit_are_refused_on_all_before_the_library_is_called
     assert library.method_calls == []
 
 
+@pytest.mark.parametrize(("come", "missing"), [((0, 2), (1, 3)), ((1, 2, 3), (0,)), ((1, 3), (0, 2))])
+def test_who_did_not_come_is_known_by_all_that_did(come: tuple[int, ...], missing: tuple[int, ...]) -> None:
+    library, store, members = a_library(), MemoryStore(), [a_member(who) for who in "abcd"]
+
+    def coming(i: int) -> Verdict:
+        return meet(members[come[i]], come[i], 4, "native/0", store, Deadline.after(0.5), library)
+
+    for future in everybody(len(come), coming):
+        with pytest.raises(CollectiveStalled) as caught:
+            future.result()
+        assert caught.value.missing == missing
+
+
 def test_one_member_fits_itself() -> None:
     assert refusal([a_member("a")]) == ""
 

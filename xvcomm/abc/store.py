@@ -6,9 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from xvcomm.deadline import NEVER, Deadline
+from xvcomm.errors import DeadlineExceeded
 
 ANSWER_SECONDS = 30.0
 """For how long a store may be silent before `set` and `add` give up, if their deadline is not sooner."""
+
+
+class NotSet(DeadlineExceeded):
+    """Nobody set a key in time; the store itself did answer. Callers that know who should have set it name that rank."""
 
 
 class Store(ABC):
@@ -28,7 +33,8 @@ class Store(ABC):
         """The value of `key`; blocks until some rank sets it.
 
         Raises:
-            DeadlineExceeded: nobody set it in time; names the key.
+            NotSet: nobody set it in time; names the key.
+            DeadlineExceeded: the store did not answer in time.
             StoreError: the store cannot be reached.
         """
 
@@ -37,7 +43,8 @@ class Store(ABC):
         """Block until every key is set.
 
         Raises:
-            DeadlineExceeded: names the keys that are missing.
+            NotSet: names the keys that are missing.
+            DeadlineExceeded: the store did not answer in time.
             StoreError: the store cannot be reached.
         """
 

@@ -6,9 +6,8 @@ import math
 import threading
 from collections.abc import Iterable
 
-from xvcomm.abc.store import Store
+from xvcomm.abc.store import NotSet, Store
 from xvcomm.deadline import NEVER, Deadline
-from xvcomm.errors import DeadlineExceeded
 
 
 class MemoryStore(Store):
@@ -36,9 +35,7 @@ class MemoryStore(Store):
             while missing := missing - self._values.keys():
                 left = deadline.left()
                 if not left:
-                    raise DeadlineExceeded(
-                        f"nobody set {', '.join(map(repr, sorted(missing)))} in this process in time"
-                    )
+                    raise NotSet(f"nobody set {', '.join(map(repr, sorted(missing)))} in this process in time")
                 self._changed.wait(None if math.isinf(left) else left)
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from xvcomm.abc.store import Store
+from xvcomm.abc.store import NotSet, Store
 from xvcomm.deadline import Deadline
-from xvcomm.errors import DeadlineExceeded
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.05
 
@@ -41,7 +40,7 @@ class PollingStore(Store):
         """See `Store.get`."""
         found = poll(partial(self.look, key), deadline)
         if found is None:
-            raise DeadlineExceeded(f"nobody set {key!r} in {self} in time; a rank is late or missing")
+            raise NotSet(f"nobody set {key!r} in {self} in time; a rank is late or missing")
         return found
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
@@ -49,4 +48,4 @@ class PollingStore(Store):
         missing = [key for key in keys if poll(partial(self.look, key), deadline) is None]
         if missing:
             names = ", ".join(map(repr, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise DeadlineExceeded(f"nobody set {names} in {self} in time; a rank is late or missing")
+            raise NotSet(f"nobody set {names} in {self} in time; a rank is late or missing")

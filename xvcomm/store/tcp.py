@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from xvcomm import forking
-from xvcomm.abc.store import ANSWER_SECONDS, Store
+from xvcomm.abc.store import ANSWER_SECONDS, NotSet, Store
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
 from xvcomm.store import wire
@@ -126,7 +126,7 @@ class TcpStore(Store):
         self._give_back(link)
         if isinstance(reply, wire.Missing):
             keys = ", ".join(map(repr, reply.keys[:8])) + (", ..." if len(reply.keys) > 8 else "")
-            raise DeadlineExceeded(
+            raise NotSet(
                 f"nobody set {keys} in the store at {self._host}:{self._port} in time; a rank is late or missing"
             )
         if isinstance(reply, wire.Failed):
