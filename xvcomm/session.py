@@ -24,12 +24,13 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import BackendUnavailable, ConfigError, DeadlineExceeded, PeerLost, ResourceError, XvcommError
 from xvcomm.lending import Lending
 from xvcomm.links import Member
+from xvcomm.presence import Presence
 from xvcomm.ring import Reason
 from xvcomm.shm import Segment, sweep
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.store.join import join_barrier, refuse
 from xvcomm.topology import RankInfo
-from xvcomm.watch import Rounds, Watch, start_time
+from xvcomm.watch import Rounds, Watch, Watched
 
 if TYPE_CHECKING:
     from xvcomm.context import Context
@@ -41,6 +42,7 @@ class Joining(msgspec.Struct, frozen=True):
     Attributes:
         job: what the names of its shared memory begin with; of this session alone.
         processes: its namespace of process numbers.
+        byte: where its process holds a lock as long as it lives; see `Presence`.
         memory: with whom its device shares memory.
     """
 
@@ -48,6 +50,7 @@ class Joining(msgspec.Struct, frozen=True):
     offers: list[Capabilities]
     job: str
     processes: str
+    byte: int
     memory: PeerMemory | None
 
 
@@ -101,7 +104,7 @@ class Session:
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         atexit.register(self.close)
         forking.register(self)
-        self._start(mine.processes, deadline)
+        self._start(mine, deadline)
 
     def _introduce(self, join: Store) -> Joining:
         """Find out what this rank has; if it lacks something, the others need not wait for it."""
@@ -110,18 +113,20 @@ class Session:
             host = host_identity(config.shm_dir)
             self.backend = self._choose_backend(config)
             self.device: Device = self.backend.device(config)
+            self._presence = Presence.take(config.shm_dir)
             self.transports = self._open_transports(host)
         except (XvcommError, OSError) as error:
             refuse(join, self.rank, error)
             raise
         return Joining(
             self._describe(host), [t.capabilities() for t in self.transports], self.job,
-            os.readlink("/proc/self/ns/pid"), self.device.capabilities().peers,
+            os.readlink("/proc/self/ns/pid"), self._presence.byte, self.device.capabilities().peers,
         )  # fmt: skip
 
-    def _start(self, processes: str, deadline: Deadline) -> None:
-        others = [j.info for j in self._joined if j.processes == processes and j.info.rank in self.neighbours]
-        watch = Watch([i for i in others if i.rank != self.rank], self._on_exit, self._look)
+    def _start(self, mine: Joining, deadline: Deadline) -> None:
+        others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
+        watched = [Watched(j.info.rank, j.info.pid if j.processes == mine.processes else None, j.byte) for j in others]
+        watch = Watch(watched, self._presence, self._on_exit, self._look)
         for transport in self.transports:
             self._cleanup.callback(transport.close)
         try:
@@ -166,7 +171,7 @@ class Session:
         label = self.config.island
         return RankInfo(
             rank=self.rank, host=host, hostname=socket.gethostname(), pid=os.getpid(),
-            started=start_time(os.getpid()), device=able.kind, island=label or able.island, rehearsal=label is not None,
+            device=able.kind, island=label or able.island, rehearsal=label is not None,
         )  # fmt: skip
 
     def _open_journal(self, deadline: Deadline) -> Segment:

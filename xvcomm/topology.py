@@ -18,7 +18,6 @@ class RankInfo:
         host: what tells hosts apart (boot id and shared-memory namespace).
         hostname: for messages.
         pid: process id on that host.
-        started: start time of the process in clock ticks since boot, against reused pids.
         device: kind of its memory: `host`, `cuda`, `rocm`.
         island: label of what it can join natively; equal labels form one island.
         rehearsal: whether the label was given by hand rather than found.
@@ -28,7 +27,6 @@ class RankInfo:
     host: str
     hostname: str
     pid: int
-    started: int
     device: str
     island: str
     rehearsal: bool = False

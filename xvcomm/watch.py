@@ -7,32 +7,57 @@ import os
 import select
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from xvcomm.topology import RankInfo
+from xvcomm.presence import Presence
 
 _LOOK_MS = 100
 
 
-def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; tells it from a later one with the same number."""
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[19])
+class Watched(NamedTuple):
+    """A rank of the host whose end is to be noticed.
+
+    Attributes:
+        rank: its number.
+        pid: of its process; None where the number means another process here, or none (another PID namespace).
+        byte: where its process holds its lock; see `Presence`.
+    """
+
+    rank: int
+    pid: int | None
+    byte: int
+
+
+def refusal() -> str:
+    """Why processes cannot be watched by their descriptors, or nothing."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"pidfd_open: {error.strerror}"
+    return ""
 
 
 class Watch:
     """A daemon thread that sleeps on process descriptors.
 
+    A process whose descriptor the system does not give (a seccomp filter, another PID namespace, too many open files)
+    is asked for by its lock, ten times a second.
+
     Args:
-        peers: ranks whose process numbers mean the same here as there.
+        peers: whom to watch.
+        presence: this process's lock, which sees those of the others.
         on_exit: called with a rank whose process has ended, once a rank.
         look: called ten times a second, for what shared memory cannot announce: nobody wakes a thread by writing there. It
             may not wait for the device, which may wait for a rank that is gone.
     """
 
-    def __init__(self, peers: Sequence[RankInfo], on_exit: Callable[[int], None], look: Callable[[], None]) -> None:
-        self._on_exit, self._look = on_exit, look
+    def __init__(
+        self, peers: Sequence[Watched], presence: Presence, on_exit: Callable[[int], None], look: Callable[[], None]
+    ) -> None:
+        self._presence, self._on_exit, self._look = presence, on_exit, look
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
         self._gone: list[int] = []
         for peer in peers:
             self._add(peer)
@@ -41,24 +66,25 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="xvcomm-watch", daemon=True)
         self._thread.start()
 
-    def _add(self, peer: RankInfo) -> None:
-        try:
-            fd = os.pidfd_open(peer.pid)
-        except ProcessLookupError:
+    def _add(self, peer: Watched) -> None:
+        fd = None
+        if peer.pid is not None:
+            try:
+                fd = os.pidfd_open(peer.pid)
+            except ProcessLookupError:
+                self._gone.append(peer.rank)
+                return
+            except OSError:
+                pass  # forbidden, or out of descriptors
+        if not self._presence.held(peer.byte):  # the number may be another process's by now
+            if fd is not None:
+                os.close(fd)
             self._gone.append(peer.rank)
-            return
-        except OSError:  # out of descriptors, or forbidden
-            return
-        try:
-            same = start_time(peer.pid) == peer.started
-        except OSError:
-            same = False
-        if not same:
-            os.close(fd)
-            self._gone.append(peer.rank)
-            return
-        self._ranks[fd] = peer.rank
-        self._poll.register(fd, select.POLLIN)
+        elif fd is None:
+            self._asked[peer.rank] = peer.byte
+        else:
+            self._ranks[fd] = peer.rank
+            self._poll.register(fd, select.POLLIN)
 
     def _run(self) -> None:
         for rank in self._gone:
@@ -69,6 +95,9 @@ class Watch:
                     return
                 self._poll.unregister(fd)
                 self._on_exit(self._ranks[fd])
+            for rank in [r for r, byte in self._asked.items() if not self._presence.held(byte)]:
+                del self._asked[rank]
+                self._on_exit(rank)
             self._look()
 
     def close(self) -> None:

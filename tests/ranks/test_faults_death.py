@@ -1,11 +1,16 @@
 """A rank is killed, or leaves: who needs it raises PeerLost, soon, and says who it was and what it did last."""
 
+import contextlib
+import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 
+import xvcomm
 from xvcomm.errors import PeerLost
 from xvcomm.testing.world import World
 
@@ -267,3 +272,82 @@ def test_a_stopped_rank_is_not_lost():
         time.sleep(0.5)
         world.kill(1, signal.SIGCONT)
         assert world.collect() == [None, None]
+
+
+def join_without_descriptors(comm, folder):
+    """Join another job in a process that may not call pidfd_open, as under an old seccomp filter."""
+
+    def forbid(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    os.pidfd_open = forbid
+    env = {"XVCOMM_STORE": f"file://{folder}", "XVCOMM_RANK": str(comm.rank), "XVCOMM_SIZE": str(comm.size)}
+    comm.other = xvcomm.init(env=env | {"XVCOMM_SECRET": "of this test", "XVCOMM_TIMEOUT": "60"})
+    comm.other.barrier()
+
+
+def other_all_reduce_for_ever(comm):
+    with comm.other:
+        all_reduce_for_ever(comm.other)
+
+
+def other_recv(comm, peer):
+    with comm.other:
+        return recv_from(comm.other, peer)
+
+
+@pytest.mark.parametrize("function", [other_all_reduce_for_ever, other_recv])
+def test_killed_where_pidfd_open_is_forbidden(tmp_path, function):
+    with World(3) as world:
+        world.run(join_without_descriptors, tmp_path / "store")
+        for rank in range(3):
+            world.submit(rank, sleep) if rank == 2 else world.submit(rank, function, *[2][: function is other_recv])
+        time.sleep(0.2)
+        killed = time.monotonic()
+        world.kill(2)
+        lost(world, 2, world.collect())
+        assert time.monotonic() - killed < SOON
+
+
+IN_NAMESPACE = """
+import os, sys
+import numpy as np
+import xvcomm
+
+with xvcomm.init() as comm:
+    comm.barrier()
+    print("joined", flush=True)
+    if comm.rank == 1:
+        sys.stdin.read()
+    try:
+        comm.recv(np.zeros(1), 1)
+    except xvcomm.PeerLost as error:
+        print(error.peer, error)
+"""
+UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
+
+
+@pytest.mark.skipif(
+    subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0,
+    reason="unshare --pid does not work here; it wants root",
+)
+@pytest.mark.parametrize("apart", [[1], [0, 1]])
+def test_killed_in_another_pid_namespace(tmp_path, apart):
+    """Ranks in containers of their own that share /dev/shm, and where a process has the same number as another."""
+    variables = {"XVCOMM_STORE": f"file://{tmp_path}/store", "XVCOMM_SIZE": "2", "XVCOMM_SECRET": "of this test"}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            command = [*(UNSHARE if rank in apart else []), sys.executable, "-c", IN_NAMESPACE]
+            env = os.environ | variables | {"XVCOMM_RANK": str(rank), "XVCOMM_TIMEOUT": "60"}
+            ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True))
+            stack.enter_context(ranks[-1])
+            stack.callback(ranks[-1].kill)
+        for rank in ranks:
+            assert rank.stdout.readline() == "joined\n"
+        time.sleep(0.2)
+        killed = time.monotonic()
+        ranks[1].kill()
+        said = ranks[0].stdout.read()
+        assert said.startswith("1 ") and "rank 1 on" in said and "was lost" in said, said
+        assert time.monotonic() - killed < SOON

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from xvcomm.cli.output import LineAssembler, Outlet, RankStream, prefixes
 from xvcomm.cli.plan import scale
 from xvcomm.cli.run import rank_environments, rank_labels, resolve
 from xvcomm.errors import ArgumentError
+from xvcomm.presence import NOWHERE
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
@@ -136,6 +138,19 @@ def test_doctor_prints_tables():
     assert result.exit_code == 0
     for title in ("Machine", "Shared memory", "Limits", "Backends", "Transports", "Settings"):
         assert title in result.output
+
+
+def test_doctor_says_how_deaths_are_noticed(monkeypatch):
+    assert examine({}).shared_memory["deaths_noticed_by"].startswith("process descriptors")
+
+    def forbid(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.pidfd_open", forbid)
+    told = examine({}).shared_memory["deaths_noticed_by"]
+    assert told.startswith("locks on /dev/shm") and "pidfd_open: Operation not permitted" in told
+    monkeypatch.setattr("xvcomm.presence.Presence.take", lambda _: SimpleNamespace(byte=NOWHERE))
+    assert any("nobody notices" in p.what and "seccomp" in p.remedy for p in examine({}).problems)
 
 
 def test_doctor_fails_where_jobs_cannot_run(tmp_path):

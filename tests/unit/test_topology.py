@@ -52,7 +52,7 @@ def test_islands_hold_every_rank_once(islands: tuple[Island, ...]) -> None:
 
 def test_from_what_ranks_tell() -> None:
     infos = [
-        RankInfo(rank, f"id{rank // 2}", f"node{rank // 2}", 100 + rank, 5, "host", label)
+        RankInfo(rank, f"id{rank // 2}", f"node{rank // 2}", 100 + rank, "host", label)
         for rank, label in enumerate(("x", "y", "x", "y"))
     ]
     topology = Topology.from_infos(infos)

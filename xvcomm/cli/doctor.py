@@ -19,10 +19,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from xvcomm import registry
+from xvcomm import registry, watch
 from xvcomm.config import Config, table
 from xvcomm.errors import ConfigError
 from xvcomm.launch import discover
+from xvcomm.presence import NOWHERE, Presence
 
 _PACKAGES = (
     "xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "torch", "jax", "cupy-cuda13x", "cupy-cuda12x", "nccl4py",
@@ -186,8 +187,23 @@ def _shared_memory(folder: Path, problems: list[Problem]) -> dict[str, Any]:
         "filesystem": kind,
         "bytes": stat.f_blocks * stat.f_frsize,
         "free": free,
+        "deaths_noticed_by": _watching(folder, problems),
         "xvcomm_files": sorted(left),
     }
+
+
+def _watching(folder: Path, problems: list[Problem]) -> str:
+    """How a rank learns that another one of its host died."""
+    refused, locked = watch.refusal(), Presence.take(str(folder)).byte != NOWHERE
+    locks = f"locks on {folder}, looked at ten times a second"
+    if not refused:
+        return f"process descriptors (pidfd_open); {locks}, between PID namespaces" if locked else "process descriptors"
+    if locked:
+        return f"{locks} ({refused})"
+    remedy = "allow pidfd_open in the container's seccomp filter, or set XVCOMM_SHM_DIR to a tmpfs, which has locks"
+    what = f"nobody notices that a rank died before a deadline passes: {refused}, and {folder} has no locks"
+    problems.append(Problem(what, remedy, fatal=False))
+    return "nothing"
 
 
 def _filesystem(folder: Path) -> str:
