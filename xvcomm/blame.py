@@ -51,12 +51,24 @@ class Blame:
                 f"{what}: {text}; the communicator is finished: close it and make a new one", peer=about, **known
             )
         if reason is Reason.ABORTED:
-            why = self._told(about)
+            why = self._told(Reason.witness(word))
             text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")
             return Aborted(f"{text}; close it and make a new one", peer=about, **known)
+        if reason is Reason.SERVER_LOST:
+            return PeerLost(
+                f"{what}: {self._session.server_lost()}; close the communicator, and restart the job", **known
+            )
         left = reason is Reason.LEFT or self._session.left(self._ranks[about])
         text = f"{what}: {self.name(about)} {'left' if left else 'was lost'}; {self._last_words(about)}"
         return PeerLost(f"{text}; close the communicator, and restart the job", peer=about, **known)
+
+    def passed_on(self, error: PeerLost | Aborted) -> int:
+        """The abort word for an error that names another rank, by its number in the whole job."""
+        assert error.peer is not None
+        if error.peer not in self._ranks:  # of those outside a communicator it only needs the one that serves the store
+            return Reason.SERVER_LOST.word(error.peer, self._rank)
+        reason = Reason.PEER_LOST if isinstance(error, PeerLost) else Reason.ABORTED
+        return reason.word(self._ranks.index(error.peer), self._rank)
 
     def name(self, rank: int) -> str:
         """`rank 1 on node7`, with the number in the whole job where that differs."""

@@ -354,7 +354,7 @@ class Communicator(PointToPoint, Objects):
 
     def abort(self, reason: str = "") -> None:
         """Make every rank leave what it is in and raise Aborted, which gives the reason. Safe from any thread."""
-        self._context.abort(Reason.ABORTED.word(self.rank), reason)
+        self._context.abort(Reason.ABORTED.word(self.rank, self.rank), reason)
 
     def history(self) -> list[Record]:
         """What this process did last, oldest first, by all its communicators of the job: its flight recorder. Never blocks.

@@ -13,7 +13,7 @@ from xvcomm.array import ArrayView
 from xvcomm.blame import Blame
 from xvcomm.board import Board
 from xvcomm.deadline import Deadline
-from xvcomm.errors import ArrayError, ClosedError, DeadlineExceeded, XvcommError
+from xvcomm.errors import Aborted, ArrayError, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.forking import FORKED
 from xvcomm.links import Links
 from xvcomm.opcode import OpCode
@@ -23,7 +23,6 @@ from xvcomm.planner import Planner
 from xvcomm.ring import Message, Reason, RingEnd
 from xvcomm.session import Session
 from xvcomm.shm import Segment
-from xvcomm.store.guarded import GuardedStore
 from xvcomm.topology import Topology, check_kinds
 from xvcomm.trace import DONE, State, call_site, hooks
 
@@ -65,7 +64,7 @@ class Context:
         self.sequence = self._word = 0
         self._board: Board | None = None
         self._native: Collective | None = None
-        self.store = GuardedStore(f"comm/{path}", session.store, self.check)
+        self.store = session.guarded(f"comm/{path}", self.check)
         labels = [session.collective_label(r) for r in ranks]
         kinds = [session.infos[r].device for r in ranks]
         check_kinds(labels, kinds)
@@ -115,7 +114,7 @@ class Context:
             me = self.topology.local(self.rank)
             native = self.session.backend.collective(
                 self.session.config, self.session.job + self._part, me, island.size, f"native/{island.index}",
-                GuardedStore(f"comm/{self.path}", self.session.store, self._check_members), deadline,
+                self.session.guarded(f"comm/{self.path}", self._check_members), deadline,
             )  # fmt: skip
             with self._gate:
                 self._native = native
@@ -254,7 +253,6 @@ class Context:
         if stopped and self._closed and not self._word:
             what = f"{operation} {FORKED if self._closed is FORKED else _CLOSED_EARLY}"
             return ClosedError(what, rank=self.rank, op=str(operation.name), seq=operation.sequence)
-        from_below = isinstance(error, (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled))
         if known := self.word():
             self.abort(known)
         elif isinstance(error, (RingStopped, CollectiveStopped)):
@@ -265,12 +263,14 @@ class Context:
             late = self._blame.late(operation, self._suspects(error))
             why = self._blame.waited(operation, late) if late else f"{operation}: {error}"
             self.abort(Reason.DEADLINE.word(late[0] if late else self.rank, self.rank), why)
+        elif isinstance(error, (PeerLost, Aborted)) and error.peer is not None:  # the store told of another rank
+            self.abort(self._blame.passed_on(error), str(error))
         else:
             # It went wrong here, so that this rank has the story and the others need to be told.
-            self.abort(Reason.ABORTED.word(self.rank), f"{type(error).__name__}: {error}")
+            self.abort(Reason.ABORTED.word(self.rank, self.rank), f"{type(error).__name__}: {error}")
             return error
-        mine = not from_below and not isinstance(error, XvcommError)
-        return error if mine else self._blame.error(self.word(), operation)
+        below = (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled, XvcommError)
+        return error if not isinstance(error, below) else self._blame.error(self.word(), operation)
 
     def _pass_on(self, word: int) -> None:
         """Tell all that a ring, or the native library, was stopped; they were the first to know why."""
@@ -278,7 +278,7 @@ class Context:
             found = self._blame.dispute()
             self.abort(Reason.MISMATCH.word(self.rank), found[0] if found else "")
         elif self._native is not None and self._native.failure:
-            self.abort(Reason.ABORTED.word(self.rank), self._native.failure)
+            self.abort(Reason.ABORTED.word(self.rank, self.rank), self._native.failure)
         else:
             self.abort(word)
 
@@ -288,7 +288,7 @@ class Context:
         if isinstance(error, CollectiveStalled):
             members = self.topology.island_of(self.rank).ranks
             return [members[m] for m in error.missing]
-        return [error.peer] if isinstance(error, XvcommError) and error.peer is not None else []
+        return [r for r, world in enumerate(self.ranks) if isinstance(error, XvcommError) and error.peer == world]
 
     def word(self) -> int:
         """0, or the abort word that says why the communicator is finished; the board was told first."""
@@ -331,7 +331,7 @@ class Context:
         native, board = self._native, self._board
         if native is not None and board is not None and Reason.bad(native.error()) and not self._word:
             if native.failure:
-                self.abort(Reason.ABORTED.word(self.rank), native.failure)
+                self.abort(Reason.ABORTED.word(self.rank, self.rank), native.failure)
             else:  # the host is in a call of it past the deadline
                 sequence, message = board.newest(self.sequence)
                 self.explain(CollectiveStalled(()), Operation(OpCode(message.op), sequence, message))

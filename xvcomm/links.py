@@ -152,18 +152,21 @@ class Links:
             return self._ends[key]
 
     def _make(self, name: str, peer: int, layout: RingLayout, deadline: Deadline, *, producer: bool) -> RingEnd:
+        world = self._members[peer].rank
         try:
             end = self._transport(peer).open_ring(
                 name, peer, layout, self._store, deadline, producer=producer, job=self._job
             )
             if end.layout.apart:
                 try:
-                    self._lending.furnish(end, self._members[peer].rank, self._store, name, deadline)
+                    self._lending.furnish(end, world, self._store, name, deadline)
                 except BaseException:
                     end.close()
                     raise
         except NotSet as error:
-            raise DeadlineExceeded(f"rank {peer} began to open a ring and did not end it in time", peer=peer) from error
+            raise DeadlineExceeded(
+                f"rank {world} of the job began to open a ring and did not end it in time", peer=world
+            ) from error
         return end
 
     def lose(self, peer: int, word: int) -> None:

@@ -66,6 +66,7 @@ class Reason(enum.IntEnum):
     DEADLINE = 3
     ABORTED = 4
     LEFT = 5
+    SERVER_LOST = 6  # the rank is the number in the whole job of who served the store
 
     def word(self, rank: int, witness: int = 0) -> int:
         """The abort word that blames `rank`, as `witness` found out."""

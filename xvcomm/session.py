@@ -21,7 +21,15 @@ from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.errors import BackendUnavailable, ConfigError, DeadlineExceeded, PeerLost, ResourceError, XvcommError
+from xvcomm.errors import (
+    Aborted,
+    BackendUnavailable,
+    ConfigError,
+    DeadlineExceeded,
+    PeerLost,
+    ResourceError,
+    XvcommError,
+)
 from xvcomm.lending import Lending
 from xvcomm.links import Member
 from xvcomm.presence import Presence
@@ -177,8 +185,8 @@ class Session:
     def _open_journal(self, deadline: Deadline) -> Segment:
         """The host's flight recorders, in one piece of shared memory made by its lowest rank."""
         first = self.neighbours[0]
-        place = GuardedStore(f"journal/{first}", self.store, self._check_neighbours)
-        with self.telling(place), self.telling(GuardedStore("comm/0", self.store, self._check_neighbours)):
+        place = self.guarded(f"journal/{first}", self._check_neighbours)
+        with self.telling(place), self.telling(self.guarded("comm/0", self._check_neighbours)):
             if self.rank != first:
                 segment = self.attach(place, "name", first, deadline)
             else:
@@ -215,6 +223,20 @@ class Session:
             place.check()
             raise
 
+    def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:
+        """A part of the job's store in which waiting ends when `check` raises, or the rank that serves the store dies."""
+        return GuardedStore(prefix, self.store, check, self._check_server)
+
+    def _check_server(self) -> None:
+        """Raise if rank 0 is gone, which serves the store unless the launcher does; called when it cannot be reached."""
+        if self.gone(0):
+            raise PeerLost(f"{self.server_lost()}; restart the job", rank=self.rank, peer=0)
+
+    def server_lost(self) -> str:
+        """That rank 0 is gone, in words."""
+        where, words, how = self.infos[0].hostname, self.last_words(0), "left" if self.left(0) else "was lost"
+        return f"rank 0 of the job on {where}, which served the job's store, {how}; {words}"
+
     @contextlib.contextmanager
     def telling(self, place: GuardedStore) -> Iterator[None]:
         """Let the others know, in the part of the store where they wait, what goes wrong here."""
@@ -222,9 +244,15 @@ class Session:
             yield
         except BaseException as error:
             with contextlib.suppress(XvcommError):
-                info = self.infos[self.rank]
-                place.fail(f"rank {self.rank} on {info.hostname} failed: {type(error).__name__}: {error}")
+                place.fail(self._cause(error))
             raise
+
+    def _cause(self, error: BaseException) -> XvcommError:
+        """What the others raise for what went wrong here: the same if another rank is its cause."""
+        if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, self.rank):
+            return error
+        where = self.infos[self.rank].hostname
+        return Aborted(f"rank {self.rank} on {where} failed: {type(error).__name__}: {error}", peer=self.rank)
 
     def _check_neighbours(self) -> None:
         with self._lock:
@@ -284,7 +312,7 @@ class Session:
                 look(context)
             except Exception as error:
                 why = f"a thread that watches over the job failed: {type(error).__name__}: {error}"
-                context.abort(Reason.ABORTED.word(context.rank), why)
+                context.abort(Reason.ABORTED.word(context.rank, context.rank), why)
 
     def sweep(self, rank: int, part: str = "") -> None:
         """Take away the names of the segments that a rank of this host made; `part` tells a communicator."""

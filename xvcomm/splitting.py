@@ -16,7 +16,6 @@ from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.deadline import Deadline
 from xvcomm.errors import Aborted, ArgumentError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.objects import Objects, gather_bytes
-from xvcomm.store.guarded import GuardedStore
 
 if TYPE_CHECKING:
     from xvcomm.context import Context
@@ -157,7 +156,7 @@ class Meetings:
             self._compare(mine, name, cards, looks)
             looks += 1
 
-        place = GuardedStore(f"comm/{path}", store, look)
+        place = context.session.guarded(f"comm/{path}", look)
         try:
             place.set(f"here/{context.rank}", b"")
             if place.add("here", 1) == len(mine.members):

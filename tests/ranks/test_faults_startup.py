@@ -22,6 +22,7 @@ from xvcomm.errors import (
     StoreError,
     XvcommError,
 )
+from xvcomm.shm import Segment
 from xvcomm.testing.world import World
 
 SOON = 4.0
@@ -252,7 +253,7 @@ def test_arrays_that_cannot_be_used(processes):
 
 
 def open_rings(comm):
-    """Rank 0, which serves the store, dies while the others open rings."""
+    """Rank 0, which serves the store, dies while the others open rings and make subgroups without it."""
     comm.barrier()
     if comm.rank == 0:
         time.sleep(0.05)
@@ -260,15 +261,61 @@ def open_rings(comm):
     for turn in range(10_000):
         peer = 3 - comm.rank
         comm.sendrecv(np.zeros(1), peer, np.zeros(1), peer, channel=turn % 32)
+        comm.subgroup([1, 2], "pair").close()
 
 
-def test_killed_while_others_use_the_store_that_it_serves():
+def use_a_subgroup(comm):
+    """Rank 0, which serves the store, dies while the others open what they need of a communicator without it."""
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    pair = comm.subgroup([1, 2], "pair")
+    for channel in range(32):
+        pair.sendrecv(np.zeros(1), 1 - pair.rank, np.zeros(1), 1 - pair.rank, channel=channel)
+    while True:
+        pair.split(0).close()
+
+
+@pytest.mark.parametrize("use", ["open_rings", "use_a_subgroup"])
+def test_killed_while_others_use_the_store_that_it_serves(use):
     with World(3) as world:
         for rank, env in enumerate(environments(free_port(), 3)):
-            world.submit(rank, join, env, "open_rings")
+            world.submit(rank, join, env, use)
         outcomes = world.collect()
     for outcome in outcomes[1:]:
-        assert isinstance(outcome, PeerLost) and outcome.peer == 0 and "rank 0" in str(outcome), outcomes
+        assert isinstance(outcome, PeerLost), outcomes
+        assert ("rank 0 of the job on" in str(outcome) and "served the job's store" in str(outcome)) or (
+            outcome.peer == 0 and "rank 0 on" in str(outcome)
+        ), outcomes
+
+
+def split_where_rank_2_fails(comm):
+    """Rank 1 reads of it in the store, and rank 0 hears of it from rank 1."""
+    comm.barrier()
+    if comm.rank == 2:
+        Segment.attach = no_room
+    part = comm.split(0)
+    if comm.rank == 1:
+        part.all_reduce(np.ones(1))
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        part.check()
+        time.sleep(0.01)
+
+
+def no_room(*args):
+    raise ResourceError("no room")
+
+
+def test_a_failure_in_a_split_is_not_blamed_on_who_tells_of_it():
+    with World(3) as world:
+        *others, failed = world.outcomes(split_where_rank_2_fails)
+    assert isinstance(failed, ResourceError)
+    for outcome in others:
+        assert isinstance(outcome, Aborted) and outcome.peer == 2, outcome
+        assert "rank 2 on" in str(outcome) and "ResourceError: no room" in str(outcome), outcome
+        assert "rank 1 on" not in str(outcome).partition(":")[2], outcome
 
 
 def test_killed_after_it_joined():

@@ -16,7 +16,16 @@ from xvcomm.backends.host.mover import Kind
 from xvcomm.board import Board
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.dtype import UINT8
-from xvcomm.errors import Aborted, ClosedError, ConfigError, DeadlineExceeded, PeerLost, ResourceError, StoreError
+from xvcomm.errors import (
+    Aborted,
+    ClosedError,
+    ConfigError,
+    DeadlineExceeded,
+    PeerLost,
+    ResourceError,
+    StoreError,
+    XvcommError,
+)
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Message, Reason, RingEnd, RingLayout
 from xvcomm.shm import Segment
@@ -113,7 +122,7 @@ def test_waiting_in_a_guarded_store_ends_by_its_check() -> None:
 def test_waiting_in_a_guarded_store_ends_by_a_failure_elsewhere() -> None:
     base = MemoryStore()
     store = GuardedStore("part", base, lambda: None)
-    threading.Timer(0.05, lambda: GuardedStore("part", base, lambda: None).fail("no room")).start()
+    threading.Timer(0.05, GuardedStore("part", base, lambda: None).fail, [Aborted("no room")]).start()
     with pytest.raises(Aborted, match="no room"):
         store.wait(["never"], Deadline.after(20))
     with pytest.raises(Aborted, match="no room"):
@@ -122,6 +131,15 @@ def test_waiting_in_a_guarded_store_ends_by_a_failure_elsewhere() -> None:
         GuardedStore("another part", base, lambda: None).get("never", Deadline.after(0.15))
     store.set("there", b"1")
     assert store.get("there", Deadline.after(0)) == b"1"
+
+
+@pytest.mark.parametrize("kind", [PeerLost, DeadlineExceeded, Aborted])
+def test_a_failure_elsewhere_keeps_its_kind_and_the_rank_that_caused_it(kind: type[XvcommError]) -> None:
+    base = MemoryStore()
+    GuardedStore("part", base, lambda: None).fail(kind("because of rank 3", peer=3))
+    with pytest.raises(kind, match="because of rank 3") as caught:
+        GuardedStore("part", base, lambda: None).get("never", Deadline.after(20))
+    assert type(caught.value) is kind and caught.value.peer == 3
 
 
 class _Unreachable(MemoryStore):

@@ -8,17 +8,28 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.deadline import NEVER, Deadline
-from xvcomm.errors import Aborted, DeadlineExceeded, StoreError
+from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError, XvcommError
 
 _SETTLE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 _LOOK_SECONDS = 0.1
 _FAILURE_SECONDS = 1.0
 _FAILURE = "failure"
+_KINDS: dict[str, type[XvcommError]] = {kind.__name__: kind for kind in (PeerLost, DeadlineExceeded, Aborted)}
 
 T = TypeVar("T")
+
+
+class _Failure(msgspec.Struct, frozen=True, array_like=True):
+    """What `fail` was given: one of `_KINDS`, its text, and the number of the rank that it names in the whole job."""
+
+    kind: str
+    text: str
+    peer: int | None = None
 
 
 class GuardedStore(PrefixStore):
@@ -26,40 +37,50 @@ class GuardedStore(PrefixStore):
 
     Args:
         check: raises when waiting has become vain; called now and then while a key is waited for, and when the store
-            cannot be reached: the rank that serves it may have died.
+            cannot be reached.
+        unreachable: called, after `check`, when the store cannot be reached; raises if the rank that serves it has died.
     """
 
-    def __init__(self, prefix: str, store: Store, check: Callable[[], None]) -> None:
+    def __init__(
+        self, prefix: str, store: Store, check: Callable[[], None], unreachable: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(prefix, store)
-        self._check = check
+        self._check, self._unreachable = check, unreachable
 
-    def fail(self, text: str) -> None:
-        """Make everybody who waits in this part of the store, now or later, raise Aborted with this text."""
-        super().set(_FAILURE, text.encode(), Deadline.after(_FAILURE_SECONDS))
+    def fail(self, error: XvcommError) -> None:
+        """Make everybody who waits in this part of the store, now or later, raise this error.
+
+        Args:
+            error: PeerLost, DeadlineExceeded, or Aborted; its text and `peer` go with it.
+        """
+        kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+        failure = msgspec.msgpack.encode(_Failure(kind, str(error), error.peer))
+        super().set(_FAILURE, failure, Deadline.after(_FAILURE_SECONDS))
 
     def check(self) -> None:
-        """Raise what `check` does, and Aborted after `fail`."""
+        """Raise what `check` does, and what was given to `fail`."""
         self._check()
         try:
-            text = super().get(_FAILURE, Deadline.after(0))
+            found = super().get(_FAILURE, Deadline.after(0))
         except DeadlineExceeded:
             return
-        raise Aborted(text.decode())
+        failure = msgspec.msgpack.decode(found, type=_Failure)
+        raise _KINDS[failure.kind](failure.text, peer=failure.peer)
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`; also raises what `check` does where the store cannot be reached."""
+        """See `Store.set`; also raises what `check` and `unreachable` do where the store cannot be reached."""
         self._reach(partial(super().set, key, value, deadline))
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`; also raises what `check` does where the store cannot be reached."""
+        """See `Store.add`; also raises what `check` and `unreachable` do where the store cannot be reached."""
         return self._reach(partial(super().add, key, amount, deadline))
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """See `Store.get`; also raises what `check` does, and Aborted after `fail`."""
+        """See `Store.get`; also raises what `check` does, and what was given to `fail`."""
         return self._patiently(partial(super().get, key), deadline)
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`; also raises what `check` does, and Aborted after `fail`."""
+        """See `Store.wait`; also raises what `check` does, and what was given to `fail`."""
         self._patiently(partial(super().wait, list(keys)), deadline)
 
     def _patiently(self, call: Callable[[Deadline], T], deadline: Deadline) -> T:
@@ -80,5 +101,6 @@ class GuardedStore(PrefixStore):
             while not settling.expired():
                 with contextlib.suppress(StoreError):
                     self._check()
+                self._unreachable()
                 time.sleep(_PAUSE_SECONDS)
             raise
