@@ -34,6 +34,13 @@ def register(holder: Holder, *, memory: bool = False) -> None:
     (_memory if memory else _holders).add(holder)
 
 
+def leave_to_parent(descriptor: int) -> None:
+    """Let go of a socket in the child; the number stays taken, for objects of the parent's that will close it."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
 def _after_fork() -> None:
     holders = [*_memory, *_holders]
     _memory.clear()

@@ -220,6 +220,38 @@ def test_a_stopped_server_holds_no_call_beyond_its_deadline() -> None:
             serving.kill()
 
 
+FORKING = """
+import os, sys, time
+from xvcomm.store import TcpServer
+server = TcpServer("127.0.0.1", int(sys.argv[1]), "secret")
+print(server.port, flush=True)
+sys.stdin.readline()  # clients are connected by now
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_forked_child_keeps_nothing_of_the_server() -> None:
+    """Clients notice the server's death at once, and its port is free, while the child lives."""
+    command = [sys.executable, "-c", FORKING, "0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None and serving.stdin is not None
+        store = TcpStore("127.0.0.1", port := int(serving.stdout.readline()), "secret", Deadline.after(60))
+        store.set("k", b"1")
+        print(file=serving.stdin, flush=True)
+        child = int(serving.stdout.readline())
+        try:
+            serving.kill()
+            with pytest.raises(StoreError):
+                store.get("never set", Deadline.after(60))
+            TcpServer("127.0.0.1", port, "secret").close()
+            store.close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_server_that_drips_bytes_holds_nobody_beyond_the_deadline() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     done = threading.Event()

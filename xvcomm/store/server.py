@@ -9,6 +9,7 @@ import socket
 import threading
 from typing import cast
 
+from xvcomm import forking
 from xvcomm.errors import StoreError
 from xvcomm.store import wire
 
@@ -52,12 +53,14 @@ class TcpServer:
         self.port: int = listener.getsockname()[1]
         self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
         self._hall = _Hall(secret, epoch)
+        self._listener = listener
         self._grace = 0.0
         self._open = True
         self._stop = asyncio.Event()
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="xvcomm-store", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="xvcomm-store", daemon=True)
+        forking.register(self)
         self._thread.start()
 
     def close(self, grace: float = 0.0) -> None:
@@ -72,9 +75,19 @@ class TcpServer:
                 self._loop.call_soon_threadsafe(self._stop.set)
                 self._thread.join()
 
-    def _run(self, listener: socket.socket) -> None:
+    def after_fork(self) -> None:
+        """Serve nobody in the child: clients notice the parent's death, and its port is free then."""
+        self._closing = threading.Lock()  # a thread that the child does not have may hold the parent's
+        for descriptor in (
+            self._listener.fileno(),
+            *(connection.descriptor() for connection in self._hall.connections),
+        ):
+            if descriptor >= 0:
+                forking.leave_to_parent(descriptor)
+
+    def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve(listener))
+            self._loop.run_until_complete(self._serve(self._listener))
         finally:
             self._loop.close()
 
@@ -203,6 +216,11 @@ class _Connection(asyncio.Protocol):
         if self._trusted:
             self._trusted = False
             self._hall.leave()
+
+    def descriptor(self) -> int:
+        """Of the socket; negative once it is closed."""
+        number: int = self._transport.get_extra_info("socket").fileno()
+        return number
 
     def end(self) -> None:
         """Cut the connection, also for copies of it in forked processes."""
