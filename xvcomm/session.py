@@ -326,7 +326,8 @@ class Session:
             left: those of them that have left.
             part: tells a communicator.
         """
-        if all(r in left or self.gone(r) for r in ranks):
+        # Of who died a moment ago the watch may not have told yet, and at the end of the session will not.
+        if all(r in left or self.gone(r) or not self._presence.held(self._joined[r].byte) for r in ranks):
             for rank in ranks:
                 self.sweep(rank, part)
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -288,6 +289,51 @@ def test_killed_while_others_use_the_store_that_it_serves(use):
         assert ("rank 0 of the job on" in str(outcome) and "served the job's store" in str(outcome)) or (
             outcome.peer == 0 and "rank 0 on" in str(outcome)
         ), outcomes
+
+
+class Blind:
+    """A watch that has not told of any death when the session ends."""
+
+    def __init__(self, *args):
+        pass
+
+    def close(self):
+        pass
+
+
+def leave_while_rank_0_dies(comm, env, pid):
+    """Rank 0 dies with the arena of its native library half joined; the others leave before they are told."""
+    xvcomm.session.Watch = Blind
+    with xvcomm.init(env=env) as other:
+        if other.rank == 0:
+            create = Segment.create
+
+            def create_and_die(*args):
+                create(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Segment.create = create_and_die
+            other.barrier()
+        until = time.monotonic() + 30
+        while time.monotonic() < until and running(pid):
+            time.sleep(0.01)
+
+
+def running(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_killed_in_native_joining_while_others_leave():
+    """The check after each test finds what is left in /dev/shm."""
+    with World(3) as world:
+        for rank, env in enumerate(environments(free_port(), 3, XVCOMM_JOB=os.environ["XVCOMM_JOB"])):
+            world.submit(rank, leave_while_rank_0_dies, env, world.pids()[0])
+        outcomes = world.collect()
+    assert isinstance(outcomes[0], EOFError) and outcomes[1:] == [None, None]
 
 
 def split_where_rank_2_fails(comm):
