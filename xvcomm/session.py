@@ -34,7 +34,7 @@ from xvcomm.lending import Lending
 from xvcomm.links import Member
 from xvcomm.presence import Presence
 from xvcomm.ring import Reason
-from xvcomm.shm import Segment, sweep
+from xvcomm.shm import Segment, sweep, unusable
 from xvcomm.store.guarded import GuardedStore
 from xvcomm.store.join import join_barrier, refuse
 from xvcomm.topology import RankInfo
@@ -67,10 +67,20 @@ def host_identity(folder: str) -> str:
 
     Raises:
         ConfigError: there is no such folder, or this process may not write to it.
+        ResourceError: the same of the folder that is used where the settings name none.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(f"XVCOMM_SHM_DIR={folder!r}: no folder that this process can write to; unset it, or make one")
+    wrong = unusable(folder)
+    if wrong and folder != Config().shm_dir:
+        raise ConfigError(
+            f"XVCOMM_SHM_DIR={folder!r}: {wrong}; unset it, or name a folder that this process can write to"
+        )
+    if wrong:
+        raise ResourceError(
+            f"{folder}, where ranks of one host share memory: {wrong}; mount a tmpfs there (mount -t tmpfs -o mode=1777 tmpfs "
+            f"{folder}, docker run --tmpfs {folder}:mode=1777,size=1g), or set XVCOMM_SHM_DIR to a folder, on a tmpfs for "
+            "speed, to which all ranks of the host can write"
+        )
     place = os.stat(folder)
     return f"{boot}/{place.st_dev}/{place.st_ino}"
 

@@ -152,6 +152,21 @@ class Segment:
                 self._map.close()
 
 
+def unusable(folder: str) -> str:
+    """Why this process can make no segments in a folder, or nothing; that it is full is found when one is made."""
+    try:
+        found, mount = os.stat(folder), os.statvfs(folder)
+    except OSError as error:
+        return f"it cannot be used ({error.strerror})"
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is no folder"
+    if mount.f_flag & os.ST_RDONLY:
+        return "it is mounted read-only"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"user {os.geteuid()} may not write to it (mode {stat.S_IMODE(found.st_mode):o}, owner {found.st_uid})"
+    return ""
+
+
 def _make_private(address: int, size: int) -> None:
     """Map zeros that are this process's alone over a piece of its memory."""
     system = ctypes.CDLL(None, use_errno=True).mmap

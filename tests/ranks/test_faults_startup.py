@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -222,6 +223,22 @@ def test_no_such_folder_for_shared_memory(processes):
     assert isinstance(outcomes[1], ConfigError) and "XVCOMM_SHM_DIR='/no/such/folder'" in str(outcomes[1])
     assert isinstance(outcomes[0], Aborted) and "/no/such/folder" in str(outcomes[0])
     assert seconds < SOON
+
+
+def test_a_read_only_folder_for_shared_memory():
+    """In a mount namespace of its own, as a container has."""
+    code = "import xvcomm; xvcomm.init()"
+    script = 'mount -t tmpfs -o ro tmpfs /dev/shm || exit 77; exec "$@"'
+    env = {name: value for name, value in os.environ.items() if not name.startswith("XVCOMM_")}
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", code],
+        capture_output=True, text=True, env=env, timeout=60,
+    )  # fmt: skip
+    if "ResourceError" not in done.stderr and (done.returncode == 77 or "unshare" in done.stderr):
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ResourceError: /dev/shm, where ranks of one host share memory: it is mounted read-only" in last
+    assert "mount a tmpfs there" in last and "or set XVCOMM_SHM_DIR to a folder" in last
 
 
 def refused(comm):

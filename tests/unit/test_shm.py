@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xvcomm.errors import ResourceError
-from xvcomm.shm import PAGE, Segment, sweep
+from xvcomm.shm import PAGE, Segment, sweep, unusable
 
 NAME = "xvcomm-job-1-0123456789ab"
 
@@ -103,3 +103,10 @@ def test_sweep_stays_in_its_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in inside.iterdir()) == sorted(["xvcomm-x", other.name, "xvcomm-mine-notes"])
     mine.close()
     other.close()
+
+
+def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+    assert unusable(str(tmp_path)) == ""
+    assert unusable(str(tmp_path / "none")) == "it cannot be used (No such file or directory)"
+    (tmp_path / "file").touch()
+    assert unusable(str(tmp_path / "file")) == "it is no folder"
