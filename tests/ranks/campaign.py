@@ -1,0 +1,344 @@
+"""Seeded random programs with one fault each, for `test_faults_campaign.py`: what a run is, and what a rank does in it.
+
+Every rank draws the same program from the seed, so that each knows what all the others call. The fault strikes one rank,
+the victim, before one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xvcomm.errors import ClosedError, XvcommError
+
+TOPOLOGIES = ("a:2", "a,b", "a:3", "a:2,b", "a,b,c")
+STORES = ("launcher", "rank 0", "file")
+FAULTS = (
+    "none", "kill", "kill later", "stop", "exception", "leave", "abort", "mismatch", "missing", "fork", "signal",
+    "no descriptors", "full shm", "tiny shm",
+)  # fmt: skip
+LENGTHS = (3, 1000, 70_000, 700_000)
+STEPS = 6
+PATIENCE = 1.5
+"""Seconds that operations have where a rank does not come."""
+AMPLE = 30.0
+"""Seconds that they have otherwise, and that joining has."""
+
+
+class Stumble(Exception):
+    """What the victim raises of its own accord."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank's part of a run ended.
+
+    Attributes:
+        error: what it raised; None if it came through.
+        peer: the rank that the error names, as a number of the whole job.
+        seconds: from the step of the fault until it raised.
+        leaving: seconds to leave the communicator's block after that.
+    """
+
+    error: Exception | None
+    peer: int | None
+    seconds: float
+    leaving: float
+
+
+Step = Callable[[Any, int, int], None]
+"""Called with the communicator, a length and a number that all ranks have in common; checks what it gets."""
+
+
+def _all_reduce(comm: Any, length: int, number: int) -> None:
+    x = np.full(length, number + comm.rank, np.float64)
+    comm.all_reduce(x)
+    _expect(x, comm.size * number + sum(range(comm.size)))
+
+
+def _asynchronous(comm: Any, length: int, number: int) -> None:
+    xs = [np.full(length, number + i, np.float32) for i in range(3)]
+    works = [comm.all_reduce(x, "max", async_op=True) for x in xs]
+    for i in reversed(range(3)):
+        works[i].wait()
+        _expect(xs[i], number + i)
+
+
+def _broadcast(comm: Any, length: int, number: int) -> None:
+    root = number % comm.size
+    x = np.full(length, number if comm.rank == root else -1, np.int64)
+    comm.broadcast(x, root)
+    _expect(x, number)
+
+
+def _all_gather(comm: Any, length: int, number: int) -> None:
+    found = comm.all_gather(np.full(length, number + comm.rank, np.int32))
+    for rank, part in enumerate(found.reshape(comm.size, length)):
+        _expect(part, number + rank)
+
+
+def _reduce_scatter(comm: Any, length: int, number: int) -> None:
+    found = comm.reduce_scatter(np.full(length * comm.size, number, np.float32))
+    _expect(found, number * comm.size)
+
+
+def _all_to_all(comm: Any, length: int, number: int) -> None:
+    x = np.repeat(np.arange(comm.size) + number + comm.rank, length)
+    found = comm.all_to_all(x)
+    for rank, part in enumerate(found.reshape(comm.size, length)):
+        _expect(part, number + rank + comm.rank)
+
+
+def _barrier(comm: Any, length: int, number: int) -> None:
+    comm.barrier()
+
+
+def _around(comm: Any, length: int, number: int) -> None:
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    buffer = np.zeros(length)
+    comm.sendrecv(np.full(length, number + comm.rank, np.float64), after, buffer, before)
+    _expect(buffer, number + before)
+
+
+def _group(comm: Any, length: int, number: int) -> None:
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    buffers = {rank: np.zeros(length, np.float32) for rank in others}
+    with comm.group():
+        for rank in others:
+            comm.send(np.full(length, number + comm.rank, np.float32), rank, tag=number)
+            comm.recv(buffers[rank], rank, tag=number)
+    for rank in others:
+        _expect(buffers[rank], number + rank)
+
+
+def _messages(comm: Any, length: int, number: int) -> None:
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    buffers = [np.zeros(length) for _ in range(3)]
+    works = [comm.irecv(buffer, before) for buffer in buffers]
+    works += [comm.isend(np.full(length, float(number + i)), after) for i in range(3)]
+    for work in works:
+        work.wait()
+    for i, buffer in enumerate(buffers):
+        _expect(buffer, number + i)
+
+
+def _split(comm: Any, length: int, number: int) -> None:
+    members = [rank for rank in reversed(range(comm.size)) if rank % 2 == comm.rank % 2]
+    with comm.split(color=comm.rank % 2, key=-comm.rank) as part, _numbered(members):
+        _all_reduce(part, length, number)
+
+
+def _subgroup(comm: Any, length: int, number: int) -> None:
+    members = [rank for rank in range(comm.size) if rank != number % comm.size]
+    if comm.rank in members:
+        with comm.subgroup(members, f"of {number}") as part, _numbered(members):
+            _all_reduce(part, length, number)
+
+
+@contextlib.contextmanager
+def _numbered(members: list[int]) -> Iterator[None]:
+    """Note in an error of a part which rank of the job it names."""
+    try:
+        yield
+    except XvcommError as error:
+        error.named = None if error.peer is None else members[error.peer]  # type: ignore[attr-defined]
+        raise
+
+
+def _objects(comm: Any, length: int, number: int) -> None:
+    found = comm.all_gather_object({"rank": comm.rank, "number": number})
+    assert [each["rank"] for each in found] == list(range(comm.size))
+
+
+COUNTED: tuple[Step, ...] = (
+    _all_reduce, _asynchronous, _broadcast, _all_gather, _reduce_scatter, _all_to_all, _around, _group, _messages,
+)  # fmt: skip
+"""Steps in which ranks with different lengths disagree."""
+PROGRAM: tuple[Step, ...] = (*COUNTED, _barrier, _split, _subgroup, _objects)
+
+
+def _expect(x: Any, value: float) -> None:
+    assert (np.asarray(x) == value).all(), f"wrong data: {np.unique(x)[:4]} in place of {value}"
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """One program and its fault; all of it follows from the seed.
+
+    Attributes:
+        topology: islands, as `xvcomm run --islands` takes them.
+        size: number of ranks.
+        store: who keeps the store, one of `STORES`.
+        fault: one of `FAULTS`.
+        victim: the rank that it strikes.
+        step: the step before which it strikes.
+        delay: seconds from there on, of faults that come later.
+        room: what is left of the victim's descriptors, or of /dev/shm in pages.
+        program: steps and lengths.
+    """
+
+    seed: int
+    topology: str
+    size: int
+    store: str
+    fault: str
+    victim: int
+    step: int
+    delay: float
+    room: int
+    program: tuple[tuple[Step, int], ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Run:
+        draw = random.Random(seed)
+        topology = draw.choice(TOPOLOGIES)
+        size = sum(int(island.partition(":")[2] or 1) for island in topology.split(","))
+        fault, store = FAULTS[seed % len(FAULTS)], draw.choice(STORES)
+        program = [(draw.choice(PROGRAM), draw.choice(LENGTHS)) for _ in range(STEPS)]
+        step = draw.randrange(STEPS)
+        if fault == "mismatch":
+            program[step] = draw.choice(COUNTED), program[step][1]
+        room = draw.choice((0, 1, 3, 6) if fault == "no descriptors" else (0, 2, 30, 300, 3000))
+        victim, delay = draw.randrange(size), draw.random() * 0.03
+        return cls(seed, topology, size, store, fault, victim, step, delay, room, tuple(program))
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that each operation has."""
+        return PATIENCE if self.fault in ("stop", "missing") else AMPLE
+
+    @property
+    def parts(self) -> bool:
+        """Whether it makes communicators of some ranks, where the fault can strike."""
+        return any(step in (_split, _subgroup) for step, _ in self.program[self.step :])
+
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{step.__name__[1:]} of {length}" for step, length in self.program)
+        return (
+            f"seed {self.seed}: {self.fault} of rank {self.victim} on {self.topology} before step {self.step} of {steps}; "
+            f"store: {self.store}; room {self.room}"
+        )
+
+
+def play(comm: Any, seed: int, folder: str) -> Ending:
+    """A rank's part of a run.
+
+    Args:
+        folder: of shared memory, where a small one was made.
+    """
+    run = Run.of(seed)
+    comm.timeout = run.timeout
+    victim = comm.rank == run.victim
+    error: Exception | None = None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    struck = raised = time.monotonic()
+    try:
+        with comm:
+            try:
+                for number, (step, length) in enumerate(run.program):
+                    if number == run.step:
+                        struck = time.monotonic()
+                        if victim:
+                            _strike(comm, run, folder)
+                    odd = victim and run.fault == "mismatch" and number == run.step
+                    step(comm, length + odd, number + 1)
+                if victim and run.fault in LATER:
+                    LATER[run.fault]()
+                comm.barrier()  # the last step may be through before a fault in it is seen
+            finally:
+                raised = time.monotonic()
+    except (XvcommError, Stumble) as caught:
+        error = caught
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    peer = getattr(error, "named", getattr(error, "peer", None))
+    return Ending(error, peer, raised - struck, time.monotonic() - raised)
+
+
+def _strike(comm: Any, run: Run, folder: str) -> None:
+    """Let the fault happen to this rank."""
+    match run.fault:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "kill later":
+            threading.Timer(run.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exception":
+            raise Stumble("the victim failed")
+        case "leave":
+            comm.close()
+        case "abort":
+            comm.abort("the victim gave up")
+        case "missing":
+            time.sleep(2 * PATIENCE)  # computes, and comes too late
+        case "fork":
+            _fork(comm)
+        case "signal":
+            signal.signal(signal.SIGUSR2, _stumble)
+            threading.Timer(run.delay, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR2)).start()
+        case "no descriptors":
+            _use_up_descriptors(run.room)
+        case "full shm":
+            _fill(folder, run.room)
+
+
+_came = threading.Event()
+
+
+def _stumble(number: int, frame: Any) -> None:
+    _came.set()
+    raise Stumble("a signal's handler raised")
+
+
+def _await_signal() -> None:
+    """Wait until the handler has raised; also where that was in a finalizer, whose exceptions Python drops."""
+    _came.wait(AMPLE)
+    raise Stumble("a signal's handler raised, and nothing came of it")
+
+
+LATER: dict[str, Callable[[], None]] = {"kill later": signal.pause, "signal": _await_signal}
+"""Faults that come at some time after the step, and how the victim waits for them at the end."""
+
+
+def _use_up_descriptors(left: int) -> None:
+    """Let this process open no more than a number of files."""
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(left + 1)]
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened), hard))
+    for fd in opened:
+        os.close(fd)
+
+
+def _fill(folder: str, left: int) -> None:
+    """Leave a number of pages in the folder of shared memory."""
+    free = os.statvfs(folder)
+    size = (free.f_bavail - left) * free.f_frsize
+    if size > 0:
+        with open(os.path.join(folder, "of others"), "wb") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, size)  # another rank may take of it meanwhile
+
+
+def _fork(comm: Any) -> None:
+    """A child that tries to take part, and leaves the block as its parent would."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with comm:
+                comm.all_reduce(np.ones(1))
+        except ClosedError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child's communicator is not dead"

@@ -1,0 +1,30 @@
+"""Shared by the tests with ranks: folders for shared memory that have little room."""
+
+import os
+import subprocess
+
+import pytest
+
+
+@pytest.fixture
+def small_folder(tmp_path):
+    """Mounts a tmpfs of a given size in kilobytes for shared memory; what is in it at the end was left behind."""
+    made = []
+
+    def mount(kilobytes):
+        folder = tmp_path / "shm"
+        folder.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount a small tmpfs here: {done.stderr.strip()}")
+        made.append(folder)
+        return folder
+
+    yield mount
+    try:
+        assert [name for path in made for name in os.listdir(path)] == []
+    finally:
+        for path in made:
+            subprocess.run(["umount", "-l", str(path)], check=True)
