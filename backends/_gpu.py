@@ -6,7 +6,6 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NoReturn, cast
 
 from xvcomm.abc.backend import Backend
@@ -37,6 +36,7 @@ from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType, ReduceOp
 from xvcomm.errors import ArgumentError, ArrayError, BackendUnavailable, ConfigError
+from xvcomm.kernelcache import kernel_cache
 from xvcomm.ring import Message, RingEnd
 
 _DEFAULT_STREAM = 0
@@ -78,8 +78,7 @@ class GpuDevice(Device):
 
     @on_device
     def _prepare(self, config: Config) -> tuple[Kernels, Engine]:
-        cache = Path(config.kernel_cache) if config.kernel_cache else Path.home() / ".cache" / "xvcomm"
-        kernels = Kernels(self.runtime, self.index, cache)
+        kernels = Kernels(self.runtime, self.index, kernel_cache(config.kernel_cache))
         return kernels, Engine(self.runtime, self.index, kernels, config.spin_us * 1e-6)
 
     def capabilities(self) -> DeviceCapabilities:

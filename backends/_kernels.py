@@ -9,11 +9,9 @@ import ctypes
 import enum
 import hashlib
 import inspect
-import os
 import struct
-import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +25,7 @@ from xvcomm.calling import call_11, let_go, take_back
 from xvcomm.dtype import DTYPES, UINT8, DType, ReduceOp
 from xvcomm.errors import BackendUnavailable
 from xvcomm.jit import brief, compiling
+from xvcomm.kernelcache import KernelCache
 from xvcomm.ring import MAX_LANES, Message
 
 STATE_BYTES = 128 + 16 * MAX_LANES
@@ -61,7 +60,6 @@ COPY_PLACES, SCALE_PLACES = (_TERMS.size, 24), (8, 40)
 
 _ALIGN = 16
 _LOG_LINES = 12
-_DIGEST = 32
 
 
 class Word(enum.IntEnum):
@@ -209,7 +207,7 @@ class Prepared:
 class Kernels:
     """The movers of one device. Any thread; the device must be the calling thread's, see `Runtime.use`."""
 
-    def __init__(self, runtime: Runtime, index: int, cache: Path) -> None:
+    def __init__(self, runtime: Runtime, index: int, cache: KernelCache) -> None:
         """Load the kernels, all of them: loading one later would wait for those that run, and they may wait for it.
 
         Raises:
@@ -338,18 +336,13 @@ def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
 
 
 class ImageCache:
-    """Compiled kernels in a folder, a file for each architecture, shared by all processes of the user.
+    """Compiled kernels in the cache, a file for each architecture: the lowered names, and the image."""
 
-    A file holds a digest of what follows, the lowered names, and the image. It is written beside its place and renamed,
-    so a reader sees all of it or nothing; one that is damaged all the same is compiled anew. A folder that cannot be
-    written costs time, nothing else.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, kept: KernelCache) -> None:
+        self._kept = kept
 
     def obtain(self, runtime: Runtime, architecture: str) -> tuple[bytes, dict[str, str]]:
-        """Image and lowered names of the kernels; compiles them if the folder has them not.
+        """Image and lowered names of the kernels; compiles them if the cache has them not.
 
         Raises:
             VendorError: they do not compile.
@@ -357,35 +350,14 @@ class ImageCache:
         text = runtime.source + source()
         # The runtime's own source says how it calls the compiler.
         calls = Path(inspect.getfile(type(runtime))).read_text()
-        file = self._folder / hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
-        kept = self._read(file)
-        if kept is None:
-            kept = runtime.compile(text, NAMES, architecture)
-            self._write(file, *kept)
-        return kept
-
-    def _read(self, file: Path) -> tuple[bytes, dict[str, str]] | None:
-        """What a file holds, if it is there and whole."""
-        try:
-            kept = file.read_bytes()
-        except OSError:
-            return None
-        digest, content = kept[:_DIGEST], kept[_DIGEST:]
-        if hashlib.sha256(content).digest() != digest:
-            return None
-        *lowered, image = content.split(b"\0", len(NAMES))
-        return image, {name: lower.decode() for name, lower in zip(NAMES, lowered, strict=True)}
-
-    def _write(self, file: Path, image: bytes, lowered: Mapping[str, str]) -> None:
-        """Keep an image, if the folder takes it."""
-        content = b"\0".join([*(lowered[name].encode() for name in NAMES), image])
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as scratch:
-                scratch.write(hashlib.sha256(content).digest() + content)
-            os.replace(scratch.name, file)
-        except OSError:
-            pass
+        file = hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
+        content = self._kept.read(file)
+        if content is not None:
+            *names, image = content.split(b"\0", len(NAMES))
+            return image, {name: lower.decode() for name, lower in zip(NAMES, names, strict=True)}
+        image, lowered = runtime.compile(text, NAMES, architecture)
+        self._kept.write(file, b"\0".join([*(lowered[name].encode() for name in NAMES), image]))
+        return image, lowered
 
 
 class _Arguments:

@@ -59,7 +59,11 @@ class Config:
     peer_ring_lanes: int = _var(16, "Lanes of such a ring, at most 64.", least=1, most=64)
     peer_ring_slots: int = _var(4, "Slots a lane there.", least=2)
     peer_ring_slot_bytes: int = _var(256 << 10, "Bytes a slot there; a multiple of 4096.", least=4096)
-    kernel_cache: str | None = _var(None, "Folder of compiled GPU kernels; `~/.cache/xvcomm` if unset.")
+    kernel_cache: str | None = _var(
+        None,
+        "Folder of compiled kernels, which no other user may be able to change; `~/.cache/xvcomm` if unset, or "
+        "`/tmp/xvcomm-UID` where that cannot be written.",
+    )
     stage_bytes: int = _var(
         256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096
     )
@@ -119,6 +123,11 @@ def _parse(variable: str, text: str, kind: str, least: float, most: float) -> An
 def replacement() -> str | None:
     """`XVCOMM_REPLACE` alone, for a moment when nobody can answer for the other variables: when torch is imported."""
     return os.environ.get("XVCOMM_REPLACE") or None
+
+
+def kernel_cache() -> str | None:
+    """`XVCOMM_KERNEL_CACHE` alone, for the same reason: kernels are compiled when modules are imported."""
+    return os.environ.get("XVCOMM_KERNEL_CACHE") or None
 
 
 def table() -> list[tuple[str, str, str]]:

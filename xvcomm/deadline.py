@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
-from time import monotonic
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import TypeVar
 
 import msgspec
 
 from xvcomm.errors import ArgumentError
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.05
+
+T = TypeVar("T")
 
 
 def checked(timeout: float) -> float:
@@ -53,3 +59,12 @@ class Deadline(msgspec.Struct, eq=False, gc=False):
 
 
 NEVER = Deadline(math.inf)
+
+
+def poll(look: Callable[[], T | None], deadline: Deadline) -> T | None:
+    """Call `look` until it gives something, at first often, then every 50 ms; None when time is up."""
+    pause = _FIRST_PAUSE
+    while (found := look()) is None and not deadline.expired():
+        sleep(deadline.sooner(pause))
+        pause = min(pause * 1.5, _LAST_PAUSE)
+    return found

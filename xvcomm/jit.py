@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import os
-import tempfile
+import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 from numba import njit
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
 from numba.core.event import Event, Listener, install_listener
 from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
+from xvcomm import config
+from xvcomm.deadline import Deadline, poll
 from xvcomm.fingerprint import fingerprint
+from xvcomm.kernelcache import KernelCache, kernel_cache
+from xvcomm.notice import notice
+from xvcomm.private import taken
+
+TURN_SECONDS = 120.0
+"""How long a process waits for another one that compiles; then it compiles for itself, and waits no more."""
 
 _threads = threading.RLock()
 _turn: _Turn | None = None
+_patient = True
 
 
 class _Missing(Exception):
@@ -30,9 +42,10 @@ class _Missing(Exception):
 class _Turn(Listener):  # type: ignore[misc]
     """This process's part in `compiling`; numba tells it before each step of compiling, and nothing when it loads."""
 
-    def __init__(self, lock: IO[str]) -> None:
-        self._lock, self._thread = lock, threading.get_ident()
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._mine = False
+        self._lock: int | None = None
 
     def on_start(self, event: Event) -> None:
         """Stop numba from compiling what another process may be compiling too."""
@@ -43,9 +56,28 @@ class _Turn(Listener):  # type: ignore[misc]
         """Nothing."""
 
     def take(self) -> None:
-        """Wait until no other process compiles."""
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        """Wait until no other process compiles, or for as long as one may."""
+        global _patient
         self._mine = True
+        if not _patient:
+            return
+        self._lock = lock = _kept().turn()
+        if lock is None:
+            return
+        try:
+            _patient = poll(lambda: taken(lock), Deadline.after(TURN_SECONDS)) is not None
+        except OSError:  # a file system that has no locks
+            return
+        if not _patient:
+            notice(
+                f"another process has compiled kernels for {TURN_SECONDS:g} s, or is stopped: compiling them here too; end "
+                f"it if it should not run (`fuser {_kept()}/lock` names it)"
+            )
+
+    def give_back(self) -> None:
+        """Let the next process compile."""
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 @contextmanager
@@ -59,13 +91,13 @@ def compiling() -> Iterator[None]:
         if _turn is not None:
             yield
             return
-        with open(os.path.join(tempfile.gettempdir(), f"xvcomm-jit-{os.getuid()}.lock"), "a") as lock:
-            _turn = _Turn(lock)
-            try:
-                with install_listener("numba:run_pass", _turn):
-                    yield
-            finally:
-                _turn = None
+        _turn = turn = _Turn()
+        try:
+            with install_listener("numba:run_pass", turn):
+                yield
+        finally:
+            _turn = None
+            turn.give_back()
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
@@ -124,25 +156,38 @@ def _callback(function: Callable[..., Any], signature: str) -> Any:
     return compiled
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
-    """A function's files on disk, where numba puts them, with its `fingerprint` in their names.
+class _Cache(NullCache):  # type: ignore[misc]
+    """A function's files in the `KernelCache`, with its `fingerprint` in their names.
 
-    numba itself would look at the file that holds the function, and not at those of what is inlined into it. With names
-    of its own no version ever reads what another one is writing.
+    numba's own cache would look at the file that holds the function, and not at those of what is inlined into it; it
+    raises where it finds no folder that it can write, and loads from one whoever owns it.
     """
 
     def __init__(self, function: Callable[..., Any], *options: object) -> None:
-        super().__init__(function)
-        self._cache_file = IndexDataCacheFile(
-            cache_path=self._cache_path,
-            filename_base=f"{self._impl.filename_base}-{fingerprint(function, *options)}",
-            source_stamp=self._impl.locator.get_source_stamp(),
-        )
+        python = f"py{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}"
+        self._name = f"{function.__module__}.{function.__qualname__}-{python}".replace("<", "").replace(">", "")
+        self._code = fingerprint(function, *options)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load without numba's tables of all that it can compile, which take longer than all kernels of a process."""
         rtsys.initialize(target_context)
-        return self._load_overload(sig, target_context)
+        kept = _kept().read(self._file(sig, target_context.codegen()))
+        return None if kept is None else CompileResult._rebuild(target_context, *pickle.loads(kept))
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled, unless it holds addresses of this process."""
+        if not data.lifted and not data.library.has_dynamic_globals:
+            _kept().write(self._file(sig, data.codegen), dumps(data._reduce()))
+
+    def _file(self, sig: Any, codegen: Any) -> str:
+        """The file's name, which says for which function, and of which signature and processor."""
+        parts = (self._name, self._code, sig, codegen.magic_tuple())
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+        return f"{self._name[-150:]}-{digest[:40]}"
+
+
+def _kept() -> KernelCache:
+    return kernel_cache(config.kernel_cache())
 
 
 _alive: list[Any] = []

@@ -11,6 +11,7 @@ import xvcomm
 from xvcomm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
+from xvcomm.private import PrivateFolder
 
 HOST, PORT = "127.0.0.1", 13333
 _LOOPBACK = (HOST, "::1", "localhost")
@@ -36,23 +37,21 @@ def _cookie(host: str) -> str:
     """A secret that all processes of this user can read, and nobody else: made once, and kept in the home folder.
 
     Raises:
-        ConfigError: ranks on other hosts may not have this home folder.
+        ConfigError: ranks on other hosts may not have this home folder, or it cannot be used.
     """
     if host not in _LOOPBACK:
         raise ConfigError(
             f"the ranks meet at {host}, which needs the job's secret: set XVCOMM_SECRET to the same random text on all "
             "ranks, for instance the output of `openssl rand -hex 16`"
         )
-    file = Path.home() / ".cache" / "xvcomm" / "secret"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f"secret-{os.getpid()}-{secrets.token_hex(4)}")
-        draft.touch(mode=0o600)
-        draft.write_text(secrets.token_hex(16))
-        try:
-            os.link(draft, file)  # whole, and only for the first
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
-    return file.read_text()
+    try:
+        folder = PrivateFolder(Path.home() / ".cache" / "xvcomm")
+        folder.make()
+        if folder.read("secret") is None:
+            folder.write("secret", secrets.token_hex(16).encode(), once=True)
+        return (folder.read("secret") or b"").decode()
+    except (OSError, RuntimeError) as error:  # the latter: no HOME, and nobody knows this user
+        raise ConfigError(
+            f"the ranks' secret cannot be kept in the home folder: {error}; set XVCOMM_SECRET to the same random text on "
+            "all ranks, for instance the output of `openssl rand -hex 16`"
+        ) from error

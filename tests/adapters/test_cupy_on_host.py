@@ -209,6 +209,7 @@ def test_ranks_meet_without_a_launcher(tmp_path: Path) -> None:
     port = str(20_000 + os.getpid() % 10_000)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
     environment |= {"XVCOMM_DEVICE": "host", "HOME": str(tmp_path), "CUPYX_DISTRIBUTED_PORT": port}
+    environment["XVCOMM_KERNEL_CACHE"] = str(Path.home() / ".cache" / "xvcomm")  # what other tests compiled
     ranks = [
         subprocess.Popen([sys.executable, script, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -34,14 +34,16 @@ print("compiled", sum(sum(f.stats.cache_misses.values()) for f in functions))
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process that needs the same kernels as the others, with a lock of their own."""
+    """Starts a process that needs the same kernels as the others, with a folder of their own."""
+    (tmp_path / "cache").mkdir(mode=0o700)
     (tmp_path / "kernels.py").write_text(MODULE)
-    env = os.environ | {"TMPDIR": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    env = os.environ | {"XVCOMM_KERNEL_CACHE": str(tmp_path / "cache")}
     started = []
 
-    def start():
-        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kernels"]
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    def start(before="pass"):
+        code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {before}; import kernels"
+        command = [sys.executable, "-c", code]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
     yield start
@@ -58,7 +60,7 @@ def _compiled(process, timeout=60):
 
 @contextlib.contextmanager
 def _lock(folder):
-    with open(folder / f"xvcomm-jit-{os.getuid()}.lock", "a") as lock:
+    with open(folder / "cache" / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -80,3 +82,24 @@ def test_what_is_not_on_disk_waits_for_the_process_that_compiles(start, tmp_path
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(timeout=5)
     assert _compiled(process) == 2
+
+
+def test_a_process_that_holds_the_lock_and_does_nothing_is_not_waited_for(start, tmp_path):
+    """One wait in all: the second block of kernels does not wait again."""
+    with _lock(tmp_path):
+        process = start("from xvcomm import jit; jit.TURN_SECONDS = 0.5")
+        assert _compiled(process) == 2
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
+def test_what_stands_in_the_place_of_the_lock_is_left_alone(start, tmp_path, what):
+    place = tmp_path / "cache" / "lock"
+    if what == "link":
+        place.symlink_to(tmp_path / "elsewhere")
+    elif what == "pipe":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+    assert _compiled(start()) == 2
+    assert _compiled(start()) == 0
+    assert not (tmp_path / "elsewhere").exists()

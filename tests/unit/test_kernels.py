@@ -17,6 +17,7 @@ from xvcomm.backends._kernels import Kernels, Transfer
 from xvcomm.backends._vendor import Addresses, Runtime, VendorError
 from xvcomm.dtype import BY_NAME, UINT8, DType, ReduceOp
 from xvcomm.errors import BackendUnavailable
+from xvcomm.kernelcache import KernelCache
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Message, RingLayout
 
@@ -59,7 +60,7 @@ class CountingRuntime:
 
 def counting(folder: Path, index: int = 0) -> tuple[CountingRuntime, Kernels]:
     runtime = CountingRuntime()
-    return runtime, Kernels(cast(Runtime, runtime), index, folder)
+    return runtime, Kernels(cast(Runtime, runtime), index, KernelCache(folder))
 
 
 def message(nbytes: int, dtype: DType = UINT8) -> Message:
@@ -81,7 +82,7 @@ def test_the_kernels_are_compiled_once_and_kept_on_disk(tmp_path: Path) -> None:
     assert again.compiled == [] and again.launched == runtime.launched
     other, _ = counting(folder, index=1)
     again.source = "// another\n"
-    Kernels(cast(Runtime, again), 0, folder)
+    Kernels(cast(Runtime, again), 0, KernelCache(folder))
     assert other.compiled == ["arch_1"] and again.compiled == ["arch_0"]
     assert not list(folder.glob(".*")), "files that were being written are gone"
 
@@ -110,10 +111,10 @@ def test_a_failed_compilation_says_what_to_do(tmp_path: Path) -> None:
     runtime = CountingRuntime()
     runtime.fails = True
     with pytest.raises(BackendUnavailable, match=r"(?s)arch_0.*first line.*update the counting toolkit") as error:
-        Kernels(cast(Runtime, runtime), 0, tmp_path)
+        Kernels(cast(Runtime, runtime), 0, KernelCache(tmp_path))
     assert len(str(error.value).splitlines()) < 20
     runtime.fails = False
-    scale(Kernels(cast(Runtime, runtime), 0, tmp_path))
+    scale(Kernels(cast(Runtime, runtime), 0, KernelCache(tmp_path)))
     assert runtime.compiled == ["arch_0"]
 
 

@@ -23,6 +23,7 @@ from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp
+from xvcomm.kernelcache import KernelCache
 from xvcomm.opcode import OpCode
 from xvcomm.ring import LEAST_APART_CHUNK, LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.shm import Segment
@@ -158,7 +159,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         pytest.skip("g++ compiles the kernels for host memory: apt-get install g++")
     folder = tmp_path_factory.mktemp("plain")
     with ThreadPoolExecutor(4) as threads:
-        kernels = Kernels(cast(Runtime, PlainRuntime(folder)), 0, folder / "cache")
+        kernels = Kernels(cast(Runtime, PlainRuntime(folder)), 0, KernelCache(folder / "cache"))
         yield Bench(kernels, HostDevice(Config()), threads, Config().shm_dir)
 
 

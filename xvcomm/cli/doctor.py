@@ -22,6 +22,7 @@ from rich.text import Text
 from xvcomm import registry, watch
 from xvcomm.config import Config, table
 from xvcomm.errors import ConfigError
+from xvcomm.kernelcache import REMEDY, kernel_cache
 from xvcomm.launch import discover
 from xvcomm.presence import NOWHERE, Presence
 
@@ -82,7 +83,7 @@ def examine(env: Mapping[str, str]) -> Report:
     except ConfigError as error:
         problems.append(Problem(str(error), "correct or unset the variable", fatal=True))
         config = Config()
-    machine = _machine()
+    machine = _machine() | {"compiled kernels": _kernels(config, problems)}
     try:
         launch = discover(env, config)
         machine["launcher"] = f"{launch.launcher}: rank {launch.rank} of {launch.size}"
@@ -130,6 +131,16 @@ def _missing(kind: str, name: str, found: list[dict[str, Any]]) -> list[Problem]
     return [
         Problem(f"{kind} {name} is not registered", "install xvcomm again: pip install --force-reinstall xvcomm", True)
     ]
+
+
+def _kernels(config: Config, problems: list[Problem]) -> str:
+    """Where compiled kernels are kept, and why not elsewhere."""
+    kept = kernel_cache(config.kernel_cache)
+    if not kept.writable:
+        what = f"compiled kernels cannot be kept ({kept.remarks}): every process compiles them anew"
+        problems.append(Problem(what, REMEDY, fatal=False))
+        return f"{kept} (read only)" if kept.folder else str(kept)
+    return f"{kept} ({kept.remarks})" if kept.remarks else str(kept)
 
 
 def _machine() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from functools import partial
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from xvcomm.abc.store import ANSWER_SECONDS
-from xvcomm.deadline import Deadline
+from xvcomm.deadline import Deadline, poll
 from xvcomm.errors import ConfigError, DeadlineExceeded
-from xvcomm.store.polling import poll
+from xvcomm.private import taken, trusted
 
 LOCK = "lock"
 _MEMBERS = "members"
@@ -27,7 +26,7 @@ def make(folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for found in (folder.lstat(), folder.stat()):
-        if found.st_uid not in (os.geteuid(), 0):
+        if not trusted(found):
             raise ConfigError(
                 f"the folder {folder} of the file store belongs to another user (uid {found.st_uid}), who could change the "
                 "job's messages: name a folder of your own in XVCOMM_STORE, for instance one that does not exist yet"
@@ -45,7 +44,7 @@ def hold(folder: Path, lock: int, deadline: Deadline) -> None:
     Raises:
         DeadlineExceeded: another process has it.
     """
-    if poll(partial(_taken, lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
+    if poll(partial(taken, lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
         raise DeadlineExceeded(
             f"another process holds the lock of the store in {folder} ({folder / LOCK}) and did not let go of it in time; "
             "a rank of the job is stopped, or a program outside the job holds the lock"
@@ -108,11 +107,3 @@ def _clear(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != LOCK:
             path.unlink(missing_ok=True)
-
-
-def _taken(lock: int) -> bool | None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return True

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import TypeVar
 
 from xvcomm.abc.store import NotSet, Store
-from xvcomm.deadline import Deadline
-
-_FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.05
-
-T = TypeVar("T")
-
-
-def poll(look: Callable[[], T | None], deadline: Deadline) -> T | None:
-    """Call `look` until it gives something, at first often, then every 50 ms; None when time is up."""
-    pause = _FIRST_PAUSE
-    while (found := look()) is None and not deadline.expired():
-        time.sleep(deadline.sooner(pause))
-        pause = min(pause * 1.5, _LAST_PAUSE)
-    return found
+from xvcomm.deadline import Deadline, poll
 
 
 class PollingStore(Store):

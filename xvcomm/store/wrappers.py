@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from xvcomm.abc.store import ANSWER_SECONDS
-from xvcomm.deadline import NEVER, Deadline
+from xvcomm.deadline import NEVER, Deadline, poll
 from xvcomm.errors import ConfigError, DeadlineExceeded, StoreError
 from xvcomm.store.hosting import Invitation, invite
-from xvcomm.store.polling import PollingStore, poll
+from xvcomm.store.polling import PollingStore
 from xvcomm.store.tcp import TcpStore
 
 _LONGEST = timedelta(days=1)

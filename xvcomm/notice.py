@@ -1,0 +1,36 @@
+"""What a user should know though nothing failed: warnings of the logger `xvcomm`, by one process of a host."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from functools import cache
+
+_logger = logging.getLogger("xvcomm")
+
+
+def notice(text: str) -> None:
+    """Log a warning, which goes to stderr where the program has not said otherwise; of several ranks here one does."""
+    if _logger.isEnabledFor(logging.WARNING) and _speaks():
+        _logger.warning("xvcomm: %s", text)
+
+
+@cache
+def _speaks() -> bool:
+    """Whether no other process of this host does; the first one does to its end.
+
+    The lock is on this file, which is there also where nothing can be written.
+    """
+    try:
+        file = open(__file__, "rb")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return False
+    except OSError:  # a file system that has no locks
+        return True
+    _held.append(file)
+    return True
+
+
+_held: list[object] = []
