@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from xvcomm.abc.device import PeerMemory
@@ -53,7 +54,7 @@ class Member(NamedTuple):
 
 
 def at_once(config: Config) -> int:
-    """Bytes of a message that any empty ring between islands takes before any of it is received."""
+    """Bytes of a message that any empty ring between islands takes, in a job with GPUs, before any of it is received."""
     return min(_host_layout(config).at_once(1), _gpu_collective_layout(config).at_once(1))
 
 
@@ -96,6 +97,7 @@ class Links:
         self._transports = {t.capabilities().scheme: t for t in transports}
         self._lending = lending
         self._members = members
+        self._gpus = any(member.kind != "host" for member in members)
         self._word = 0
         self._left: dict[int, int] = {}
         self._gpu_layout, self.gpu_collective_layout = _gpu_layout(config), _gpu_collective_layout(config)
@@ -120,11 +122,16 @@ class Links:
         return self._transports[choose(self._members[self._rank].offers, self._members[peer].offers).scheme]
 
     def _layout(self, peer: int, use: Use, channel: int) -> RingLayout:
-        """A pure function of use, channel and both ends, so that it does not matter who makes the ring.
+        """A function of use, channel and the members, so that it does not matter who makes the ring.
 
         Further channels have less memory each, as there may be many: enough to carry small messages that nobody waits
-        for yet, and large ones at most of the speed. With GPUs it is a quarter of what channel 0 has.
+        for yet, and large ones at most of the speed. With GPUs it is a quarter of what channel 0 has. In a job with GPUs
+        plans count on what rings for collectives take at once.
         """
+        layout = self._full_layout(peer, use, channel)
+        return replace(layout, fixed=True) if use is Use.COLLECTIVE and self._gpus else layout
+
+    def _full_layout(self, peer: int, use: Use, channel: int) -> RingLayout:
         me, other = self._members[self._rank], self._members[peer]
         if me.kind == other.kind == "host":
             full = self._host_layout

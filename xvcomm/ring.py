@@ -22,7 +22,7 @@ import ctypes
 import enum
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from xvcomm.dtype import BY_CODE
@@ -94,12 +94,15 @@ class RingLayout:
 
     Attributes:
         apart: whether the slots lie in a GPU's memory instead of behind the ledger.
+        fixed: whether whoever makes the ring must keep to it, because somebody counts on what the ring takes at once; else
+            the ring may be smaller where memory is short.
     """
 
     lanes: int
     slots: int
     slot_bytes: int
     apart: bool = False
+    fixed: bool = field(default=False, compare=False)
 
     @property
     def ledger(self) -> int:
@@ -127,6 +130,14 @@ class RingLayout:
             return self.capacity
         # Of each message but one, a lane's last slot may be nearly empty.
         return self.lanes * max(0, self.slots - max(0, messages - 1)) * min(self.slot_bytes, LEAST_CHUNK)
+
+    def smaller(self) -> RingLayout | None:
+        """About half of it, in as many lanes; None if it is as small as a ring should be, or fixed."""
+        if self.fixed or self.apart:
+            return None
+        if self.slot_bytes > LEAST_CHUNK:  # smaller slots cost less speed than fewer
+            return replace(self, slot_bytes=max(LEAST_CHUNK, round_up(self.slot_bytes // 2, PAGE)))
+        return replace(self, slots=max(_PIECES, self.slots // 2)) if self.slots > _PIECES else None
 
     def head(self, lane: int) -> int:
         """Offset of a lane's count of produced slots."""

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,9 +79,8 @@ class Segment:
             os.close(fd)
             path.unlink(missing_ok=True)
             if error.errno == errno.ENOSPC:
-                free = os.statvfs(folder)
                 raise ResourceError(
-                    f"{folder} is full: {size} bytes wanted, {free.f_bavail * free.f_frsize} free; enlarge it "
+                    f"{folder} is full: {size} bytes wanted, {room(folder)[1]} free; enlarge it "
                     f"(docker run --shm-size=..., mount -o remount,size=... {folder}), or lower XVCOMM_RING_SLOTS, "
                     "XVCOMM_RING_SLOT_BYTES and XVCOMM_STAGE_BYTES"
                 ) from error
@@ -150,6 +150,14 @@ class Segment:
             with contextlib.suppress(BufferError):
                 self.view.release()
                 self._map.close()
+
+
+def room(folder: str) -> tuple[int, int]:
+    """Bytes that a folder's file system has in all, and those that are free."""
+    found = os.statvfs(folder)
+    if not found.f_blocks:  # a tmpfs that was given no limit
+        return sys.maxsize, sys.maxsize
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def unusable(folder: str) -> str:

@@ -6,10 +6,19 @@ from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
+from xvcomm.errors import ResourceError
 from xvcomm.ring import RingEnd, RingLayout
-from xvcomm.shm import Segment
+from xvcomm.shm import Segment, room
 
 __all__ = ["ShmTransport"]
+
+
+_RINGS = 32
+"""So many rings of one size are to find room in what is free when one of them is made."""
+
+_KEPT_BYTES = 16 << 20
+"""What rings leave free for the rest, such as arenas of native libraries; a quarter of a folder that has less than four
+times as much. Rings that are as small as they get take it all the same."""
 
 
 class ShmTransport(Transport):
@@ -36,11 +45,26 @@ class ShmTransport(Transport):
                 raise
             segment.unlink()
             return end
-        segment = Segment.create(self._folder, job, layout.size)
+        segment, layout = self._make(job, layout)
         with segment.named():
             end = RingEnd.create(segment, layout, peer=peer, producer=producer)
             store.set(name, segment.name.encode(), deadline)
         return end
+
+    def _make(self, job: str, layout: RingLayout) -> tuple[Segment, RingLayout]:
+        """Memory for a ring, and its shape: smaller than asked for where there is little room, so that others find some."""
+        total, free = room(self._folder)
+        share = (free - min(_KEPT_BYTES, total // 4)) // _RINGS
+        while layout.size > share and (smaller := layout.smaller()) is not None:
+            layout = smaller
+        while True:
+            try:
+                return Segment.create(self._folder, job, layout.size), layout
+            except ResourceError:  # others took the room meanwhile
+                smaller = layout.smaller()
+                if smaller is None:
+                    raise
+                layout = smaller
 
     def close(self) -> None:
         """See `Transport.close`; owns nothing."""

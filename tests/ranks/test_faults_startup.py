@@ -195,6 +195,25 @@ def test_no_room_for_shared_memory(processes, small_folder, kilobytes, use):
     assert seconds < SOON
 
 
+def exchange_with_all(comm):
+    """Rings of every pair for messages, on two channels, and across the border for collectives."""
+    mine = np.arange(1 << 17) + comm.rank
+    for channel in (0, 1):
+        for shift in range(1, comm.size):
+            source, theirs = (comm.rank - shift) % comm.size, np.zeros_like(mine)
+            comm.sendrecv(mine, (comm.rank + shift) % comm.size, theirs, source, channel=channel)
+            assert np.array_equal(theirs, mine - comm.rank + source)
+    assert np.array_equal(comm.all_gather(mine[:100]).reshape(comm.size, -1)[:, 0], np.arange(comm.size))
+    assert comm.all_reduce(np.ones(1 << 16))[-1] == comm.size
+
+
+def test_rings_are_smaller_where_there_is_little_room(small_folder):
+    """In full size those of messages alone took 25 MiB."""
+    env = {"XVCOMM_SHM_DIR": str(small_folder(5 << 10)), "XVCOMM_TRACE_RECORDS": "16", "XVCOMM_STAGE_BYTES": "4096"}
+    with World(4, "a:2,b:2", env={**env, "XVCOMM_PROCESS_MEMORY": "0"}) as world:
+        world.run(exchange_with_all)
+
+
 def test_no_such_folder_for_shared_memory(processes):
     envs = environments(free_port(), 2)
     envs[1]["XVCOMM_SHM_DIR"] = "/no/such/folder"

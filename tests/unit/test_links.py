@@ -152,3 +152,14 @@ def test_why_two_gpus_share_no_memory(theirs: PeerMemory | None, refusal: str) -
     found = peer_refusal(FIRST, theirs)
     assert found == peer_refusal(theirs, FIRST)
     assert refusal in found and bool(refusal) == bool(found)
+
+
+@pytest.mark.parametrize(("kinds", "fixed"), [(("host", "host"), False), (("host", "host", "cuda"), True)])
+def test_rings_for_collectives_keep_their_size_in_a_job_with_gpus(kinds: tuple[str, ...], fixed: bool) -> None:
+    transport = Recording()
+    mine = links(transport, 0, kinds)
+    for use in Use:
+        mine.end(1, use, NEVER, producer=True)
+    mine.close()
+    found = {name.split("/")[1]: layout.fixed for name, (_, layout, _) in transport.opened.items()}
+    assert found == {"point_to_point": False, "collective": fixed}

@@ -21,6 +21,7 @@ from xvcomm.ring import (
     CONSUMED,
     COUNTERS,
     ENTRY,
+    LEAST_CHUNK,
     LEDGER,
     LINE,
     Message,
@@ -80,6 +81,25 @@ def test_an_empty_ring_takes_what_it_says_it_takes_at_once(layout: RingLayout, d
             slots[lane] += -(-(end - begin) // chunk)
     assert max(slots) <= layout.slots
     assert layout.at_once(layout.slots + 1) == 0
+
+
+@given(layouts)
+def test_smaller_rings_have_as_many_lanes_and_take_a_message_in_pieces(layout: RingLayout) -> None:
+    shapes = [layout]
+    while (smaller := shapes[-1].smaller()) is not None:
+        shapes.append(smaller)
+    for one, following in pairwise(shapes):
+        assert following.lanes == one.lanes and following.size < one.size
+        assert following.slot_bytes >= min(one.slot_bytes, LEAST_CHUNK) and following.slots >= min(one.slots, 4)
+        assert following.slot_bytes % PAGE == 0
+    assert shapes[-1].capacity <= layout.lanes * 4 * LEAST_CHUNK
+
+
+def test_a_ring_that_somebody_counts_on_is_not_smaller() -> None:
+    assert RingLayout(1, 96, 16384, fixed=True).smaller() is None
+    assert RingLayout(16, 4, 256 << 10, apart=True).smaller() is None
+    assert RingLayout(1, 96, 16384).smaller() == RingLayout(1, 48, 16384)
+    assert RingLayout(8, 4, 256 << 10).smaller() == RingLayout(8, 4, 128 << 10)
 
 
 def test_cuts_written_out() -> None:

@@ -90,7 +90,7 @@ class Transport(ABC):
         Args:
             name: equal on both ranks, used once.
             peer: rank at the other end.
-            layout: for a ring that this call makes; else the maker's counts.
+            layout: for a ring that this call makes, or what its `smaller` gives if memory is short; else the maker's counts.
             store: where the two ends find each other.
             deadline: for what was begun on the other side to be finished.
             producer: which end.
