@@ -331,11 +331,10 @@ class CclCollective(Collective):
         """Each member gets its parts of all and reduces them, in order of the members and with one rounding."""
         how, share = self._routes[dtype.code << 4 | op.op], self._share_bytes
         if how.scale is Scale.BEFORE:
-            divisor = self._members if op.op is ReduceOp.AVG else 0
             scaled = [(room + (self._members + i) * share, nbytes) for i, (_, nbytes) in enumerate(mine)]
             for (src, nbytes), (dst, _) in zip(mine, scaled, strict=True):
                 if nbytes:
-                    self._device.scale(dst, src, nbytes // dtype.itemsize, dtype, op.factor, divisor, stream)
+                    self._device.scale(dst, src, nbytes // dtype.itemsize, dtype, op.factor, 0, stream)
             mine = scaled
         nbytes = mine[self._me][1]
         theirs = [(room + member * share, nbytes) for member in range(self._members)]

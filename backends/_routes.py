@@ -48,7 +48,7 @@ def route(dtype: DType, op: ReduceOp, reducible: Collection[str]) -> Route:
     if known and (op in _PLAIN or (dtype.kind == "f" and op in _SUMS)):
         return Route(dtype, op)
     base = Reduction(op).base
-    if op is ReduceOp.PREMUL_SUM or (op is ReduceOp.AVG and dtype.small_range):
+    if op is ReduceOp.PREMUL_SUM:
         return Route(None, base, scale=Scale.BEFORE)
     if op is ReduceOp.AVG:
         return Route(dtype if known else None, base, scale=Scale.AFTER)

@@ -106,11 +106,11 @@ class Call(msgspec.Struct, eq=False, gc=False):
     def request(self) -> Request:
         """The same for the planner."""
         how = self.reduction
-        average = how is not None and how.op is ReduceOp.AVG
+        op = ReduceOp.SUM if how is None else how.op
         return Request(
             _REQUESTS[self.op], self.dtype.itemsize, self.count, self.counts, self.recv_counts, self.root,
-            average=average, premul=how is not None and how.op is ReduceOp.PREMUL_SUM,
-            scale_first=average and self.dtype.small_range,
+            average=op is ReduceOp.AVG, premul=op is ReduceOp.PREMUL_SUM,
+            rounds_once=how is not None and self.dtype.low_precision and op not in (ReduceOp.MIN, ReduceOp.MAX),
         )  # fmt: skip
 
 

@@ -37,11 +37,6 @@ class DType:
         return self.kind == "f" and self.itemsize < 4
 
     @property
-    def small_range(self) -> bool:
-        """Whether a sum of ordinary values may overflow, so that averages divide before they add."""
-        return self.kind == "f" and self.itemsize < 4 and self.name != "bfloat16"
-
-    @property
     def numpy(self) -> Any:
         """The `numpy.dtype`, from ml_dtypes for bfloat16 and the float8 dialects."""
         return _numpy_dtype(self.name)
@@ -78,7 +73,7 @@ DTYPES: tuple[DType, ...] = (
 BY_NAME = {d.name: d for d in DTYPES}
 BY_CODE = {d.code: d for d in DTYPES}
 BY_DLPACK = {d.dlpack: d for d in DTYPES if d.dlpack is not None}
-UINT8, INT64 = BY_NAME["uint8"], BY_NAME["int64"]
+UINT8, INT64, FLOAT32 = BY_NAME["uint8"], BY_NAME["int64"], BY_NAME["float32"]
 
 
 def _by_name(name: str) -> DType:

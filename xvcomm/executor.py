@@ -11,7 +11,7 @@ from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, MessageForm, Queue
 from xvcomm.boarding import Ends
 from xvcomm.context import Context
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import DType, Reduction
+from xvcomm.dtype import FLOAT32, DType, Reduction
 from xvcomm.enqueued import EnqueuedStep, Place
 from xvcomm.links import Use
 from xvcomm.opcode import OpCode
@@ -36,6 +36,7 @@ from xvcomm.schedule.steps import (
 )
 
 _LANES = tuple(Lane)
+_ALIGN = 64
 
 SERIAL_BYTES = 4 << 20
 """Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
@@ -48,9 +49,9 @@ class Buffers:
     src: int
     dst: int
 
-    def bases(self, scratch: int) -> dict[Buf, int]:
+    def bases(self, scratch: int, wide: int = 0) -> dict[Buf, int]:
         """Where everything lies that spans speak of."""
-        return {Buf.IN: self.src, Buf.OUT: self.dst, Buf.TMP: scratch}
+        return {Buf.IN: self.src, Buf.OUT: self.dst, Buf.TMP: scratch, Buf.WIDE: wide}
 
 
 class Executor:
@@ -80,7 +81,9 @@ class Executor:
         Raises:
             RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.fail`.
         """
-        bases = buffers.bases(self._scratch_address(schedule.scratch * dtype.itemsize))
+        narrow = -(-schedule.scratch * dtype.itemsize // _ALIGN) * _ALIGN
+        scratch = self._scratch_address(narrow + schedule.wide * FLOAT32.itemsize)
+        bases = buffers.bases(scratch, scratch + narrow)
         self._enqueue(schedule, bases, dtype, op, operation, deadline)
         for stream in self._streams.values():
             stream.synchronize()
@@ -239,16 +242,20 @@ class _Run:
                 end = self._end(peer, producer=False)
                 self._device.get(end, self._at(dst), self._message(dst), stream, self._op.base, remote_first=first)
             case Copy(src=src, dst=dst):
-                if self._at(src) != self._at(dst):
-                    self._device.copy(self._at(dst), self._at(src), src.count * self._dtype.itemsize, stream)
+                if (src.buf is Buf.WIDE) is not (dst.buf is Buf.WIDE):
+                    self._convert(src, dst, 1.0, 0, stream)
+                elif self._at(src) != self._at(dst):
+                    self._device.copy(self._at(dst), self._at(src), self._nbytes(src), stream)
             case Reduce(srcs=srcs, dst=dst):
                 addresses = [self._at(s) for s in srcs]
-                self._device.reduce(self._at(dst), addresses, dst.count, self._dtype, self._op.base, stream)
+                self._device.reduce(self._at(dst), addresses, dst.count, self._of(dst), self._op.base, stream)
             case Scale(src=src, dst=dst, factor=factor):
                 divisor = self._divisor(factor)
-                self._device.scale(
-                    self._at(dst), self._at(src), src.count, self._dtype, self._op.factor, divisor, stream
-                )
+                if (src.buf is Buf.WIDE) is not (dst.buf is Buf.WIDE):
+                    self._convert(src, dst, self._op.factor, divisor, stream)
+                else:
+                    places = self._at(dst), self._at(src)
+                    self._device.scale(*places, src.count, self._of(src), self._op.factor, divisor, stream)
             case Native():
                 self._native(step, stream)
 
@@ -277,6 +284,10 @@ class _Run:
                 form = CollectiveForm(OpCode[op.name], sizes, recv_counts, self._dtype, how, root)
                 return self._enqueued_call(self._context.native(self._deadline).enqueued(form), src, dst)
         return None
+
+    def _convert(self, src: Span, dst: Span, factor: float, divisor: int, stream: Stream) -> None:
+        places, widens = (self._at(dst), self._at(src)), dst.buf is Buf.WIDE
+        self._device.convert(*places, src.count, self._dtype, factor, divisor, stream, widens=widens)
 
     def _divisor(self, factor: Factor) -> int:
         return self._context.topology.size if factor is Factor.AVERAGE else 0
@@ -313,15 +324,21 @@ class _Run:
         return end
 
     def _at(self, span: Span) -> int:
-        return self._bases[span.buf] + span.start * self._dtype.itemsize
+        return self._bases[span.buf] + span.start * self._of(span).itemsize
+
+    def _of(self, span: Span) -> DType:
+        return FLOAT32 if span.buf is Buf.WIDE else self._dtype
+
+    def _nbytes(self, span: Span) -> int:
+        return span.count * self._of(span).itemsize
 
     def _message(self, span: Span) -> Message:
-        m = self._operation.message
-        return Message(m.op, m.dtype, span.count * self._dtype.itemsize, self._operation.sequence, m.detail)
+        m, dtype = self._operation.message, FLOAT32.code if span.buf is Buf.WIDE else self._operation.message.dtype
+        return Message(m.op, dtype, self._nbytes(span), self._operation.sequence, m.detail)
 
     def _native(self, step: Native, stream: Stream) -> None:
         native = self._context.native(self._deadline)
-        src, dst, dtype = self._at(step.src), self._at(step.dst), self._dtype
+        src, dst, dtype = self._at(step.src), self._at(step.dst), self._of(step.src)
         # Scaling is steps of its own here: to the library an average is a sum.
         op = Reduction(self._op.base)
         match step.op:
@@ -329,6 +346,8 @@ class _Run:
                 native.all_reduce(src, dst, step.src.count, dtype, op, stream)
             case NativeOp.REDUCE:
                 native.reduce(src, dst, step.src.count, dtype, op, step.root, stream)
+            case NativeOp.REDUCE_SCATTER if self._of(step.dst) is not dtype:
+                native.partial_sums(src, dst, step.counts, dtype, op, stream)
             case NativeOp.REDUCE_SCATTER:
                 native.reduce_scatter(src, dst, step.counts, dtype, op, stream)
             case NativeOp.ALL_GATHER:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from xvcomm.config import Config
@@ -46,10 +46,11 @@ class Plan:
     def explain(self) -> list[str]:
         """The plan as lines of text: what is asked for, then one line a step."""
         request = self.request
+        wide = f", {self.schedule.wide} in float32" if self.schedule.wide else ""
         cut = f"segments of {self.segment}" if self.segment else "one segment"
         return [
             f"{request.op.value} of {_elements(request)} elements of {request.itemsize} bytes on rank {self.rank}: "
-            f"{len(self.schedule.steps)} steps, {cut}, scratch {self.schedule.scratch}",
+            f"{len(self.schedule.steps)} steps, {cut}, scratch {self.schedule.scratch}{wide}",
             *lines(self.schedule),
         ]
 
@@ -68,6 +69,7 @@ class Planner:
         self._topology = topology
         self._rank = rank
         # Among processes of one host, which share its cores, less work counts for more than fewer calls.
+        self._gpus = gpus
         self._at_once = at_once(config) if gpus else 0
         self._link_bytes = config.gpu_segment_bytes if gpus else config.segment_bytes
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
@@ -81,6 +83,8 @@ class Planner:
         return self._kept(request)
 
     def _make(self, request: Request) -> Plan:
+        if self._gpus and request.rounds_once:  # their libraries round what an island adds
+            request = replace(request, rounds_once=False)
         nbytes = _elements(request) * request.itemsize
         tuning = tune(request.op, nbytes, self._topology, self._link_bytes, self._at_once)
         segment = tuning.segment_bytes // request.itemsize

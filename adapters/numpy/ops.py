@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xvcomm.adapters.numpy.buffers import block
 from xvcomm.adapters.numpy.datatypes import Datatype, of
-from xvcomm.dtype import from_numpy, reduction_on
+from xvcomm.dtype import BY_NAME, from_numpy, reduction_on
 from xvcomm.errors import ArgumentError, DTypeError
 
 Array = NDArray[Any]
@@ -84,7 +84,7 @@ class Op:
         return True
 
     def fold(self, rows: Sequence[Array] | Array) -> Array:
-        """Combine vectors in their order, on this rank.
+        """Combine vectors in their order, on this rank; low precision in float32, rounded once.
 
         Raises:
             DTypeError: it is not defined on their dtype.
@@ -99,7 +99,11 @@ class Op:
         try:
             # A single row is nothing to combine, and must be refused all the same.
             self._ufunc(rows[0][:0], rows[0][:0])
-            return np.asarray(reduce(self._ufunc, rows)).astype(rows[0].dtype, copy=False)
+            given = rows[0].dtype
+            low = BY_NAME.get(given.name)
+            if low is not None and low.low_precision:
+                rows = [row.astype(np.float32) for row in rows]
+            return np.asarray(reduce(self._ufunc, rows)).astype(given, copy=False)
         except TypeError as error:
             raise DTypeError(f"{self.name} is not defined on {rows[0].dtype}: {error}") from None
 

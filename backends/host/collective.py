@@ -16,10 +16,10 @@ from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host import direct, kernels, processes
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.kernels import Mode, Word
-from xvcomm.backends.host.reducers import BLOCK, kit, scaler
+from xvcomm.backends.host.reducers import BLOCK, finisher, kit, scaler, unrounded, widener
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
-from xvcomm.dtype import DType, ReduceOp, Reduction
+from xvcomm.dtype import FLOAT32, DType, ReduceOp, Reduction
 from xvcomm.opcode import OpCode
 from xvcomm.ring import ABORT, LINE, Reason
 from xvcomm.shm import PAGE, Segment, round_up
@@ -30,6 +30,7 @@ everyone's, so the limit falls with the square of the others."""
 
 _ATTACHED = 2 * LINE
 _PLANS_KEPT = 1000
+_SUM = Reduction(ReduceOp.SUM)
 Kernel = Callable[[int, int, int], int]
 
 
@@ -40,13 +41,11 @@ class Plan(NamedTuple):
         kernel: the compiled loop.
         address: of the words that it takes (see `kernels.Word`).
         memory: holds them.
-        scales_input: whether the input must be scaled first.
     """
 
     kernel: Kernel
     address: int
     memory: np.ndarray
-    scales_input: bool
 
 
 def fair_blocks(count: int, ranks: int, itemsize: int) -> np.ndarray:
@@ -69,6 +68,30 @@ def _made_by_first(store: Store, name: str, deadline: Deadline) -> str:
         return store.get(name, deadline).decode()
     except NotSet as error:
         raise CollectiveStalled((0,)) from error
+
+
+class _Scaled:
+    """A scaled copy of an input, and room for the sum of such copies: float32 for low precision, which is rounded behind it.
+
+    Gives the addresses and the dtype to use meanwhile.
+    """
+
+    def __init__(self, src: int, dst: int, count: int, results: int, dtype: DType, factor: float) -> None:
+        self._src, self._dst, self._count, self._results = src, dst, count, results
+        self._dtype, self._factor = dtype, factor
+        self._wide = FLOAT32 if dtype.low_precision else dtype
+        self._copy = np.empty(count * self._wide.itemsize, np.uint8)
+        self._result = np.empty(results * self._wide.itemsize if dtype.low_precision else 0, np.uint8)
+
+    def __enter__(self) -> tuple[int, int, DType]:
+        low = self._dtype.low_precision
+        convert = widener(self._dtype) if low else scaler(self._dtype)
+        kernels.scale(convert, self._copy.ctypes.data, self._src, self._count, self._factor, 0)
+        return int(self._copy.ctypes.data), int(self._result.ctypes.data) if low else self._dst, self._wide
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and self._result.size:
+            kernels.scale(finisher(self._dtype), self._dst, self._result.ctypes.data, self._results, 1.0, 0)
 
 
 class HostCollective(Collective):
@@ -101,21 +124,36 @@ class HostCollective(Collective):
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """See `Collective.all_reduce`."""
+        if op.op is ReduceOp.PREMUL_SUM:
+            with _Scaled(src, dst, count, count, dtype, op.factor) as (src, dst, dtype):
+                self.all_reduce(src, dst, count, dtype, _SUM, stream)
+            return
         plan = self._plans.get((OpCode.ALL_REDUCE, count, dtype.code, op.op)) or self._all_reduce(count, dtype, op)
-        if plan.scales_input:
-            self._run_scaled(plan, src, dst, count, dtype, op, stream)
-        else:
-            self._run(plan, src, dst, stream)
+        self._run(plan, src, dst, stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
         """See `Collective.reduce`."""
-        self._run_scaled(self._reduce(count, dtype, op, root), src, dst, count, dtype, op, stream)
+        if op.op is ReduceOp.PREMUL_SUM:
+            with _Scaled(src, dst, count, count if self._me == root else 0, dtype, op.factor) as (src, dst, dtype):
+                self.reduce(src, dst, count, dtype, _SUM, root, stream)
+            return
+        self._run(self._reduce(count, dtype, op, root), src, dst, stream)
 
     def reduce_scatter(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
         """See `Collective.reduce_scatter`."""
-        self._run_scaled(self._reduce_scatter(counts, dtype, op), src, dst, sum(counts), dtype, op, stream)
+        if op.op is ReduceOp.PREMUL_SUM:
+            with _Scaled(src, dst, sum(counts), counts[self._me], dtype, op.factor) as (src, dst, dtype):
+                self.reduce_scatter(src, dst, counts, dtype, _SUM, stream)
+            return
+        self._run(self._reduce_scatter(counts, dtype, op), src, dst, stream)
+
+    def partial_sums(
+        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
+    ) -> None:
+        """See `Collective.partial_sums`."""
+        self._run(self._reduce_scatter(counts, dtype, op, rounds=False), src, dst, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
         """See `Collective.all_gather`."""
@@ -142,6 +180,8 @@ class HostCollective(Collective):
     def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
         """See `Collective.prepare`; none for an operation that scales its input."""
         op, counts, recv_counts, dtype, reduction, root = form
+        if reduction.op is ReduceOp.PREMUL_SUM:
+            return None
         match op:
             case OpCode.ALL_REDUCE | OpCode.BARRIER:
                 plan = self._all_reduce(counts[0], dtype, reduction)
@@ -161,8 +201,6 @@ class HostCollective(Collective):
                 plan = self._all_to_all(counts, recv_counts, dtype)
             case _:
                 return None
-        if plan.scales_input:
-            return None
         return PreparedCollective(kernels.address(plan.kernel), plan.address, partial(self._run, plan))
 
     def _all_reduce(self, count: int, dtype: DType, op: Reduction) -> Plan:
@@ -177,12 +215,12 @@ class HostCollective(Collective):
         shares = fair_blocks(count, self._ranks, dtype.itemsize)
         return self._shared(shares, Mode.ROOT, root, count, dtype, op)
 
-    def _reduce_scatter(self, counts: Sequence[int], dtype: DType, op: Reduction) -> Plan:
-        key = (OpCode.REDUCE_SCATTER, tuple(counts), dtype.code, op.op)
+    def _reduce_scatter(self, counts: Sequence[int], dtype: DType, op: Reduction, *, rounds: bool = True) -> Plan:
+        key = (OpCode.REDUCE_SCATTER, tuple(counts), dtype.code, op.op, rounds)
         plan = self._plans.get(key)
         if plan is None:
             table = blocks(counts, dtype.itemsize)
-            plan = self._keep(key, self._shared(table, Mode.SCATTER, 0, sum(counts), dtype, op))
+            plan = self._keep(key, self._shared(table, Mode.SCATTER, 0, sum(counts), dtype, op, rounds=rounds))
         return plan
 
     def _all_gather(self, counts: Sequence[int], dtype: DType) -> Plan:
@@ -241,7 +279,7 @@ class HostCollective(Collective):
             self._arena = 0
             self._segment.close()
 
-    def _plan(self, kernel: Kernel, tables: np.ndarray | None, scales_input: bool, **words: int) -> Plan:
+    def _plan(self, kernel: Kernel, tables: np.ndarray | None, **words: int) -> Plan:
         """A plan with everything that does not differ between calls."""
         memory = np.zeros(kernels.plan_words(self._ranks), np.int64)
         common = {
@@ -253,7 +291,7 @@ class HostCollective(Collective):
             memory[Word[name.upper()]] = value
         if tables is not None:
             memory[Word.TABLES : Word.TABLES + tables.size] = tables.ravel()
-        return Plan(kernel, int(memory.ctypes.data), memory, scales_input)
+        return Plan(kernel, int(memory.ctypes.data), memory)
 
     def _keep(self, key: object, plan: Plan) -> Plan:
         """Keep a plan for the next call of its shape."""
@@ -263,46 +301,35 @@ class HostCollective(Collective):
         return plan
 
     def _exchange(self, parts: np.ndarray, columns: int) -> Plan:
-        return self._plan(kernels.exchange, parts, False, columns=columns)
+        return self._plan(kernels.exchange, parts, columns=columns)
 
-    def _shared(self, table: np.ndarray, mode: Mode, root: int, count: int, dtype: DType, op: Reduction) -> Plan:
+    def _shared(
+        self, table: np.ndarray, mode: Mode, root: int, count: int, dtype: DType, op: Reduction, *, rounds: bool = True
+    ) -> Plan:
         """A reduction of which each member does its share."""
         nbytes = count * dtype.itemsize
         if nbytes < direct.LEAST or self._ranks == 1:
-            return self._reduction(kernels.reduce, table, mode, root, count, dtype, op)
+            return self._reduction(kernels.reduce, table, mode, root, count, dtype, op, rounds=rounds)
         if not self._room.size:
             self._room = direct.room(self._ranks)
         contest = self._contests.setdefault((mode, nbytes.bit_length()), direct.contest())
         return self._reduction(
-            direct.reduce_either, table, mode, root, count, dtype, op,
+            direct.reduce_either, table, mode, root, count, dtype, op, rounds=rounds,
             contest=contest.ctypes.data, room=self._room.ctypes.data,
         )  # fmt: skip
 
     def _reduction(
         self, kernel: Kernel, table: np.ndarray | None, mode: Mode, root: int, count: int, dtype: DType, op: Reduction,
-        **words: int,
+        *, rounds: bool = True, **words: int,
     ) -> Plan:  # fmt: skip
-        functions = kit(dtype, op.base)
-        average = op.op is ReduceOp.AVG
-        # An average that may overflow divides its input instead.
-        divides_result = average and not dtype.small_range
+        functions = kit(dtype, op.base) if rounds else unrounded(dtype, op.base)
+        divides = op.op is ReduceOp.AVG and self._ranks > 1
         return self._plan(
-            kernel, table, op.op is ReduceOp.PREMUL_SUM or (average and dtype.small_range),
+            kernel, table,
             mode=mode, root=root, pair=functions.pair, first=functions.first, more=functions.more, last=functions.last,
-            scaler=scaler(dtype) if divides_result else 0, divisor=self._ranks,
-            itemsize=dtype.itemsize, nbytes=count * dtype.itemsize, **words,
+            finisher=finisher(dtype) if divides else 0, divisor=self._ranks, itemsize=dtype.itemsize,
+            result_size=dtype.itemsize if rounds else FLOAT32.itemsize, nbytes=count * dtype.itemsize, **words,
         )  # fmt: skip
-
-    def _run_scaled(
-        self, plan: Plan, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream
-    ) -> None:
-        """Run on a scaled copy of the input where the plan asks for it."""
-        if plan.scales_input:
-            copy = np.empty(count * dtype.itemsize, np.uint8)
-            divisor = self._ranks if op.op is ReduceOp.AVG else 0
-            kernels.scale(scaler(dtype), copy.ctypes.data, src, count, op.factor, divisor)
-            src = int(copy.ctypes.data)
-        self._run(plan, src, dst, stream)
 
     def _run(self, plan: Plan, src: int, dst: int, stream: Stream) -> None:
         stream.synchronize()

@@ -16,7 +16,7 @@ from xvcomm.backends.host.courier import HostCourier
 from xvcomm.backends.host.engine import Engine
 from xvcomm.backends.host.kernels import scale
 from xvcomm.backends.host.mover import MAX_STREAMS, Kind
-from xvcomm.backends.host.reducers import BLOCK, kit, reduce_many, scaler
+from xvcomm.backends.host.reducers import BLOCK, finisher, kit, reduce_many, scaler, widener
 from xvcomm.config import Config
 from xvcomm.deadline import NEVER
 from xvcomm.dtype import BY_CODE, DType, ReduceOp
@@ -25,14 +25,16 @@ from xvcomm.jit import compiling, kernel
 from xvcomm.ring import Message, RingEnd
 
 
-def _reduce_local(kit, dst, sources, ways, nbytes, itemsize, scratch):  # type: ignore[no-untyped-def]
-    reduce_many(kit, dst, sources, ways, nbytes, itemsize, scratch)
+def _reduce_local(kit, dst, sources, ways, count, itemsize, result_size, scratch):  # type: ignore[no-untyped-def]
+    reduce_many(kit, dst, sources, ways, count, itemsize, result_size, scratch)
 
 
 _PUT, _GET, _GET_REDUCE = (int(kind) for kind in Kind)
 
 with compiling():
-    reduce_local = kernel("void(UniTuple(int64, 4), int64, int64[::1], int64, int64, int64, int64)")(_reduce_local)
+    reduce_local = kernel("void(UniTuple(int64, 4), int64, int64[::1], int64, int64, int64, int64, int64)")(
+        _reduce_local
+    )
 
 
 class HostStream(Stream):
@@ -152,9 +154,17 @@ class HostDevice(Device):
         k = kit(dtype, op)
         numbers = (k.pair, k.first, k.more, k.last)
         table = np.array(srcs, np.int64)
-        reduce_local(numbers, dst, table, len(srcs), count * dtype.itemsize, dtype.itemsize, self._scratch.ctypes.data)
+        size = dtype.itemsize
+        reduce_local(numbers, dst, table, len(srcs), count, size, size, self._scratch.ctypes.data)
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
         """See `Device.scale`."""
         stream.synchronize()
         scale(scaler(dtype), dst, src, count, factor, divisor)
+
+    def convert(
+        self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream, *, widens: bool
+    ) -> None:
+        """See `Device.convert`."""
+        stream.synchronize()
+        scale(widener(dtype) if widens else finisher(dtype), dst, src, count, factor, divisor)

@@ -84,6 +84,7 @@ class Step(enum.IntEnum):
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _RANKS, _ME, _SPINS, _BUDGET, _ARENA = (int(w) for w in (Word.RANKS, Word.ME, Word.SPINS, Word.BUDGET, Word.ARENA))
 _MODE, _ROOT, _TABLES = int(Word.MODE), int(Word.ROOT), int(Word.TABLES)
+_ITEMSIZE, _RESULT_SIZE = int(Word.ITEMSIZE), int(Word.RESULT_SIZE)
 _STEP, _BEGAN, _ACCESS, _CONTEST, _ROOM = (int(w) for w in tuple(Word)[22:27])
 _PROCESS, _WITNESS, _VALUE, _SRC, _DST, _TOOK, _TOUCHES = (8 * int(w) for w in LineWord)
 _LAST, _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
@@ -208,7 +209,7 @@ def _reduce_piece(p: Any, src: int, dst: int, offset: int, count: int) -> bool:
         room += _piece_bytes(ranks) + PAGE
     target = dst + offset
     if mode == _SCATTER:
-        target -= p[_TABLES + me]
+        target = dst + (offset - p[_TABLES + me]) // p[_ITEMSIZE] * p[_RESULT_SIZE]
     elif mode != _ALL and me != p[_ROOT]:
         target = p[sources + p[_ROOT]]
     combine(p, target, count)

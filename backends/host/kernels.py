@@ -19,7 +19,7 @@ from numba import carray
 from numba.extending import register_jitable
 
 from xvcomm.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, load_acquire, store
-from xvcomm.backends.host.reducers import call_scale, reduce_many
+from xvcomm.backends.host.reducers import average_many, call_scale, reduce_many
 from xvcomm.jit import compiling, kernel, native
 from xvcomm.ring import ABORT, LINE
 from xvcomm.shm import PAGE
@@ -58,7 +58,7 @@ class Word(enum.IntEnum):
     FIRST = 14
     MORE = 15
     LAST = 16
-    SCALER = 17  # address, or 0
+    FINISHER = 17  # address of what divides, or 0
     DIVISOR = 18
     ITEMSIZE = 19
     NBYTES = 20
@@ -68,6 +68,7 @@ class Word(enum.IntEnum):
     ACCESS = 24  # address of what this member knows of the others' memory
     CONTEST = 25  # address of what is known of the two ways for arrays of about this size
     ROOM = 26  # address of room for a piece of each other member
+    RESULT_SIZE = 27  # bytes of an element of a result that is left where it is reduced
     TABLES = 32  # five rows of RANKS words: offsets and bytes to stage, offsets and bytes to take; sources
 
 
@@ -79,9 +80,9 @@ def plan_words(ranks: int) -> int:
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _ARENA, _RANKS, _ME, _STAGE, _SPINS, _BUDGET = (int(w) for w in tuple(Word)[:6])
 _PIECES, _ROUND, _PHASE, _ROUNDS, _COLUMNS, _MODE, _ROOT = (int(w) for w in tuple(Word)[6:13])
-_PAIR, _FIRST, _MORE, _LAST, _SCALER, _DIVISOR = (int(w) for w in tuple(Word)[13:19])
+_PAIR, _FIRST, _MORE, _LAST, _FINISHER, _DIVISOR = (int(w) for w in tuple(Word)[13:19])
 _ITEMSIZE, _NBYTES, _SCRATCH = (int(w) for w in tuple(Word)[19:22])
-_TABLES = int(Word.TABLES)
+_RESULT_SIZE, _TABLES = int(Word.RESULT_SIZE), int(Word.TABLES)
 _COPY_IN, _MEET, _MEET_AGAIN = 0, 1, 2
 _ROOM = 16 << 10
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
@@ -200,12 +201,14 @@ def _exchange(plan: int, src: int, dst: int) -> int:
 
 @register_jitable
 def combine(p: Any, dst: int, nbytes: int) -> None:
-    """Reduce the plan's sources into `dst`, in rank order, and scale."""
+    """Reduce `nbytes` of each of the plan's sources into `dst`, in rank order, and divide."""
     kit = (p[_PAIR], p[_FIRST], p[_MORE], p[_LAST])
-    ranks, itemsize = p[_RANKS], p[_ITEMSIZE]
-    reduce_many(kit, dst, p[_TABLES + 4 * ranks :], ranks, nbytes, itemsize, p[_SCRATCH])
-    if p[_SCALER] != 0:
-        call_scale(p[_SCALER], dst, dst, nbytes // itemsize, 0.0, p[_DIVISOR])
+    ranks, itemsize, scratch = p[_RANKS], p[_ITEMSIZE], p[_SCRATCH]
+    sources, count = p[_TABLES + 4 * ranks :], nbytes // itemsize
+    if p[_FINISHER] != 0:
+        average_many(kit, p[_FINISHER], dst, sources, ranks, count, itemsize, p[_DIVISOR], scratch)
+    else:
+        reduce_many(kit, dst, sources, ranks, count, itemsize, p[_RESULT_SIZE], scratch)
 
 
 def _reduce(plan: int, src: int, dst: int) -> int:
@@ -236,7 +239,7 @@ def _reduce(plan: int, src: int, dst: int) -> int:
         if p[_PHASE] == _MEET:
             nbytes = _window(p[block_n + me], at, piece)
             where = dst + p[block_at + me] + at if everywhere else mine + me * piece
-            target = dst + at if mode == _SCATTER else where
+            target = dst + at // p[_ITEMSIZE] * p[_RESULT_SIZE] if mode == _SCATTER else where
             if nbytes > 0:
                 for r in range(ranks):
                     p[sources + r] = _stage(p, r, pieces) + me * piece

@@ -101,12 +101,11 @@ def _combiner(load_a: Any, a_type: Any, load_b: Any, b_type: Any, combine: Any, 
     return native(_COMBINE, combiner)
 
 
-def _scaler(load: Any, save: Any, storage: Any, number: Any, integer: bool) -> int:
+def _scaler(load: Any, storage: Any, save: Any, out_storage: Any, number: Any) -> int:
     """Compile `dst[i] = src[i] / divisor`, or `src[i] * factor` where the divisor is 0."""
-    wide = np.uint64 if np.dtype(number).kind == "u" else np.int64  # the divisor need not fit into the elements
 
     def scaler(dst: int, src: int, count: int, factor: float, divisor: int) -> None:
-        out = carray(as_pointer(dst), count, storage)
+        out = carray(as_pointer(dst), count, out_storage)
         values = carray(as_pointer(src), count, storage)
         if divisor == 0:
             by = number(factor)
@@ -117,9 +116,16 @@ def _scaler(load: Any, save: Any, storage: Any, number: Any, integer: bool) -> i
             for i in range(count):
                 out[i] = save(load(values[i]) / by)
 
+    return native(_SCALE, scaler)
+
+
+def _integer_scaler(number: Any) -> int:
+    """The same for integers, towards zero."""
+    wide = np.uint64 if np.dtype(number).kind == "u" else np.int64  # the divisor need not fit into the elements
+
     def integer_scaler(dst: int, src: int, count: int, factor: float, divisor: int) -> None:
-        out = carray(as_pointer(dst), count, storage)
-        values = carray(as_pointer(src), count, storage)
+        out = carray(as_pointer(dst), count, number)
+        values = carray(as_pointer(src), count, number)
         if divisor == 0:
             by = number(factor)
             for i in range(count):
@@ -133,7 +139,7 @@ def _scaler(load: Any, save: Any, storage: Any, number: Any, integer: bool) -> i
                     quotient += wide(1)  # towards zero, as NCCL and C divide
                 out[i] = number(quotient)
 
-    return native(_SCALE, integer_scaler if integer else scaler)
+    return native(_SCALE, integer_scaler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +178,43 @@ def kit(dtype: DType, op: ReduceOp) -> Kit:
 
 
 @cache
+def unrounded(dtype: DType, op: ReduceOp) -> Kit:
+    """The same for a low-precision dtype with a float32 result."""
+    found = kit(dtype, op)
+    return Kit(found.first, found.first, found.more, found.more)
+
+
+@cache
 def scaler(dtype: DType) -> int:
     """Address of `scale(dst, src, count, factor, divisor)` for a dtype other than bool."""
+    same = codecs.same
     with compiling():
         if dtype.low_precision:
             load, save, raw = _CODECS[dtype.name]
-            return _scaler(load, save, raw, np.float32, False)
+            return _scaler(load, raw, save, raw, np.float32)
         storage = dtype.numpy.type
+        if dtype.kind in "iu":
+            return _integer_scaler(storage)
         real = {"complex64": "float32", "complex128": "float64"}.get(dtype.name, dtype.name)
-        return _scaler(codecs.same, codecs.same, storage, BY_NAME[real].numpy.type, dtype.kind in "iu")
+        return _scaler(same, storage, same, storage, BY_NAME[real].numpy.type)
+
+
+@cache
+def widener(dtype: DType) -> int:
+    """The same from a low-precision dtype to float32."""
+    load, _, raw = _CODECS[dtype.name]
+    with compiling():
+        return _scaler(load, raw, codecs.same, np.float32, np.float32)
+
+
+@cache
+def finisher(dtype: DType) -> int:
+    """The same from what a chain of `Kit` accumulates in: from float32 for low precision, which rounds once."""
+    if not dtype.low_precision:
+        return scaler(dtype)
+    _, save, raw = _CODECS[dtype.name]
+    with compiling():
+        return _scaler(codecs.same, np.float32, save, raw, np.float32)
 
 
 @intrinsic
@@ -211,28 +245,46 @@ def call_scale(typingctx: Any, function: Any, dst: Any, src: Any, count: Any, fa
 
 
 @register_jitable
-def reduce_many(kit: Any, dst: int, sources: Any, ways: int, nbytes: int, itemsize: int, scratch: int) -> None:
+def reduce_many(
+    kit: Any, dst: int, sources: Any, ways: int, count: int, itemsize: int, result_size: int, scratch: int
+) -> None:
     """`dst` becomes the reduction of `ways` sources in order.
 
     Args:
         kit: (pair, first, more, last), as in `Kit`.
         sources: addresses; `dst` may be one of them.
+        count: elements.
+        itemsize, result_size: bytes of an element of the sources, and of `dst`.
         scratch: address of BLOCK accumulator elements.
     """
     pair, first, more, last = kit
     if ways == 1:
-        copy_bytes(dst, sources[0], nbytes)
+        copy_bytes(dst, sources[0], count * itemsize)
         return
-    total = nbytes // itemsize
     if ways == 2:
-        call_combine(pair, dst, sources[0], sources[1], total)
+        call_combine(pair, dst, sources[0], sources[1], count)
         return
-    done = 0
-    while done < total:
-        count = min(BLOCK, total - done)
-        offset = done * itemsize
-        call_combine(first, scratch, sources[0] + offset, sources[1] + offset, count)
+    for done in range(0, count, BLOCK):
+        length, offset = min(BLOCK, count - done), done * itemsize
+        call_combine(first, scratch, sources[0] + offset, sources[1] + offset, length)
         for i in range(2, ways - 1):
-            call_combine(more, scratch, scratch, sources[i] + offset, count)
-        call_combine(last, dst + offset, scratch, sources[ways - 1] + offset, count)
-        done += count
+            call_combine(more, scratch, scratch, sources[i] + offset, length)
+        call_combine(last, dst + done * result_size, scratch, sources[ways - 1] + offset, length)
+
+
+@register_jitable
+def average_many(
+    kit: Any, finisher: int, dst: int, sources: Any, ways: int, count: int, itemsize: int, divisor: int, scratch: int
+) -> None:
+    """`dst` becomes the reduction of two or more sources over `divisor`, which is rounded once; see `reduce_many`.
+
+    Args:
+        finisher: see there.
+    """
+    _, first, more, _ = kit
+    for done in range(0, count, BLOCK):
+        length, offset = min(BLOCK, count - done), done * itemsize
+        call_combine(first, scratch, sources[0] + offset, sources[1] + offset, length)
+        for i in range(2, ways):
+            call_combine(more, scratch, scratch, sources[i] + offset, length)
+        call_scale(finisher, dst + offset, scratch, length, 0.0, divisor)

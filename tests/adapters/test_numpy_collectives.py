@@ -164,6 +164,9 @@ def reducing(communicator: Communicator) -> None:
             out[:] = 5
             comm.Exscan(mine, out, op)
             assert (out == (folded(op, table[:rank]) if rank else np.full_like(out, 5))).all()
+    half = np.full(3, 2048 if rank == 0 else 1, "float16")
+    comm.Scan(half, prefix := np.zeros_like(half), MPI.SUM)
+    assert (prefix == np.float16(2048 + rank)).all(), "rounded more than once"
     with pytest.raises(DTypeError):
         comm.Allreduce(np.zeros(2), np.zeros(2), MPI.BAND)
     with pytest.raises(DTypeError):

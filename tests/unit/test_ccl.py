@@ -90,7 +90,8 @@ def test_routes_that_pass_for_something_else() -> None:
     assert route(BY_NAME["bool"], ReduceOp.BAND, PLAIN) == Route(UINT8, ReduceOp.MIN)
     assert route(BY_NAME["int32"], ReduceOp.AVG, PLAIN) == Route(BY_NAME["int32"], ReduceOp.SUM, scale=Scale.AFTER)
     # Where a sum may overflow, an average divides first.
-    assert route(BY_NAME["float8_e5m2"], ReduceOp.AVG, PLAIN) == Route(None, ReduceOp.SUM, scale=Scale.BEFORE)
+    assert route(BY_NAME["float8_e5m2"], ReduceOp.AVG, PLAIN) == Route(None, ReduceOp.SUM, scale=Scale.AFTER)
+    assert route(BY_NAME["float8_e5m2"], ReduceOp.PREMUL_SUM, PLAIN) == Route(None, ReduceOp.SUM, scale=Scale.BEFORE)
     assert route(BY_NAME["uint16"], ReduceOp.AVG, PLAIN) == Route(None, ReduceOp.SUM, scale=Scale.AFTER)
 
 

@@ -121,4 +121,3 @@ def test_factors_that_integers_cannot_hold(factor: float) -> None:
 def test_precision() -> None:
     low = {d.name for d in DTYPES if d.low_precision}
     assert low == {"float16", "bfloat16", *(n for n in BY_NAME if n.startswith("float8"))}
-    assert {d.name for d in DTYPES if d.small_range} == low - {"bfloat16"}

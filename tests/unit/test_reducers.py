@@ -59,13 +59,13 @@ def run_many(kit: reducers.Kit, dst: np.ndarray, sources: list[np.ndarray]) -> N
     many = reducers.reduce_many
 
     @njit
-    def call(kit, dst, table, ways, nbytes, itemsize, scratch):  # type: ignore[no-untyped-def]
-        many(kit, dst, table, ways, nbytes, itemsize, scratch)
+    def call(kit, dst, table, ways, count, itemsize, scratch):  # type: ignore[no-untyped-def]
+        many(kit, dst, table, ways, count, itemsize, itemsize, scratch)
 
     scratch = np.zeros(reducers.BLOCK * 16, np.uint8)
     table = np.array([s.ctypes.data for s in sources], np.int64)
     numbers = (kit.pair, kit.first, kit.more, kit.last)
-    call(numbers, dst.ctypes.data, table, len(sources), dst.nbytes, dst.itemsize, scratch.ctypes.data)
+    call(numbers, dst.ctypes.data, table, len(sources), dst.size, dst.itemsize, scratch.ctypes.data)
 
 
 def assert_same(got: np.ndarray, want: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from xvcomm.dtype import ReduceOp
 from xvcomm.schedule import build
 from xvcomm.schedule.simulate import run
-from xvcomm.schedule.steps import Collective, GetReduce, Native, Put, Reduce, Request
+from xvcomm.schedule.steps import Buf, Collective, GetReduce, Native, Put, Reduce, Request
 from xvcomm.topology import Topology
 
 Array = np.ndarray[Any, Any]
@@ -223,7 +223,7 @@ def test_all_reduce_gives_the_same_bits_on_every_rank(
 REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE, Collective.REDUCE_SCATTER)
 
 
-@given(topologies(), st.sampled_from(REDUCTIONS), st.sampled_from(("avg", "avg first", "premul")), st.data())
+@given(topologies(), st.sampled_from(REDUCTIONS), st.sampled_from(("avg", "premul")), st.data())
 @settings(max_examples=100, deadline=None)
 def test_scaled_reductions(topology: Topology, op: Collective, scale: str, more: st.DataObject) -> None:
     size = topology.size
@@ -232,7 +232,7 @@ def test_scaled_reductions(topology: Topology, op: Collective, scale: str, more:
     case.segment = more.draw(st.sampled_from((0, 32)))
     case.short = not case.segment and more.draw(st.booleans())
     request = replace(
-        case.requests[0], average=scale.startswith("avg"), scale_first=scale == "avg first", premul=scale == "premul"
+        case.requests[0], average=scale == "avg", premul=scale == "premul", rounds_once=more.draw(st.booleans())
     )
     case.requests = uniform(topology, request)
     case.factors = [rank + 0.5 for rank in range(size)]
@@ -257,6 +257,66 @@ def test_low_precision_over_three_islands_rounds_once(dtype: str, op: Collective
     for short in (False, True):
         for results in runs(Case(topology, uniform(topology, request), inputs, short=short)):
             assert all((result == kind.type(1 + ulp)).all() for result in results)
+
+
+def exact(dtype: str, count: int, seed: int) -> Array:
+    """Numbers whose sums and products with a few binary digits float32 holds, and the dtype does not."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    digits, span = {"float16": (11, 4), "bfloat16": (8, 8), "float8_e4m3fn": (4, 8), "float8_e5m2": (3, 8)}[dtype]
+    random = np.random.default_rng(seed)
+    values = random.integers(-(2**digits) + 1, 2**digits, count) * 2.0 ** random.integers(-span, 1, count)
+    return np.asarray(values.astype(kind))
+
+
+@given(
+    topologies(), st.sampled_from(REDUCTIONS), st.sampled_from(("sum", "avg", "premul")),
+    st.sampled_from(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")), st.data(),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_low_precision_rounds_once_in_all(
+    topology: Topology, op: Collective, scale: str, dtype: str, more: st.DataObject
+) -> None:
+    if topology.homogeneous:
+        return  # one call of the native library
+    size = topology.size
+    counts = more.draw(st.lists(st.integers(0, 40), min_size=size, max_size=size))
+    case = make(op, topology, "int64", 131, counts, more.draw(st.integers(0, size - 1)))
+    case.segment = more.draw(st.sampled_from((0, 32)))
+    case.short = not case.segment and more.draw(st.booleans())
+    case.factors = [(0.75, 3.0, 1.25, 0.5)[rank % 4] for rank in range(size)]
+    terms = [exact(dtype, x.size, more.draw(st.integers(0, 1 << 30))) for x in case.inputs]
+    weights = case.factors if scale == "premul" else [1.0] * size
+    divisor = size if scale == "avg" else 1
+    wide = replace(case, inputs=[x.astype("f8") * w for x, w in zip(terms, weights, strict=True)])
+    wanted = [(x / divisor).astype("f4").astype(terms[0].dtype).astype("f4") for x in expected(wide)]
+    case.inputs = terms
+    asked = {"average": scale == "avg", "premul": scale == "premul", "rounds_once": True}
+    case.requests = uniform(topology, replace(case.requests[0], itemsize=terms[0].itemsize, **asked))
+    for results in runs(case, seeds=1):
+        for got, want in zip(results, wanted, strict=True):
+            np.testing.assert_array_equal(got.astype("f4"), want)
+
+
+def test_an_average_is_divided_behind_the_sum() -> None:
+    """Of 5 and five zeros: a sixth of 5 in float16 is 0.83350, and five of six rounded would be 0.83301."""
+    topology = Topology.from_labels("aaabbb")
+    inputs = [np.full(8, 5.0 * (rank == 0), "float16") for rank in range(6)]
+    request = Request(Collective.ALL_REDUCE, 2, count=8, average=True, rounds_once=True)
+    for results in runs(Case(topology, uniform(topology, request), inputs)):
+        assert all((result == np.float16(5 / 6)).all() for result in results)
+
+
+def test_partial_sums_of_single_ranks_cross_in_their_own_precision() -> None:
+    """An island of one rank has added nothing; in float32 cross the sums of the others."""
+    topology = Topology.from_labels("aab")
+    request = Request(Collective.ALL_REDUCE, 2, count=64, rounds_once=True)
+    sent = [[s.src for s in build(request, topology, r).steps if isinstance(s, Put)] for r in range(3)]
+    assert all({span.buf for span in spans} == {Buf.WIDE} for spans in sent[:2])
+    assert {span.buf for span in sent[2]} == {Buf.IN}
+    for rank in range(3):
+        assert not build(replace(request, rounds_once=False), topology, rank).wide
+        assert not build(request, Topology.from_labels("abc"), rank).wide, "nothing is added before the border"
+        assert not build(request, Topology.from_labels("aaa"), rank).wide
 
 
 def test_two_islands_add_the_first_island_on_the_left() -> None:

@@ -66,7 +66,7 @@ def by_hand(*plans: tuple[Step, ...], scratch: int = 0, topology: Topology | Non
     return run([request] * len(plans), [Schedule(plan, scratch) for plan in plans], topology, inputs)
 
 
-IN, OUT, TMP = (Span(buf, 0, 4) for buf in Buf)
+IN, OUT, TMP = (Span(buf, 0, 4) for buf in (Buf.IN, Buf.OUT, Buf.TMP))
 PUT, GET = Put(Lane.SEND, (), 1, IN), Get(Lane.RECV, (), 0, OUT)
 
 

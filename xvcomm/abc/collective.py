@@ -70,6 +70,12 @@ class Collective(ABC):
     ) -> None:
         """Member i gets the reduction of everybody's i-th block, `counts[i]` elements."""
 
+    def partial_sums(
+        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
+    ) -> None:
+        """The same of a low-precision dtype, with `dst` in float32; asked for on host memory only."""
+        raise NotImplementedError
+
     @abstractmethod
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
         """Everybody gets all blocks one after the other; member i puts in `counts[i]` elements."""

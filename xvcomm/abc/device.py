@@ -390,6 +390,12 @@ class Device(ABC):
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
         """`dst = src / divisor`, or `src * factor` where `divisor` is 0."""
 
+    def convert(
+        self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream, *, widens: bool
+    ) -> None:
+        """The same from a low-precision dtype to float32 if `widens`, else back; asked for on host memory only."""
+        raise NotImplementedError
+
 
 class RingStopped(Exception):
     """A transfer left its loop: the ring's abort word is set. The communicator turns it into the user's error."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from xvcomm.schedule.builder import Builder, part, pipelined
-from xvcomm.schedule.partials import in_island_order, island_sum
+from xvcomm.schedule.partials import island_sum, room, total, wide_sum
 from xvcomm.schedule.partition import Cut, weighted
 from xvcomm.schedule.steps import Buf, NativeOp, Span
 
@@ -57,7 +57,7 @@ def write(b: Builder) -> None:
     Two islands send each other their sums and both add. Three and more divide the adding, so that each rank of the
     communicator adds the same number of elements, and then exchange the results.
     """
-    if b.short and b.request.count:
+    if b.short and b.request.count and not b.wide:
         _exchange_all(b)
         return
     two = len(b.topology.islands) == 2
@@ -79,11 +79,13 @@ def write(b: Builder) -> None:
 def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Piece:
     whole = Span(Buf.OUT, start, stop - start)
     source = Span(Buf.IN, start, stop - start)
+    shares = b.fair(stop - start, b.island)
+    result = part(whole, *shares.part(b.local))
+    if b.wide:
+        return _Piece(slot, whole, shares, wide_sum(b, source, shares, slot), result)
     if b.scale_before is not None:
         b.take(source, whole)
         source = whole
-    shares = b.fair(stop - start, b.island)
-    result = part(whole, *shares.part(b.local))
     # Two islands: the wire reads the partial while the other's is added to the result, so it needs memory of its own.
     partial = b.scratch(result.count, ("partial", slot)) if two else result
     island_sum(b, source, shares, partial)
@@ -112,10 +114,10 @@ def _exchange_all(b: Builder) -> None:
         if len(islands) == 2:
             b.get_reduce(partner, whole)
         else:
-            others[other.index] = b.scratch(count)
+            others[other.index] = room(b, other, count)
             b.get(partner, others[other.index])
     if others:
-        b.reduce(in_island_order(b, whole, others), whole)
+        total(b, whole, others)
     b.finish(whole)
 
 
@@ -125,6 +127,12 @@ def _exchange_sums(b: Builder, piece: _Piece) -> None:
     overlaps = list(b.fair(piece.whole.count, other).overlaps(begin, end))
     for member, start, stop in overlaps:
         b.put(other.ranks[member], part(piece.partial, start - begin, stop - begin))
+    if b.wide:
+        area = room(b, other, end - begin, piece.slot)
+        for member, start, stop in overlaps:
+            b.get(other.ranks[member], part(area, start - begin, stop - begin))
+        b.finish(piece.result, src=total(b, piece.partial, {other.index: area}, piece.slot))
+        return
     for member, start, stop in overlaps:
         b.get_reduce(other.ranks[member], part(piece.whole, start, stop))
     b.finish(piece.result)
@@ -132,22 +140,22 @@ def _exchange_sums(b: Builder, piece: _Piece) -> None:
 
 def _divide_sums(b: Builder, piece: _Piece) -> None:
     intervals = _intervals(b, piece)
-    me = b.island.index
+    me, (begin, _) = b.island.index, piece.shares.part(b.local)
     for other in b.ahead():
         for interval in intervals:
-            b.put(interval.holders[other.index], part(piece.whole, *interval.finished_by(other.index)))
+            start, stop = interval.finished_by(other.index)
+            b.put(interval.holders[other.index], part(piece.partial, start - begin, stop - begin))
     own = [interval.finished_by(me) for interval in intervals]
     received: list[dict[int, Span]] = [{} for _ in intervals]
     packed = Cut.of(stop - start for start, stop in own)
     for other in b.behind():
-        area = b.scratch(packed.total, (other.index, piece.slot))
+        area = room(b, other, packed.total, piece.slot)
         for i, interval in enumerate(intervals):
             received[i][other.index] = part(area, *packed.part(i))
             b.get(interval.holders[other.index], received[i][other.index])
     for others, mine in zip(received, own, strict=True):
-        span = part(piece.whole, *mine)
-        b.reduce(in_island_order(b, span, others), span)
-        b.finish(span)
+        partial = part(piece.partial, mine[0] - begin, mine[1] - begin)
+        b.finish(part(piece.whole, *mine), src=total(b, partial, others, piece.slot))
     for other in b.ahead():
         for interval, mine in zip(intervals, own, strict=True):
             b.put(interval.holders[other.index], part(piece.whole, *mine))

@@ -52,6 +52,7 @@ class Builder:
         local: this rank's place in it.
         scale_before: factor of each rank's input, or None.
         scale_after: factor of the result, or None.
+        wide: whether partial results lie in WIDE.
         short: see `build`.
     """
 
@@ -61,24 +62,30 @@ class Builder:
         self.rank = rank
         self.island = topology.island_of(rank)
         self.local = topology.local(rank)
-        self.scale_before: Factor | None = None
-        if request.premul:
-            self.scale_before = Factor.PREMUL
-        elif request.average and request.scale_first:
-            self.scale_before = Factor.AVERAGE
-        self.scale_after = Factor.AVERAGE if request.average and not request.scale_first else None
+        self.scale_before = Factor.PREMUL if request.premul else None
+        self.scale_after = Factor.AVERAGE if request.average else None
+        # Where every contribution is one rank's array, the only step that rounds is the sum of all.
+        scaled = request.premul or request.average
+        self.wide = (
+            request.rounds_once and not topology.homogeneous and (scaled or topology.size > len(topology.islands))
+        )
         self.short = short
         self._segment = segment
         self._steps: list[Step] = []
-        self._reserved = 0
+        self._reserved = dict.fromkeys((Buf.TMP, Buf.WIDE), 0)
         self._slots: dict[object, Span] = {}
         in_start, out_start = in_place(request, rank)
         callers = Hazards()
-        self._memory = {Buf.IN: (callers, in_start), Buf.OUT: (callers, out_start), Buf.TMP: (Hazards(), 0)}
+        self._memory = {
+            Buf.IN: (callers, in_start),
+            Buf.OUT: (callers, out_start),
+            Buf.TMP: (Hazards(), 0),
+            Buf.WIDE: (Hazards(), 0),
+        }
 
     def schedule(self) -> Schedule:
         """What was written so far."""
-        return Schedule(tuple(self._steps), self._reserved)
+        return Schedule(tuple(self._steps), self._reserved[Buf.TMP], self._reserved[Buf.WIDE])
 
     def pieces(self, count: int) -> list[tuple[int, int]]:
         """`count` elements cut into segments, as (start, stop); none for no elements.
@@ -114,14 +121,15 @@ class Builder:
         islands = self.topology.islands
         return (islands[(self.island.index - d) % len(islands)] for d in range(1, len(islands)))
 
-    def scratch(self, count: int, slot: object = None) -> Span:
-        """`count` elements of TMP, aligned; calls with an equal `slot` share the memory."""
+    def scratch(self, count: int, slot: object = None, wide: bool = False) -> Span:
+        """`count` elements of TMP or WIDE, aligned; calls with an equal `slot` share the memory."""
+        buf = Buf.WIDE if wide else Buf.TMP
         held = self._slots.get(slot)
         if held is not None and held.count >= count:
-            return Span(Buf.TMP, held.start, count)
+            return Span(buf, held.start, count)
         unit = grain(self.request.itemsize)
-        fresh = Span(Buf.TMP, self._reserved, count)
-        self._reserved += -(-count // unit) * unit
+        fresh = Span(buf, self._reserved[buf], count)
+        self._reserved[buf] += -(-count // unit) * unit
         if slot is not None:
             self._slots[slot] = fresh
         return fresh
@@ -155,10 +163,10 @@ class Builder:
             remote_first = self.topology.island_of(peer).index < self.island.index
             self._append(GetReduce, Lane.RECV, (dst,), (dst,), peer=peer, dst=dst, remote_first=remote_first)
 
-    def copy(self, src: Span, dst: Span) -> None:
+    def copy(self, src: Span, dst: Span, lane: Lane = Lane.NATIVE) -> None:
         """Copy `src` to `dst`, unless they are one span."""
         if src.count and src != dst:
-            self._append(Copy, Lane.NATIVE, (src,), (dst,), src=src, dst=dst)
+            self._append(Copy, lane, (src,), (dst,), src=src, dst=dst)
 
     def reduce(self, srcs: Sequence[Span], dst: Span) -> None:
         """Reduce what was received, in the order of `srcs`."""
@@ -172,10 +180,13 @@ class Builder:
         elif src.count:
             self._append(Scale, Lane.NATIVE, (src,), (dst,), src=src, dst=dst, factor=self.scale_before)
 
-    def finish(self, span: Span, lane: Lane = Lane.RECV) -> None:
-        """Scale a part of the result, if results are scaled."""
-        if self.scale_after is not None and span.count:
-            self._append(Scale, lane, (span,), (span,), src=span, dst=span, factor=self.scale_after)
+    def finish(self, span: Span, lane: Lane = Lane.RECV, src: Span | None = None) -> None:
+        """Scale a part of the result, if results are scaled; bring it there from `src`, if it lies elsewhere."""
+        src = src or span
+        if self.scale_after is None:
+            self.copy(src, span, lane)
+        elif span.count:
+            self._append(Scale, lane, (src,), (span,), src=src, dst=span, factor=self.scale_after)
 
     def _append(
         self, kind: Callable[..., Step], lane: Lane, reads: Sequence[Span], writes: Sequence[Span], **fields: Any

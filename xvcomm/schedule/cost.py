@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xvcomm.dtype import FLOAT32
 from xvcomm.errors import ScheduleError
 from xvcomm.schedule import build
 from xvcomm.schedule.steps import (
+    Buf,
     Copy,
     Get,
     GetReduce,
@@ -19,6 +21,7 @@ from xvcomm.schedule.steps import (
     Request,
     Scale,
     Schedule,
+    Span,
     Step,
 )
 from xvcomm.topology import Topology
@@ -91,16 +94,24 @@ def _predict(rank: int, schedule: Schedule, itemsize: int, links: Links) -> Pred
 def _duration(step: Step, itemsize: int, links: Links) -> float:
     match step:
         case Native():
-            return links.native_latency + _moved(step) * itemsize / links.native_bandwidth
+            return links.native_latency + _moved(step) * _size(step.src, itemsize) / links.native_bandwidth
         case Put(src=span) | Get(dst=span) | GetReduce(dst=span):
-            return links.border_latency + span.count * itemsize / links.border_bandwidth
-        case Copy(dst=dst) | Scale(dst=dst):
-            touched = 2 * dst.count
+            return links.border_latency + _nbytes(span, itemsize) / links.border_bandwidth
+        case Copy(src=src, dst=dst) | Scale(src=src, dst=dst):
+            touched = _nbytes(src, itemsize) + _nbytes(dst, itemsize)
         case Reduce(srcs=srcs, dst=dst):
-            touched = (len(srcs) + 1) * dst.count
+            touched = (len(srcs) + 1) * _nbytes(dst, itemsize)
         case _:
             raise ScheduleError(f"{step!r} has no cost; schedules are made of the words in steps.py")
-    return links.local_latency + touched * itemsize / links.local_bandwidth
+    return links.local_latency + touched / links.local_bandwidth
+
+
+def _size(span: Span, itemsize: int) -> int:
+    return max(itemsize, FLOAT32.itemsize) if span.buf is Buf.WIDE else itemsize
+
+
+def _nbytes(span: Span, itemsize: int) -> int:
+    return span.count * _size(span, itemsize)
 
 
 def _moved(call: Native) -> int:

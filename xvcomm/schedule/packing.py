@@ -27,7 +27,7 @@ class Packed:
         if len(self._runs) == 1 and usable:
             self.span = Span(buf, self._runs[0].place, self.count)
         else:
-            self.span = b.scratch(self.count)
+            self.span = b.scratch(self.count, wide=b.wide and b.scale_before is not None)
 
     def collect(self, b: Builder) -> None:
         """Bring the blocks together, scaled if inputs are scaled."""

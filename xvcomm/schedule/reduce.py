@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xvcomm.schedule.builder import NOTHING, Builder, part, pipelined
-from xvcomm.schedule.partials import in_island_order, island_sum
+from xvcomm.schedule.partials import island_sum, room, total, wide_sum
 from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Buf, NativeOp, Span
 
@@ -29,8 +29,7 @@ def write(b: Builder) -> None:
 
     def second(piece: _Piece) -> None:
         if at_home:
-            _collect(b, piece)
-            _gather(b, piece)
+            _gather(b, piece, _collect(b, piece))
         else:
             _send(b, piece)
 
@@ -41,11 +40,13 @@ def _island_part(b: Builder, slot: int, start: int, stop: int) -> _Piece:
     count = stop - start
     is_root = b.rank == b.request.root
     source = Span(Buf.IN, start, count)
+    shares = b.fair(count, b.island)
+    if b.wide:
+        return _Piece(slot, start, shares, wide_sum(b, source, shares, slot))
     if b.scale_before is not None:
         scaled = Span(Buf.OUT, start, count) if is_root else b.scratch(count, ("scaled", slot))
         b.take(source, scaled)
         source = scaled
-    shares = b.fair(count, b.island)
     begin, end = shares.part(b.local)
     if is_root:
         partial = Span(Buf.OUT, start + begin, end - begin)
@@ -64,23 +65,28 @@ def _send(b: Builder, piece: _Piece) -> None:
         b.put(home.ranks[member], part(piece.partial, start - begin, stop - begin))
 
 
-def _collect(b: Builder, piece: _Piece) -> None:
-    two = len(b.topology.islands) == 2
+def _collect(b: Builder, piece: _Piece) -> Span:
+    """Add the other islands' sums of this rank's share; gives where the result lies."""
+    two = len(b.topology.islands) == 2 and not b.wide
     begin, end = piece.shares.part(b.local)
     others: dict[int, Span] = {}
     for other in b.behind():
-        area = others[other.index] = piece.partial if two else b.scratch(end - begin, (other.index, piece.slot))
+        area = others[other.index] = piece.partial if two else room(b, other, end - begin, piece.slot)
         for member, start, stop in b.fair(piece.shares.total, other).overlaps(begin, end):
             receive = b.get_reduce if two else b.get
             receive(other.ranks[member], part(area, start - begin, stop - begin))
-    if not two:
-        b.reduce(in_island_order(b, piece.partial, others), piece.partial)
-    b.finish(piece.partial)
+    result = piece.partial
+    if b.wide and b.rank == b.request.root:
+        result = Span(Buf.OUT, piece.start + begin, end - begin)
+    elif b.wide:
+        result = b.scratch(end - begin, ("result", piece.slot))
+    b.finish(result, src=piece.partial if two else total(b, piece.partial, others, piece.slot))
+    return result
 
 
-def _gather(b: Builder, piece: _Piece) -> None:
+def _gather(b: Builder, piece: _Piece, share: Span) -> None:
     if b.island.size == 1:
         return
     root = b.request.root
     result = Span(Buf.OUT, piece.start, piece.shares.total) if b.rank == root else NOTHING
-    b.native(NativeOp.GATHER, piece.partial, result, piece.shares.counts, root=b.topology.local(root))
+    b.native(NativeOp.GATHER, share, result, piece.shares.counts, root=b.topology.local(root))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from xvcomm.schedule.builder import Builder, part
 from xvcomm.schedule.packing import Packed
-from xvcomm.schedule.partials import in_island_order, island_sum
+from xvcomm.schedule.partials import island_sum, room, total
 from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Buf, Span
 from xvcomm.topology import Island
@@ -25,11 +25,11 @@ def write(b: Builder) -> None:
     """Write the steps of a reduce-scatter; blocks may differ in size."""
     blocks = Cut.of(b.request.counts)
     shares = [(other, _sum_for(b, other, blocks)) for other in b.ahead()]
-    members = _sum_own(b, blocks)
+    members, own = _sum_own(b, blocks)
     for other, share in shares:
         for member, start, stop in share.owners.overlaps(share.begin, share.begin + share.span.count):
             b.put(other.ranks[member], part(share.span, start - share.begin, stop - share.begin))
-    _collect(b, members)
+    _collect(b, members, own)
 
 
 def _sum_for(b: Builder, other: Island, blocks: Cut) -> _Share:
@@ -40,35 +40,34 @@ def _sum_for(b: Builder, other: Island, blocks: Cut) -> _Share:
         return _Share(packed.members, 0, packed.span)
     shares = b.fair(packed.count, b.island)
     begin, end = shares.part(b.local)
-    share = b.scratch(end - begin)
+    share = b.scratch(end - begin, wide=b.wide)
     island_sum(b, packed.span, shares, share)
     return _Share(packed.members, begin, share)
 
 
-def _sum_own(b: Builder, blocks: Cut) -> Cut:
-    """This island's sum of its own blocks, each at its owner; gives how they divide the packed blocks."""
-    result = Span(Buf.OUT, 0, b.request.counts[b.rank])
+def _sum_own(b: Builder, blocks: Cut) -> tuple[Cut, Span]:
+    """This island's sum of its own blocks, each at its owner; gives how they divide the packed blocks, and where it lies."""
+    count = b.request.counts[b.rank]
+    result = b.scratch(count, wide=True) if b.wide else Span(Buf.OUT, 0, count)
     if b.island.size == 1:
-        b.take(Span(Buf.IN, blocks.offsets[b.rank], result.count), result)
-        return Cut((0, result.count))
+        b.take(Span(Buf.IN, blocks.offsets[b.rank], count), result)
+        return Cut((0, count)), result
     packed = Packed(b, Buf.IN, b.island, blocks)
     packed.collect(b)
     if packed.count:
         island_sum(b, packed.span, packed.members, result)
-    return packed.members
+    return packed.members, result
 
 
-def _collect(b: Builder, members: Cut) -> None:
+def _collect(b: Builder, members: Cut, own: Span) -> None:
     """Receive the other islands' sums of this rank's block and add them in island order."""
     begin, end = members.part(b.local)
     result = Span(Buf.OUT, 0, end - begin)
-    two = len(b.topology.islands) == 2
+    two = len(b.topology.islands) == 2 and not b.wide
     others: dict[int, Span] = {}
     for other in b.behind():
-        area = others[other.index] = result if two else b.scratch(result.count)
+        area = others[other.index] = result if two else room(b, other, result.count)
         for member, start, stop in b.fair(members.total, other).overlaps(begin, end):
             receive = b.get_reduce if two else b.get
             receive(other.ranks[member], part(area, start - begin, stop - begin))
-    if not two:
-        b.reduce(in_island_order(b, result, others), result)
-    b.finish(result)
+    b.finish(result, src=own if two else total(b, own, others))

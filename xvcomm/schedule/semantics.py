@@ -31,23 +31,25 @@ class Fault(Exception):
 
 
 class Memory:
-    """IN, OUT and TMP of one rank, and which elements hold data.
+    """IN, OUT, TMP and WIDE of one rank, and which elements hold data.
 
     Args:
         request: as this rank describes the collective.
         rank: this rank.
         given: contents of IN.
-        scratch: elements of TMP.
+        scratch, wide: elements of TMP and of WIDE.
         shared: whether IN and OUT lie in one array as in a call in place; in a broadcast they always do.
     """
 
-    def __init__(self, request: Request, rank: int, given: Array, scratch: int, shared: bool) -> None:
+    def __init__(self, request: Request, rank: int, given: Array, scratch: int, wide: int, shared: bool) -> None:
         shared = shared or request.op is Collective.BROADCAST
-        counts = {Buf.IN: in_count(request, rank), Buf.OUT: out_count(request, rank), Buf.TMP: scratch}
+        counts = {Buf.IN: in_count(request, rank), Buf.OUT: out_count(request, rank), Buf.TMP: scratch, Buf.WIDE: wide}
         starts = dict(zip((Buf.IN, Buf.OUT), in_place(request, rank) if shared else (0, counts[Buf.IN]), strict=True))
         starts[Buf.TMP] = max(starts[buf] + counts[buf] for buf in starts)
+        starts[Buf.WIDE] = starts[Buf.TMP] + scratch
         self._ranges = {buf: (starts[buf], starts[buf] + counts[buf]) for buf in Buf}
-        self._data = np.zeros(starts[Buf.TMP] + scratch, given.dtype)
+        self._data = np.zeros(starts[Buf.WIDE] + wide, given.dtype)
+        self._wide = np.zeros(self._data.size, np.float32 if from_numpy(given.dtype).low_precision else given.dtype)
         self._known = np.zeros(self._data.size, bool)
         source = slice(*self._ranges[Buf.IN])
         self._data[source] = given
@@ -75,7 +77,7 @@ class Memory:
             raise Fault(
                 f"reads {span_text(span)}, of which element {int(np.argmin(self._known[place]))} was never written"
             )
-        return self._data[place].copy()
+        return self._at(span)[place].copy()
 
     def write(self, span: Span, values: Array) -> None:
         """Fill a span.
@@ -88,8 +90,11 @@ class Memory:
         place = slice(self.address(span), self.address(span) + span.count)
         if span.buf is Buf.IN and span.count:
             raise Fault(f"writes to the caller's input, {span_text(span)}")
-        self._data[place] = values
+        self._at(span)[place] = values
         self._known[place] = True
+
+    def _at(self, span: Span) -> Array:
+        return self._wide if span.buf is Buf.WIDE else self._data
 
     def result(self) -> Array:
         """The whole of OUT.
@@ -101,14 +106,14 @@ class Memory:
         return self.read(Span(Buf.OUT, 0, stop - start))
 
 
-def combine(op: ReduceOp, arrays: Sequence[Array]) -> Array:
-    """The reduction of arrays in their order; low precision accumulates in float32 and rounds once."""
+def combine(op: ReduceOp, arrays: Sequence[Array], rounds: bool = True) -> Array:
+    """The reduction of arrays in their order; low precision accumulates in float32 and rounds once, or not at all."""
     dtype = arrays[0].dtype
     wide = np.float32 if from_numpy(dtype).low_precision else dtype
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
         total = _COMBINE[op](total, array.astype(wide))
-    return total.astype(dtype)
+    return total.astype(dtype) if rounds else total
 
 
 def native(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> None:
@@ -173,7 +178,10 @@ def _all_reduce(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native
 
 
 def _reduce_scatter(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:
-    return _cut(combine(op, _sources(memories, calls)), calls[0].counts)
+    into = {call.dst.buf is Buf.WIDE for call in calls}
+    if len(into) > 1:
+        raise Fault("members disagree whether the result is rounded")
+    return _cut(combine(op, _sources(memories, calls), rounds=into == {False}), calls[0].counts)
 
 
 def _all_gather(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> _Results:

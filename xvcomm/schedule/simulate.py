@@ -22,6 +22,7 @@ from xvcomm.schedule.describe import step_text
 from xvcomm.schedule.runs import runs
 from xvcomm.schedule.semantics import Array, Fault, Memory
 from xvcomm.schedule.steps import (
+    Buf,
     Copy,
     Factor,
     Get,
@@ -74,7 +75,7 @@ def run(
     """
     _check_steps(schedules)
     memories = [
-        Memory(request, rank, given, schedule.scratch, shared)
+        Memory(request, rank, given, schedule.scratch, schedule.wide, shared)
         for rank, (request, schedule, given) in enumerate(zip(requests, schedules, inputs, strict=True))
     ]
     machine = _Machine(schedules, topology, memories, op, factors or [1.0] * topology.size, order)
@@ -253,6 +254,8 @@ class _Machine:
         assert isinstance(put, Put) and isinstance(step, Get | GetReduce)
         if put.src.count != step.dst.count:
             raise Fault(f"rank {origin[0]} sends {put.src.count} elements in step {origin[1]} ({step_text(put)})")
+        if (put.src.buf is Buf.WIDE) is not (step.dst.buf is Buf.WIDE):
+            raise Fault(f"rank {origin[0]} sends elements of another size in step {origin[1]} ({step_text(put)})")
         values = self._buffers.pop(origin) if self._buffered else self._memories[origin[0]].read(put.src)
         memory = self._memories[rank]
         if isinstance(step, GetReduce):
@@ -272,9 +275,9 @@ class _Machine:
             case Reduce(srcs=srcs, dst=dst):
                 memory.write(dst, semantics.combine(self._op, [memory.read(src) for src in srcs]))
             case Scale(src=src, dst=dst, factor=Factor.PREMUL):
-                memory.write(dst, _scaled(np.multiply, memory.read(src), self._factors[rank]))
+                memory.write(dst, _scaled(np.multiply, memory.read(src), self._factors[rank], dst.buf is Buf.WIDE))
             case Scale(src=src, dst=dst):
-                memory.write(dst, _scaled(np.divide, memory.read(src), self._topology.size))
+                memory.write(dst, _scaled(np.divide, memory.read(src), self._topology.size, dst.buf is Buf.WIDE))
 
     def _check_finished(self) -> None:
         stuck = []
@@ -292,11 +295,12 @@ class _Machine:
                 raise _error(rank, index, state.steps[index], "was never reached")
 
 
-def _scaled(operation: Callable[[Array, Any], Array], values: Array, by: float) -> Array:
-    """`values` times or over `by`: low precision in float32, integers in float64 and rounded towards zero."""
+def _scaled(operation: Callable[[Array, Any], Array], values: Array, by: float, wide: bool) -> Array:
+    """`values` times or over `by`: low precision in float32, where it stays if `wide`; integers in float64, towards zero."""
     dtype = from_numpy(values.dtype)
     if dtype.low_precision:
-        return operation(values.astype(np.float32), np.float32(by)).astype(values.dtype)
+        found = operation(values.astype(np.float32), np.float32(by))
+        return found if wide else found.astype(values.dtype)
     if dtype.kind in "iu":
         return operation(values.astype(np.float64), by).astype(values.dtype)
     return operation(values, values.dtype.type(by)).astype(values.dtype)

@@ -1,7 +1,8 @@
 """A collective written as data: the words a schedule is made of.
 
 All positions and counts are in elements. A step reads and writes spans of three buffers: the caller's input, the
-caller's output (they may be the same memory), and scratch memory that the executor provides.
+caller's output (they may be the same memory), and scratch memory that the executor provides, of the caller's elements
+and of such as partial results in low precision have until they are rounded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class Buf(enum.Enum):
     IN = "in"
     OUT = "out"
     TMP = "tmp"
+    WIDE = "wide"  # its elements are float32 where those of the others are low precision
 
     __hash__ = object.__hash__  # an enumeration's own is a function in Python, and addresses are looked up by these
 
@@ -75,7 +77,7 @@ class Native(Step):
     """One call of the island's own library. Members are numbered by their place in the island.
 
     Attributes:
-        op: which call.
+        op: which call. A reduce_scatter into WIDE does not round.
         src: what this rank puts in.
         dst: what this rank gets. May coincide with `src` or with this rank's part of it.
         counts: elements a member for the ops that divide (reduce_scatter, all_gather, gather, scatter); for
@@ -122,7 +124,7 @@ class GetReduce(Step):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Step):
-    """Copy within the rank; nothing happens where both spans are the same memory."""
+    """Copy within the rank, to and from WIDE by conversion; nothing happens where both spans are the same memory."""
 
     src: Span
     dst: Span
@@ -132,7 +134,7 @@ class Copy(Step):
 class Reduce(Step):
     """`dst` becomes the reduction of `srcs` in their order; low precision accumulates in float32 and rounds once.
 
-    `dst` may coincide with one of `srcs`.
+    `dst` may coincide with one of `srcs`. All lie in WIDE, or none.
     """
 
     srcs: tuple[Span, ...]
@@ -163,11 +165,12 @@ class Schedule:
         steps: in an order that is itself a correct sequential program, provided that neighbouring border steps
             (Put, Get, GetReduce with no Native between them) progress together. In one segment also one by one, if
             no Put has to wait for its Get; those for short arrays rely on that.
-        scratch: elements of TMP needed.
+        scratch, wide: elements of TMP and of WIDE needed.
     """
 
     steps: tuple[Step, ...]
     scratch: int
+    wide: int = 0
 
 
 class Collective(enum.Enum):
@@ -196,7 +199,7 @@ class Request:
         recv_counts: all_to_all: what this rank receives from each rank. Else empty.
         root: where the op has one, else -1.
         average, premul: whether scaling is asked for.
-        scale_first: whether an average divides before adding, which float16 and float8 need against overflow.
+        rounds_once: whether partial results are kept, and cross the border, in float32: a sum or product in low precision.
     """
 
     op: Collective
@@ -207,4 +210,4 @@ class Request:
     root: int = -1
     average: bool = False
     premul: bool = False
-    scale_first: bool = False
+    rounds_once: bool = False
