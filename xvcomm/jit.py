@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from numba import njit
@@ -26,6 +27,7 @@ from xvcomm.fingerprint import fingerprint
 from xvcomm.kernelcache import KernelCache, kernel_cache
 from xvcomm.notice import notice
 from xvcomm.private import taken
+from xvcomm.progress import Progress
 
 TURN_SECONDS = 120.0
 """How long a process waits for another one that compiles; then it compiles for itself, and waits no more."""
@@ -33,6 +35,7 @@ TURN_SECONDS = 120.0
 _threads = threading.RLock()
 _turn: _Turn | None = None
 _patient = True
+progress = Progress()
 
 
 class _Missing(Exception):
@@ -49,8 +52,11 @@ class _Turn(Listener):  # type: ignore[misc]
 
     def on_start(self, event: Event) -> None:
         """Stop numba from compiling what another process may be compiling too."""
-        if not self._mine and threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._mine:
             raise _Missing
+        self._say()
 
     def on_end(self, event: Event) -> None:
         """Nothing."""
@@ -59,13 +65,14 @@ class _Turn(Listener):  # type: ignore[misc]
         """Wait until no other process compiles, or for as long as one may."""
         global _patient
         self._mine = True
+        self._say()
         if not _patient:
             return
         self._lock = lock = _kept().turn()
         if lock is None:
             return
         try:
-            _patient = poll(lambda: taken(lock), Deadline.after(TURN_SECONDS)) is not None
+            _patient = poll(partial(self._look, lock), Deadline.after(TURN_SECONDS)) is not None
         except OSError:  # a file system that has no locks
             return
         if not _patient:
@@ -74,8 +81,16 @@ class _Turn(Listener):  # type: ignore[misc]
                 f"it if it should not run (`fuser {_kept()}/lock` names it)"
             )
 
+    def _look(self, lock: int) -> bool | None:
+        self._say()
+        return taken(lock)
+
+    def _say(self) -> None:
+        progress.say(_kept().writable)
+
     def give_back(self) -> None:
         """Let the next process compile."""
+        progress.rest()
         if self._lock is not None:
             os.close(self._lock)
 
@@ -131,11 +146,13 @@ def _entry(compiled: Any) -> Any:
 def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: str, **options: bool) -> Any:
     """Load what numba makes of a function, or wait for the turn and compile it."""
     try:
-        return build(function, signature, **options)
+        made = build(function, signature, **options)
     except _Missing:
         assert _turn is not None
         _turn.take()
-        return build(function, signature, **options)
+        made = build(function, signature, **options)
+    progress.ready += 1
+    return made
 
 
 def _function(function: Callable[..., Any], signature: str, **options: bool) -> Any:

@@ -6,6 +6,9 @@ import fcntl
 import logging
 from functools import cache
 
+PLACE = __file__
+"""A file that every process can read, whose lock says which one speaks."""
+
 _logger = logging.getLogger("xvcomm")
 
 
@@ -19,10 +22,10 @@ def notice(text: str) -> None:
 def _speaks() -> bool:
     """Whether no other process of this host does; the first one does to its end.
 
-    The lock is on this file, which is there also where nothing can be written.
+    This module's own file has the lock: it is there also where nothing can be written.
     """
     try:
-        file = open(__file__, "rb")  # noqa: SIM115
+        file = open(PLACE, "rb")  # noqa: SIM115
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()

@@ -40,6 +40,12 @@ def test_import_brings_no_framework_and_no_compiler(root: Path) -> None:
     assert set(loaded).isdisjoint({*FRAMEWORKS, "numba", "llvmlite", "matplotlib", "typer", "rich"})
 
 
+def test_the_command_brings_no_compiler(root: Path) -> None:
+    """A launcher would compile kernels that it never uses."""
+    loaded = python(root, "import json, sys, xvcomm.cli; print(json.dumps(sorted(sys.modules)))")
+    assert set(loaded).isdisjoint({*FRAMEWORKS, "numba", "llvmlite", "matplotlib"})
+
+
 def test_no_core_module_brings_a_framework(root: Path) -> None:
     modules = core_modules(root)
     assert "xvcomm.schedule.steps" in modules

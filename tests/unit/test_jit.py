@@ -103,3 +103,27 @@ def test_what_stands_in_the_place_of_the_lock_is_left_alone(start, tmp_path, wha
     assert _compiled(start()) == 2
     assert _compiled(start()) == 0
     assert not (tmp_path / "elsewhere").exists()
+
+
+SOON = "from xvcomm import notice, progress; notice.PLACE, progress.FIRST_SECONDS = {place!r}, 0.0"
+
+
+def _said(process):
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return said
+
+
+def test_a_start_that_compiles_for_long_says_so_and_one_that_loads_does_not(start, tmp_path):
+    soon = SOON.format(place=str(tmp_path / "kernels.py"))
+    assert "compiling kernels, once for this machine and user: 1 of about" in _said(start(soon))
+    assert _said(start(soon)) == ""
+
+
+@pytest.mark.parametrize("how", ["another process speaks", "logging"])
+def test_a_start_that_compiles_is_silent_where(start, tmp_path, how):
+    place = tmp_path / "kernels.py"
+    quiet = "import logging; logging.getLogger('xvcomm').setLevel(logging.ERROR); " if how == "logging" else ""
+    with open(place) as speaker:
+        fcntl.flock(speaker, fcntl.LOCK_EX if not quiet else fcntl.LOCK_UN)
+        assert _said(start(quiet + SOON.format(place=str(place)))) == ""

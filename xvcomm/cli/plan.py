@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,10 +12,12 @@ from xvcomm.cli.doctor import size_text
 from xvcomm.config import Config
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import ArgumentError
-from xvcomm.planner import Plan, Planner
 from xvcomm.schedule.cost import Links, Prediction, estimate
 from xvcomm.schedule.steps import Collective, Request
 from xvcomm.topology import Topology, parse_islands
+
+if TYPE_CHECKING:
+    from xvcomm.planner import Plan
 
 _ROOTED = (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
 _WHOLE = (Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST)
@@ -40,6 +42,8 @@ def plan(
     if max(rank, root) >= topology.size:
         raise ArgumentError(f"rank {max(rank, root)} does not exist: there are {topology.size} ranks")
     request = make_request(op, topology.size, parse_size(size), dtype, root)
+    from xvcomm.planner import Planner  # which brings the compiler
+
     planner = Planner(topology, rank, Config.from_env())
     begin = time.perf_counter()
     made = planner.plan(request)
