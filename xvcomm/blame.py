@@ -92,11 +92,11 @@ class Blame:
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
         """Who really keeps an operation waiting.
 
-        Of a collective those that have not come to it, as far as the board tells; else of each of the suspects the
-        rank that it waits for itself, if it does.
+        Of those that have not come to a collective, as far as the board tells, else of the suspects: the rank that each
+        waits for itself, if it does.
         """
         absent = self._absent(operation.sequence) if operation.peer == NO_PEER else []
-        return tuple(absent) or tuple(dict.fromkeys(r for s in suspects for r in self._follow(s)))
+        return tuple(dict.fromkeys(r for s in (absent or suspects) for r in self._follow(s)))
 
     def _mismatch(self, about: int) -> tuple[str, int | None]:
         quarrel = self.board.quarrel() if self.board is not None else None

@@ -71,7 +71,7 @@ def _check_types(comm: Objects, choices: list[_Choice]) -> None:
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """How a meeting ended, for all that came: well, or why not; `peer` is the rank that is gone, if one is."""
+    """How a meeting ended, for all that came: well, or why not; `peer` is the rank that is gone or late."""
 
     late: str = ""
     differs: str = ""
@@ -166,7 +166,7 @@ class Meetings:
         except (DeadlineExceeded, MismatchError) as error:
             context.check()  # the parent, if it is finished, is the reason, and all members know it
             late = isinstance(error, DeadlineExceeded)
-            why = _Verdict(late=_lateness(place, mine.members, name)) if late else _Verdict(differs=str(error))
+            why = _late(place, mine.members, name) if late else _Verdict(differs=str(error))
             verdict = _decide(place, why)
         except BaseException as error:
             if isinstance(error, PeerLost) and error.peer is not None:
@@ -225,7 +225,7 @@ def _decide(place: Store, verdict: _Verdict) -> _Verdict:
     return msgspec.msgpack.decode(place.get("verdict", Deadline.after(_SETTLE_SECONDS)), type=_Verdict)
 
 
-def _lateness(place: Store, members: Sequence[int], name: str) -> str:
+def _late(place: Store, members: Sequence[int], name: str) -> _Verdict:
     absent = []
     for rank in members:
         try:
@@ -233,10 +233,11 @@ def _lateness(place: Store, members: Sequence[int], name: str) -> str:
         except DeadlineExceeded:
             absent.append(rank)
     who = f"{'rank' if len(absent) == 1 else 'ranks'} {_listed(absent)}"
-    return (
+    text = (
         f"subgroup {name!r} of ranks {_listed(members)}: {who} did not come in time; all members, and only they, must "
         "call subgroup() with equal ranks and name, equally often"
     )
+    return _Verdict(late=text, peer=absent[0] if absent else None)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -149,6 +149,23 @@ def test_the_end_of_a_chain_is_named(four):
         assert "waiting for rank 3 on" in str(error) and "rank 3: its last operation: barrier #0" in str(error)
 
 
+def behind_who_waits(comm):
+    """Rank 2 sleeps; rank 0 waits for it, and so does not come to the barrier that rank 1 is in."""
+    sub = fresh(comm)
+    if comm.rank == 2:
+        return timed(sub, sub.barrier, late=True)
+    if comm.rank == 0:
+        return timed(sub, lambda: sub.recv(np.zeros(1), 2, timeout=20))
+    return timed(sub, sub.barrier)
+
+
+def test_a_rank_that_waits_itself_is_not_what_a_collective_waits_for():
+    with World(3, timeout=30) as world:
+        outcomes = world.run(behind_who_waits)
+    for error, _ in outcomes:
+        assert error.peer == 2 and "waiting for rank 2 on" in str(error), error
+
+
 def circle(comm):
     sub = fresh(comm)
     return timed(sub, lambda: sub.recv(np.zeros(1), (comm.rank + 1) % comm.size))

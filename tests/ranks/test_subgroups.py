@@ -197,6 +197,7 @@ def test_members_that_do_not_come(four, lists, missing):
         if rank in missing:
             assert isinstance(error, DeadlineExceeded) and error.rank == rank and 0.4 < seconds < 5
             assert f": {missing[rank]} did not come in time" in str(error), error
+            assert error.peer == int(missing[rank].split()[1].strip(","))
         else:
             assert error is None
 

@@ -142,6 +142,16 @@ def test_a_failure_elsewhere_keeps_its_kind_and_the_rank_that_caused_it(kind: ty
     assert type(caught.value) is kind and caught.value.peer == 3
 
 
+def test_who_failed_and_left_is_known_by_why_it_failed() -> None:
+    def check() -> None:
+        raise PeerLost("rank 3 left", peer=3)
+
+    base = MemoryStore()
+    GuardedStore("part", base, lambda: None).fail(Aborted("rank 3 found no room", peer=3))
+    with pytest.raises(Aborted, match="rank 3 found no room"):
+        GuardedStore("part", base, check).get("never", Deadline.after(20))
+
+
 class _Unreachable(MemoryStore):
     def get(self, key: str, deadline: Deadline) -> bytes:
         raise StoreError("connection lost")

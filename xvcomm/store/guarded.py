@@ -58,11 +58,11 @@ class GuardedStore(PrefixStore):
         super().set(_FAILURE, failure, Deadline.after(_FAILURE_SECONDS))
 
     def check(self) -> None:
-        """Raise what `check` does, and what was given to `fail`."""
-        self._check()
+        """Raise what was given to `fail`, and what `check` does; who failed may have left, or died, since it told why."""
         try:
             found = super().get(_FAILURE, Deadline.after(0))
         except DeadlineExceeded:
+            self._check()
             return
         failure = msgspec.msgpack.decode(found, type=_Failure)
         raise _KINDS[failure.kind](failure.text, peer=failure.peer)
