@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xvcomm import limits
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
@@ -32,6 +33,7 @@ _LINGER_SECONDS = 3.0
 _epochs: Counter[tuple[str, int]] = Counter()
 
 
+@limits.told("join the job")
 def init(
     *,
     rank: int | None = None,
@@ -63,6 +65,7 @@ def init(
         DeadlineExceeded: names the ranks that did not join; on all that did.
         StoreError: the store cannot be reached, or its port is taken.
         AuthenticationError: the store has another secret.
+        ResourceError: a limit of the system is reached; says how to raise it.
     """
     # Compiled code comes with it, which `import xvcomm` must not wait for.
     from xvcomm.communicator import Communicator

@@ -94,8 +94,8 @@ class Communicator(PointToPoint, Objects):
         session = Session(store, rank, size, config, deadline, on_close)
         try:
             context = Context(session, "0", tuple(range(size)), deadline)
-        except BaseException:
-            session.close()
+        except BaseException as error:
+            session.give_up(error)
             raise
         return cls(context, config.timeout)
 

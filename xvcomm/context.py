@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
+from xvcomm import limits
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Courier, RingStalled, RingStopped
 from xvcomm.array import ArrayView
@@ -70,11 +71,10 @@ class Context:
         check_kinds(labels, kinds)
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
         self.planner = Planner(self.topology, self.rank, session.config, gpus=set(kinds) != {"host"})
-        self.device = session.device
         able = session.device.capabilities()
         self.index, self.asynchronous = able.index, able.asynchronous
         self.pending = Pending(self)
-        self._recorder, self.kind = session.recorder, session.backend.kind
+        self.device, self._recorder, self.kind = session.device, session.recorder, session.backend.kind
         self._part = f"-{self.ident:x}"
         self.links = Links(
             session.config, session.job + self._part, self.store, self.rank, session.transports, session.lending,
@@ -85,6 +85,7 @@ class Context:
         try:
             with session.telling(self.store):
                 self._open_board(deadline)
+                self.store.assemble(session.rank, ranks, deadline)
         except BaseException:
             self.close()
             raise
@@ -111,10 +112,9 @@ class Context:
         if self._native is None:
             self._check_members()
             island = self.topology.island_of(self.rank)
-            me = self.topology.local(self.rank)
             native = self.session.backend.collective(
-                self.session.config, self.session.job + self._part, me, island.size, f"native/{island.index}",
-                self.session.guarded(f"comm/{self.path}", self._check_members), deadline,
+                self.session.config, self.session.job + self._part, self.topology.local(self.rank), island.size,
+                f"native/{island.index}", self.session.guarded(f"comm/{self.path}", self._check_members), deadline,
             )  # fmt: skip
             with self._gate:
                 self._native = native
@@ -210,8 +210,7 @@ class Context:
         assert board is not None
         if peer != NO_PEER:
             _, dtype, nbytes, tag, _ = message
-            sequence, recorder = operation.sequence, self._recorder
-            operation.record = recorder.begin(self.ident, sequence, +name, dtype, nbytes, peer, tag, site)
+            operation.record = self._recorder.begin(self.ident, self.sequence, +name, dtype, nbytes, peer, tag, site)
             stopped = board.abort_word() != 0
         else:
             self.sequence += 1
@@ -267,6 +266,7 @@ class Context:
             self.abort(self._blame.passed_on(error), str(error))
         else:
             # It went wrong here, so that this rank has the story and the others need to be told.
+            error = limits.named(error, f"do {operation}")
             self.abort(Reason.ABORTED.word(self.rank, self.rank), f"{type(error).__name__}: {error}")
             return error
         below = (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled, XvcommError)

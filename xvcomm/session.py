@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from xvcomm import forking, registry, trace
+from xvcomm import forking, limits, registry, trace
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.device import Device, PeerMemory
 from xvcomm.abc.store import NotSet, PrefixStore, Store
@@ -128,11 +128,12 @@ class Session:
         """Find out what this rank has; if it lacks something, the others need not wait for it."""
         config = self.config
         try:
-            host = host_identity(config.shm_dir)
-            self.backend = self._choose_backend(config)
-            self.device: Device = self.backend.device(config)
-            self._presence = Presence.take(config.shm_dir)
-            self.transports = self._open_transports(host)
+            with limits.told("join the job"):
+                host = host_identity(config.shm_dir)
+                self.backend = self._choose_backend(config)
+                self.device: Device = self.backend.device(config)
+                self._presence = Presence.take(config.shm_dir)
+                self.transports = self._open_transports(host)
         except (XvcommError, OSError) as error:
             refuse(join, self.rank, error)
             raise
@@ -142,19 +143,33 @@ class Session:
         )  # fmt: skip
 
     def _start(self, mine: Joining, deadline: Deadline) -> None:
-        others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
-        watched = [Watched(j.info.rank, j.info.pid if j.processes == mine.processes else None, j.byte) for j in others]
-        watch = Watch(watched, self._presence, self._on_exit, self._look)
+        self._place = self.guarded(f"journal/{self.neighbours[0]}", self._check_neighbours)
+        following = self.guarded("comm/0", self._check_neighbours)
         for transport in self.transports:
             self._cleanup.callback(transport.close)
         try:
-            journal = self._open_journal(deadline)
-        except BaseException:
-            watch.close()
-            for rank in self.neighbours:
-                self.sweep(rank)
-            self.close()
+            with self.telling(following), limits.told("join the job"):
+                others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
+                watch = Watch([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
+                with contextlib.ExitStack() as failing:
+                    failing.callback(watch.close)
+                    self._record(self._open_journal(self._place, deadline))
+                    self._cleanup.callback(watch.close)
+                    if self.device.capabilities().asynchronous:
+                        self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
+                    failing.pop_all()
+        except BaseException as error:
+            self.give_up(error)
             raise
+        self._cleanup.callback(self.lending.linger)
+
+    @staticmethod
+    def _watched(other: Joining, mine: Joining) -> Watched:
+        pid = other.info.pid if other.processes == mine.processes else None
+        return Watched(other.info.rank, pid, other.byte)
+
+    def _record(self, journal: Segment) -> None:
+        """Begin to write this rank's flight recorder."""
         self._cleanup.callback(journal.close)
         size = trace.region_bytes(self.config.trace_records)
         self._regions = {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
@@ -164,10 +179,15 @@ class Session:
             self._cleanup.callback(region.release)
         self._cleanup.callback(self.recorder.close)
         self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
-        self._cleanup.callback(watch.close)
-        if self.device.capabilities().asynchronous:
-            self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
-        self._cleanup.callback(self.lending.linger)
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave a job that did not begin, and of which nobody will map any more what this rank has made."""
+        with contextlib.suppress(XvcommError):  # they learn why before names are gone
+            self._place.fail(self._cause(error))
+        for rank in self.neighbours:
+            if rank == self.rank or rank in self._lost:
+                self.sweep(rank)
+        self.close()
 
     @staticmethod
     def _choose_backend(config: Config) -> Backend:
@@ -192,21 +212,19 @@ class Session:
             device=able.kind, island=label or able.island, rehearsal=label is not None,
         )  # fmt: skip
 
-    def _open_journal(self, deadline: Deadline) -> Segment:
+    def _open_journal(self, place: GuardedStore, deadline: Deadline) -> Segment:
         """The host's flight recorders, in one piece of shared memory made by its lowest rank."""
         first = self.neighbours[0]
-        place = self.guarded(f"journal/{first}", self._check_neighbours)
-        with self.telling(place), self.telling(self.guarded("comm/0", self._check_neighbours)):
-            if self.rank != first:
-                segment = self.attach(place, "name", first, deadline)
-            else:
-                size = len(self.neighbours) * trace.region_bytes(self.config.trace_records)
-                segment = Segment.create(self.config.shm_dir, self.job, size)
-                with segment.named():
-                    place.set("name", segment.name.encode())
-            if place.add("mapped", 1) == len(self.neighbours):
-                segment.unlink()
-            return segment
+        if self.rank != first:
+            segment = self.attach(place, "name", first, deadline)
+        else:
+            size = len(self.neighbours) * trace.region_bytes(self.config.trace_records)
+            segment = Segment.create(self.config.shm_dir, self.job, size)
+            with segment.named():
+                place.set("name", segment.name.encode())
+        if place.add("mapped", 1) == len(self.neighbours):
+            segment.unlink()
+        return segment
 
     def attach(self, place: GuardedStore, key: str, maker: int, deadline: Deadline) -> Segment:
         """Map a segment whose name another rank puts into the store.
@@ -303,7 +321,8 @@ class Session:
         """A process of this host ended; every communicator that it belonged to stops."""
         if not self.left(rank):
             # Of who left in good order, messages may still be read and abort words found.
-            self.sweep(rank)
+            with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves sweeps, too
+                self.sweep(rank)
         words = self.last_words(rank)
         with self._lock:
             self._lost[rank] = words

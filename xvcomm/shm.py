@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from xvcomm import forking
+from xvcomm import forking, limits
 from xvcomm.errors import ResourceError
 
 PAGE = 4096
@@ -26,6 +26,7 @@ _SEAL = b"xvcomm segment 1"
 """Ends every segment, so that no other file is mapped or deleted for one."""
 _NAME = re.compile(r"xvcomm-[^/\0]+-[0-9]+-[0-9a-f]{12}")
 _KEPT_BYTES = 64 << 10  # of a segment in a forked child: its header and counters, and most of a flight recorder
+_MAPPING = "map shared memory"
 _MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
 
 
@@ -52,6 +53,11 @@ class Segment:
             self.size = found.st_size
             self._file = found.st_dev, found.st_ino
             self._map = mmap.mmap(fd, self.size)
+        except OSError as error:
+            what = (
+                f"cannot map {self.size} bytes of shared memory ({error.strerror}); `ulimit -v` or memory is exhausted"
+            )
+            raise limits.reached(error, _MAPPING) or ResourceError(what) from error
         finally:
             os.close(fd)
         self.view = memoryview(self._map)
@@ -71,7 +77,8 @@ class Segment:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ResourceError(f"cannot create shared memory in {folder}: {error.strerror}") from error
+            what = f"cannot create shared memory in {folder}: {error.strerror}"
+            raise limits.reached(error, _MAPPING) or ResourceError(what) from error
         try:
             os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, _SEAL, size - len(_SEAL))
@@ -85,7 +92,11 @@ class Segment:
                     "XVCOMM_RING_SLOT_BYTES and XVCOMM_STAGE_BYTES"
                 ) from error
             raise ResourceError(f"cannot reserve {size} bytes in {folder}: {error.strerror}") from error
-        return cls(path, fd)
+        try:
+            return cls(path, fd)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def attach(cls, folder: str, name: str, size: int = 0) -> Segment:
@@ -108,10 +119,11 @@ class Segment:
             # A named pipe would block here without O_NONBLOCK; for a regular file that flag has no effect.
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
-            raise ResourceError(
+            what = (
                 f"cannot map shared memory {path}: {error.strerror}; ranks of one host must share {folder} "
                 "(containers: docker run --ipc=host)"
-            ) from error
+            )
+            raise limits.reached(error, _MAPPING) or ResourceError(what) from error
         wrong = _objection(fd, size)
         if wrong:
             os.close(fd)

@@ -59,12 +59,16 @@ class Watch:
         self._ranks: dict[int, int] = {}
         self._asked: dict[int, int] = {}
         self._gone: list[int] = []
-        for peer in peers:
-            self._add(peer)
-        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
-        self._poll.register(self._stop_read, select.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="xvcomm-watch", daemon=True)
-        self._thread.start()
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            self._poll.register(self._stop, select.POLLIN)
+            for peer in peers:
+                self._add(peer)
+            self._thread = threading.Thread(target=self._run, name="xvcomm-watch", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._let_go()
+            raise
 
     def _add(self, peer: Watched) -> None:
         fd = None
@@ -91,7 +95,7 @@ class Watch:
             self._on_exit(rank)
         while True:
             for fd, _ in self._poll.poll(_LOOK_MS):
-                if fd == self._stop_read:
+                if fd == self._stop:
                     return
                 self._poll.unregister(fd)
                 self._on_exit(self._ranks[fd])
@@ -102,14 +106,17 @@ class Watch:
 
     def close(self) -> None:
         """End the thread and close the descriptors. Idempotent."""
-        if self._stop_write < 0:
+        if self._stop < 0:
             return
-        os.write(self._stop_write, b"x")
+        os.eventfd_write(self._stop, 1)
         self._thread.join()
-        for fd in (*self._ranks, self._stop_read, self._stop_write):
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for fd in (*self._ranks, self._stop):
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self._stop_write = -1
+        self._stop = -1
 
 
 class Rounds:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from xvcomm import limits
 from xvcomm.deadline import NEVER, Deadline
-from xvcomm.errors import DeadlineExceeded, StoreError
+from xvcomm.errors import DeadlineExceeded, StoreError, XvcommError
 from xvcomm.store import folder
 from xvcomm.store.polling import PollingStore
 
@@ -117,10 +118,10 @@ class FileStore(PollingStore):
     def _reported(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (StoreError, DeadlineExceeded):
+        except XvcommError:
             raise
         except OSError as error:
-            raise StoreError(
+            raise limits.reached(error, f"{what} {self._folder}") or StoreError(
                 f"cannot {what} {self._folder}: {error.strerror}; XVCOMM_STORE=file:// needs a folder that every rank "
                 "of the job can write"
             ) from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
-from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError, XvcommError
 
@@ -18,6 +18,8 @@ _SETTLE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 _LOOK_SECONDS = 0.1
 _FAILURE_SECONDS = 1.0
+_NAMED = 16
+"""How many late ranks are named."""
 _FAILURE = "failure"
 _KINDS: dict[str, type[XvcommError]] = {kind.__name__: kind for kind in (PeerLost, DeadlineExceeded, Aborted)}
 
@@ -82,6 +84,36 @@ class GuardedStore(PrefixStore):
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
         """See `Store.wait`; also raises what `check` does, and what was given to `fail`."""
         self._patiently(partial(super().wait, list(keys)), deadline)
+
+    def assemble(self, rank: int, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Wait until all of these ranks have come, once: one that fails before shall not leave the others in an operation.
+
+        Args:
+            rank: of this process; all are numbers of the whole job.
+
+        Raises:
+            DeadlineExceeded: names those that did not come. Also what `check` does, and what was given to `fail`.
+        """
+        self.set(f"begun/{rank}", b"", deadline)
+        if self.add("begun", 1, deadline) == len(ranks):
+            with contextlib.suppress(StoreError):  # who served it may have got this and ended before it answered
+                super().set("all begun", b"", deadline)
+            return
+        try:
+            self.get("all begun", deadline)
+        except NotSet as error:
+            late = [r for r in ranks if not self._has(f"begun/{r}")] or [rank]
+            names = ", ".join(f"rank {r} of the job" for r in late[:_NAMED])
+            raise DeadlineExceeded(
+                f"{names} did not open shared memory in time; stopped or very slow", rank=rank, peer=late[0]
+            ) from error
+
+    def _has(self, key: str) -> bool:
+        try:
+            self.wait([key], Deadline.after(0))
+        except DeadlineExceeded:
+            return False
+        return True
 
     def _patiently(self, call: Callable[[Deadline], T], deadline: Deadline) -> T:
         while True:

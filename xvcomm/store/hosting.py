@@ -7,6 +7,7 @@ import socket
 
 import msgspec
 
+from xvcomm import limits
 from xvcomm.abc.store import Store
 from xvcomm.deadline import Deadline
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
@@ -145,8 +146,8 @@ def loopback() -> str:
             with socket.socket(family) as probe:
                 probe.bind((address, 0))
                 return address
-        except OSError:
-            pass
+        except OSError as error:
+            _pass_over(error)
     raise StoreError(
         "this host has neither 127.0.0.1 nor ::1, so that its processes cannot reach each other: run `ip link set lo up`, or "
         "give the ranks a folder to meet in, XVCOMM_STORE=file:///folder"
@@ -169,8 +170,8 @@ def own_address() -> str:
                 # Connecting a datagram socket sends nothing; it only asks for the route to a documentation address.
                 probe.connect((documentation, 9))
                 found.append(probe.getsockname()[0])
-        except OSError:
-            pass
+        except OSError as error:
+            _pass_over(error)
     for address in map(str, found):
         if not address.startswith(("127.", "::1", "fe80:")):
             return address
@@ -191,3 +192,10 @@ def _served(server: TcpServer, secret: str, deadline: Deadline, board: Store | N
     except BaseException:
         server.close()
         raise
+
+
+def _pass_over(error: OSError) -> None:
+    """Go on without this address, unless the reason is one for all of them."""
+    refusal = limits.reached(error, "find this host's address")
+    if refusal is not None:
+        raise refusal from error

@@ -9,10 +9,13 @@ import socket
 import threading
 from typing import cast
 
-from xvcomm import forking
+from xvcomm import forking, limits
 from xvcomm.errors import StoreError
 from xvcomm.store import wire
 
+_SERVING = "serve the store"
+_LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
+"""What an event loop opens, and a client in this process: both ends of its connection."""
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.1
 _STRANGERS = 256
@@ -46,6 +49,7 @@ class TcpServer:
         Raises:
             StoreError: the port is taken or not allowed.
             ConfigError: the secret is empty.
+            ResourceError: too many files are open.
         """
         wire.need_secret(secret)
         listener = _listen(host, port)
@@ -58,7 +62,13 @@ class TcpServer:
         self._open = True
         self._stop = asyncio.Event()
         self._closing = threading.Lock()
-        self._loop = asyncio.new_event_loop()
+        try:
+            with limits.told(_SERVING):
+                _need(listener, _LOOP_FILES + _FIRST_CLIENT_FILES)
+                self._loop = asyncio.new_event_loop()
+        except BaseException:
+            listener.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="xvcomm-store", daemon=True)
         forking.register(self)
         self._thread.start()
@@ -324,6 +334,17 @@ class _Rude(Exception):
     """The client does not speak the protocol."""
 
 
+def _need(sock: socket.socket, files: int) -> None:
+    """Raise OSError unless this process can open so many files: a loop half made complains when it is freed."""
+    copies: list[socket.socket] = []
+    try:
+        for _ in range(files):
+            copies.append(sock.dup())
+    finally:
+        for copy in copies:
+            copy.close()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 1 << 16:
         raise StoreError(f"cannot serve on port {port}: ports lie between 0 and 65535")
@@ -340,7 +361,8 @@ def _listen(host: str, port: int) -> socket.socket:
                 f"port {port} of {host} is taken: another job or program serves there; choose another port in "
                 f"XVCOMM_STORE (`ss -ltnp 'sport = :{port}'` shows who has it)"
             ) from None
-        raise StoreError(f"cannot serve on {host}:{port}: {error.strerror}; choose another address or port") from None
+        what = f"cannot serve on {host}:{port}: {error.strerror}; choose another address or port"
+        raise limits.reached(error, _SERVING) or StoreError(what) from None
 
 
 def _shutdown(sock: socket.socket) -> None:

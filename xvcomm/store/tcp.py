@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from xvcomm import forking
+from xvcomm import forking, limits
 from xvcomm.abc.store import ANSWER_SECONDS, NotSet, Store
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
@@ -22,6 +22,7 @@ _REPLY_SECONDS = 1.0
 """For how long the answer to a request may take after the deadline."""
 _LEAST_SECONDS = 0.01
 """For an attempt to connect; sockets take 0 for non-blocking."""
+_CONNECTING = "connect to the store"
 _PIECE = 1 << 18
 _FIRST_RETRY, _LAST_RETRY = 0.002, 0.1
 
@@ -175,6 +176,9 @@ class TcpStore(Store):
             except (OSError, _NotYet) as error:
                 if isinstance(error, (AuthenticationError, StoreError)):
                     raise
+                refusal = limits.reached(error, _CONNECTING) if isinstance(error, OSError) else None
+                if refusal is not None:
+                    raise refusal from error
                 reason = str(error)
             if not patient or deadline.expired():
                 raise StoreError(
