@@ -31,6 +31,7 @@ from xvcomm.dtype import DTYPES, DType, ReduceOp, Reduction
 from xvcomm.errors import Aborted, BackendUnavailable
 from xvcomm.opcode import OpCode
 from xvcomm.ring import Reason
+from xvcomm.threads import Daemon
 
 _STAGE_BYTES = 32 << 20
 """Scratch memory for what members send each other of a reduction that the library lacks; longer arrays go in pieces."""
@@ -75,7 +76,7 @@ class CclCollective(Collective):
         self._state = (ctypes.c_int64 * len(State))()
         self._inside = ctypes.c_double.from_buffer(self._state, 8 * State.INSIDE)
         self._word = ctypes.c_int64.from_buffer(self._state, 8 * State.ABORT)
-        self._freeing: threading.Thread | None = None
+        self._freeing: Daemon | None = None
         self._premuls: dict[tuple[float, int], int] = {}
         self._share_bytes = max(_ALIGN, _STAGE_BYTES // members // _ALIGN * _ALIGN)
         self._scratch: Allocation | None = None
@@ -242,7 +243,7 @@ class CclCollective(Collective):
         with self._lock:
             comm, self._comm = self._comm, 0
             if comm:
-                self._freeing = threading.Thread(target=work, name="xvcomm-free", daemon=True)
+                self._freeing = Daemon("xvcomm-free", work)
                 self._freeing.start()
 
     def _run(self, calls: Sequence[LibraryCall], src: int, dst: int, stream: Stream) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +17,7 @@ from xvcomm.backends._vendor import Library
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.errors import BackendUnavailable, DeadlineExceeded
+from xvcomm.threads import Daemon
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -156,7 +156,7 @@ def join(start: Callable[[], int], free: Callable[[int], None], done: str, store
         with contextlib.suppress(Exception):  # nobody may be left to read it
             store.set(done, b"", deadline)
 
-    threading.Thread(target=work, name="xvcomm-join", daemon=True).start()
+    Daemon("xvcomm-join", work).start()
     try:
         store.wait([done], deadline)
     except BaseException as error:

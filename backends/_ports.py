@@ -17,6 +17,7 @@ from xvcomm.backends._vendor import Runtime, VendorError
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import ReduceOp
 from xvcomm.ring import Message, Reason, RingEnd
+from xvcomm.threads import Daemon
 
 _PAUSE_SECONDS = 0.0005
 _GRACE_SECONDS = 0.5
@@ -119,7 +120,7 @@ class Watcher:
         self._tails: list[tuple[Tail, Future[None]]] = []
         self._doomed: dict[Port, Deadline] = {}
         self._arrived = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: Daemon | None = None
 
     def submit(self, tail: Tail) -> Future[None]:
         """A future that ends when all of it is done, with what `Tail.through` raises."""
@@ -142,8 +143,8 @@ class Watcher:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"xvcomm-gpu-{self._index}", daemon=True)
-            self._thread.start()
+            self._thread = Daemon(f"xvcomm-gpu-{self._index}", self._run)
+        self._thread.start()
         self._arrived.notify()
 
     def _run(self) -> None:

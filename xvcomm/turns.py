@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from xvcomm.abc.device import Mark
 from xvcomm.deadline import Deadline
 from xvcomm.ring import RingEnd
+from xvcomm.threads import Daemon
 from xvcomm.work import Work
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Turns:
         self._arrived = threading.Condition()
         self._queue: list[Start] = []
         self._under_way: dict[RingEnd, None] = {}
-        self._thread: threading.Thread | None = None
+        self._thread: Daemon | None = None
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -74,8 +75,8 @@ class Turns:
                 return
             self._queue.append(launch)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="xvcomm-turns", daemon=True)
-                self._thread.start()
+                self._thread = Daemon("xvcomm-turns", self._run)
+            self._thread.start()
             self._arrived.notify()
 
     def at_once(self, ends: Collection[RingEnd], go: Callable[[], Sequence[Work] | None]) -> Sequence[Work] | None:

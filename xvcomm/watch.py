@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xvcomm.presence import Presence
+from xvcomm.threads import Daemon
 
 _LOOK_MS = 100
 
@@ -60,14 +61,14 @@ class Watch:
         self._asked: dict[int, int] = {}
         self._gone: list[int] = []
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = Daemon("xvcomm-watch", self._run)
         try:
             self._poll.register(self._stop, select.POLLIN)
             for peer in peers:
                 self._add(peer)
-            self._thread = threading.Thread(target=self._run, name="xvcomm-watch", daemon=True)
             self._thread.start()
         except BaseException:
-            self._let_go()
+            self.close()
             raise
 
     def _add(self, peer: Watched) -> None:
@@ -110,9 +111,6 @@ class Watch:
             return
         os.eventfd_write(self._stop, 1)
         self._thread.join()
-        self._let_go()
-
-    def _let_go(self) -> None:
         for fd in (*self._ranks, self._stop):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -124,8 +122,12 @@ class Rounds:
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._call, self._over = call, threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = Daemon(name, self._run)
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_MS / 1000):

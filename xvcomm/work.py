@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, NoReturn
 
 from xvcomm.errors import ArgumentError, DeadlineExceeded
+from xvcomm.threads import Daemon
 
 
 class Work:
@@ -79,7 +80,7 @@ class OrderedWorker:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._name = name
-        self._thread: threading.Thread | None = None
+        self._thread: Daemon | None = None
         self._pending = 0
         self._lock = threading.Lock()
 
@@ -98,10 +99,10 @@ class OrderedWorker:
                 future.set_exception(error)
             return future
         with self._lock:
-            self._pending += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = Daemon(self._name, self._run)
+            self._thread.start()
+            self._pending += 1
         self._calls.put((future, call))
         return future
 

@@ -11,6 +11,7 @@ import numpy as np
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
 from xvcomm.deadline import Deadline
+from xvcomm.threads import Daemon
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class Engine:
         self._incoming: list[tuple[Batch, Future[None], Deadline]] = []
         self._arrived = threading.Condition()
         self._wake = np.zeros(1, np.int64)
-        self._thread: threading.Thread | None = None
+        self._thread: Daemon | None = None
         self._batch = Batch(spins)
         self._jobs: list[_Job] = []
 
@@ -43,8 +44,8 @@ class Engine:
             self._incoming.append((taken, future, deadline))
             self._wake[0] += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="xvcomm-mover", daemon=True)
-                self._thread.start()
+                self._thread = Daemon("xvcomm-mover", self._run)
+            self._thread.start()
             self._arrived.notify()
         return future
 

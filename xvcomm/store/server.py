@@ -12,6 +12,7 @@ from typing import cast
 from xvcomm import forking, limits
 from xvcomm.errors import StoreError
 from xvcomm.store import wire
+from xvcomm.threads import Daemon
 
 _SERVING = "serve the store"
 _LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
@@ -69,7 +70,7 @@ class TcpServer:
         except BaseException:
             listener.close()
             raise
-        self._thread = threading.Thread(target=self._run, name="xvcomm-store", daemon=True)
+        self._thread = Daemon("xvcomm-store", self._run)
         forking.register(self)
         self._thread.start()
 
