@@ -343,6 +343,5 @@ class CclCollective(Collective):
         self._run(self._calls.exchange(mine, theirs), 0, 0, stream)
         if nbytes:
             count = nbytes // dtype.itemsize
-            self._device.reduce(into, [address for address, _ in theirs], count, dtype, how.op, stream)
-            if how.scale is Scale.AFTER:
-                self._device.scale(into, into, count, dtype, 1.0, self._members, stream)
+            divisor = self._members if how.scale is Scale.AFTER else 0
+            self._device.reduce(into, [address for address, _ in theirs], count, dtype, how.op, stream, divisor=divisor)

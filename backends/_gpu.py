@@ -173,6 +173,10 @@ class GpuDevice(Device):
         """See `Device.enqueued_scale`."""
         return self._local(LocalCall.scale(self._kernels, count, dtype, factor, divisor))
 
+    def enqueued_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool) -> EnqueuedCall:
+        """See `Device.enqueued_reduce`."""
+        return self._local(LocalCall.reduce(self._kernels, count, dtype, op, divisor, src_first=src_first))
+
     @on_device
     def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
         """See `Device.enqueued_marks`."""
@@ -206,9 +210,11 @@ class GpuDevice(Device):
         self._shared.give_back(address)
 
     @on_device
-    def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
+    def reduce(
+        self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0
+    ) -> None:
         """See `Device.reduce`."""
-        self._kernels.reduce(dst, srcs, count, dtype, op, cast(GpuStream, stream).handle)
+        self._kernels.reduce(dst, srcs, count, dtype, op, cast(GpuStream, stream).handle, divisor)
 
     @on_device
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:

@@ -53,9 +53,9 @@ _ROW = struct.Struct("=4Q6q12I")
 _ROW_BYTES, _DATA, _TAG = _ROW.size, 24, 64
 """For compiled code: how long a row is, and where array and tag lie in it."""
 
-_TERMS = struct.Struct("=Q4q")
+_TERMS = struct.Struct("=Q5q")
 _SCALE = struct.Struct("=2Qqd3q")
-COPY_PLACES, SCALE_PLACES = (_TERMS.size, 24), (8, 40)
+REDUCE_PLACES, SCALE_PLACES = (_TERMS.size, _TERMS.size + 8, 24), (8, 40)
 """For compiled code: where input, and the number of elements that lie before the first aligned one, lie in these two."""
 
 _ALIGN = 16
@@ -235,8 +235,14 @@ class Kernels:
     def prepare_copy(self, nbytes: int) -> Prepared:
         """What copies so many bytes: a reduction of one operand. The addresses and what is aligned are left out."""
         arguments = _Arguments()
-        _TERMS.pack_into(arguments.buffer, 0, 0, nbytes, 1, 0, _code(UINT8.code, ReduceOp.SUM))
+        _TERMS.pack_into(arguments.buffer, 0, 0, nbytes, 1, 0, _code(UINT8.code, ReduceOp.SUM), 0)
         return Prepared(arguments, self._reduce, _blocks(nbytes), self._calls)
+
+    def prepare_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int) -> Prepared:
+        """What `reduce` of two operands would launch; the addresses and what is aligned are left out."""
+        arguments = _Arguments()
+        _TERMS.pack_into(arguments.buffer, 0, 0, count, 2, 0, _code(dtype.code, op), divisor)
+        return Prepared(arguments, self._reduce, _blocks(count * dtype.itemsize), self._calls)
 
     def prepare_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> Prepared:
         """What `scale` would launch; the addresses and what is aligned are left out."""
@@ -256,7 +262,9 @@ class Kernels:
         self._runtime.launch(self._move, blocks, THREADS, arguments.params, stream)
         return blocks
 
-    def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int) -> None:
+    def reduce(
+        self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int, divisor: int = 0
+    ) -> None:
         """See `Device.reduce`."""
         assert 0 < len(srcs) <= TERMS
         skew = 0
@@ -264,7 +272,7 @@ class Kernels:
             skew |= src ^ dst
         head = first_aligned(count, dtype.itemsize, dst, skew)
         arguments = self._arguments(_TERMS.size + 8 * len(srcs))
-        _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), head, _code(dtype.code, op))
+        _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), head, _code(dtype.code, op), divisor)
         struct.pack_into(f"={len(srcs)}Q", arguments.buffer, _TERMS.size, *srcs)
         self._launch_local(self._reduce, dtype, count, arguments.params, stream)
 

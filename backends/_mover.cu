@@ -1013,6 +1013,7 @@ struct Terms {
     i64 ways;
     i64 head;  // elements before those that lie aligned in all operands
     i64 code;
+    i64 divisor;  // of a sum, or 0
     const char* srcs[XV_TERMS];
 };
 
@@ -1026,7 +1027,7 @@ struct Scaling {
     i64 dtype;
 };
 
-// `COUNT` elements at once, from element `index` on; low precision adds up in float32 and rounds once.
+// `COUNT` elements at once, from element `index` on; low precision adds up and divides in float32 and rounds once.
 template <int DTYPE, int OP, u32 COUNT>
 XV_DEVICE void reduce_some(const Terms& terms, i64 index) {
     typedef Element<DTYPE> E;
@@ -1045,7 +1046,8 @@ XV_DEVICE void reduce_some(const Terms& terms, i64 index) {
             for (u32 i = 0; i < COUNT; ++i) total[i] = Operation<DTYPE, OP>::of(total[i], E::load(some.items[i]));
         }
         XV_UNROLL
-        for (u32 i = 0; i < COUNT; ++i) some.items[i] = E::save(total[i]);
+        for (u32 i = 0; i < COUNT; ++i)
+            some.items[i] = E::save(OP == XV_SUM && terms.divisor ? quotient(total[i], terms.divisor) : total[i]);
     }
     *reinterpret_cast<Some*>(terms.dst + offset) = some;
 }

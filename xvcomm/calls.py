@@ -110,7 +110,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
         return Request(
             _REQUESTS[self.op], self.dtype.itemsize, self.count, self.counts, self.recv_counts, self.root,
             average=op is ReduceOp.AVG, premul=op is ReduceOp.PREMUL_SUM,
-            rounds_once=how is not None and self.dtype.low_precision and op not in (ReduceOp.MIN, ReduceOp.MAX),
+            low_precision=how is not None and self.dtype.low_precision and op not in (ReduceOp.MIN, ReduceOp.MAX),
         )  # fmt: skip
 
 

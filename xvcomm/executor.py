@@ -246,11 +246,11 @@ class _Run:
                     self._convert(src, dst, 1.0, 0, stream)
                 elif self._at(src) != self._at(dst):
                     self._device.copy(self._at(dst), self._at(src), self._nbytes(src), stream)
-            case Reduce(srcs=srcs, dst=dst):
-                addresses = [self._at(s) for s in srcs]
-                self._device.reduce(self._at(dst), addresses, dst.count, self._of(dst), self._op.base, stream)
+            case Reduce(srcs=srcs, dst=dst, average=average):
+                addresses, dtype, divisor = [self._at(s) for s in srcs], self._of(dst), self._divisor(average=average)
+                self._device.reduce(self._at(dst), addresses, dst.count, dtype, self._op.base, stream, divisor=divisor)
             case Scale(src=src, dst=dst, factor=factor):
-                divisor = self._divisor(factor)
+                divisor = self._divisor(average=factor is Factor.AVERAGE)
                 if (src.buf is Buf.WIDE) is not (dst.buf is Buf.WIDE):
                     self._convert(src, dst, self._op.factor, divisor, stream)
                 else:
@@ -276,9 +276,13 @@ class _Run:
             case Copy(src=src, dst=dst):
                 return self._enqueued_call(self._device.enqueued_copy(src.count * self._dtype.itemsize), src, dst)
             case Scale(src=src, dst=dst, factor=factor):
-                divisor = self._divisor(factor)
+                divisor = self._divisor(average=factor is Factor.AVERAGE)
                 found = self._device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor)
                 return self._enqueued_call(found, src, dst)
+            case Reduce(srcs=(first, second), dst=dst, average=average) if dst in (first, second):
+                divisor, base = self._divisor(average=average), self._op.base
+                found = self._device.enqueued_reduce(dst.count, self._dtype, base, divisor, src_first=second == dst)
+                return self._enqueued_call(found, first if second == dst else second, dst)
             case Native(op=op, src=src, dst=dst, counts=counts, recv_counts=recv_counts, root=root):
                 sizes, how = counts or (max(src.count, dst.count),), Reduction(self._op.base)
                 form = CollectiveForm(OpCode[op.name], sizes, recv_counts, self._dtype, how, root)
@@ -289,8 +293,8 @@ class _Run:
         places, widens = (self._at(dst), self._at(src)), dst.buf is Buf.WIDE
         self._device.convert(*places, src.count, self._dtype, factor, divisor, stream, widens=widens)
 
-    def _divisor(self, factor: Factor) -> int:
-        return self._context.topology.size if factor is Factor.AVERAGE else 0
+    def _divisor(self, *, average: bool) -> int:
+        return self._context.topology.size if average else 0
 
     def _enqueued_call(self, call: EnqueuedCall | None, src: Span, dst: Span) -> EnqueuedStep | None:
         return EnqueuedStep(call, (self._place(src), self._place(dst))) if call is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from xvcomm.config import Config
@@ -83,12 +83,11 @@ class Planner:
         return self._kept(request)
 
     def _make(self, request: Request) -> Plan:
-        if self._gpus and request.rounds_once:  # their libraries round what an island adds
-            request = replace(request, rounds_once=False)
         nbytes = _elements(request) * request.itemsize
         tuning = tune(request.op, nbytes, self._topology, self._link_bytes, self._at_once)
         segment = tuning.segment_bytes // request.itemsize
-        schedule = build(request, self._topology, self._rank, segment, tuning.short)
+        wide = not self._gpus  # whose libraries round what an island adds
+        schedule = build(request, self._topology, self._rank, segment, tuning.short, wide)
         lanes = frozenset(step.lane for step in schedule.steps)
         messages = Counter(step.peer for step in schedule.steps if isinstance(step, Put))
         most = max(messages.values(), default=0)

@@ -16,7 +16,7 @@ from xvcomm.backends.host.courier import HostCourier
 from xvcomm.backends.host.engine import Engine
 from xvcomm.backends.host.kernels import scale
 from xvcomm.backends.host.mover import MAX_STREAMS, Kind
-from xvcomm.backends.host.reducers import BLOCK, finisher, kit, reduce_many, scaler, widener
+from xvcomm.backends.host.reducers import BLOCK, average_many, finisher, kit, reduce_many, scaler, widener
 from xvcomm.config import Config
 from xvcomm.deadline import NEVER
 from xvcomm.dtype import BY_CODE, DType, ReduceOp
@@ -25,14 +25,17 @@ from xvcomm.jit import compiling, kernel
 from xvcomm.ring import Message, RingEnd
 
 
-def _reduce_local(kit, dst, sources, ways, count, itemsize, result_size, scratch):  # type: ignore[no-untyped-def]
-    reduce_many(kit, dst, sources, ways, count, itemsize, result_size, scratch)
+def _reduce_local(kit, finisher, dst, sources, ways, count, itemsize, divisor, scratch):  # type: ignore[no-untyped-def]
+    if divisor != 0:
+        average_many(kit, finisher, dst, sources, ways, count, itemsize, divisor, scratch)
+    else:
+        reduce_many(kit, dst, sources, ways, count, itemsize, itemsize, scratch)
 
 
 _PUT, _GET, _GET_REDUCE = (int(kind) for kind in Kind)
 
 with compiling():
-    reduce_local = kernel("void(UniTuple(int64, 4), int64, int64[::1], int64, int64, int64, int64, int64)")(
+    reduce_local = kernel("void(UniTuple(int64, 4), int64, int64, int64[::1], int64, int64, int64, int64, int64)")(
         _reduce_local
     )
 
@@ -148,14 +151,17 @@ class HostDevice(Device):
         """See `Device.courier`."""
         return HostCourier(end, op, recorder, communicator, stop, self._spins, self._process_memory)
 
-    def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
+    def reduce(
+        self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0
+    ) -> None:
         """See `Device.reduce`."""
         stream.synchronize()
         k = kit(dtype, op)
         numbers = (k.pair, k.first, k.more, k.last)
-        table = np.array(srcs, np.int64)
-        size = dtype.itemsize
-        reduce_local(numbers, dst, table, len(srcs), count, size, size, self._scratch.ctypes.data)
+        table, scratch = np.array(srcs, np.int64), self._scratch.ctypes.data
+        divisor = divisor if len(srcs) > 1 else 0
+        finishes = finisher(dtype) if divisor else 0
+        reduce_local(numbers, finishes, dst, table, len(srcs), count, dtype.itemsize, divisor, scratch)
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
         """See `Device.scale`."""

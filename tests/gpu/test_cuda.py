@@ -162,6 +162,15 @@ def test_dtypes(job: Job, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["1 and 1", "1 and 2", "2 and 2", "cuda and host", "cuda and rocm", "cuda, rocm, host"]
+)
+def test_averages(job: Job, name: str) -> None:
+    """In low precision over islands: one rounding there, behind the division."""
+    with job(*TABLE[name]) as ranks:
+        ranks.run(collectives.check_averages)
+
+
+@pytest.mark.parametrize(
     ("name", "wanted"),
     [
         ("one island of 2", [[1], [0]]),

@@ -18,7 +18,7 @@ from xvcomm.abc.device import MessageForm
 from xvcomm.backends._kernels import _ROW_BYTES
 from xvcomm.backends._streams import STREAMS
 from xvcomm.backends._vendor import VendorError
-from xvcomm.dtype import BY_NAME
+from xvcomm.dtype import BY_NAME, ReduceOp
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
 device, stream, message, ring = (_shared[name] for name in ("device", "stream", "message", "ring"))
@@ -154,6 +154,22 @@ def copies_and_scaling_of_compiled_code_suit_any_addresses() -> None:
             assert launch(call.argument, source.address + width * src, target.address + width * dst, on.handle, 0) == 0
             on.synchronize()
             assert (down(gpu, target).view(np.float32) == want).all(), f"{factor} times from {src} to {dst}"
+
+
+@check
+def averages_of_compiled_code_round_once() -> None:
+    """Of input and output, in either order: a third of their sum in float16."""
+    gpu, count, half = device(), 5000, BY_NAME["float16"]
+    on, x, y = gpu.adopt(gpu.runtime.stream()), np.arange(5008, dtype=np.float16), np.full(5008, 2.5, np.float16)
+    for src_first, src, dst in itertools.product((False, True), range(3), range(3)):
+        call = gpu.enqueued_reduce(count, half, ReduceOp.SUM, 3, src_first=src_first)
+        launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(call.function)
+        source, target, want = up(gpu, x), up(gpu, y), y.copy()
+        added = x[src : src + count].astype(np.float32) + y[dst : dst + count]
+        want[dst : dst + count] = (added / np.float32(3)).astype(np.float16)
+        assert launch(call.argument, source.address + 2 * src, target.address + 2 * dst, on.handle, 0) == 0
+        on.synchronize()
+        assert (down(gpu, target).view(np.float16) == want).all(), f"from {src} to {dst}"
 
 
 @check

@@ -232,7 +232,7 @@ def test_scaled_reductions(topology: Topology, op: Collective, scale: str, more:
     case.segment = more.draw(st.sampled_from((0, 32)))
     case.short = not case.segment and more.draw(st.booleans())
     request = replace(
-        case.requests[0], average=scale == "avg", premul=scale == "premul", rounds_once=more.draw(st.booleans())
+        case.requests[0], average=scale == "avg", premul=scale == "premul", low_precision=more.draw(st.booleans())
     )
     case.requests = uniform(topology, request)
     case.factors = [rank + 0.5 for rank in range(size)]
@@ -245,7 +245,7 @@ def test_scaled_reductions(topology: Topology, op: Collective, scale: str, more:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("op", REDUCTIONS)
-def test_low_precision_over_three_islands_rounds_once(dtype: str, op: Collective) -> None:
+def test_low_precision_over_three_islands_low_precision(dtype: str, op: Collective) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     topology = Topology.from_labels("abc")
     # Added one by one in this dtype the small terms are lost; together they move the last digit.
@@ -273,7 +273,7 @@ def exact(dtype: str, count: int, seed: int) -> Array:
     st.sampled_from(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")), st.data(),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
-def test_low_precision_rounds_once_in_all(
+def test_low_precision_low_precision_in_all(
     topology: Topology, op: Collective, scale: str, dtype: str, more: st.DataObject
 ) -> None:
     if topology.homogeneous:
@@ -290,7 +290,7 @@ def test_low_precision_rounds_once_in_all(
     wide = replace(case, inputs=[x.astype("f8") * w for x, w in zip(terms, weights, strict=True)])
     wanted = [(x / divisor).astype("f4").astype(terms[0].dtype).astype("f4") for x in expected(wide)]
     case.inputs = terms
-    asked = {"average": scale == "avg", "premul": scale == "premul", "rounds_once": True}
+    asked = {"average": scale == "avg", "premul": scale == "premul", "low_precision": True}
     case.requests = uniform(topology, replace(case.requests[0], itemsize=terms[0].itemsize, **asked))
     for results in runs(case, seeds=1):
         for got, want in zip(results, wanted, strict=True):
@@ -301,7 +301,7 @@ def test_an_average_is_divided_behind_the_sum() -> None:
     """Of 5 and five zeros: a sixth of 5 in float16 is 0.83350, and five of six rounded would be 0.83301."""
     topology = Topology.from_labels("aaabbb")
     inputs = [np.full(8, 5.0 * (rank == 0), "float16") for rank in range(6)]
-    request = Request(Collective.ALL_REDUCE, 2, count=8, average=True, rounds_once=True)
+    request = Request(Collective.ALL_REDUCE, 2, count=8, average=True, low_precision=True)
     for results in runs(Case(topology, uniform(topology, request), inputs)):
         assert all((result == np.float16(5 / 6)).all() for result in results)
 
@@ -309,12 +309,12 @@ def test_an_average_is_divided_behind_the_sum() -> None:
 def test_partial_sums_of_single_ranks_cross_in_their_own_precision() -> None:
     """An island of one rank has added nothing; in float32 cross the sums of the others."""
     topology = Topology.from_labels("aab")
-    request = Request(Collective.ALL_REDUCE, 2, count=64, rounds_once=True)
+    request = Request(Collective.ALL_REDUCE, 2, count=64, low_precision=True)
     sent = [[s.src for s in build(request, topology, r).steps if isinstance(s, Put)] for r in range(3)]
     assert all({span.buf for span in spans} == {Buf.WIDE} for spans in sent[:2])
     assert {span.buf for span in sent[2]} == {Buf.IN}
     for rank in range(3):
-        assert not build(replace(request, rounds_once=False), topology, rank).wide
+        assert not build(replace(request, low_precision=False), topology, rank).wide
         assert not build(request, Topology.from_labels("abc"), rank).wide, "nothing is added before the border"
         assert not build(request, Topology.from_labels("aaa"), rank).wide
 

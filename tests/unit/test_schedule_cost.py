@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from xvcomm.schedule import build
@@ -66,10 +68,10 @@ def test_no_steps_take_no_time() -> None:
 
 
 def test_every_step_reads_as_text() -> None:
-    topology = Topology.from_labels("aabbc")
     text = []
-    for op in Collective:
-        request = Request(op, 4, count=64, counts=(8, 0, 5, 7, 1), recv_counts=(8,) * 5, root=1, average=True)
+    for op, average, islands in itertools.product(Collective, (False, True), ("aabbc", "aabbb")):
+        topology = Topology.from_labels(islands)
+        request = Request(op, 4, count=64, counts=(8, 0, 5, 7, 1), recv_counts=(8,) * 5, root=1, average=average)
         for rank in range(5):
             schedule = build(request, topology, rank)
             text += lines(schedule)
@@ -79,6 +81,7 @@ def test_every_step_reads_as_text() -> None:
         "put in[",
         "get rank 2 ->",
         "reduce out[",
+        "average out[",
         "scale out[",
         "by average",
         "copy in[",

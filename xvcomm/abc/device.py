@@ -354,6 +354,12 @@ class Device(ABC):
         """The same of `scale`."""
         return None
 
+    def enqueued_reduce(
+        self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool
+    ) -> EnqueuedCall | None:
+        """The same of `reduce` of an input and the output; which of them comes first is `src_first`."""
+        return None
+
     def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
         """Marks on a stream, for compiled code; only devices have them that go on behind the host."""
         raise NotImplementedError
@@ -383,8 +389,14 @@ class Device(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def reduce(self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream) -> None:
-        """`dst` becomes the reduction of `srcs` in order; low precision accumulates in float32 and rounds once."""
+    def reduce(
+        self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0
+    ) -> None:
+        """`dst` becomes the reduction of `srcs` in order; low precision accumulates in float32 and rounds once.
+
+        Args:
+            divisor: what a sum of two or more is divided by before it is rounded; 0 for none.
+        """
 
     @abstractmethod
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:

@@ -40,7 +40,9 @@ _WRITERS: Mapping[Collective, Callable[[Builder], None]] = {
 }
 
 
-def build(request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False) -> Schedule:
+def build(
+    request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False, wide: bool = True
+) -> Schedule:
     """The schedule of one rank.
 
     Args:
@@ -49,13 +51,14 @@ def build(request: Request, topology: Topology, rank: int, segment: int = 0, sho
         rank: whose schedule.
         segment: elements of a segment, rounded up to 16 bytes; 0 for one segment.
         short: whether fewer steps count for more than fewer bytes over the border, and rings take every message at once.
+        wide: whether what is low precision may lie, and cross the border, in float32 until it is rounded.
 
     Raises:
         ArgumentError: the request does not fit the topology.
     """
     check(request, topology, rank)
     unit = grain(request.itemsize)
-    builder = Builder(request, topology, rank, -(-segment // unit) * unit, short)
+    builder = Builder(request, topology, rank, -(-segment // unit) * unit, short, wide)
     write = homogeneous.write if topology.homogeneous else _WRITERS[request.op]
     write(builder)
     return builder.schedule()

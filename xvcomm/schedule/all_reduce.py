@@ -9,7 +9,7 @@ from itertools import pairwise
 from xvcomm.schedule.builder import Builder, part, pipelined
 from xvcomm.schedule.partials import island_sum, room, total, wide_sum
 from xvcomm.schedule.partition import Cut, weighted
-from xvcomm.schedule.steps import Buf, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Pi
 
 def _exchange_all(b: Builder) -> None:
     """Every rank sends its island's whole sum to the ranks of the other islands that have it for their partner."""
-    count, islands = b.request.count, b.topology.islands
+    count = b.request.count
     whole, source = Span(Buf.OUT, 0, count), Span(Buf.IN, 0, count)
     if b.scale_before is not None:
         b.take(source, whole)
@@ -111,14 +111,15 @@ def _exchange_all(b: Builder) -> None:
     others: dict[int, Span] = {}
     for other in b.behind():
         partner = other.ranks[b.local % other.size]
-        if len(islands) == 2:
+        if b.adds_two:
             b.get_reduce(partner, whole)
         else:
             others[other.index] = room(b, other, count)
             b.get(partner, others[other.index])
-    if others:
+    if b.adds_two:
+        b.finish(whole)
+    else:
         total(b, whole, others)
-    b.finish(whole)
 
 
 def _exchange_sums(b: Builder, piece: _Piece) -> None:
@@ -127,11 +128,12 @@ def _exchange_sums(b: Builder, piece: _Piece) -> None:
     overlaps = list(b.fair(piece.whole.count, other).overlaps(begin, end))
     for member, start, stop in overlaps:
         b.put(other.ranks[member], part(piece.partial, start - begin, stop - begin))
-    if b.wide:
+    if not b.adds_two:
         area = room(b, other, end - begin, piece.slot)
         for member, start, stop in overlaps:
             b.get(other.ranks[member], part(area, start - begin, stop - begin))
-        b.finish(piece.result, src=total(b, piece.partial, {other.index: area}, piece.slot))
+        own = piece.partial if b.wide else piece.result
+        b.copy(total(b, own, {other.index: area}, piece.slot), piece.result, Lane.RECV)
         return
     for member, start, stop in overlaps:
         b.get_reduce(other.ranks[member], part(piece.whole, start, stop))
@@ -155,7 +157,7 @@ def _divide_sums(b: Builder, piece: _Piece) -> None:
             b.get(interval.holders[other.index], received[i][other.index])
     for others, mine in zip(received, own, strict=True):
         partial = part(piece.partial, mine[0] - begin, mine[1] - begin)
-        b.finish(part(piece.whole, *mine), src=total(b, partial, others, piece.slot))
+        b.copy(total(b, partial, others, piece.slot), part(piece.whole, *mine), Lane.RECV)
     for other in b.ahead():
         for interval, mine in zip(intervals, own, strict=True):
             b.put(interval.holders[other.index], part(piece.whole, *mine))

@@ -52,11 +52,14 @@ class Builder:
         local: this rank's place in it.
         scale_before: factor of each rank's input, or None.
         scale_after: factor of the result, or None.
-        wide: whether partial results lie in WIDE.
+        wide: whether partial results lie in WIDE, and nothing is rounded before the end.
+        adds_two: whether there are two islands, and what one sends is added as it arrives.
         short: see `build`.
     """
 
-    def __init__(self, request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False) -> None:
+    def __init__(
+        self, request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False, wide: bool = True
+    ) -> None:
         self.request = request
         self.topology = topology
         self.rank = rank
@@ -66,9 +69,9 @@ class Builder:
         self.scale_after = Factor.AVERAGE if request.average else None
         # Where every contribution is one rank's array, the only step that rounds is the sum of all.
         scaled = request.premul or request.average
-        self.wide = (
-            request.rounds_once and not topology.homogeneous and (scaled or topology.size > len(topology.islands))
-        )
+        low, many = request.low_precision, topology.size > len(topology.islands)
+        self.wide = wide and low and not topology.homogeneous and (scaled or many)
+        self.adds_two = len(topology.islands) == 2 and not self.wide and not (low and request.average)
         self.short = short
         self._segment = segment
         self._steps: list[Step] = []
@@ -169,9 +172,10 @@ class Builder:
             self._append(Copy, lane, (src,), (dst,), src=src, dst=dst)
 
     def reduce(self, srcs: Sequence[Span], dst: Span) -> None:
-        """Reduce what was received, in the order of `srcs`."""
+        """Reduce what was received, in the order of `srcs`, and scale it if results are scaled."""
         if dst.count:
-            self._append(Reduce, Lane.RECV, srcs, (dst,), srcs=tuple(srcs), dst=dst)
+            average = self.scale_after is not None
+            self._append(Reduce, Lane.RECV, srcs, (dst,), srcs=tuple(srcs), dst=dst, average=average)
 
     def take(self, src: Span, dst: Span) -> None:
         """Bring a part of the input to `dst`, scaled if inputs are scaled."""
@@ -180,13 +184,10 @@ class Builder:
         elif src.count:
             self._append(Scale, Lane.NATIVE, (src,), (dst,), src=src, dst=dst, factor=self.scale_before)
 
-    def finish(self, span: Span, lane: Lane = Lane.RECV, src: Span | None = None) -> None:
-        """Scale a part of the result, if results are scaled; bring it there from `src`, if it lies elsewhere."""
-        src = src or span
-        if self.scale_after is None:
-            self.copy(src, span, lane)
-        elif span.count:
-            self._append(Scale, lane, (src,), (span,), src=src, dst=span, factor=self.scale_after)
+    def finish(self, span: Span, lane: Lane = Lane.RECV) -> None:
+        """Scale a part of the result that did not come by `reduce`, if results are scaled."""
+        if self.scale_after is not None and span.count:
+            self._append(Scale, lane, (span,), (span,), src=span, dst=span, factor=self.scale_after)
 
     def _append(
         self, kind: Callable[..., Step], lane: Lane, reads: Sequence[Span], writes: Sequence[Span], **fields: Any

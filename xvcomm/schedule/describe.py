@@ -29,8 +29,8 @@ def step_text(step: Step) -> str:
             return f"get_reduce rank {peer} -> {span_text(dst)}" + (" remote first" if remote_first else "")
         case Copy(src=src, dst=dst):
             return f"copy {span_text(src)} -> {span_text(dst)}"
-        case Reduce(srcs=srcs, dst=dst):
-            return f"reduce {', '.join(map(span_text, srcs))} -> {span_text(dst)}"
+        case Reduce(srcs=srcs, dst=dst, average=average):
+            return f"{'average' if average else 'reduce'} {', '.join(map(span_text, srcs))} -> {span_text(dst)}"
         case Scale(src=src, dst=dst, factor=factor):
             return f"scale {span_text(src)} -> {span_text(dst)} by {factor.value}"
     raise ScheduleError(f"{step!r} is not a step of a schedule; schedules are made of the words in steps.py")

@@ -40,7 +40,7 @@ def room(b: Builder, other: Island, count: int, slot: object = None) -> Span:
 
 
 def total(b: Builder, own: Span, others: dict[int, Span], slot: object = None) -> Span:
-    """The sum of this island's part and what others sent, by island index; gives where it lies: `own`, or in WIDE."""
+    """The result out of this island's part and what others sent, by island index; gives where it lies: `own`, or in WIDE."""
     spans = {b.island.index: own, **others}
     if not b.wide:
         b.reduce([spans[index] for index in sorted(spans)], own)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xvcomm.schedule.builder import NOTHING, Builder, part, pipelined
 from xvcomm.schedule.partials import island_sum, room, total, wide_sum
 from xvcomm.schedule.partition import Cut
-from xvcomm.schedule.steps import Buf, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,22 @@ def _send(b: Builder, piece: _Piece) -> None:
 
 def _collect(b: Builder, piece: _Piece) -> Span:
     """Add the other islands' sums of this rank's share; gives where the result lies."""
-    two = len(b.topology.islands) == 2 and not b.wide
     begin, end = piece.shares.part(b.local)
     others: dict[int, Span] = {}
     for other in b.behind():
-        area = others[other.index] = piece.partial if two else room(b, other, end - begin, piece.slot)
+        area = others[other.index] = piece.partial if b.adds_two else room(b, other, end - begin, piece.slot)
         for member, start, stop in b.fair(piece.shares.total, other).overlaps(begin, end):
-            receive = b.get_reduce if two else b.get
+            receive = b.get_reduce if b.adds_two else b.get
             receive(other.ranks[member], part(area, start - begin, stop - begin))
     result = piece.partial
+    if b.adds_two:
+        b.finish(result)
+        return result
     if b.wide and b.rank == b.request.root:
         result = Span(Buf.OUT, piece.start + begin, end - begin)
     elif b.wide:
         result = b.scratch(end - begin, ("result", piece.slot))
-    b.finish(result, src=piece.partial if two else total(b, piece.partial, others, piece.slot))
+    b.copy(total(b, piece.partial, others, piece.slot), result, Lane.RECV)
     return result
 
 

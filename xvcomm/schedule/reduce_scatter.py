@@ -8,7 +8,7 @@ from xvcomm.schedule.builder import Builder, part
 from xvcomm.schedule.packing import Packed
 from xvcomm.schedule.partials import island_sum, room, total
 from xvcomm.schedule.partition import Cut
-from xvcomm.schedule.steps import Buf, Span
+from xvcomm.schedule.steps import Buf, Lane, Span
 from xvcomm.topology import Island
 
 
@@ -63,11 +63,13 @@ def _collect(b: Builder, members: Cut, own: Span) -> None:
     """Receive the other islands' sums of this rank's block and add them in island order."""
     begin, end = members.part(b.local)
     result = Span(Buf.OUT, 0, end - begin)
-    two = len(b.topology.islands) == 2 and not b.wide
     others: dict[int, Span] = {}
     for other in b.behind():
-        area = others[other.index] = result if two else room(b, other, result.count)
+        area = others[other.index] = result if b.adds_two else room(b, other, result.count)
         for member, start, stop in b.fair(members.total, other).overlaps(begin, end):
-            receive = b.get_reduce if two else b.get
+            receive = b.get_reduce if b.adds_two else b.get
             receive(other.ranks[member], part(area, start - begin, stop - begin))
-    b.finish(result, src=own if two else total(b, own, others))
+    if b.adds_two:
+        b.finish(result)
+    else:
+        b.copy(total(b, own, others), result, Lane.RECV)

@@ -106,13 +106,26 @@ class Memory:
         return self.read(Span(Buf.OUT, 0, stop - start))
 
 
-def combine(op: ReduceOp, arrays: Sequence[Array], rounds: bool = True) -> Array:
-    """The reduction of arrays in their order; low precision accumulates in float32 and rounds once, or not at all."""
+def scaled(operation: Callable[[Array, Any], Array], values: Array, by: float, wide: bool) -> Array:
+    """`values` times or over `by`: low precision in float32, where it stays if `wide`; integers in float64, towards zero."""
+    dtype = from_numpy(values.dtype)
+    if dtype.low_precision:
+        found = operation(values.astype(np.float32), np.float32(by))
+        return found if wide else found.astype(values.dtype)
+    if dtype.kind in "iu":
+        return operation(values.astype(np.float64), by).astype(values.dtype)
+    return operation(values, values.dtype.type(by)).astype(values.dtype)
+
+
+def combine(op: ReduceOp, arrays: Sequence[Array], rounds: bool = True, divisor: int = 1) -> Array:
+    """The reduction of arrays in their order over `divisor`; low precision in float32, rounded once or not at all."""
     dtype = arrays[0].dtype
     wide = np.float32 if from_numpy(dtype).low_precision else dtype
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
         total = _COMBINE[op](total, array.astype(wide))
+    if divisor != 1:
+        total = scaled(np.divide, total, divisor, wide=True)
     return total.astype(dtype) if rounds else total
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xvcomm.dtype import ReduceOp, from_numpy
+from xvcomm.dtype import ReduceOp
 from xvcomm.errors import ScheduleError
 from xvcomm.schedule import semantics
 from xvcomm.schedule.describe import step_text
@@ -272,12 +272,17 @@ class _Machine:
                 self._meet(rank, peer)
             case Copy(src=src, dst=dst):
                 memory.write(dst, memory.read(src))
-            case Reduce(srcs=srcs, dst=dst):
-                memory.write(dst, semantics.combine(self._op, [memory.read(src) for src in srcs]))
+            case Reduce(srcs=srcs, dst=dst, average=average):
+                divisor = self._topology.size if average else 1
+                memory.write(dst, semantics.combine(self._op, [memory.read(src) for src in srcs], divisor=divisor))
             case Scale(src=src, dst=dst, factor=Factor.PREMUL):
-                memory.write(dst, _scaled(np.multiply, memory.read(src), self._factors[rank], dst.buf is Buf.WIDE))
+                memory.write(
+                    dst, semantics.scaled(np.multiply, memory.read(src), self._factors[rank], dst.buf is Buf.WIDE)
+                )
             case Scale(src=src, dst=dst):
-                memory.write(dst, _scaled(np.divide, memory.read(src), self._topology.size, dst.buf is Buf.WIDE))
+                memory.write(
+                    dst, semantics.scaled(np.divide, memory.read(src), self._topology.size, dst.buf is Buf.WIDE)
+                )
 
     def _check_finished(self) -> None:
         stuck = []
@@ -293,14 +298,3 @@ class _Machine:
             if not all(state.done):
                 index = state.done.index(False)
                 raise _error(rank, index, state.steps[index], "was never reached")
-
-
-def _scaled(operation: Callable[[Array, Any], Array], values: Array, by: float, wide: bool) -> Array:
-    """`values` times or over `by`: low precision in float32, where it stays if `wide`; integers in float64, towards zero."""
-    dtype = from_numpy(values.dtype)
-    if dtype.low_precision:
-        found = operation(values.astype(np.float32), np.float32(by))
-        return found if wide else found.astype(values.dtype)
-    if dtype.kind in "iu":
-        return operation(values.astype(np.float64), by).astype(values.dtype)
-    return operation(values, values.dtype.type(by)).astype(values.dtype)

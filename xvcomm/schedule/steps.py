@@ -135,10 +135,14 @@ class Reduce(Step):
     """`dst` becomes the reduction of `srcs` in their order; low precision accumulates in float32 and rounds once.
 
     `dst` may coincide with one of `srcs`. All lie in WIDE, or none.
+
+    Attributes:
+        average: whether the result is divided by the communicator's size before it is rounded.
     """
 
     srcs: tuple[Span, ...]
     dst: Span
+    average: bool = False
 
 
 class Factor(enum.Enum):
@@ -199,7 +203,7 @@ class Request:
         recv_counts: all_to_all: what this rank receives from each rank. Else empty.
         root: where the op has one, else -1.
         average, premul: whether scaling is asked for.
-        rounds_once: whether partial results are kept, and cross the border, in float32: a sum or product in low precision.
+        low_precision: whether it is a sum or product, or made of these, in a dtype that rounds more than float32.
     """
 
     op: Collective
@@ -210,4 +214,4 @@ class Request:
     root: int = -1
     average: bool = False
     premul: bool = False
-    rounds_once: bool = False
+    low_precision: bool = False

@@ -329,6 +329,26 @@ def check_premul_factors(comm: Communicator) -> None:
     assert_equal(a.get(n), np.full(5, -6 * comm.size), "premul_sum of int64")
 
 
+def check_averages(comm: Communicator) -> None:
+    """Averages over islands of up to two ranks in low precision: rounded once behind the sum of the islands, called again too."""
+    a = arrays(comm)
+    for name, most in (("float16", 1024), ("bfloat16", 128), ("float8_e5m2", 4)):
+        dtype, size, count = BY_NAME[name], comm.size, 1000 * comm.size
+        for number in range(5):
+            draws = [np.random.default_rng(100 * number + r).integers(0, most, count) for r in range(size)]
+            want = (np.sum(draws, axis=0) / size).astype(np.float32).astype(dtype.numpy)
+            mine, block = draws[comm.rank].astype(dtype.numpy), slice(1000 * comm.rank, 1000 * (comm.rank + 1))
+            assert_equal(a.get(comm.all_reduce(a.put(mine), "avg")), want, f"all_reduce(avg) of {name}")
+            assert_equal(a.get(comm.reduce_scatter(a.put(mine), "avg")), want[block], f"reduce_scatter(avg) of {name}")
+            found = comm.reduce(a.put(mine), size - 1, "avg")
+            if comm.rank == size - 1:
+                assert_equal(a.get(found), want, f"reduce(avg) of {name}")
+    if len(comm.topology.islands) == comm.size:
+        half = np.full(100_003, 60_000, np.float16)
+        for _ in range(3):
+            assert_equal(a.get(comm.all_reduce(a.put(half), "avg")), half, "all_reduce(avg) whose sum overflows")
+
+
 def _block(counts: tuple[int, ...], rank: int) -> slice:
     first = sum(counts[:rank])
     return slice(first, first + counts[rank])

@@ -73,6 +73,7 @@ def test_reproducible(world: World, dtype: str, op: str, count: int) -> None:
 @pytest.mark.parametrize(
     "check",
     [
+        collectives.check_averages,
         collectives.check_barrier,
         collectives.check_objects,
         collectives.check_premul_factors,
