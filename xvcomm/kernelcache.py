@@ -34,8 +34,8 @@ class KernelCache:
         self.folder: PrivateFolder | None = None
         self.writable = False
         self._told = False
-        refused = []
-        for path in [Path(named).absolute()] if named else _places():
+        refused: list[str] = []
+        for path in [Path(named).absolute()] if named else _places(refused):
             folder = PrivateFolder(path)
             try:
                 writable = folder.make()
@@ -49,7 +49,7 @@ class KernelCache:
             if writable:
                 break
             refused.append(f"{path}: it cannot be written")
-        self.remarks = "; ".join(refused or ([] if self.folder else ["neither home folder nor temporary folder"]))
+        self.remarks = "; ".join(refused)
 
     def __str__(self) -> str:
         return str(self.folder.path) if self.folder else "in memory"
@@ -102,15 +102,15 @@ def kernel_cache(named: str | None) -> KernelCache:
     return KernelCache(named)
 
 
-def _places() -> Iterator[Path]:
+def _places(refused: list[str]) -> Iterator[Path]:
     try:
         yield Path.home().absolute() / ".cache" / "xvcomm"
     except RuntimeError:  # no HOME, and nobody knows this user
-        pass
+        refused.append("this user has no home folder")
     try:
         yield Path(tempfile.gettempdir()) / f"xvcomm-{os.geteuid()}"
     except OSError:
-        pass
+        refused.append("there is no temporary folder that can be written")
 
 
 def _reason(error: OSError) -> str:

@@ -244,3 +244,13 @@ def test_records_come_back_from_their_file(tmp_path):
     (one,) = json.loads((tmp_path / "x.json").read_text())
     assert one.keys() == {f.name for f in (*fields(Record), *fields(Setting))}
     assert Setting.of(topology, ["host x86", "host x86"], rehearsal=False).gpus == ""
+
+
+def test_without_a_temporary_folder_a_peer_with_ranks_of_its_own_says_what_to_set(monkeypatch):
+    def none(*args, **kwargs):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.mkdtemp", none)
+    arguments = ["bench", "-n", "2", "--device", "cuda", "--peer", "nccl-shm"]
+    error = CliRunner().invoke(app, arguments, env={"XVCOMM_DEVICE": ""}).exception
+    assert "nccl-shm needs a folder for temporary files" in str(error) and "set TMPDIR" in str(error)

@@ -6,7 +6,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from xvcomm.cli.measure import PEERS
 from xvcomm.cli.run import job_environment, launch, rank_labels, terminal_environment
 from xvcomm.config import Config
 from xvcomm.dtype import DTYPES
-from xvcomm.errors import ArgumentError, BackendUnavailable
+from xvcomm.errors import ArgumentError, BackendUnavailable, ResourceError
 from xvcomm.launch import discover
 from xvcomm.topology import parse_islands
 
@@ -191,8 +192,9 @@ def start(options: Options) -> int:
 
     Raises:
         BackendUnavailable: MPI is asked for and there is no mpirun.
+        ResourceError: ranks of their own are asked for, and there is no folder for their records.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with _records(options) as folder:
         files = {name: f"{folder}/{name}.json" for name in options.separate()}
         code = 0
         for name, file in files.items():
@@ -203,6 +205,23 @@ def start(options: Options) -> int:
         rest = _part(options, ("xvcomm", *(name for name in options.peers if name not in files)))
         others = tuple(file for file in files.values() if Path(file).exists())
         return _launch(replace(rest, others=others), {}) or code
+
+
+@contextmanager
+def _records(options: Options) -> Iterator[str]:
+    """A folder for the records of the ranks that measure a library alone; where there are none, it is not needed."""
+    if not options.separate():
+        yield ""
+        return
+    try:
+        made = tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise ResourceError(
+            f"peer {options.separate()[0]} needs a folder for temporary files: {error.strerror}; set TMPDIR to one that "
+            "can be written"
+        ) from error
+    with made as folder:
+        yield folder
 
 
 def _part(options: Options, measured: tuple[str, ...]) -> Options:
