@@ -19,6 +19,7 @@ from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
 from xvcomm.store import TcpServer, TcpStore, open_store, wire
 from xvcomm.store.guarded import GuardedStore
+from xvcomm.testing.signals import await_that
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0
@@ -233,6 +234,14 @@ time.sleep(600)
 """
 
 
+def free(port: int) -> bool:
+    try:
+        TcpServer("127.0.0.1", port, "secret").close()
+    except StoreError:
+        return False
+    return True
+
+
 def test_a_forked_child_keeps_nothing_of_the_server() -> None:
     """Clients notice the server's death at once, and its port is free, while the child lives."""
     command = [sys.executable, "-c", FORKING, "0"]
@@ -244,10 +253,11 @@ def test_a_forked_child_keeps_nothing_of_the_server() -> None:
         child = int(serving.stdout.readline())
         try:
             serving.kill()
+            serving.wait(60)
             with pytest.raises(StoreError):
                 store.get("never set", Deadline.after(60))
-            TcpServer("127.0.0.1", port, "secret").close()
             store.close()
+            await_that(lambda: free(port))
         finally:
             os.kill(child, signal.SIGKILL)
 
