@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+import xvcomm
 from xvcomm.cli import app
 from xvcomm.cli.doctor import examine
 from xvcomm.cli.output import LineAssembler, Outlet, RankStream, prefixes
 from xvcomm.cli.plan import scale
 from xvcomm.cli.run import rank_environments, rank_labels, resolve
+from xvcomm.config import table
 from xvcomm.errors import ArgumentError
 from xvcomm.presence import NOWHERE
 
@@ -133,11 +135,22 @@ def test_doctor_says_what_a_usable_backend_lacks(monkeypatch):
     assert "no fortune" in output and "marry" in output
 
 
-def test_doctor_prints_tables():
-    result = CliRunner().invoke(app, ["doctor"])
+def test_doctor_prints_the_verdict_first_and_only_settings_that_are_set():
+    env = dict.fromkeys((name for name, _, _ in table()), "") | {"XVCOMM_TIMEOUT": "77"}
+    result = CliRunner().invoke(app, ["doctor"], env=env)
     assert result.exit_code == 0
+    assert result.output.startswith("Jobs on host memory can run here.")
     for title in ("Machine", "Shared memory", "Limits", "Backends", "Transports", "Settings"):
         assert title in result.output
+    assert "77" in result.output and "XVCOMM_TI" in result.output
+    assert "XVCOMM_RING" not in result.output and "--all" in result.output
+    output = CliRunner().invoke(app, ["doctor", "--all"], env=env | {"COLUMNS": "200"}).output
+    assert all(name in output for name, _, _ in table()) and "--all" not in output
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"xvcomm {xvcomm.__version__}\n")
 
 
 def test_doctor_says_how_deaths_are_noticed(monkeypatch):

@@ -5,19 +5,37 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 
+from xvcomm import __version__
 from xvcomm.cli import bench, doctor, plan, run
 from xvcomm.errors import XvcommError
 
 app = typer.Typer(
     name="xvcomm",
-    help="Collectives and pipelines for jobs that mix NVIDIA GPUs, AMD GPUs and host memory.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"xvcomm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Collectives and pipelines for jobs that mix NVIDIA GPUs, AMD GPUs and host memory."""
+
+
 # What follows the script is the script's, also where it looks like an option.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(doctor.doctor)

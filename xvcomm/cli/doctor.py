@@ -62,7 +62,10 @@ class Report:
     problems: list[Problem]
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show also the settings that are not set.")] = False,
+) -> None:
     """Examine this machine: cores, memory, limits, versions, backends and transports, and the settings.
 
     Ends with code 1 if jobs on host memory cannot work here.
@@ -71,7 +74,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
-        show(report, Console())
+        show(report, Console(), every)
     raise typer.Exit(1 if any(p.fatal for p in report.problems) else 0)
 
 
@@ -258,8 +261,13 @@ def size_text(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the report as tables, problems last."""
+def show(report: Report, console: Console, every: bool = False) -> None:
+    """Print the verdict and the problems, then the report as tables.
+
+    Args:
+        every: show also the settings that are not set.
+    """
+    _show_verdict(report, console)
     shm = dict(report.shared_memory)
     if shm["usable"]:
         shm = {**shm, "bytes": size_text(shm["bytes"]), "free": size_text(shm["free"])}
@@ -271,15 +279,24 @@ def show(report: Report, console: Console) -> None:
     for title, found in (("Backends", report.backends), ("Transports", report.transports)):
         rows = ((f["name"], _usable(f), _remarks(f), f["remedy"]) for f in found)
         console.print(_table(title, ("name", "usable", "remarks", "remedy"), rows))
-    settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in report.variables)
-    console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
+    shown = [v for v in report.variables if every or v["value"]]
+    if shown:
+        settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in shown)
+        console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
+    if len(shown) < len(report.variables):
+        console.print(f"{len(report.variables) - len(shown)} settings are not set; --all shows them.", highlight=False)
+
+
+def _show_verdict(report: Report, console: Console) -> None:
+    if any(p.fatal for p in report.problems):
+        console.print("[red]Jobs on host memory cannot run here.[/]")
+    else:
+        console.print("[green]Jobs on host memory can run here.[/]")
     for problem in report.problems:
         colour = "red" if problem.fatal else "yellow"
         console.print(
             f"[{colour}]problem[/]: {escape(problem.what)}\n  remedy: {escape(problem.remedy)}", highlight=False
         )
-    if not any(p.fatal for p in report.problems):
-        console.print("[green]Jobs on host memory can run here.[/]")
 
 
 def _usable(found: dict[str, Any]) -> str:

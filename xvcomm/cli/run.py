@@ -16,13 +16,17 @@ from typing import Annotated
 
 import typer
 
-from xvcomm.cli.launcher import STOP_GRACE, Job, Outcome, RankSpec, signal_name
+from xvcomm.cli.launcher import FAILURE_GRACE, STOP_GRACE, Job, Outcome, RankSpec, signal_name
 from xvcomm.cli.output import prefixes
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
 from xvcomm.store.hosting import loopback
 from xvcomm.store.tcp import TcpServer
 from xvcomm.topology import parse_islands
+
+_GRACE_HELP = (
+    f"Seconds from Ctrl-C or SIGTERM to SIGKILL; after a failure the others have {FAILURE_GRACE:g} s before SIGTERM."
+)
 
 
 class Replaceable(enum.StrEnum):
@@ -44,7 +48,7 @@ def run(
         typer.Option(help="Run PyTorch programs that ask for this backend of torch.distributed on xvcomm instead."),
     ] = None,
     prefix: Annotated[bool, typer.Option(help="Put the rank before each line of output.")] = True,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds from Ctrl-C or SIGTERM to SIGKILL.")] = STOP_GRACE,
+    grace: Annotated[float, typer.Option(min=0, help=_GRACE_HELP)] = STOP_GRACE,
 ) -> None:
     """Run a job: N ranks on this host, merged output, one exit code.
 
