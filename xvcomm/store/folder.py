@@ -12,6 +12,7 @@ from xvcomm.abc.store import ANSWER_SECONDS
 from xvcomm.deadline import Deadline, poll
 from xvcomm.errors import ConfigError, DeadlineExceeded
 from xvcomm.private import taken, trusted
+from xvcomm.store import processes
 
 LOCK = "lock"
 _MEMBERS = "members"
@@ -72,34 +73,16 @@ def enter(folder: Path, ranks: int) -> None:
             "XVCOMM_STORE"
         )
     with file.open("a") as out:
-        out.write(f"{_place()} {os.getpid()} {_started(os.getpid())}\n")
+        out.write(f"{processes.place()} {os.getpid()} {processes.started(os.getpid())}\n")
 
 
 def _state(member: str) -> Literal["alive", "dead", "unknown"]:
     """Whether the process of this line runs; those of other hosts and process namespaces cannot be seen."""
     place, _, process = member.partition(" ")
     pid, _, started = process.partition(" ")
-    if not place or place != _place() or not pid.isdigit():
+    if not place or place != processes.place() or not pid.isdigit():
         return "unknown"
-    return "alive" if _started(int(pid)) == started else "dead"
-
-
-def _place() -> str:
-    """This host since it started, and the namespace of its process numbers; empty where the system does not tell."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """When the process started, in ticks; empty if it has ended."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if state in "ZX" else rest[18]
+    return "alive" if processes.started(int(pid)) == started else "dead"
 
 
 def _clear(folder: Path) -> None:

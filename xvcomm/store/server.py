@@ -11,7 +11,7 @@ from typing import cast
 
 from xvcomm import forking, limits
 from xvcomm.errors import StoreError
-from xvcomm.store import wire
+from xvcomm.store import processes, wire
 from xvcomm.threads import Daemon
 
 _SERVING = "serve the store"
@@ -24,6 +24,9 @@ _STRANGERS = 256
 _CROWDED_SECONDS = 0.5
 """For how long one of them may go on while as many are there and more come."""
 _CROWDED_PAUSE = 0.02
+_STILL_SECONDS, _LOOK_SECONDS = 1.0, 0.1
+"""For how long clients that are stopped are waited for, and how often it is looked whether they are."""
+_UNKNOWN = "unknown"
 _LOOPBACK = ("localhost", "::1")
 
 
@@ -78,7 +81,8 @@ class TcpServer:
         """Stop serving and free the port; idempotent.
 
         Args:
-            grace: seconds to go on serving while clients are connected.
+            grace: seconds to go on serving while clients are connected; less where all of these are stopped processes of
+                this host.
         """
         with self._closing:
             if self._thread.is_alive():
@@ -105,11 +109,7 @@ class TcpServer:
     async def _serve(self, listener: socket.socket) -> None:
         accepting = self._loop.create_task(self._accept(listener))
         await self._stop.wait()
-        try:
-            async with asyncio.timeout(self._grace):
-                await self._hall.empty.wait()
-        except TimeoutError:
-            pass
+        await self._hall.farewell(self._grace)
         self._open = False
         _shutdown(listener)
         await accepting
@@ -158,6 +158,18 @@ class _Hall:
             else:
                 first.end()
 
+    async def farewell(self, grace: float) -> None:
+        """Wait until all clients have left; for `grace` seconds, or until those that have not have been stopped for a while."""
+        loop = asyncio.get_running_loop()
+        end, moved = loop.time() + grace, loop.time()
+        while self.guests and loop.time() < min(end, moved + _STILL_SECONDS):
+            try:
+                async with asyncio.timeout(min(_LOOK_SECONDS, end - loop.time())):
+                    await self.empty.wait()
+            except TimeoutError:
+                if not all(processes.stopped(c.process) for c in self.connections if c.process):
+                    moved = loop.time()
+
     def enter(self) -> None:
         """Count a client that has proved the secret."""
         self.guests += 1
@@ -193,6 +205,7 @@ class _Connection(asyncio.Protocol):
         self._inbox = bytearray()
         self._nonce = secrets.token_bytes(wire.NONCE)
         self._trusted = False
+        self.process = ""  # that it says it is; empty until it has proved the secret
         self._theirs: wire.Seal | None = None
         self._ours: wire.Seal | None = None
         self._missing: set[str] = set()
@@ -272,7 +285,7 @@ class _Connection(asyncio.Protocol):
             self._refuse(wire.Refused("epoch"))
         else:
             self._cancel_timer()
-            self._trusted = True
+            self._trusted, self.process = True, answer.process or _UNKNOWN
             hall.strangers.pop(self, None)
             hall.enter()
             self._send(wire.Welcome(wire.prove(hall.secret, "server", answer.nonce, self._nonce, answer.epoch)))

@@ -13,7 +13,7 @@ from xvcomm import forking, limits
 from xvcomm.abc.store import ANSWER_SECONDS, NotSet, Store
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
-from xvcomm.store import wire
+from xvcomm.store import processes, wire
 from xvcomm.store.server import TcpServer
 
 __all__ = ["TcpServer", "TcpStore"]
@@ -287,7 +287,7 @@ def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadl
         theirs = wire.decode_challenge(link.receive(wire.HELLO_LIMIT, deadline)).nonce
         if len(theirs) != wire.NONCE:
             raise wire.Malformed
-        answer = wire.Answer(own, wire.prove(secret, "client", theirs, own, epoch), epoch)
+        answer = wire.Answer(own, wire.prove(secret, "client", theirs, own, epoch), epoch, processes.own())
         verdict = wire.decode_verdict(link.exchange(wire.frame(answer), wire.HELLO_LIMIT, deadline))
     except (wire.Malformed, StoreError):
         raise StoreError(

@@ -39,11 +39,12 @@ class Challenge(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """Client: its nonce, its proof, and how many communicators it has had at this address (see `Refused`)."""
+    """Client: its nonce, its proof, how many communicators it has had at this address (see `Refused`), its process."""
 
     nonce: bytes
     proof: bytes
     epoch: int
+    process: str = ""
 
 
 class Welcome(Message, frozen=True):
