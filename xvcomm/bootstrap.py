@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xvcomm import limits
+from xvcomm import interrupts, limits
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
@@ -67,6 +67,7 @@ def init(
         AuthenticationError: the store has another secret.
         ResourceError: a limit of the system is reached; says how to raise it.
     """
+    interrupts.print_shortly()
     # Compiled code comes with it, which `import xvcomm` must not wait for.
     from xvcomm.communicator import Communicator
 

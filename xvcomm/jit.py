@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -145,9 +145,10 @@ def _entry(compiled: Any) -> Any:
 
 def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: str, **options: bool) -> Any:
     """Load what numba makes of a function, or wait for the turn and compile it."""
-    try:
+    made = None
+    with suppress(_Missing):
         made = build(function, signature, **options)
-    except _Missing:
+    if made is None:  # compiled here, so that what interrupts it is not told to come from handling another error
         assert _turn is not None
         _turn.take()
         made = build(function, signature, **options)

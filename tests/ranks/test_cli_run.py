@@ -227,6 +227,43 @@ def test_ctrl_c_ends_ranks_that_ignore_it(script, tmp_path):
     process.communicate()
 
 
+WAITING = """
+import numpy, xvcomm
+comm = xvcomm.init()
+x = numpy.zeros(4)
+open(f'{sys.argv[1]}/ready.{rank}', 'w')
+comm.recv(x, 1 - rank)
+"""
+
+
+def interrupted_at(process, ready):
+    """What each of two ranks writes to stderr when it is interrupted once `ready()`."""
+    wait_for(ready, "ranks did not start")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    return [[line for line in err.splitlines() if line.startswith(f"[{rank}]")] for rank in range(2)]
+
+
+def test_ctrl_c_shows_the_programs_line_and_the_operation(script, tmp_path):
+    process = start("-n", "2", script(WAITING), str(tmp_path))
+    for lines in interrupted_at(process, lambda: len(list(tmp_path.glob("ready.*"))) == 2):
+        assert len(lines) <= 8 and lines[-1].endswith("KeyboardInterrupt")
+        text = "\n".join(lines)
+        assert "comm.recv(x, 1 - rank)" in text and ", in recv" in text
+        assert "transfers.py" not in text and "device.py" not in text
+
+
+def test_ctrl_c_while_kernels_are_compiled_does_not_show_the_compiler(script, tmp_path):
+    cache = tmp_path / "kernels"
+    env = {**ENV, "XVCOMM_KERNEL_CACHE": str(cache)}
+    process = start("-n", "2", script(WAITING), str(tmp_path), env=env)
+    for lines in interrupted_at(process, (cache / "lock").exists):
+        text = "\n".join(lines)
+        assert len(lines) <= 10 and "comm = xvcomm.init()" in text
+        assert "numba" not in text and "another exception" not in text and "_Missing" not in text
+
+
 def test_killing_the_launcher_ends_the_ranks(script, tmp_path):
     process = start("-n", "2", script(PID + "time.sleep(60)"), str(tmp_path))
     pids = read_pids(tmp_path, 2)

@@ -1,0 +1,52 @@
+"""What is kept of an interrupt's traceback."""
+
+import signal
+import traceback
+from functools import partial
+
+import pytest
+
+from xvcomm.deadline import Deadline, poll
+from xvcomm.interrupts import shorten
+
+SOON = Deadline.after(60)
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def shown(call):
+    """The functions that the traceback names."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call()
+    shorten(caught.value)
+    return [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)][1:]
+
+
+def test_of_xvcomm_only_what_the_program_called_is_shown():
+    nested = partial(poll, partial(poll, partial(signal.raise_signal, signal.SIGINT), SOON), SOON)
+    assert shown(nested)[-1] == "poll" and shown(nested).count("poll") == 1
+
+
+def test_what_xvcomm_calls_of_the_program_is_shown():
+    assert shown(lambda: poll(partial(poll, interrupt, SOON), SOON))[-3:] == ["<lambda>", "poll", "interrupt"]
+
+
+def test_an_error_that_the_program_handles_is_shown():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        try:
+            raise ValueError("of the program")
+        except ValueError:
+            interrupt()
+    shorten(caught.value)
+    assert "of the program" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_that_xvcomm_handles_is_not_shown():
+    with pytest.raises(ZeroDivisionError) as inner:
+        poll(lambda: 1 // 0, SOON)
+    error = KeyboardInterrupt()
+    error.__context__ = inner.value.with_traceback(inner.value.__traceback__.tb_next)
+    shorten(error)
+    assert "ZeroDivisionError" not in "".join(traceback.format_exception(error))
