@@ -73,6 +73,15 @@ def test_bench_refuses_nonsense_before_it_starts_anything():
         assert isinstance(result.exception, ArgumentError) and words in str(result.exception)
 
 
+def test_sizes_are_given_by_the_flags_of_nccl_tests(monkeypatch):
+    asked = []
+    monkeypatch.setattr("xvcomm.cli.bench.start", lambda options: asked.append(options) or 0)
+    arguments = ["bench", "-n", "2", "-b", "8", "-e", "128", "-f", "4", "-w", "3"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert asked[0].sizes == (8, 32, 128) and asked[0].warmup == 3
+
+
 def test_peers_with_an_environment_are_refused_where_ranks_are_started_already():
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     result = CliRunner().invoke(app, ["bench", "--peer", "nccl-shm"], env=env)
@@ -108,6 +117,10 @@ def _run_by_hand(case, buffers):
                 dst[...] = total[blocks]
             case "all_to_all":
                 dst[...] = np.concatenate([s[blocks] for s in src])
+            case "gather":
+                dst[...] = np.concatenate(src) if rank == 0 else dst
+            case "scatter":
+                dst[...] = src[0][blocks]
             case "sendrecv":
                 dst[...] = src[(rank - 1) % case.ranks]
             case "p2p":
@@ -158,7 +171,7 @@ def test_the_check_notices_an_operation_that_did_nothing(op, memory):
     case = Case(op, 96, DTYPE["int32"], 2, in_place=False)
     buffers = allocate(case, memory)
     fill(case, 1, buffers)
-    expected_untouched = op == "reduce"  # rank 1 is not the root
+    expected_untouched = op in ("reduce", "gather")  # rank 1 is not the root
     assert (wrong(case, 1, buffers) == 0) == expected_untouched
 
 

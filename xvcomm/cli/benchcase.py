@@ -21,6 +21,8 @@ OPS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "reduce": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
     "sendrecv": lambda n: 1.0,
     "send": lambda n: 1.0,
     "p2p": lambda n: 1.0,
@@ -29,7 +31,7 @@ OPS: dict[str, Callable[[int], float]] = {
 M = TypeVar("M")
 """What a library's calls take for a message."""
 
-_DIVIDED = frozenset(("all_gather", "reduce_scatter", "all_to_all"))
+_DIVIDED = frozenset(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"))
 _PAIR = frozenset(("p2p", "send"))
 _PERIOD = 3 << 16
 
@@ -85,10 +87,11 @@ class Buffers:
 
 def allocate(case: Case, memory: Memory) -> Buffers:
     """Zeroed buffers of the case's sizes."""
-    src = memory.zeros(case.block if case.op == "all_gather" else case.count, case.dtype)
+    src = memory.zeros(case.block if case.op in ("all_gather", "gather") else case.count, case.dtype)
     if case.op == "broadcast" or (case.in_place and case.op in ("all_reduce", "reduce")):
         return Buffers(src, src, memory)
-    return Buffers(src, memory.zeros(case.block if case.op == "reduce_scatter" else case.count, case.dtype), memory)
+    one_block = case.op in ("reduce_scatter", "scatter")
+    return Buffers(src, memory.zeros(case.block if one_block else case.count, case.dtype), memory)
 
 
 def fill(case: Case, rank: int, buffers: Buffers) -> None:
@@ -118,6 +121,10 @@ def _expected(case: Case, rank: int) -> Iterator[tuple[int, NDArray[Any]]]:
         case "all_reduce" | "reduce" | "reduce_scatter":
             if case.op != "reduce" or rank == 0:
                 yield 0, _sum(case, rank * block if case.op == "reduce_scatter" else 0)
+        case "gather" if rank == 0:
+            yield from ((source * block, _pattern(case, source, 0)) for source in range(n))
+        case "scatter":
+            yield 0, _pattern(case, 0, rank * block)
         case "broadcast":
             yield 0, _pattern(case, 0, 0)
         case "sendrecv":

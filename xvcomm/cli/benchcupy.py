@@ -62,6 +62,7 @@ class CupyNccl:
         blocks = [
             call for r in range(size) for call in (partial(send, src + r * step, r), partial(recv, dst + r * step, r))
         ]
+        of_root = range(size if rank == 0 else 0)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: comm.allReduce(src, dst, block, kind, add, stream),
             "reduce": lambda: comm.reduce(src, dst, block, kind, add, 0, stream),
@@ -69,6 +70,8 @@ class CupyNccl:
             "all_gather": lambda: comm.allGather(src, dst, block, kind, stream),
             "reduce_scatter": lambda: comm.reduceScatter(src, dst, block, kind, add, stream),
             "all_to_all": grouped(*blocks),
+            "gather": grouped(partial(send, src, 0), *(partial(recv, dst + r * step, r) for r in of_root)),
+            "scatter": grouped(*(partial(send, src + r * step, r) for r in of_root), partial(recv, dst, 0)),
             "sendrecv": grouped(partial(send, src, right), partial(recv, dst, left)),
             "send": one_way(rank, send, recv, src, dst),
             "p2p": ping_pong(rank, send, recv, src, dst),

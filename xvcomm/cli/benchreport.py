@@ -174,6 +174,9 @@ def draw(path: Path, rows: Mapping[str, Sequence[Record]], setting: Setting) -> 
             sizes, label = [p.size for p in points], f"{library} {dtype}" if several else library
             pair[0].loglog(sizes, [p.time for p in points], marker=".", label=label)
             pair[1].loglog(sizes, [p.busbw for p in points], marker=".", label=label)
+            noisy = [p for p in points if p.noisy]
+            for axes, values in zip(pair, ([p.time for p in noisy], [p.busbw for p in noisy]), strict=True):
+                axes.plot([p.size for p in noisy], values, "kx", label="noisy" if noisy else None)
         for axes, what in zip(pair, ("time, µs", "busbw, 10⁹ B/s"), strict=True):
             axes.set(title=title, xlabel="size", ylabel=what)
             axes.set_xscale("log", base=2)

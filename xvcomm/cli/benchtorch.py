@@ -93,6 +93,8 @@ class TorchLibrary:
             "all_gather": lambda: dist.all_gather_into_tensor(dst, src, group),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(dst, src, group=group),
             "all_to_all": lambda: dist.all_to_all_single(dst, src, group=group),
+            "gather": lambda: dist.gather(src, list(dst.chunk(size)) if rank == 0 else None, 0, group),
+            "scatter": lambda: dist.scatter(dst, list(src.chunk(size)) if rank == 0 else None, 0, group),
             "sendrecv": exchange,
             "send": one_way(rank, send, recv, src, dst),
             "p2p": ping_pong(rank, send, recv, src, dst),
