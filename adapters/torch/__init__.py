@@ -17,10 +17,8 @@ BACKEND = "xvcomm"
 def register() -> None:
     """Make the backend known to `torch.distributed`, and let it replace what `XVCOMM_REPLACE` names.
 
-    Called by torch when it is imported. Idempotent.
-
-    Raises:
-        ConfigError: `XVCOMM_REPLACE` names a backend that cannot be replaced.
+    Called by torch when it is imported. Idempotent. Where `XVCOMM_REPLACE` names a backend that cannot be replaced, torch is
+    imported all the same, and making a process group raises ConfigError.
     """
     import torch.distributed as dist
 
@@ -31,9 +29,13 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     replaced = replacement()
     if replaced:
-        from xvcomm.adapters.torch.replace import install
+        from xvcomm.adapters.torch.replace import install, refuse_groups
+        from xvcomm.errors import ConfigError
 
-        install(replaced)
+        try:
+            install(replaced)
+        except ConfigError as error:
+            refuse_groups(error)
 
 
 def _create(options: object, backend_options: object) -> object:

@@ -53,6 +53,17 @@ def install(backend: str) -> None:
         _name_a_version()
 
 
+def refuse_groups(reason: ConfigError) -> None:
+    """Raise this error, as one of torch's too, wherever the program makes a process group."""
+
+    def new_process_group_helper(*_: Any, **__: Any) -> Any:
+        from xvcomm.adapters.torch.errors import as_torch
+
+        raise as_torch(reason)
+
+    c10d._new_process_group_helper = new_process_group_helper
+
+
 def _name_a_version() -> None:
     """Let torch be asked for NCCL's version, as it does to log an error, also where it was built without NCCL.
 

@@ -25,3 +25,18 @@ def test_a_program_that_asks_for_nccl(way: str) -> None:
     assert f"get_backend: {backend} served by: xvcomm." in out
     if ":" not in backend:  # with one a device, NCCL's own options make torch warn
         assert "Warning" not in out, out
+
+
+def test_a_name_that_cannot_be_replaced() -> None:
+    """torch is imported all the same; making a group says what is wrong."""
+    program = (
+        "import torch, torch.distributed as dist\n"
+        "print('imported')\n"
+        "try:\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "except RuntimeError as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    out = launch(sys.executable, "-c", program, env={"XVCOMM_REPLACE": "ncll"}).splitlines()
+    assert out[-2] == "imported", out
+    assert out[-1].startswith("ConfigError XVCOMM_REPLACE='ncll'") and "nccl and gloo" in out[-1], out
