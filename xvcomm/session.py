@@ -248,7 +248,7 @@ class Session:
         try:
             return Segment.attach(self.config.shm_dir, name)
         except ResourceError:
-            place.check()
+            place.settle()
             raise
 
     def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:

@@ -20,8 +20,9 @@ from xvcomm.backends.host.reducers import BLOCK, finisher, kit, scaler, unrounde
 from xvcomm.config import Config
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import FLOAT32, DType, ReduceOp, Reduction
+from xvcomm.errors import ResourceError
 from xvcomm.opcode import OpCode
-from xvcomm.ring import ABORT, LINE, Reason
+from xvcomm.ring import ABORT, LINE
 from xvcomm.shm import PAGE, Segment, round_up
 
 ONE_SHOT = 128 << 10
@@ -62,12 +63,17 @@ def blocks(counts: Sequence[int], itemsize: int) -> np.ndarray:
     return np.ascontiguousarray(np.stack([np.cumsum(sizes) - sizes, sizes]))
 
 
-def _made_by_first(store: Store, name: str, deadline: Deadline) -> str:
-    """The name of the arena, as member 0 gives it."""
+def _attach(folder: str, size: int, store: Store, name: str, deadline: Deadline) -> Segment:
+    """Map the arena that member 0 makes."""
     try:
-        return store.get(name, deadline).decode()
+        made = store.get(name, deadline).decode()
     except NotSet as error:
         raise CollectiveStalled((0,)) from error
+    try:
+        return Segment.attach(folder, made, size)
+    except ResourceError:
+        store.settle()  # member 0 may have died, or another one left: both take the name away
+        raise
 
 
 class _Scaled:
@@ -109,7 +115,7 @@ class HostCollective(Collective):
             with self._segment.named():
                 store.set(name, self._segment.name.encode(), deadline)
         else:
-            self._segment = Segment.attach(config.shm_dir, _made_by_first(store, name, deadline), size)
+            self._segment = _attach(config.shm_dir, size, store, name, deadline)
         self._arena = self._segment.address
         self._spins = int(config.spin_us * 500)
         self._pieces = np.zeros(1, np.int64)
@@ -274,8 +280,7 @@ class HostCollective(Collective):
     def close(self) -> None:
         """See `Collective.close`."""
         if self._arena:
-            if Reason.bad(self.error()):
-                self._segment.unlink()
+            self._segment.unlink()  # without this member it is of no use to those that have not mapped it yet
             self._arena = 0
             self._segment.close()
 

@@ -37,7 +37,12 @@ class ShmTransport(Transport):
     ) -> RingEnd:
         """See `Transport.open_ring`."""
         if store.add(name + "/ends", 1, deadline) > 1:
-            segment = Segment.attach(self._folder, store.get(name, deadline).decode())
+            made = store.get(name, deadline).decode()
+            try:
+                segment = Segment.attach(self._folder, made)
+            except ResourceError:
+                store.settle()
+                raise
             try:
                 end = RingEnd.open(segment, peer=peer, producer=producer)
             except BaseException:

@@ -1,5 +1,6 @@
 """What can be wrong when ranks join: every one of them gets a clear error, most of them at once, and nothing stays."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -349,6 +350,42 @@ def test_killed_in_native_joining_while_others_leave():
             world.submit(rank, leave_while_rank_0_dies, env, world.pids()[0])
         outcomes = world.collect()
     assert isinstance(outcomes[0], EOFError) and outcomes[1:] == [None, None]
+
+
+def open_what_is_swept(comm, what):
+    """Rank 0 dies when it has said where something lies, which is gone when the other one comes to open it."""
+    if comm.rank == 0:
+        Segment.named = kill_at_the_end
+    else:
+        attach = Segment.attach
+
+        def attach_late(folder, name, *size):
+            until = time.monotonic() + 30
+            while time.monotonic() < until and os.path.exists(f"{folder}/{name}"):
+                time.sleep(0.0001)
+            return attach(folder, name, *size)
+
+        Segment.attach = attach_late
+    if what == "native library":
+        comm.all_reduce(np.ones(1))
+    elif comm.rank == 0:
+        comm.send(np.ones(1), 1)
+    else:
+        time.sleep(0.2)
+        comm.recv(np.ones(1), 0)
+
+
+@contextlib.contextmanager
+def kill_at_the_end(self):
+    yield
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("what", ["native library", "ring"])
+def test_killed_before_others_open_what_it_made(what):
+    with World(2) as world:
+        _, error = world.outcomes(open_what_is_swept, what)
+    assert isinstance(error, PeerLost) and error.peer == 0 and "rank 0 on" in str(error), error
 
 
 def split_where_rank_2_fails(comm):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from xvcomm import trace
+from xvcomm.abc.collective import CollectiveStopped
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
+from xvcomm.backends.host.collective import HostCollective
 from xvcomm.backends.host.mover import Kind
 from xvcomm.board import Board
+from xvcomm.config import Config
 from xvcomm.deadline import NEVER, Deadline
 from xvcomm.dtype import UINT8
 from xvcomm.errors import (
@@ -270,3 +274,27 @@ def test_what_waits_behind_a_transfer_that_was_given_up_stops_with_the_ring(ends
         second.finish(Deadline.after(20))
     assert stopped.value.word == Reason.DEADLINE.word(0)
     assert all((b == 7).all() for b in buffers)
+
+
+def test_an_arena_that_not_all_have_mapped_goes_with_the_first_that_leaves(tmp_path: Path) -> None:
+    """And who comes to map it later hears why it is gone."""
+    config, base = Config(shm_dir=str(tmp_path)), MemoryStore()
+
+    def join(me: int, check: Callable[[], None]) -> HostCollective:
+        return HostCollective(config, "arena", me, 3, "name", GuardedStore("part", base, check), Deadline.after(20))
+
+    made = [join(me, lambda: None) for me in range(2)]
+    assert len(list(tmp_path.iterdir())) == 1
+    made[1].close()
+    assert list(tmp_path.iterdir()) == []
+    looks = 0
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise CollectiveStopped(Reason.LEFT.word(1))
+
+    with pytest.raises(CollectiveStopped):
+        join(2, check)
+    made[0].close()

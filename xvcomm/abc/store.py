@@ -57,6 +57,9 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
+    def settle(self) -> None:  # noqa: B027 - most stores know nothing of ranks
+        """Call where something is missing that a key names: raises if a rank that is gone explains it. May take a second."""
+
     def close(self) -> None:  # noqa: B027 - most stores own nothing
         """Let go of connections; idempotent. Keys stay for the others."""
 

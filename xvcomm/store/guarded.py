@@ -69,6 +69,13 @@ class GuardedStore(PrefixStore):
         failure = msgspec.msgpack.decode(found, type=_Failure)
         raise _KINDS[failure.kind](failure.text, peer=failure.peer)
 
+    def settle(self) -> None:
+        """See `Store.settle`; raises what `check` does, which may come to know a moment later."""
+        settling = Deadline.after(_SETTLE_SECONDS)
+        while not settling.expired():
+            self._reach(self.check)
+            time.sleep(_PAUSE_SECONDS)
+
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`; also raises what `check` and `unreachable` do where the store cannot be reached."""
         self._reach(partial(super().set, key, value, deadline))
