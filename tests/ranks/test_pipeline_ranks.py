@@ -77,6 +77,10 @@ class Linear:
         return dx
 
 
+def broken(dy, micro_batch):
+    raise TypeError("as a stage with an error in it does")
+
+
 def alone(depth, micro_batches):
     """Losses and weight gradients of one step of all stages in one process, in numpy."""
     stages = [Linear("numpy", number, depth) for number in range(depth)]
@@ -100,7 +104,7 @@ def main(rank, frameworks, name, micro_batches, chunks, fault, folder):
     if fault == "spec" and rank == 1:
         stages[0].input_spec = ((BATCH, 1), "float32")
     if fault == "raise" and rank == 1:
-        stages[0].backward = None
+        stages[0].backward = broken
     report = {}
     with xvcomm.init(rank=rank, size=len(frameworks), store=f"file://{folder}/store", timeout=30) as comm:
         try:

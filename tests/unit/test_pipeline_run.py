@@ -315,12 +315,16 @@ def everyone_raises(size, work, kind, complaint):
     assert all(complaint in str(result) for result in results), results
 
 
+def unwanted(*arguments):
+    raise AssertionError("a step began")
+
+
 def test_stages_that_disagree_raise_everywhere_before_the_first_step():
     def work(comm):
         stage = Linear(comm.rank, 3)
         if comm.rank == 1:
             stage.input_spec = ((BATCH, 99), "float64")
-        stage.forward = None
+        stage.forward = unwanted
         return run(stage, comm, build("1f1b", 3, 2))
 
     everyone_raises(3, work, ScheduleError, "gives 3 x 5 float64, the output of stage 0, where rank 1: RecvActivation")
@@ -341,7 +345,46 @@ def test_zero_bubble_needs_a_stage_that_splits():
     def work(comm):
         return run((Linear, Whole)[comm.rank](comm.rank, 2), comm, build("zero-bubble", 2, 2))
 
-    everyone_raises(2, work, ArgumentError, "which stage 1 (Whole) lacks; add them, or use 1f1b")
+    lack = "stage 1 (Whole) has no method backward_weight(micro_batch), which schedule zero-bubble needs; add it, or use 1f1b"
+    everyone_raises(2, work, ArgumentError, lack)
+
+
+MEMBERS = {
+    "input_spec": "input_spec, a (shape, dtype name) pair",
+    "output_spec": "output_spec, a (shape, dtype name) pair",
+    "forward": "method forward(x, micro_batch)",
+    "backward": "method backward(dy, micro_batch)",
+    "empty": "method empty(shape, dtype)",
+}
+
+
+@pytest.mark.parametrize("absent", MEMBERS)
+def test_a_stage_that_lacks_a_member_raises_everywhere_before_the_first_step(absent):
+    class Partial:
+        def __init__(self):
+            for name in MEMBERS.keys() - {absent}:
+                setattr(self, name, ((BATCH, 4), "float64") if name.endswith("spec") else unwanted)
+
+    def work(comm):
+        stage = Partial() if comm.rank == 1 else Linear(comm.rank, 3)
+        stage.forward = unwanted if absent != "forward" or comm.rank != 1 else None
+        return run(stage, comm, build("1f1b", 3, 2))
+
+    message = f"pipeline position 1: stage 1 (Partial) has no {MEMBERS[absent]}, which schedule 1f1b needs; add it"
+    everyone_raises(3, work, ArgumentError, message)
+
+
+def test_a_stage_needs_only_what_its_schedule_calls():
+    """One rank receives nothing, and the two halves stand in for the whole backward pass."""
+
+    class Halves(Linear):
+        backward = empty = None
+
+    def work(comm):
+        return run(Halves(0, 1), comm, build("zero-bubble", 1, 2))
+
+    results, _ = on_ranks(1, work)
+    assert results[0] == alone(1, 2)[0]
 
 
 def test_wrong_number_of_stages_or_missing_spec_raises_everywhere():

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from types import UnionType
 from typing import Any
 
 from xvcomm.errors import ArgumentError, MismatchError
-from xvcomm.pipeline.actions import BackwardInput, BackwardWeight, Schedule
+from xvcomm.pipeline.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    RecvActivation,
+    RecvGradient,
+    Schedule,
+    flatten,
+)
 from xvcomm.pipeline.check import Report, check
-from xvcomm.pipeline.stage import Spec, SplitBackward, Stage, StageSpec
+from xvcomm.pipeline.stage import Spec, Stage, StageSpec
 from xvcomm.pipeline.step import Peers, Step
 
 # What a rank tells the others: its schedule in words and digest, its stages' specs, and what is wrong with it.
 _Introduction = tuple[str, list[tuple[Spec | None, Spec | None]], str | None]
+
+# Which of a stage's methods each action calls, with its arguments.
+_CALLS: tuple[tuple[type | UnionType, str, str], ...] = (
+    (Forward, "forward", "x, micro_batch"),
+    (Backward, "backward", "dy, micro_batch"),
+    (BackwardInput, "backward_input", "dy, micro_batch"),
+    (BackwardWeight, "backward_weight", "micro_batch"),
+    (RecvActivation | RecvGradient, "empty", "shape, dtype"),
+)
 
 
 def run(
@@ -58,7 +77,8 @@ class Pipeline:
             open_sends: how many sends may be under way, and so keep their arrays, before the rank waits for one.
 
         Raises:
-            ArgumentError: `ranks` or the stages do not fit the schedule, a stage lacks a method, `open_sends` is below 1.
+            ArgumentError: `ranks` or the stages do not fit the schedule, a stage lacks a member that the schedule needs,
+                `open_sends` is below 1.
             MismatchError: two ranks have different schedules; names both.
             ScheduleError: the schedule cannot run, or two stages disagree on shape or dtype; names the action.
         """
@@ -100,7 +120,7 @@ class Pipeline:
         )
         try:
             return title, self._own_specs(), None
-        except (ArgumentError, AttributeError) as error:
+        except ArgumentError as error:
             return title, [], str(error)
 
     def _own_specs(self) -> list[tuple[Spec | None, Spec | None]]:
@@ -113,18 +133,21 @@ class Pipeline:
         specs = []
         for chunk, stage in enumerate(self._stages):
             number = schedule.stage(self._position, chunk)
-            if not isinstance(stage, SplitBackward) and self._splits(chunk):
-                raise ArgumentError(
-                    f"schedule {schedule.name} needs backward_input(dy, micro_batch) and backward_weight(micro_batch), "
-                    f"which stage {number} ({type(stage).__name__}) lacks; add them, or use 1f1b"
-                )
-            taken = Spec.parse(stage.input_spec) if number else None
-            specs.append((taken, Spec.parse(stage.output_spec) if number < schedule.depth - 1 else None))
+            for name, arguments in self._called(chunk):
+                if not callable(getattr(stage, name, None)):
+                    raise ArgumentError(_lacks(stage, number, f"method {name}({arguments})", schedule))
+            taken = _declared(stage, number, "input_spec", schedule) if number else None
+            given = _declared(stage, number, "output_spec", schedule) if number < schedule.depth - 1 else None
+            specs.append((taken, given))
         return specs
 
-    def _splits(self, chunk: int) -> bool:
+    def _called(self, chunk: int) -> list[tuple[str, str]]:
+        """The methods, with their arguments, that the schedule calls on this rank's stage of a chunk."""
         program = self.schedule.programs[self._position] if self._position < len(self.schedule.programs) else ()
-        return any(isinstance(a, BackwardInput | BackwardWeight) and a.chunk == chunk for a in program)
+        actions = [action for _, action in flatten(program) if action.chunk == chunk]
+        return [
+            (name, arguments) for kind, name, arguments in _CALLS if any(isinstance(action, kind) for action in actions)
+        ]
 
     def _exchange(self, mine: _Introduction) -> list[_Introduction]:
         first, *others = self._ranks
@@ -150,6 +173,21 @@ def _positions(comm: Peers, schedule: Schedule, ranks: Sequence[int] | None) -> 
     if comm.rank not in chosen:
         raise ArgumentError(f"rank {comm.rank} is not in this pipeline, which has ranks {chosen}")
     return chosen
+
+
+def _lacks(stage: Any, number: int, member: str, schedule: Schedule) -> str:
+    advice = ", or use 1f1b" if "backward_" in member else ""
+    return (
+        f"stage {number} ({type(stage).__name__}) has no {member}, which schedule {schedule.name} needs; add it{advice}"
+        f" (xvcomm.pipeline.Stage lists what a stage has)"
+    )
+
+
+def _declared(stage: Any, number: int, name: str, schedule: Schedule) -> Spec | None:
+    try:
+        return Spec.parse(getattr(stage, name))
+    except AttributeError as error:
+        raise ArgumentError(_lacks(stage, number, f"{name}, a (shape, dtype name) pair", schedule)) from error
 
 
 def _agree(everybody: list[_Introduction], schedule: Schedule) -> list[StageSpec]:
