@@ -166,6 +166,7 @@ class Caller:
                 if code != READY:
                     prepared.finish(src, dst, deadline)
                 return call.result()
+        self._context.ensure_open(call.op)  # in a forked child nobody may ever open the gate
         with self._gate:
             return self._run(call, deadline)
 

@@ -434,8 +434,8 @@ class Context:
 
     def after_fork(self) -> None:
         """End in a forked child, whose shared memory is its own by now: compiled code finds the board stopped."""
-        self._gate = threading.RLock()  # a thread that the child does not have may hold the parent's
         self._closed = FORKED
+        self._gate, self.enqueueing = threading.RLock(), threading.Lock()  # threads of the parent's may hold its own
         if self._board is not None:
             self._board.abort(Reason.LEFT.word(self.rank))
 

@@ -6,8 +6,15 @@ What holds a piece of the job registers here. After a fork its `after_fork` runs
 from __future__ import annotations
 
 import os
-from typing import Protocol
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 from weakref import WeakSet
+
+from xvcomm.errors import ClosedError
+
+T = TypeVar("T")
 
 FORKED = "in a forked child: the communicator is its parent's; join with xvcomm.init() in a process started by spawn"
 """Why the child cannot take part, for errors."""
@@ -23,6 +30,7 @@ class Holder(Protocol):
 _memory: WeakSet[Holder] = WeakSet()
 _holders: WeakSet[Holder] = WeakSet()
 _inherited: list[Holder] = []
+_forks = 0
 
 
 def register(holder: Holder, *, memory: bool = False) -> None:
@@ -41,7 +49,53 @@ def leave_to_parent(descriptor: int) -> None:
     os.close(nothing)
 
 
+def forks() -> int:
+    """How many forks lie between this process and the one that was started: threads of a smaller number are not here."""
+    return _forks
+
+
+class ProcessFuture(Future[T]):
+    """What a thread of this process will end. In a forked child, which has no such thread, it has failed by ClosedError.
+
+    That comes about when the child first asks: at the fork its callbacks could meet locks that nobody would release.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forks = _forks
+
+    def result(self, timeout: float | None = None) -> T:
+        """See `Future.result`."""
+        self._inherit()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Future.exception`."""
+        self._inherit()
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        """See `Future.done`."""
+        self._inherit()
+        return super().done()
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """See `Future.add_done_callback`."""
+        self._inherit()
+        super().add_done_callback(fn)
+
+    def _inherit(self) -> None:
+        if self._forks == _forks:
+            return
+        self._forks = _forks
+        self._condition = threading.Condition()  # a thread that the child does not have may hold the parent's
+        if not super().done():
+            self.set_exception(ClosedError(FORKED))
+
+
 def _after_fork() -> None:
+    global _forks
+    _forks += 1
     holders = [*_memory, *_holders]
     _memory.clear()
     _holders.clear()

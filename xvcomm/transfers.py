@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +15,7 @@ from xvcomm.abc.device import Courier, RingStalled, RingStopped, Stream
 from xvcomm.array import ArrayView
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import DType
+from xvcomm.forking import ProcessFuture
 from xvcomm.links import Use
 from xvcomm.opcode import OpCode
 from xvcomm.operation import Operation
@@ -203,7 +203,7 @@ class HostTransfers(Transfers):
 
     def work(self, t: Transfer) -> Work:
         """See `Transfers.work`."""
-        t.promise = Future()
+        t.promise = ProcessFuture()
         return Work(t.promise, f"{t.name} with rank {t.peer}")
 
     def start(self, transfers: Sequence[Transfer]) -> None:

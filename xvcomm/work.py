@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, NoReturn
 
-from xvcomm.errors import ArgumentError, DeadlineExceeded
+from xvcomm.errors import ArgumentError, ClosedError, DeadlineExceeded
+from xvcomm.forking import FORKED, ProcessFuture, forks
 from xvcomm.threads import Daemon
 
 
@@ -83,6 +84,7 @@ class OrderedWorker:
         self._thread: Daemon | None = None
         self._pending = 0
         self._lock = threading.Lock()
+        self._forks = forks()
 
     @property
     def idle(self) -> bool:
@@ -91,7 +93,10 @@ class OrderedWorker:
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Run `call` after all that were submitted before; at once in a callback of this thread, which may wait for it."""
-        future: Future[Any] = Future()
+        future: Future[Any] = ProcessFuture()
+        if self._forks != forks():
+            future.set_exception(ClosedError(FORKED))
+            return future
         if threading.current_thread() is self._thread:
             try:
                 future.set_result(call())
@@ -109,7 +114,7 @@ class OrderedWorker:
     def close(self, timeout: float) -> bool:
         """End the thread once its calls are done; whether it ended in time. Idempotent."""
         thread, self._thread = self._thread, None
-        if thread is None:
+        if thread is None or self._forks != forks():
             return True
         self._calls.put(None)
         thread.join(timeout)

@@ -83,14 +83,17 @@ class Matcher:
         self._comm = communicator
         everybody = range(communicator.size)
         self._control = control.Control(communicator)
-        self._gate = threading.RLock()
+        self.after_fork()
         self._posted: list[Receive] = []
         self._arrived: list[deque[Arrived]] = [deque() for _ in everybody]
         self._next = [0] * communicator.size
         self._ahead: list[set[int]] = [set() for _ in everybody]
         self._claimed: set[tuple[int, int]] = set()
-        self._sending = threading.Lock()
         self._sent = [0] * communicator.size
+
+    def after_fork(self) -> None:
+        """Make the locks anew: threads that a forked child does not have may hold its parent's."""
+        self._gate, self._sending = threading.RLock(), threading.Lock()
 
     @property
     def timeout(self) -> float:

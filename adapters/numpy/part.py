@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from xvcomm import forking
 from xvcomm.adapters.numpy.matching import Matcher, busy, wait_until
 from xvcomm.communicator import Communicator
 from xvcomm.deadline import NEVER
@@ -35,6 +36,12 @@ class Part:
         self.matcher = Matcher(communicator)
         self._queue = OrderedWorker("xvcomm-collectives")
         self._order = threading.Lock()
+        forking.register(self)
+
+    def after_fork(self) -> None:
+        """Let calls come to the communicator, which refuses them, where threads of the parent's hold locks."""
+        self._order = threading.Lock()
+        self.matcher.after_fork()
 
     @classmethod
     def of(cls, communicator: Communicator) -> Part:

@@ -27,7 +27,8 @@ from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.profiling import profiling, recorded
 from xvcomm.adapters.torch.tensors import on_one_device
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOperation, StreamWork, Work
-from xvcomm.errors import ArrayError, XvcommError
+from xvcomm.errors import ArrayError, ClosedError, XvcommError
+from xvcomm.forking import FORKED, forks
 
 Tensors = Sequence[Tensor]
 _NO_TENSOR: tuple[Tensor, ...] = ()
@@ -193,7 +194,10 @@ class ProcessGroup(Identity):
 
         Raises:
             DeadlineExceeded: names the ranks that did not come.
+            ClosedError: in a forked child, whose connection to the store is its parent's too.
         """
+        if self._forks != forks():
+            raise as_torch(ClosedError(FORKED, op="monitored_barrier"))
         limit = self.options._timeout if timeout is None else timeout
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
         self._monitored += 1

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from xvcomm.adapters.torch.joining import Planes
+from xvcomm.forking import forks
 
 
 class Identity(dist.ProcessGroup):
@@ -33,6 +34,7 @@ class Identity(dist.ProcessGroup):
         self._store, self._rank, self._size = store, rank, size
         self._backend = backend
         self._group_name = self._group_desc = ""
+        self._forks = forks()
         self._sequence = self._splits = self._monitored = 0
         self._numbers = itertools.count(1)  # one step, so that threads need no lock
         self.options = SimpleNamespace(

@@ -25,6 +25,7 @@ from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOper
 from xvcomm.array import ArrayView
 from xvcomm.communicator import Communicator
 from xvcomm.errors import XvcommError
+from xvcomm.forking import ProcessFuture
 from xvcomm.pointtopoint import CHANNELS
 from xvcomm.work import OrderedWorker
 
@@ -137,7 +138,7 @@ class HostPlane(Plane):
         self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
     ) -> Work:
         """See `Plane.message`."""
-        future: Future[Any] = Future()
+        future: Future[Any] = ProcessFuture()
 
         def over(ended: Future[Any]) -> None:
             try:

@@ -11,6 +11,7 @@ import numpy as np
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
 from xvcomm.deadline import Deadline
+from xvcomm.forking import ProcessFuture
 from xvcomm.threads import Daemon
 
 
@@ -37,7 +38,7 @@ class Engine:
 
     def submit(self, batch: Batch, deadline: Deadline) -> Future[None]:
         """Take over all transfers of a batch; it is empty afterwards. The future raises what `Batch.finish` would."""
-        future: Future[None] = Future()
+        future: Future[None] = ProcessFuture()
         taken = Batch(self._spins)
         taken.take(batch)
         with self._arrived:

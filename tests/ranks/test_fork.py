@@ -4,11 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
+from functools import partial
 
 import numpy as np
 import pytest
 
+from xvcomm.adapters.numpy import Comm
 from xvcomm.errors import ClosedError
 from xvcomm.testing.world import World
 
@@ -83,6 +87,118 @@ def refused(comm):
 
 def test_every_call_is_refused(world):
     world.run(refused)
+
+
+def inherits_what_is_under_way(comm):
+    """Threads of the parent's are inside operations, whose locks and Works the child inherits."""
+    warm(comm)
+    peer = 1 - comm.rank
+    if comm.rank == 0:
+        received, summed = np.empty(4), np.ones(4)
+        works = [comm.irecv(received, peer), comm.all_reduce(summed, async_op=True)]
+        threads = [
+            threading.Thread(target=comm.recv, args=(np.empty(4), peer), kwargs={"channel": 1}),
+            threading.Thread(target=works[1].wait),
+        ]
+        for thread in threads:
+            thread.start()
+
+        def tried():
+            signal.alarm(20)
+            for work in works:
+                with pytest.raises(ClosedError, match="forked child"):
+                    work.wait()
+                assert work.done()
+            for call in CALLS.values():
+                with pytest.raises(ClosedError, match="forked child"):
+                    call(comm)
+
+        assert child_of(tried) == 0
+        comm.send(np.ones(1), peer, channel=2)
+        for work in works:
+            work.wait(20)
+        for thread in threads:
+            thread.join(20)
+        assert (received == 5).all() and (summed == 2).all()
+    else:
+        comm.recv(np.empty(1), peer, channel=2)
+        comm.send(np.full(4, 5.0), peer)
+        comm.send(np.ones(4), peer, channel=1)
+        comm.all_reduce(np.ones(4))
+    goes_on(comm)
+
+
+def test_works_that_a_child_inherits(world):
+    world.run(inherits_what_is_under_way)
+
+
+def inherits_locks(comm):
+    """A thread of the parent's is inside a collective, and holds what lets one in at a time."""
+    if comm.rank == 0:
+        thread = threading.Thread(target=comm.all_reduce, args=(np.ones(3, np.int16),))
+        thread.start()
+        while not any("of 3 x int16" in record.describe() for record in comm.history()):
+            time.sleep(0.001)
+
+        def tried():
+            signal.alarm(20)
+            with pytest.raises(ClosedError, match="forked child"):
+                comm.all_reduce(np.ones(4))
+
+        assert child_of(tried) == 0
+        comm.send(np.ones(1), 1)
+        thread.join(20)
+    else:
+        comm.recv(np.empty(1), 0)
+        comm.all_reduce(np.ones(3, np.int16))
+    goes_on(comm)
+
+
+def test_locks_that_a_child_inherits(world):
+    world.run(inherits_locks)
+
+
+def inherits_requests(communicator):
+    """The same by the MPI interface: a thread of the parent's is in a collective, others of its own in what was started."""
+    comm = Comm(communicator)
+    peer = 1 - comm.rank
+    comm.Barrier()
+    if comm.rank == 0:
+        thread = threading.Thread(target=comm.Allreduce, args=(np.ones(3, np.int16), np.ones(3, np.int16)))
+        thread.start()
+        while not any("of 3 x int16" in record.describe() for record in communicator.history()):
+            time.sleep(0.001)
+        requests = [comm.Irecv(np.empty(4), peer), comm.Ibarrier()]
+
+        def tried():
+            signal.alarm(20)
+            for request in requests:
+                with pytest.raises(ClosedError, match="forked child"):
+                    request.Wait()
+            for call in (
+                comm.Barrier,
+                comm.Ibarrier().Wait,
+                partial(comm.Send, np.ones(4), peer),
+                partial(comm.Probe, peer),
+            ):
+                with pytest.raises(ClosedError, match="forked child"):
+                    call()
+
+        assert child_of(tried) == 0
+        communicator.send(np.ones(1), peer, channel=31)
+        for request in requests:
+            request.Wait()
+        thread.join(20)
+    else:
+        communicator.recv(np.empty(1), peer, channel=31)
+        comm.Allreduce(np.ones(3, np.int16), np.ones(3, np.int16))
+        comm.Ibarrier().Wait()
+        comm.Send(np.ones(4), peer)
+    goes_on(communicator)
+
+
+def test_requests_that_a_child_inherits(world):
+    world.run(inherits_requests)
 
 
 def leaves_block(comm):
