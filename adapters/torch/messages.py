@@ -2,6 +2,7 @@
 
 Messages of one tag between two ranks match in order, those of different tags in any order (as with Gloo): each tag has
 a channel of its own, up to as many as a communicator has. Beyond that, tags share channels, and must then match in order.
+What a rank sends to itself takes none: see `ownmessages`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from xvcomm.pointtopoint import CHANNELS
 
 def send(plane: Plane, tensors: Sequence[Tensor], dst: int, tag: int) -> Work:
     """Send one tensor; it may be changed once the Work is done."""
+    if dst == plane.comm.rank:
+        return _own(plane, _single("send", tensors), tag, sends=True)
     x, channel = plane.view(dense(_single("send", tensors), plane.device)), tag % CHANNELS
     with mapped():
         if waits():
@@ -36,6 +39,8 @@ def send(plane: Plane, tensors: Sequence[Tensor], dst: int, tag: int) -> Work:
 def receive(plane: Plane, tensors: Sequence[Tensor], src: int, tag: int) -> Work:
     """Receive one tensor from a rank."""
     x, channel = _single("recv", tensors), tag % CHANNELS
+    if src == plane.comm.rank:
+        return _own(plane, x, tag, sends=False)
     buffer = room(x, plane.device)
     with mapped():
         if waits():
@@ -45,6 +50,13 @@ def receive(plane: Plane, tensors: Sequence[Tensor], src: int, tag: int) -> Work
         work = plane.comm.irecv(plane.view(buffer), src, tag, channel=channel)
     then = None if buffer is x else partial(_bring_back, buffer, x)
     return plane.message(work, tensors, f"recv from rank {src}", src, then)
+
+
+def _own(plane: Plane, x: Tensor, tag: int, *, sends: bool) -> Work:
+    """A message of this rank to itself."""
+    blocks = waits(1)
+    with mapped():
+        return plane.own.post(plane, x, tag, sends=sends, waits=blocks)
 
 
 def _bring_back(buffer: Tensor, x: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from xvcomm.adapters.torch.current import On
 from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.options import Options
+from xvcomm.adapters.torch.ownmessages import OwnMessages
 from xvcomm.adapters.torch.tensors import plain, view
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOperation, StreamWork, Work
 from xvcomm.array import ArrayView
@@ -39,6 +40,7 @@ class Plane(ABC):
 
     Attributes:
         comm: the communicator.
+        own: messages of this rank to itself.
         device: where tensors must be brought before they are passed to it; None if they are there already.
     """
 
@@ -46,6 +48,7 @@ class Plane(ABC):
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.own = OwnMessages()
 
     @abstractmethod
     def view(self, x: Tensor) -> ArrayView:
@@ -92,13 +95,33 @@ class Plane(ABC):
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
         """A Work for `job`, which blocks until a message is there, receives it, and gives its source; in order on a channel."""
 
+    @abstractmethod
+    def mark(self) -> Any:
+        """The end of what the current stream holds now, for `follow`; None in host memory."""
+
+    @abstractmethod
+    def follow(self, event: Any) -> None:
+        """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
+
+    @abstractmethod
+    def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
+        """A Work for what the call has done itself, in host memory or on the current stream, with two tensors."""
+
     def handle(self) -> int | None:
         """The current stream's; None in host memory."""
         return None
 
+    def check(self) -> None:
+        """Raise what has finished the communicator, if anything has."""
+        try:
+            self.comm.check()
+        except XvcommError as error:
+            raise as_torch(error) from None
+
     def close(self) -> None:
         """Leave the communicator. Idempotent."""
         self.comm.close()
+        self.own.close()
 
 
 class HostPlane(Plane):
@@ -156,6 +179,17 @@ class HostPlane(Plane):
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
         """See `Plane.from_any`. In a thread of the channel's, since it may wait for long."""
         return HostWork(self._receivers[channel].submit(job), tensors, what)
+
+    def mark(self) -> None:
+        """See `Plane.mark`."""
+
+    def follow(self, event: Any) -> None:
+        """See `Plane.follow`."""
+        self.check()
+
+    def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
+        """See `Plane.over`."""
+        return Done((tensor,), what, source)
 
     def close(self) -> None:
         """See `Plane.close`."""
@@ -236,22 +270,24 @@ class StreamPlane(Plane):
         current = self.current()
         return StreamWork(self, current.record_event(), current, tensors, what, source)
 
+    def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
+        """See `Plane.over`."""
+        current = self.current()
+        return StreamWork(self, current.record_event(), current, (tensor,), what, source, used=(tensor, used))
+
     def current(self) -> Any:
         """The current stream."""
         return torch.cuda.current_stream(self.place)
 
+    def mark(self) -> Any:
+        """See `Plane.mark`."""
+        return self.current().record_event()
+
     def follow(self, event: Any) -> None:
-        """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
+        """See `Plane.follow`."""
         self.check()
         event.wait(self.current())
 
     def handle(self) -> int:
         """See `Plane.handle`."""
         return int(self._current_stream(self._index))
-
-    def check(self) -> None:
-        """Raise what has finished the communicator, if anything has."""
-        try:
-            self.comm.check()
-        except XvcommError as error:
-            raise as_torch(error) from None

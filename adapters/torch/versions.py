@@ -50,9 +50,13 @@ _BLOCKING = {inspect.unwrap(function).__code__ for function in (dist.send, dist.
 _BETWEEN = 4  # functions of torch, and of ours, between those and the question
 
 
-def waits() -> bool:
-    """Whether a message is sent or received for `dist.send` or `dist.recv`, which do nothing else until it is through."""
-    frame = sys._getframe(2)
+def waits(further: int = 0) -> bool:
+    """Whether a message is sent or received for `dist.send` or `dist.recv`, which do nothing else until it is through.
+
+    Args:
+        further: functions of ours between the caller and the entry of `messages`.
+    """
+    frame = sys._getframe(2 + further)
     for _ in range(_BETWEEN):
         if frame.f_code in _BLOCKING:
             return True

@@ -141,9 +141,10 @@ class HostWork(Work):
         """A future of torch that ends with the operation; callbacks run in the thread that ends it."""
         with self._gate:
             if self._torch_future is None:
-                ended: Any = torch.futures.Future()
+                gpus = [x.device for x in self.tensors if x.is_cuda]
+                ended: Any = torch.futures.Future(devices=gpus)
                 self._torch_future = ended.then(lambda _: _delivered(self.exception(), self.tensors))
-                self._future.add_done_callback(lambda _: ended.set_result(None))
+                self._future.add_done_callback(lambda _: ended.set_result(list(self.tensors) if gpus else None))
             return self._torch_future
 
 

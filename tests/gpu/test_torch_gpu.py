@@ -129,6 +129,12 @@ def messages() -> None:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         equal(c, a.cpu())
+        to_oneself = [dist.isend(sent * 3, me(), tag=4), dist.irecv(d := torch.zeros_like(a), me(), tag=4)]
+        own = to_oneself[0].get_future()
+        for work in to_oneself:
+            work.wait()
+        equal(d, (torch.arange(count) % 7 + me()) * 3)
+        equal(own.wait()[0], d.cpu())
         columns = torch.zeros(count, 2, device=place)
         works = [dist.isend(sent, right), dist.irecv(columns[:, 0], left)]
         late = works[1].get_future().then(lambda f: f.value()[0] * 2)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torchchecks import DTYPES, me, noise, same, size, small
 from torchjobs import BACKEND, Job
+
+from xvcomm.errors import ArgumentError, ArrayError, ClosedError, DeadlineExceeded
 
 
 def all_dtypes(dtypes: tuple[str, ...]) -> None:
@@ -273,5 +277,73 @@ def bad_messages() -> None:
     dist.barrier()
 
 
-def test_messages_to_oneself_are_refused(pair: Job) -> None:
+def test_torch_refuses_a_blocking_send_to_oneself(pair: Job) -> None:
     pair.run(bad_messages)
+
+
+def to_oneself_in_a_batch(place: str = "cpu") -> None:
+    """Sends and receives of each rank with itself and with the next one, in one batch; of one tag they match in order."""
+    rank, after, before = me(), (me() + 1) % size(), (me() - 1) % size()
+    sent = [torch.full((n + 1, 3), 10.0 * rank + n, device=place) for n in range(4)]
+    got = [torch.zeros(n + 1, 3, device=place) for n in range(4)]
+    crossed = torch.zeros(4, 3, device=place)
+    ops = [dist.P2POp(dist.irecv, got[0], rank)]
+    ops += [dist.P2POp(dist.isend, x, rank) for x in sent[:2]]
+    ops += [dist.P2POp(dist.isend, sent[2], rank, tag=33), dist.P2POp(dist.isend, sent[3], rank, tag=1)]
+    ops += [dist.P2POp(dist.irecv, got[3], rank, tag=1), dist.P2POp(dist.irecv, got[2], rank, tag=33)]
+    ops += [dist.P2POp(dist.irecv, got[1], rank)]
+    if size() > 1:
+        ops += [dist.P2POp(dist.isend, sent[3], after), dist.P2POp(dist.irecv, crossed, before)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    for x, y in zip(sent, got, strict=True):
+        same(y, x.clone())
+    if size() > 1:
+        same(crossed, torch.full((4, 3), 10.0 * before + 3))
+
+
+def to_oneself_one_by_one() -> None:
+    """An asynchronous send and a receive of either kind, whichever is first, and tensors with gaps."""
+    x = torch.arange(12.0).reshape(3, 4).t() + me()
+    work = dist.isend(x, me(), tag=7)
+    assert not work.is_completed()
+    source = dist.recv(y := torch.zeros(4, 3), me(), tag=7)
+    assert source == me()
+    work.wait()
+    assert work.is_completed()
+    same(y, x)
+    future = (work := dist.irecv(z := torch.zeros(3, 4).t(), me())).get_future()
+    dist.isend(x, me()).wait()
+    same(z, x)
+    assert future.wait()[0] is z and work.wait() and work.source_rank() == me()
+
+
+def to_oneself_wrongly() -> None:
+    with pytest.raises(ArgumentError, match=r"before its isend with tag 5: .* call isend first"):
+        dist.recv(torch.zeros(2), me(), tag=5)
+    lonely = dist.isend(torch.ones(2), me(), tag=6)
+    with pytest.raises(DeadlineExceeded, match="has not called irecv with tag 6"):
+        lonely.wait(timedelta(milliseconds=20))
+    with pytest.raises(ArrayError, match=r"sends 2 x torch.float32 to itself and receives 2 x torch.float64"):
+        dist.irecv(torch.zeros(2, dtype=torch.float64), me(), tag=6)
+    with pytest.raises(ArrayError, match="to itself"):
+        lonely.wait()
+    to_oneself_in_a_batch()  # the group goes on
+
+
+def to_oneself_and_closed() -> None:
+    group = dist.new_group()
+    work = dist.isend(torch.ones(2), me(), group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ClosedError, match="closed before its other end"):
+        work.wait()
+
+
+@pytest.mark.not_gloo("it refuses messages to oneself")
+def test_messages_to_oneself(pair: Job, start: Callable[..., Job]) -> None:
+    alone = start("host:1")
+    for job in (pair, alone):
+        job.run(to_oneself_in_a_batch)
+        job.run(to_oneself_one_by_one)
+        job.run(to_oneself_wrongly)
+        job.run(to_oneself_and_closed)

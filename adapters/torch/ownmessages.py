@@ -1,0 +1,146 @@
+"""Messages of a rank to itself, as NCCL's groups have them: the call that comes second copies.
+
+Messages of one tag match in order, those of different tags in any order, as between ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from xvcomm.adapters.torch.options import seconds
+from xvcomm.adapters.torch.tensors import dense
+from xvcomm.adapters.torch.works import HostWork, Work
+from xvcomm.communicator import Communicator
+from xvcomm.errors import ArgumentError, ArrayError, ClosedError
+
+
+class Carrier(Protocol):
+    """What a message of a rank to itself asks of the plane that it belongs to.
+
+    Attributes:
+        comm: the communicator.
+    """
+
+    comm: Communicator
+
+    def mark(self) -> Any:
+        """What `follow` takes: the end of what the current stream holds now."""
+
+    def follow(self, event: Any) -> None:
+        """Let what comes next wait for a mark; raises what has finished the communicator, if anything has."""
+
+    def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
+        """A Work for what was done in the call, on the current stream if there are streams."""
+
+
+class OwnWork(HostWork):
+    """A message to or from this rank itself whose other end was not called yet; who waits for it waits for that too.
+
+    Args (of the constructor):
+        future: ends with the Work of the copy.
+        limit: seconds that `wait` takes at most where it is not told.
+    """
+
+    __slots__ = ("_limit",)
+
+    def __init__(self, future: Future[Work], tensor: Tensor, what: str, source: int, limit: float) -> None:
+        super().__init__(future, (tensor,), what, source)
+        self._limit = limit
+
+    def wait(self, timeout: Any = None) -> bool:
+        """See `HostWork.wait`; on a GPU the current stream waits for the copy."""
+        left = seconds(timeout)
+        super().wait(self._limit if left is None else left)
+        copied: Work = self._future.result()
+        return bool(copied.wait() if left is None else copied.wait(left))
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._future.done() and (self._future.exception() is not None or self._future.result().is_completed())
+
+
+class _End(NamedTuple):
+    """A call that waits for the other end."""
+
+    sends: bool
+    tensor: Tensor
+    mark: Any
+    future: Future[Work]
+
+
+class OwnMessages:
+    """The messages of one plane to this rank itself. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._waiting: dict[int, deque[_End]] = defaultdict(deque)  # of one tag only sends, or only receives
+
+    def post(self, carrier: Carrier, tensor: Tensor, tag: int, *, sends: bool, waits: bool) -> Work:
+        """Send a tensor to this rank itself, or receive it.
+
+        Args:
+            waits: whether the caller waits in the call, so that the other end must have been called before.
+
+        Raises:
+            ArrayError: the two tensors differ in length or element type; both calls raise it, and the group goes on.
+            ArgumentError: the caller would wait for itself.
+        """
+        carrier.comm.check()
+        dense(tensor, None)  # raises for what has no plain memory
+        rank, name = carrier.comm.rank, "send" if sends else "recv"
+        with self._gate:
+            waiting = self._waiting[tag]
+            other = waiting.popleft() if waiting and waiting[0].sends is not sends else None
+            if other is None and not waits:
+                end = _End(sends, tensor, carrier.mark(), Future())
+                waiting.append(end)
+            elif not waiting:
+                del self._waiting[tag]
+        if other is not None:
+            return _copy(carrier, other, tensor, f"{name} with rank {rank} itself")
+        missing = "irecv" if sends else "isend"
+        if waits:
+            raise ArgumentError(
+                f"{name} with rank {rank}, this rank itself, before its {missing} with tag {tag}: it would wait for ever; "
+                f"call {missing} first, or put both into one batch_isend_irecv"
+            )
+        what = f"i{name} with rank {rank}, this rank itself, which has not called {missing} with tag {tag}"
+        return OwnWork(end.future, tensor, what, rank, carrier.comm.timeout)
+
+    def close(self) -> None:
+        """Let the Works of messages whose other end never came raise ClosedError. Idempotent."""
+        with self._gate:
+            left = [end for ends in self._waiting.values() for end in ends]
+            self._waiting.clear()
+        for end in left:
+            end.future.set_exception(
+                ClosedError("a message of this rank to itself: the group was closed before its other end was called")
+            )
+
+
+def _copy(carrier: Carrier, first: _End, tensor: Tensor, what: str) -> Work:
+    """Copy what is sent to where it is received, in the call that came second; gives this one's Work."""
+    rank = carrier.comm.rank
+    source, target = (first.tensor, tensor) if first.sends else (tensor, first.tensor)
+    try:
+        if (source.dtype, source.numel()) != (target.dtype, target.numel()):
+            raise ArrayError(
+                f"rank {rank} sends {source.numel()} x {source.dtype} to itself and receives {target.numel()} x "
+                f"{target.dtype}; both must be the same"
+            )
+        carrier.follow(first.mark)
+        with torch.no_grad():
+            target.copy_(dense(source, None).view(target.shape))
+        work = carrier.over(tensor, what, rank, first.tensor)
+        first.future.set_result(carrier.over(first.tensor, what, rank, tensor))
+    except BaseException as error:
+        if not first.future.done():
+            first.future.set_exception(error)
+        raise
+    return work
