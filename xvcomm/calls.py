@@ -202,18 +202,16 @@ class Caller:
             self._context.admit(dst)
 
     def _submit(self, call: Call, deadline: Deadline) -> Future[Any]:
-        site = call.site or call_site(_INSIDE_START)  # asked for here: the worker has no caller
-
         def locked() -> Any:
             try:
                 with self._gate:
-                    return self._run(call, deadline, site)
+                    return self._run(call, deadline)
             finally:
                 self._gate.queue(-1)
 
         self._context.ensure_open(call.op)
         self._gate.queue(1)
-        return self._worker.submit(locked)
+        return self._worker.submit(locked, call.site or call_site(_INSIDE_START))
 
     def prepare(self, call: Call) -> PreparedCall | None:
         """The same collective for compiled code, on any addresses; None before one has run, or if compiled code cannot."""
@@ -223,9 +221,9 @@ class Caller:
         found = native.prepare(call.form())
         return self._gate.admit(call.op, call.message(), call.site, found) if found is not None else None
 
-    def _run(self, call: Call, deadline: Deadline, site: int = 0) -> Any:
+    def _run(self, call: Call, deadline: Deadline) -> Any:
         context = self._context
-        operation = context.begin(call.op, call.message(), site=site or call.site)
+        operation = context.begin(call.op, call.message(), site=call.site)
         try:
             if self._native_only:
                 self._native(call, deadline, self._stream)

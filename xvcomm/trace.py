@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
@@ -38,6 +39,7 @@ _inner: tuple[str, ...] = (_HERE,)
 _SITES = 4096
 _internal: dict[str, bool] = {}
 _depths: dict[tuple[int, int], int] = {}
+_callers: dict[int, int] = {}
 
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
@@ -229,13 +231,37 @@ def pass_over(folder: str) -> None:
         _depths.clear()
 
 
+def called_at(site: int, call: Callable[[], Any]) -> Any:
+    """Run a call that another thread has asked for: until it is over, `call_site` gives this thread the other one's.
+
+    Args:
+        site: from the other thread's `call_site`; 0 where nobody knows.
+    """
+    thread = get_ident()
+    before = _callers.get(thread, 0)
+    _callers[thread] = site
+    try:
+        return call()
+    finally:
+        if before:
+            _callers[thread] = before
+        else:
+            del _callers[thread]
+
+
 def call_site(inside: int) -> int:
     """Address of `file.py:line`, at most 48 bytes, of the nearest caller outside xvcomm.
+
+    Where C++ called xvcomm, in a thread without a line of Python's, it is the function that was called.
 
     Args:
         inside: callers of this function, counted from the nearest, that lie in xvcomm for certain; looking at each
             would take time.
     """
+    if _callers:
+        site = _callers.get(get_ident(), 0)
+        if site:
+            return site
     frame = sys._getframe(inside + 1)
     key = id(frame.f_code), frame.f_lasti
     found = _sites.get(key)
@@ -283,6 +309,8 @@ def _add_site(frame: FrameType) -> int:
         _sites.clear()
     text = _texts[next(_places) % _SITES]
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    if _internal.get(frame.f_code.co_filename):
+        place = f"{frame.f_code.co_name}(), called by C++"
     text.raw = place.encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
     address = ctypes.addressof(text)
     _sites[id(frame.f_code), frame.f_lasti] = address, frame.f_code

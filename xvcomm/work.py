@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from xvcomm.errors import ArgumentError, ClosedError, DeadlineExceeded
 from xvcomm.forking import FORKED, ProcessFuture, forks
 from xvcomm.threads import Daemon
+from xvcomm.trace import called_at
 
 
 class Work:
@@ -79,7 +80,7 @@ class OrderedWorker:
     """A daemon thread that runs calls one after the other: the host's stream."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int] | None] = queue.SimpleQueue()
         self._name = name
         self._thread: Daemon | None = None
         self._pending = 0
@@ -91,15 +92,19 @@ class OrderedWorker:
         """Whether nothing is queued or running."""
         return self._pending == 0
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run `call` after all that were submitted before; at once in a callback of this thread, which may wait for it."""
+    def submit(self, call: Callable[[], Any], site: int) -> Future[Any]:
+        """Run `call` after all that were submitted before; at once in a callback of this thread, which may wait for it.
+
+        Args:
+            site: where the user called what it does, from `trace.call_site`: the thread has no caller.
+        """
         future: Future[Any] = ProcessFuture()
         if self._forks != forks():
             future.set_exception(ClosedError(FORKED))
             return future
         if threading.current_thread() is self._thread:
             try:
-                future.set_result(call())
+                future.set_result(called_at(site, call))
             except BaseException as error:
                 future.set_exception(error)
             return future
@@ -108,7 +113,7 @@ class OrderedWorker:
                 self._thread = Daemon(self._name, self._run)
             self._thread.start()
             self._pending += 1
-        self._calls.put((future, call))
+        self._calls.put((future, call, site))
         return future
 
     def close(self, timeout: float) -> bool:
@@ -122,9 +127,9 @@ class OrderedWorker:
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
-            future, call = item
+            future, call, site = item
             try:
-                result = call()
+                result = called_at(site, call)
             except BaseException as error:
                 with self._lock:
                     self._pending -= 1

@@ -28,9 +28,12 @@ from xvcomm.communicator import Communicator
 from xvcomm.errors import XvcommError
 from xvcomm.forking import ProcessFuture
 from xvcomm.pointtopoint import CHANNELS
+from xvcomm.trace import call_site
 from xvcomm.work import OrderedWorker
 
 _CLOSE_SECONDS = 2.0
+_INSIDE_RUN, _INSIDE_FROM_ANY = 2, 3
+"""Functions of xvcomm that are under way at the least when `HostPlane` asks for the call site."""
 Job = Callable[["Plane"], Any]
 Operation = Callable[..., Any]
 
@@ -147,12 +150,12 @@ class HostPlane(Plane):
         """See `Plane.run`. In the calling thread if it waits and nothing is under way, or if there is nobody to wait for."""
         alone = self.comm.size == 1
         if not (waits or alone):
-            return HostWork(self._worker.submit(partial(job, self)), tensors, what)
+            return HostWork(self._worker.submit(partial(job, self), call_site(_INSIDE_RUN)), tensors, what)
         try:
             if alone or self._worker.idle:
                 job(self)
             else:
-                self._worker.submit(partial(job, self)).result()
+                self._worker.submit(partial(job, self), call_site(_INSIDE_RUN)).result()
         except XvcommError as error:
             raise as_torch(error) from None
         return NOTHING_LEFT if waits else Done(tensors, what)
@@ -178,7 +181,7 @@ class HostPlane(Plane):
 
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
         """See `Plane.from_any`. In a thread of the channel's, since it may wait for long."""
-        return HostWork(self._receivers[channel].submit(job), tensors, what)
+        return HostWork(self._receivers[channel].submit(job, call_site(_INSIDE_FROM_ANY)), tensors, what)
 
     def mark(self) -> None:
         """See `Plane.mark`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xvcomm import trace
 from xvcomm.adapters.numpy import MPI, Comm
 from xvcomm.communicator import Communicator
 from xvcomm.errors import ArgumentError, DTypeError, MismatchError
@@ -377,3 +379,22 @@ def in_background_alone(communicator: Communicator) -> None:
     comm, x = Comm(communicator), np.zeros(3)
     comm.Iallreduce(np.ones(3), x).Wait()
     assert (x == 1).all() and comm.alltoall(["me"]) == ["me"]
+
+
+def started_at(communicator: Communicator) -> tuple[set[str], set[str]]:
+    """Where the flight recorder says that collectives were called, and where they were."""
+    comm, records = Comm(communicator), []
+    x, first = np.ones(3), inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    trace.hooks.append(records.append)
+    try:
+        request = comm.Ibcast(x, 0)
+        comm.Barrier()
+        request.Wait()
+    finally:
+        trace.hooks.remove(records.append)
+    return {record.site for record in records}, {f"test_numpy_collectives.py:{first + n}" for n in (3, 4)}
+
+
+def test_the_flight_recorder_names_the_line_that_started_a_collective(world: World) -> None:
+    for found, expected in world.run(started_at):
+        assert found == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -202,3 +203,59 @@ def test_the_flight_recorder_names_the_line_of_the_program(pair: Job) -> None:
     first = places.__code__.co_firstlineno + 5
     for sites in pair.run(places):
         assert set(sites) == {f"test_torch_debug.py:{first}", f"test_torch_debug.py:{first + 1}"}, sites
+
+
+def line(function: Callable[..., Any], text: str) -> str:
+    """Where a function of this file says something, as the flight recorder writes it."""
+    lines, first = inspect.getsourcelines(function)
+    return f"test_torch_debug.py:{first + next(n for n, found in enumerate(lines) if text in found)}"
+
+
+def recorded_sites(program: Callable[[], object]) -> set[str]:
+    records: list[trace.Record] = []
+    trace.hooks.append(records.append)
+    try:
+        program()
+    finally:
+        trace.hooks.remove(records.append)
+    return {record.site for record in records}
+
+
+def started() -> None:
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+    dist.barrier()  # behind them, in the group's thread
+    received = dist.irecv(torch.zeros(1)) if me() else dist.isend(torch.ones(1), 1)
+    for work in (*works, received):
+        work.wait()
+
+
+def stepped() -> None:
+    model = nn.parallel.DistributedDataParallel(perceptron(), bucket_cap_mb=0.0005)
+    loss = loss_of(model, me())
+    loss.backward()
+
+
+def started_sites() -> list[set[str]]:
+    return [recorded_sites(program) for program in (started, stepped)]
+
+
+@pytest.mark.not_gloo("a flight recorder")
+def test_the_flight_recorder_names_the_line_that_started_what_a_thread_runs(pair: Job) -> None:
+    for of_calls, of_ddp in pair.run(started_sites):
+        assert of_calls == {line(started, text) for text in ("all_reduce", "barrier", "irecv")}, of_calls
+        assert of_ddp == {line(stepped, text) for text in ("DistributedDataParallel", "backward")}, of_ddp
+
+
+def unlike_started() -> str:
+    work = dist.all_reduce(torch.ones(2 + me()), async_op=True)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.not_gloo("descriptions of both calls")
+def test_a_mismatch_names_the_line_that_started_it(start: Callable[..., Job]) -> None:
+    for text in start("cuda:1,rocm:1").run(unlike_started):
+        assert f"all_reduce #0 at {line(unlike_started, 'all_reduce')}" in text, text

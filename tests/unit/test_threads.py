@@ -71,8 +71,8 @@ def test_a_worker_that_a_signal_interrupts(noise: list[Any]) -> None:
     chance = random.Random(2)
     for _ in range(TIMES):
         worker = OrderedWorker("tried")
-        interrupted(partial(worker.submit, int), chance.uniform(1e-6, 3e-4))
-        assert worker.submit(lambda: 7).result(SOON) == 7
+        interrupted(partial(worker.submit, int, 0), chance.uniform(1e-6, 3e-4))
+        assert worker.submit(lambda: 7, 0).result(SOON) == 7
         assert worker.close(SOON)
     assert not noise
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
+import ctypes
 import itertools
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from xvcomm import trace
 from xvcomm.dtype import BY_NAME
 from xvcomm.opcode import OpCode
 from xvcomm.trace import Life, Record, Recorder, State
+from xvcomm.work import OrderedWorker
 
 FLOAT32 = BY_NAME["float32"].code
 
@@ -182,3 +187,32 @@ def test_a_communicator_tells_what_it_did() -> None:
     assert [text.partition(" ")[0] for text in told] == ["all_reduce", "barrier"]
     assert "of 4096 x float32 at test_trace.py:" in told[0] and told[0].endswith("(done)")
     assert comm.history() == []
+
+
+def test_a_thread_that_works_for_another_gives_its_site() -> None:
+    def site() -> str:
+        return ctypes.string_at(trace.call_site(0)).decode()
+
+    worker = OrderedWorker("working for others")
+    outer, own = trace.call_site(0), trace.call_site(0)
+    try:
+        nested = worker.submit(lambda: (trace.called_at(own, lambda: trace.call_site(0)), trace.call_site(0)), outer)
+        assert nested.result(20) == (own, outer)
+        assert worker.submit(site, 0).result(20).startswith("test_trace.py:")  # nobody knows: the thread's own
+        with pytest.raises(ZeroDivisionError):
+            worker.submit(lambda: 1 // 0, outer).result(20)
+        assert worker.submit(site, 0).result(20) != ctypes.string_at(outer).decode()
+        assert outer != own
+    finally:
+        worker.close(5)
+
+
+def test_where_no_python_called_the_site_is_the_function() -> None:
+    found: list[bytes] = []
+    over = threading.Event()
+    namespace: dict[str, Any] = {"trace": trace, "ctypes": ctypes, "found": found, "over": over}
+    source = "def reached():\n found.append(ctypes.string_at(trace.call_site(0)))\n over.set()\n"
+    exec(compile(source, str(Path(trace.__file__).parent / "reached.py"), "exec"), namespace)
+    _thread.start_new_thread(namespace["reached"], ())  # as C++ calls it: no frame below
+    assert over.wait(20)
+    assert found == [b"reached(), called by C++"]
