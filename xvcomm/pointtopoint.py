@@ -2,7 +2,7 @@
 
 Between two ranks messages of one channel match in order; the tag is checked, not searched. Messages of different
 channels (0 to 31) do not order each other. A send returns once its data is in the ring or the receiver's array, a small
-one therefore before the receiver comes.
+one therefore before the receiver comes. Messages of a rank to itself are for `group` and `sendrecv`, and are copied.
 """
 
 from __future__ import annotations
@@ -115,8 +115,12 @@ class PointToPoint:
         channel: int = 0, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Send to one rank and receive from another (or the same) at once; gives the received array."""
-        incoming = self._receiving(buf, src, recv_tag, channel, timeout, stream)
-        self._transfers.run([self._sending(x, dst, send_tag, channel, timeout, stream), incoming])
+        incoming = self._receiving(buf, src, recv_tag, channel, timeout, stream, own=True)
+        transfers = [self._sending(x, dst, send_tag, channel, timeout, stream, own=True), incoming]
+        if dst == self.rank or src == self.rank:
+            self._go(transfers, waits=True)
+        else:
+            self._transfers.run(transfers)
         return array.finish(incoming.view)
 
     def probe(self, src: int | None = None, *, channel: int = 0, timeout: float | None = None) -> Probe:
@@ -146,6 +150,9 @@ class PointToPoint:
 
         The end blocks until all are done if the block holds a `send` or `recv`; `isend` and `irecv` go on behind it, and
         those of a channel end together.
+
+        What this rank sends to itself and receives from itself is copied at the end, on the arrays' stream; on each channel
+        in order.
         """
         if self._open_group() is not None:
             yield  # the outermost group counts, as in NCCL
@@ -159,17 +166,34 @@ class PointToPoint:
             raise
         finally:
             del self._groups[thread]
-        if group.waits:
-            self._transfers.run(group.transfers)
+        self._go(group.transfers, waits=group.waits)
+
+    def _go(self, transfers: list[Transfer], *, waits: bool) -> None:
+        """Start messages together, and wait for them if told so."""
+        own = [t for t in transfers if t.peer == self.rank]
+        if own:
+            try:
+                self._transfers.copy(_paired(own), waits=waits)
+            except BaseException as error:
+                self._transfers.give_up(transfers, error)
+                raise
+            transfers = [t for t in transfers if t.peer != self.rank]
+            if not transfers:
+                return
+        if waits:
+            self._transfers.run(transfers)
         else:
-            self._transfers.start_group(group.transfers)
+            self._transfers.start_group(transfers)
 
     def _open_group(self) -> _Group | None:
         return self._groups.get(threading.get_ident())
 
-    def _sending(self, x: Any, dst: int, tag: int, channel: int, timeout: float | None, stream: Any) -> Transfer:
-        if not 0 <= dst < self.size or dst == self.rank or not 0 <= tag < _TAGS:
-            raise self._misdirected("dst", dst, tag)
+    def _sending(
+        self, x: Any, dst: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
+    ) -> Transfer:
+        """A message to be sent; `own` if it may be this rank's to itself."""
+        if not 0 <= dst < self.size or (dst == self.rank and not own) or not 0 <= tag < _TAGS:
+            self._check_direction("dst", dst, tag)
         if channel is not _FIRST:
             channel = _channel(channel)
         view = array.view(x)
@@ -178,9 +202,12 @@ class PointToPoint:
         handle = view.stream if stream is None else array.stream_handle(stream)
         return Transfer(_SEND, view, dst, tag, deadline, handle, channel)
 
-    def _receiving(self, buf: Any, src: int, tag: int, channel: int, timeout: float | None, stream: Any) -> Transfer:
-        if not 0 <= src < self.size or src == self.rank or not 0 <= tag < _TAGS:
-            raise self._misdirected("src", src, tag)
+    def _receiving(
+        self, buf: Any, src: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
+    ) -> Transfer:
+        """The same of one to be received."""
+        if not 0 <= src < self.size or (src == self.rank and not own) or not 0 <= tag < _TAGS:
+            self._check_direction("src", src, tag)
         if channel is not _FIRST:
             channel = _channel(channel)
         view = array.view(buf, output=True)
@@ -203,7 +230,9 @@ class PointToPoint:
                     f"src {src!r}: ranks of this communicator go from 0 to {self.size - 1}; None for any"
                 )
             if peer == self.rank:
-                raise ArgumentError(f"src {src} is this rank itself, which cannot send to itself")
+                raise ArgumentError(
+                    f"src {src} is this rank itself, whose messages to itself go from call to call in group()"
+                )
         if self._groups and self._open_group() is not None:
             raise ArgumentError(
                 "probe inside group(): what the group holds starts at its end; probe before or behind it"
@@ -212,12 +241,17 @@ class PointToPoint:
         self._transfers.settle(range(self.size) if peer == ANY_PEER else (peer,), channel)
         return peer, channel
 
-    def _misdirected(self, what: str, peer: int, tag: int) -> ArgumentError:
+    def _check_direction(self, what: str, peer: int, tag: int) -> None:
+        """Raise ArgumentError for what goes nowhere; messages to oneself may stand in a group."""
         if not 0 <= peer < self.size:
-            return ArgumentError(f"{what} {peer}: ranks of this communicator go from 0 to {self.size - 1}")
-        if peer == self.rank:
-            return ArgumentError(f"{what} {peer} is this rank itself; copy the array instead")
-        return ArgumentError(f"tag {tag}: must be a whole number from 0 to {_TAGS - 1}")
+            raise ArgumentError(f"{what} {peer}: ranks of this communicator go from 0 to {self.size - 1}")
+        if not 0 <= tag < _TAGS:
+            raise ArgumentError(f"tag {tag}: must be a whole number from 0 to {_TAGS - 1}")
+        if self._open_group() is None:
+            raise ArgumentError(
+                f"{what} {peer} is this rank itself, which would wait for itself; send and receive inside one group(), use "
+                "sendrecv, or copy the array"
+            )
 
     def _background(self, transfer: Transfer) -> Work:
         group = self._open_group() if self._groups else None
@@ -225,6 +259,34 @@ class PointToPoint:
             return self._transfers.start_alone(transfer)
         group.add(transfer)
         return self._transfers.work(transfer)
+
+
+def _paired(own: list[Transfer]) -> list[tuple[Transfer, Transfer]]:
+    """Sends of this rank to itself and their receives, of each channel in order.
+
+    Raises:
+        ArgumentError: they do not match; none of them has begun.
+    """
+    pairs = []
+    for channel in sorted({t.channel for t in own}):
+        sends = [t for t in own if t.channel == channel and t.name is _SEND]
+        receives = [t for t in own if t.channel == channel and t.name is not _SEND]
+        if len(sends) != len(receives):
+            raise ArgumentError(
+                f"{len(sends)} messages are sent to this rank itself on channel {channel} and {len(receives)} received; put "
+                "both ends of each into one group(), or sendrecv"
+            )
+        for sent, received in zip(sends, receives, strict=True):
+            if sent.message() != received.message():
+                raise ArgumentError(
+                    f"this rank sends {_told(sent)} to itself and receives {_told(received)}; both must be the same"
+                )
+            pairs.append((sent, received))
+    return pairs
+
+
+def _told(t: Transfer) -> str:
+    return f"{t.view.count} x {t.view.dtype} with tag {t.tag}"
 
 
 def _channel(channel: Any) -> int:

@@ -227,6 +227,35 @@ class StreamTransfers(Transfers):
         if key not in self._calls and len(ends) == len(transfers):
             self._prepare(transfers, key)
 
+    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+        """See `Transfers.copy`; on the arrays' stream also those that have Works."""
+        context = self._context
+        for pair in pairs:
+            sent, received = pair
+            user, *others = self._streams(pair)
+            deadline = _soonest(pair)
+            try:
+                operations = [self._note(t) for t in pair]
+                context.pending.part(sent.stream or 0, deadline)
+                with context.enqueueing:
+                    for other in others:
+                        user.wait(other.mark())
+                    context.device.copy(received.view.address, sent.view.address, sent.view.nbytes, user)
+                    mark = cast(Mark, user.mark())
+                    for other in others:
+                        other.wait(mark)
+            except BaseException as error:
+                user.discard()
+                self._fail(pair, error)
+            flight = Flight(
+                operations, deadline, [], stream=user, mark=mark, blocking=waits, keep=[t.view for t in pair]
+            )
+            context.pending.add(flight)
+            if waits and any(t.stream is None or t.view.staged for t in pair):
+                context.pending.wait_for(flight)
+            for t in pair:
+                self._become(t, flight)
+
     def settle(self, peers: Collection[int], channel: int) -> None:
         """See `Transfers.settle`."""
         if self._turns:
@@ -314,11 +343,15 @@ class StreamTransfers(Transfers):
                 used.discard()
             self._fail(transfers, error)
         for t in transfers:
-            if t.promise is not None:
-                now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
-                finish = partial(array.finish, t.view)
-                t.promise.work = StreamWork(self._context.pending, now, finish, _what(t), flight)
+            self._become(t, flight)
         return flight
+
+    def _become(self, t: Transfer, flight: Flight) -> None:
+        """Let the Work of a message, if it has one, stand for a flight."""
+        if t.promise is not None:
+            now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
+            finish = partial(array.finish, t.view)
+            t.promise.work = StreamWork(self._context.pending, now, finish, _what(t), flight)
 
     @staticmethod
     def _flight(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Flight:

@@ -107,6 +107,10 @@ class Transfers(ABC):
                 raise
 
     @abstractmethod
+    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+        """Move messages of this rank to itself: what is sent, and where to; those that `waits` is false for have Works."""
+
+    @abstractmethod
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
         """Let the Works of messages that will never move raise an error."""
 
@@ -116,11 +120,15 @@ class Transfers(ABC):
 
     def _begin(self, t: Transfer) -> RingEnd:
         """Begin the operation of one transfer; gives its ring end."""
-        context = self._context
-        operation = t.operation = context.begin(t.name, t.message(), t.peer, t.site)
-        operation.channel = t.channel
-        end = t.end = context.links.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
+        self._note(t)
+        end = t.end = self._context.links.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
         return end
+
+    def _note(self, t: Transfer) -> Operation:
+        """Begin the operation of one transfer, that of a message to this rank itself too, which has no ring."""
+        operation = t.operation = self._context.begin(t.name, t.message(), t.peer, t.site)
+        operation.channel = t.channel
+        return operation
 
     def _enqueue(self, t: Transfer, stream: Stream) -> RingEnd:
         """Put one transfer on a stream, and begin it if need be; the caller holds `Context.enqueueing`."""
@@ -217,6 +225,22 @@ class HostTransfers(Transfers):
             self._fail(transfers, error)
         self._free.append(stream)
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
+
+    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+        """See `Transfers.copy`."""
+        for pair in pairs:
+            sent, received = pair
+            stream = self._take_stream()
+            try:
+                for t in pair:
+                    self._note(t)
+                self._context.device.copy(received.view.address, sent.view.address, sent.view.nbytes, stream)
+                stream.synchronize()
+            except BaseException as error:
+                stream.discard()
+                self._fail(pair, error)
+            self._free.append(stream)
+            self._complete(pair)
 
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
         """See `Transfers.give_up`."""
