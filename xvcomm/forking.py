@@ -58,15 +58,21 @@ class ProcessFuture(Future[T]):
     """What a thread of this process will end. In a forked child, which has no such thread, it has failed by ClosedError.
 
     That comes about when the child first asks: at the fork its callbacks could meet locks that nobody would release.
+
+    Attributes:
+        help: does the thread's work in the thread that waits, for at most so many seconds; False if that cannot be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, help: Callable[[float | None], bool] | None = None) -> None:
         super().__init__()
         self._forks = _forks
+        self.help = help
 
     def result(self, timeout: float | None = None) -> T:
         """See `Future.result`."""
         self._inherit()
+        if self.help is not None and not super().done() and self.help(timeout):
+            timeout = 0
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

@@ -224,6 +224,9 @@ class HostTransfers(Transfers):
             stream.discard()
             self._fail(transfers, error)
         self._free.append(stream)
+        if isinstance(pending, ProcessFuture):
+            for t in transfers:
+                t.promise.help = pending.help
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
 
     def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:

@@ -55,6 +55,10 @@ class Work:
 
     result = wait
 
+    def help(self, timeout: float | None) -> bool:
+        """Do in this thread what its future waits for, for at most `timeout` seconds; see `ProcessFuture`."""
+        return isinstance(self._future, ProcessFuture) and self._future.help is not None and self._future.help(timeout)
+
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
         return self._future.done()

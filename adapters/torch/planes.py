@@ -164,7 +164,7 @@ class HostPlane(Plane):
         self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
     ) -> Work:
         """See `Plane.message`."""
-        future: Future[Any] = ProcessFuture()
+        future: Future[Any] = ProcessFuture(work.help)
 
         def over(ended: Future[Any]) -> None:
             try:

@@ -24,6 +24,9 @@ NO_GATES = (0,) * MAX_STREAMS
 BUDGET = 20_000_000
 """Nanoseconds that compiled code may sleep before Python looks at signals and deadlines."""
 
+AT_ONCE = -1
+"""The budget of a caller who does not wait."""
+
 
 class Batch:
     """Transfers that move together; those of one ring end keep their order, also towards other batches.
@@ -44,6 +47,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all transfers."""
+        return int(self._rows[: len(self._ends), Word.NBYTES].sum())
 
     def add(
         self, kind: int, end: RingEnd, data: int, message: Message,
@@ -85,6 +93,13 @@ class Batch:
             raise RingStopped(end, end.abort_word(), int(self._rows[code >> 8, Word.SEQUENCE]))
         return int(code)
 
+    def move_ready(self) -> bool:
+        """Move what needs no waiting; whether that was all, and the batch is empty. Errors are left to `drive`."""
+        done = drive(self._address, len(self._ends), 0, 0, 0, AT_ONCE) == READY
+        if done:
+            self._clear()
+        return done
+
     def finish(self, deadline: Deadline) -> None:
         """Move everything; the batch is empty afterwards, also on errors, which give up what is left.
 
@@ -120,7 +135,7 @@ class Batch:
         return self._ends[index]
 
     def take(self, other: Batch) -> range:
-        """Move all transfers of `other`, none of which has begun, behind those here; gives their indices."""
+        """Move all transfers of `other` behind those here; gives their indices."""
         first = len(self._ends)
         for row, end in zip(other._rows, other._ends, strict=False):
             index = len(self._ends)

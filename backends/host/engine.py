@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.atomics import READY
 from xvcomm.backends.host.batch import Batch
 from xvcomm.deadline import Deadline
 from xvcomm.forking import ProcessFuture
@@ -38,17 +40,48 @@ class Engine:
 
     def submit(self, batch: Batch, deadline: Deadline) -> Future[None]:
         """Take over all transfers of a batch; it is empty afterwards. The future raises what `Batch.finish` would."""
-        future: Future[None] = ProcessFuture()
+        future: ProcessFuture[None] = ProcessFuture()
+        future.help = partial(self._help, future)
         taken = Batch(self._spins)
         taken.take(batch)
+        self._hand_over((taken, future, deadline))
+        return future
+
+    def _hand_over(self, entry: tuple[Batch, Future[None], Deadline]) -> None:
+        """Let the thread move it."""
         with self._arrived:
-            self._incoming.append((taken, future, deadline))
+            self._incoming.append(entry)
             self._wake[0] += 1
             if self._thread is None:
                 self._thread = Daemon("xvcomm-mover", self._run)
             self._thread.start()
             self._arrived.notify()
-        return future
+
+    def _help(self, future: Future[None], timeout: float | None) -> bool:
+        """Move a batch that the thread has not begun with where it is waited for; what is not done in time goes back."""
+        with self._arrived:
+            mine = next((entry for entry in self._incoming if entry[1] is future), None)
+            if mine is None:
+                return False
+            self._incoming.remove(mine)
+        batch, _, deadline = mine
+        patience = Deadline.after(timeout)
+        try:
+            while batch.drive() != READY:
+                if deadline.expired():
+                    raise RingStalled([batch.end(i) for i in batch.open_rows()])
+                if patience.expired():
+                    self._hand_over(mine)
+                    return True
+        except (RingStopped, RingStalled) as error:
+            batch.discard()
+            future.set_exception(error)
+        except BaseException:
+            self._hand_over(mine)
+            raise
+        else:
+            future.set_result(None)
+        return True
 
     def _run(self) -> None:
         while True:

@@ -238,3 +238,47 @@ def last_words(comm):
 def test_the_flight_recorder_knows_probes(three):
     for words in three.run(last_words)[1:]:
         assert re.fullmatch(r"its last operation: probe #\d+ at test_channels\.py:\d+ \(in progress\)", words), words
+
+
+def small_at_once(comm):
+    """A small message that the ring has room for is sent when the call returns; one that is there is received."""
+    comm.barrier()
+    if comm.rank == 0:
+        first = comm.isend(np.full(8, 3.0), 1)  # opens the ring
+        first.wait()
+        done = comm.isend(np.full(8, 4.0), 1).done()
+        comm.barrier()
+    else:
+        x, y = np.zeros(8), np.zeros(8)
+        comm.recv(x, 0)
+        comm.barrier()
+        done = comm.irecv(y, 0).done()
+        assert (x == 3.0).all() and (y == 4.0).all()
+    return done
+
+
+def test_small_asynchronous_messages_need_no_thread(pair):
+    assert pair.run(small_at_once) == [True, True]
+
+
+def waited_by_two(comm):
+    """Two threads wait for one message; another one is interrupted by a timeout first."""
+    comm.barrier()
+    if comm.rank:
+        time.sleep(0.2)
+        comm.send(np.full(4, 7.0), 0)
+        return None
+    work = comm.irecv(np.zeros(4), 1)
+    with pytest.raises(DeadlineExceeded, match="was not done after"):
+        work.wait(0.01)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(work.wait()[0])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_that_wait_for_one_message(pair):
+    assert pair.run(waited_by_two)[0] == [7.0, 7.0]

@@ -144,7 +144,7 @@ class Stream(ABC):
     def flush(self) -> Future[None]:
         """Let go on, without the host waiting, what the stream holds; it is empty for the caller afterwards.
 
-        The future ends with what `synchronize` would raise.
+        The future ends with what `synchronize` would raise; who waits for a `ProcessFuture` may do the work itself.
         """
 
     @abstractmethod
