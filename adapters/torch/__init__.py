@@ -9,7 +9,15 @@ serves both. `XVCOMM_REPLACE=nccl` runs scripts that ask for NCCL on xvcomm.
 
 from __future__ import annotations
 
-__all__ = ["BACKEND", "register"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from xvcomm.communicator import Communicator
+
+__all__ = ["BACKEND", "communicator", "register"]
 
 BACKEND = "xvcomm"
 
@@ -36,6 +44,24 @@ def register() -> None:
             install(replaced)
         except ConfigError as error:
             refuse_groups(error)
+
+
+def communicator(group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None) -> Communicator:
+    """The communicator that carries a process group's operations, for its `history()` and `check()`. Never blocks.
+
+    It belongs to the group, which closes it. Its own operations count as the group's: all ranks must call them alike.
+
+    Args:
+        group: of torch; None is the default group.
+        device: of the tensors, `"cpu"` or `"cuda"`. None is that of the ranks themselves: their GPUs where all or some have
+            one, else host memory. Where all have GPUs, tensors in host memory have a communicator of their own.
+
+    Raises:
+        ArgumentError: the group is not of xvcomm's, is not initialised, does not hold this rank, or has no such device.
+    """
+    from xvcomm.adapters.torch.group import communicator
+
+    return communicator(group, device)
 
 
 def _create(options: object, backend_options: object) -> object:

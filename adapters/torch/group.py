@@ -27,7 +27,8 @@ from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.profiling import profiling, recorded
 from xvcomm.adapters.torch.tensors import on_one_device
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOperation, StreamWork, Work
-from xvcomm.errors import ArrayError, ClosedError, XvcommError
+from xvcomm.communicator import Communicator
+from xvcomm.errors import ArgumentError, ArrayError, ClosedError, XvcommError
 from xvcomm.forking import FORKED, forks
 
 Tensors = Sequence[Tensor]
@@ -373,6 +374,27 @@ def make(store: Any, rank: int, size: int, timeout: timedelta | None, backend: s
     if making.device is not None:
         group.bound_device_id = making.device
     return group
+
+
+def communicator(group: Any, device: torch.device | str | None) -> Communicator:
+    """See `xvcomm.adapters.torch.communicator`."""
+    if group is None:
+        if not dist.is_initialized():
+            raise as_torch(ArgumentError("torch's default group is not initialised; call init_process_group first"))
+        group = dist.group.WORLD
+    if not isinstance(group, ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise as_torch(ArgumentError("this rank is no member of the group; ask on its members"))
+        kind = group.name() if isinstance(group, dist.ProcessGroup) else type(group).__name__
+        raise as_torch(ArgumentError(f"no process group of xvcomm's but {kind}; make it with the backend 'xvcomm'"))
+    planes = group.planes
+    if device is None:
+        return (planes.gpu or planes.host).comm
+    kind = torch.device(device).type
+    plane = {"cpu": planes.host, "cuda": planes.gpu}.get(kind)
+    if plane is None:
+        raise as_torch(ArgumentError(f"this rank serves no tensors on {kind} in the group; leave device away"))
+    return plane.comm
 
 
 # Copies, as c10d makes them: the caller may go on with its lists while an operation is under way.

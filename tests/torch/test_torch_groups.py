@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchchecks import combined, me, noise, same, size, small
 from torchjobs import BACKEND, Job
 
+from xvcomm.adapters.torch import communicator
+from xvcomm.errors import ArgumentError
+
 
 def summed(group: dist.ProcessGroup, expected: list[int], place: str = "cpu") -> None:
     """An all-reduce in a group adds these global ranks."""
@@ -389,3 +392,37 @@ def mismatched_lists() -> None:
 
 def test_impossible_groups_are_refused(start: Callable[..., Job]) -> None:
     start("cuda:1,rocm:1").run(mismatched_lists)
+
+
+def communicators() -> tuple[list[int], str, list[tuple[str, bool]]]:
+    part = dist.new_group([1, 0])
+    gloo = dist.new_group(backend="gloo")
+    other = dist.new_group([1 - me()])
+    dist.all_reduce(torch.ones(7))
+    newest = communicator().history()[-1].describe()
+    found = [communicator(), communicator(part), communicator(device="cpu"), communicator(dist.group.WORLD)]
+    assert found[0] is found[2] is found[3] is not found[1]
+    refused = []
+    for call in (
+        lambda: communicator(gloo),
+        lambda: communicator(other),
+        lambda: communicator(object()),  # type: ignore[arg-type]
+        lambda: communicator(device="cuda"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        refused.append((str(caught.value), isinstance(caught.value, RuntimeError)))
+    return [comm.size for comm in found], newest, refused
+
+
+@pytest.mark.not_gloo("the communicator")
+def test_the_communicator_of_a_group(pair: Job) -> None:
+    for sizes, newest, refused in pair.run(communicators):
+        assert sizes == [2, 2, 2, 2] and "7 x float32" in newest, newest
+        for (text, caught), words in zip(refused, ("gloo", "no member", "object", "cuda"), strict=True):
+            assert words in text and caught, text
+
+
+def test_the_communicator_without_a_group() -> None:
+    with pytest.raises(ArgumentError, match="init_process_group"):
+        communicator()
