@@ -1,17 +1,37 @@
-"""What Ctrl-C prints: the program's lines and the operation that it was in, without xvcomm's own lines below that."""
+"""Ctrl-C: where it waits, and what it prints: the program's lines and the operation that it was in, without what is below."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import sysconfig
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _HERE = str(Path(__file__).parent) + "/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _installed = False
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let Ctrl-C wait until the block is over, for libraries that an interrupt leaves broken."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if arrived:
+            handler(*arrived[0])
 
 
 def print_shortly() -> None:
@@ -62,5 +82,6 @@ def _is_own(entry: TracebackType) -> bool:
 
 
 def _is_library(entry: TracebackType) -> bool:
-    """Whether it is of Python itself or of an installed package."""
-    return entry.tb_frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+    """Whether it is of Python itself or of an installed package; what Cython compiled names its source, wherever that was."""
+    file = entry.tb_frame.f_code.co_filename
+    return file.startswith((*_LIBRARIES, "<")) or file.endswith(".pyx")

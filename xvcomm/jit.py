@@ -24,6 +24,7 @@ from numba.core.sigutils import normalize_signature
 from xvcomm import config
 from xvcomm.deadline import Deadline, poll
 from xvcomm.fingerprint import fingerprint
+from xvcomm.interrupts import held_back
 from xvcomm.kernelcache import KernelCache, kernel_cache
 from xvcomm.notice import notice
 from xvcomm.private import taken
@@ -146,12 +147,13 @@ def _entry(compiled: Any) -> Any:
 def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: str, **options: bool) -> Any:
     """Load what numba makes of a function, or wait for the turn and compile it."""
     made = None
-    with suppress(_Missing):
+    with suppress(_Missing), held_back():  # LLVM's finalizers and callbacks swallow an interrupt, or fail by it
         made = build(function, signature, **options)
     if made is None:  # compiled here, so that what interrupts it is not told to come from handling another error
         assert _turn is not None
         _turn.take()
-        made = build(function, signature, **options)
+        with held_back():
+            made = build(function, signature, **options)
     progress.ready += 1
     return made
 

@@ -257,10 +257,10 @@ def test_ctrl_c_shows_the_programs_line_and_the_operation(script, tmp_path):
 def test_ctrl_c_while_kernels_are_compiled_does_not_show_the_compiler(script, tmp_path):
     cache = tmp_path / "kernels"
     env = {**ENV, "XVCOMM_KERNEL_CACHE": str(cache)}
-    process = start("-n", "2", script(WAITING), str(tmp_path), env=env)
+    process = start("-n", "2", "--grace", "50", script(WAITING), str(tmp_path), env=env)
     for lines in interrupted_at(process, (cache / "lock").exists):
         text = "\n".join(lines)
-        assert len(lines) <= 10 and "comm = xvcomm.init()" in text
+        assert len(lines) <= 12 and "comm = xvcomm.init()" in text
         assert "numba" not in text and "another exception" not in text and "_Missing" not in text
 
 

@@ -336,11 +336,12 @@ def leave_while_rank_0_dies(comm, env, pid):
 
 
 def running(pid):
+    """Whether any thread of a process does: its locks last as long."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # one has ended meanwhile
+        return True
+    return any(state not in "ZX" for state in states)
 
 
 def test_killed_in_native_joining_while_others_leave():

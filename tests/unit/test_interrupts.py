@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from xvcomm.deadline import Deadline, poll
-from xvcomm.interrupts import shorten
+from xvcomm.interrupts import held_back, shorten
 
 SOON = Deadline.after(60)
 
@@ -50,3 +50,21 @@ def test_an_error_that_xvcomm_handles_is_not_shown():
     error.__context__ = inner.value.with_traceback(inner.value.__traceback__.tb_next)
     shorten(error)
     assert "ZeroDivisionError" not in "".join(traceback.format_exception(error))
+
+
+def test_an_interrupt_waits_for_the_end_of_what_must_not_be_interrupted():
+    done = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        interrupt()
+        done.append(True)
+    assert done == [True] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_is_ignored_stays_so():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back():
+            interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
