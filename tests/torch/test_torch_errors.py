@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,9 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torchchecks import loss_of, me, perceptron, same
 from torchjobs import BACKEND, Job
+
+from xvcomm.adapters.torch import communicator
+from xvcomm.errors import PeerLost
 
 SOON = 15.0
 BORDER = "cuda:1,rocm:1"
@@ -82,6 +86,36 @@ def test_the_death_of_a_peer(start: Callable[..., Job], kind: str) -> None:
     assert name and caught and seconds < SOON, (name, text, seconds)
     if name != "RuntimeError" or "gloo" not in text.lower():
         assert "rank 1" in text and ("died" in text or "lost" in text or "left" in text), text
+
+
+def died_in_backward() -> list[tuple[str, str, float, bool]]:
+    model = nn.parallel.DistributedDataParallel(perceptron())
+    loss = loss_of(model, me())
+    dist.barrier()
+    if me() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = [
+        attempt(loss.backward),
+        attempt(communicator().check),
+        attempt(lambda: dist.all_reduce(torch.ones(1))),
+        attempt(lambda: dist.recv(torch.ones(1), 1)),
+    ]
+    with pytest.raises(PeerLost) as caught:
+        communicator().check()
+    assert caught.value.peer == 1
+    return found
+
+
+@pytest.mark.not_gloo("the class of the error")
+def test_the_class_of_an_error_in_backward(start: Callable[..., Job]) -> None:
+    """torch's C++ keeps the text of an error alone; the next call, and `check`, raise its class."""
+    job = start(BORDER)
+    for rank in (0, 1):
+        job.submit(rank, died_in_backward)
+    backward, *later = job.collect(0)[0]
+    assert "PeerLost" in f"{backward[0]}: {backward[1]}" and "rank 1" in backward[1] and backward[2] < SOON, backward
+    for name, text, seconds, _ in later:
+        assert name == "PeerLost" and "rank 1" in text and seconds < SOON, (name, text, seconds)
 
 
 def needs_all_soon(kind: str) -> tuple[str, str, float, bool]:
