@@ -85,7 +85,7 @@ class Context:
         try:
             with session.telling(self.store):
                 self._open_board(deadline)
-                self.store.assemble(session.rank, ranks, deadline)
+                self.store.assemble(session.rank, ranks, deadline, lambda: [ranks[r] for r in sorted(self.departed)])
         except BaseException:
             self.close()
             raise

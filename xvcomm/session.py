@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from xvcomm.context import Context
 
 
+_LOOK_SECONDS = 0.1
+
+
 class Joining(msgspec.Struct, frozen=True):
     """What a rank posts when it joins.
 
@@ -109,6 +112,7 @@ class Session:
         self._contexts: set[Context] = set()
         self._lock = threading.RLock()  # a signal handler may close the session in the middle of anything
         self._lost: dict[int, str] = {}
+        self._seen_left: set[int] = set()
         self._regions: dict[int, memoryview] = {}
         self._closed = False
         self._cleanup = contextlib.ExitStack()
@@ -237,14 +241,20 @@ class Session:
             DeadlineExceeded: it did not make the segment in time.
             ResourceError: it cannot be mapped for another reason.
         """
-        try:
-            name = place.get(key, deadline).decode()
-        except NotSet as error:
-            raise DeadlineExceeded(
-                f"rank {maker} on {self.infos[maker].hostname} did not make its shared memory in time; it is stopped or very "
-                f"slow; {self.last_words(maker)}",
-                rank=self.rank, peer=maker,
-            ) from error  # fmt: skip
+        where = f"rank {maker} on {self.infos[maker].hostname}"
+        while True:
+            left = self.left(maker)  # asked before the store, where it may have put the name just before it left
+            try:
+                name = place.get(key, Deadline.after(deadline.sooner(_LOOK_SECONDS))).decode()
+                break
+            except NotSet as error:
+                words = self.last_words(maker)
+                if left:
+                    text = f"{where} left before it made its shared memory; {words}"
+                    raise PeerLost(text, rank=self.rank, peer=maker) from error
+                if deadline.expired():
+                    text = f"{where} did not make its shared memory in time; it is stopped or very slow; {words}"
+                    raise DeadlineExceeded(text, rank=self.rank, peer=maker) from error
         try:
             return Segment.attach(self.config.shm_dir, name)
         except ResourceError:
@@ -304,8 +314,8 @@ class Session:
         """Watch over a communicator from now on, and close it with the session."""
         with self._lock:
             self._contexts.add(context)
-            lost = list(self._lost)
-        for rank in lost:
+            gone = [*self._lost, *self._seen_left]
+        for rank in gone:
             context.lose(rank)
 
     def remove(self, context: Context) -> None:
@@ -326,9 +336,18 @@ class Session:
         words = self.last_words(rank)
         with self._lock:
             self._lost[rank] = words
+        self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
         self._watch_over(lambda context: context.lose(rank))
 
     def _look(self) -> None:
+        for rank in self.neighbours:
+            # A rank that left before it had mapped a communicator's board could not say so there.
+            if rank != self.rank and rank not in self._seen_left and self.left(rank):
+                with self._lock:
+                    self._seen_left.add(rank)
+                self._lose(rank)
         self._watch_over(lambda context: context.look())
 
     def _look_at_device(self) -> None:
@@ -413,7 +432,8 @@ class Session:
         atexit.unregister(self.close)
         # Every step is taken, even if an interrupt ends one of them.
         with self._cleanup:
+            if self._regions:
+                # After the communicators: until then others may wait for what this rank has begun.
+                self._cleanup.callback(self.recorder.live, trace.Life.CLOSED)
             for context in self._open_contexts():
                 self._cleanup.callback(context.close)
-            if self._regions:
-                self.recorder.live(trace.Life.CLOSED)

@@ -1,5 +1,6 @@
 """Subgroups: made by their members alone, again and again, and what happens when the members do not agree."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -8,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from xvcomm import context
 from xvcomm.errors import (
     Aborted,
     ArgumentError,
@@ -18,6 +20,7 @@ from xvcomm.errors import (
     PeerLost,
     XvcommError,
 )
+from xvcomm.session import Session
 from xvcomm.testing.signals import meet
 from xvcomm.testing.world import World
 
@@ -288,6 +291,43 @@ def test_a_member_is_killed():
         assert time.monotonic() - started < 10
     for (error,) in outcomes:
         assert isinstance(error, PeerLost) and error.peer == 2 and "rank 2" in str(error), error
+
+
+class Interrupted(Exception):
+    """What a signal handler raises."""
+
+
+def interrupted(comm, kind, victim):
+    """A member leaves the job between the meeting of all members and its own part of the group."""
+
+    def make():
+        return comm.subgroup([0, 1, 2], "interrupted") if kind == "subgroup" else comm.split(0)
+
+    if comm.rank != victim:
+        return [raised(lambda: make().all_reduce(np.ones(4)))]
+    with pytest.raises(Interrupted), comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context.Context, "_open_board", refuse)
+        patch.setattr(Session, "telling", contextlib.nullcontext)
+        make()
+    return [None]
+
+
+def refuse(self, deadline):
+    raise Interrupted
+
+
+@pytest.mark.parametrize("topology", ["a:3", "a,b,c"])
+@pytest.mark.parametrize("kind", ["split", "subgroup"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_member_leaves_before_it_has_made_its_part(topology, kind, victim):
+    """Rank 0 makes the shared memory that the others wait for; the others only map it."""
+    with World(islands=topology, timeout=40) as world:
+        world.run(meet)
+        started = time.monotonic()
+        outcomes = world.run(interrupted, kind, victim)
+        assert time.monotonic() - started < 10
+    for rank, (error,) in enumerate(outcomes):
+        assert rank == victim or (isinstance(error, PeerLost) and error.peer == victim), outcomes
 
 
 def many(comm, count):

@@ -92,13 +92,17 @@ class GuardedStore(PrefixStore):
         """See `Store.wait`; also raises what `check` does, and what was given to `fail`."""
         self._patiently(partial(super().wait, list(keys)), deadline)
 
-    def assemble(self, rank: int, ranks: Sequence[int], deadline: Deadline) -> None:
+    def assemble(
+        self, rank: int, ranks: Sequence[int], deadline: Deadline, departed: Callable[[], Iterable[int]]
+    ) -> None:
         """Wait until all of these ranks have come, once: one that fails before shall not leave the others in an operation.
 
         Args:
             rank: of this process; all are numbers of the whole job.
+            departed: gives those that have left, as far as this process knows.
 
         Raises:
+            PeerLost: a rank left before it had come.
             DeadlineExceeded: names those that did not come. Also what `check` does, and what was given to `fail`.
         """
         self.set(f"begun/{rank}", b"", deadline)
@@ -106,28 +110,38 @@ class GuardedStore(PrefixStore):
             with contextlib.suppress(StoreError):  # who served it may have got this and ended before it answered
                 super().set("all begun", b"", deadline)
             return
+
+        def look() -> None:
+            for other in departed():
+                if not self._begun(other):
+                    text = f"rank {other} of the job left before it opened shared memory; restart the job"
+                    raise PeerLost(text, rank=rank, peer=other)
+
         try:
-            self.get("all begun", deadline)
+            self._patiently(partial(super().get, "all begun"), deadline, look)
         except NotSet as error:
-            late = [r for r in ranks if not self._has(f"begun/{r}")] or [rank]
+            late = [r for r in ranks if not self._begun(r)] or [rank]
             names = ", ".join(f"rank {r} of the job" for r in late[:_NAMED])
             raise DeadlineExceeded(
                 f"{names} did not open shared memory in time; stopped or very slow", rank=rank, peer=late[0]
             ) from error
 
-    def _has(self, key: str) -> bool:
+    def _begun(self, rank: int) -> bool:
         try:
-            self.wait([key], Deadline.after(0))
+            self.wait([f"begun/{rank}"], Deadline.after(0))
         except DeadlineExceeded:
             return False
         return True
 
-    def _patiently(self, call: Callable[[Deadline], T], deadline: Deadline) -> T:
+    def _patiently(
+        self, call: Callable[[Deadline], T], deadline: Deadline, look: Callable[[], None] = lambda: None
+    ) -> T:
         while True:
             try:
                 return self._reach(partial(call, Deadline.after(deadline.sooner(_LOOK_SECONDS))))
             except DeadlineExceeded:
                 self._reach(self.check)
+                look()
                 if deadline.expired():
                     raise
 
