@@ -69,7 +69,7 @@ def outcomes_of(run, env, folder):
             return world.collect()
     except RankFailure as failure:
         assert run.fault == "tiny shm", failure
-        return [Ending(error, None, 0.0, 0.0) for error in failure.outcomes]
+        return [Ending(error, getattr(error, "peer", None), 0.0, 0.0) for error in failure.outcomes]
 
 
 def check(run, outcomes, folder):
@@ -86,27 +86,33 @@ def check(run, outcomes, folder):
         check_without_room(endings, folder)
     elif run.fault != "no descriptors" or any(ending.error for ending in endings.values()):
         for rank, ending in endings.items():
-            wanted = (MINE if rank == run.victim else OTHERS)[run.fault]
-            assert isinstance(ending.error, wanted), f"rank {rank}: {ending}"
-            if run.fault == "mismatch":
-                assert f"rank {run.victim} on " in str(ending.error), f"rank {rank}: {ending}"
-            elif rank != run.victim:
-                assert blamed(rank, endings, run.parts) == run.victim, f"rank {rank}: {ending}"
+            assert explained(rank, endings, run), f"rank {rank}: {ending}"
 
 
-def blamed(rank, endings, parts):
-    """The rank that an error names.
+def explained(rank, endings, run):
+    """Whether a rank raised what the fault demands and named the victim.
 
-    Of a part's failure its members tell the other ranks only by leaving, each for itself: there it is the last of those
-    who name each other.
+    A part's failure reaches the ranks outside of it, and its members that come later, only by members that leave or do
+    not come, each for itself: there an error may name such a rank, if those that the errors name lead to the victim.
     """
-    peer, seen = endings[rank].peer, {rank}
-    while parts and peer not in seen and peer in endings and isinstance(endings[rank].error, PeerLost):
-        if endings[peer].peer is None or endings[peer].peer == peer:
-            break
-        seen.add(peer)
-        rank, peer = peer, endings[peer].peer
-    return peer
+    error, mine = endings[rank].error, rank == run.victim
+    wanted = (MINE if mine else OTHERS)[run.fault]
+    if run.fault == "mismatch":
+        return isinstance(error, wanted) and f"rank {run.victim} on " in str(error)
+    if isinstance(error, wanted) and (mine or endings[rank].peer == run.victim):
+        return True
+    late = run.fault in ("stop", "missing")
+    follows = isinstance(error, (PeerLost, wanted)) if late else isinstance(error, PeerLost) and not mine
+    return run.parts and follows and run.victim in chain(rank, endings)
+
+
+def chain(rank, endings):
+    """The ranks that an error names: the one that it gives, the one that this one's own error gives, and so on."""
+    found = []
+    while (ending := endings.get(rank)) and ending.peer is not None and ending.peer not in found:
+        rank = ending.peer
+        found.append(rank)
+    return found
 
 
 def check_without_room(endings, folder):
@@ -119,26 +125,15 @@ def check_without_room(endings, folder):
     assert failed or not any(ending.error for ending in endings.values()), f"no rank says what it lacked: {endings}"
     for rank, ending in endings.items():
         if isinstance(ending.error, PeerLost):
-            assert blamed(rank, endings, parts=True) in failed, f"rank {rank}: {ending}"
+            assert set(chain(rank, endings)) & set(failed), f"rank {rank}: {ending}"
         elif failed:
             assert isinstance(ending.error, (ResourceError, Aborted)), f"rank {rank}: {ending}"
             assert f"{folder} is full" in str(ending.error), f"rank {rank}: {ending}"
 
 
-def excluded(run):
-    """Why a combination is left out; nothing if it is not."""
-    if run.fault == "no descriptors":
-        return "what needs a descriptor still raises OSError and RuntimeError in places"
-    if run.fault == "stop" and run.store == "rank 0":
-        return "the rank that serves the store leaves after ten seconds where another one is stopped"
-    return ""
-
-
 @pytest.mark.parametrize("seed", [*range(USUAL), *(pytest.param(n, marks=pytest.mark.slow) for n in range(USUAL, ALL))])
 def test_run(seed, tmp_path, small_folder):
     run = Run.of(seed)
-    if why := excluded(run):
-        pytest.skip(why)
     env, folder = settings(run, tmp_path, small_folder)
     outcomes = outcomes_of(run, env, folder)
     if run.fault == "full shm":
