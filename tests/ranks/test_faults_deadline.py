@@ -15,7 +15,7 @@ from xvcomm.errors import DeadlineExceeded
 from xvcomm.shm import Segment
 from xvcomm.testing.world import World
 
-TIMEOUT = 0.4
+TIMEOUT = 0.8
 SOON = 3.0
 
 
@@ -39,20 +39,33 @@ def fresh(comm):
     return sub
 
 
-def timed(comm, call, late=False):
-    """What a call raises and how long it took; late, it comes after the others gave up."""
-    time.sleep(TIMEOUT + 0.4 if late else 0.0)
-    started = time.monotonic()
+def timed(comm, call, folder, after=()):
+    """What a call raises and how long it took; it comes after these ranks have given up.
+
+    They say so by files, because a message would be the last operation that errors tell of.
+    """
+    for rank in after:
+        wait_until((folder / str(rank)).exists)
+    started, error = time.monotonic(), None
     try:
         call()
-    except DeadlineExceeded as error:
-        return error, time.monotonic() - started
+    except DeadlineExceeded as caught:
+        error = caught
     finally:
+        seconds = time.monotonic() - started
+        (folder / str(comm.rank)).touch()
         comm.close()
-    return None, time.monotonic() - started
+    return error, seconds
 
 
-def collective(comm, name, absent):
+def wait_until(true):
+    until = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def collective(comm, name, absent, folder):
     sub = fresh(comm)
     x = np.ones(4 * sub.size, np.float32)
     calls = {
@@ -67,7 +80,8 @@ def collective(comm, name, absent):
         "split": lambda: sub.split(0, timeout=TIMEOUT),
         "all_gather_object": lambda: sub.all_gather_object("x"),
     }
-    return timed(sub, calls[name], late=comm.rank in absent)
+    others = [rank for rank in range(comm.size) if rank not in absent]
+    return timed(sub, calls[name], folder, after=others if comm.rank in absent else ())
 
 
 def check(outcomes, absent):
@@ -75,7 +89,7 @@ def check(outcomes, absent):
         assert isinstance(error, DeadlineExceeded), (rank, error)
         assert error.rank == rank
         if rank in absent:
-            assert seconds < 1.0
+            assert seconds < SOON
             assert "waited for this rank until its deadline" in str(error) or rank != error.peer
         else:
             assert TIMEOUT / 2 < seconds < TIMEOUT + SOON
@@ -88,23 +102,23 @@ def check(outcomes, absent):
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "large_all_reduce", "broadcast", "barrier", "asynchronous", "split"])
-def test_a_rank_that_never_calls_a_collective(world, name):
+def test_a_rank_that_never_calls_a_collective(world, name, tmp_path):
     absent = [world.size - 1]
-    check(world.run(collective, name, absent), absent)
+    check(world.run(collective, name, absent, tmp_path), absent)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "all_gather_object"])
-def test_a_rank_that_never_calls_another_collective(four, name):
-    check(four.run(collective, name, [3]), [3])
+def test_a_rank_that_never_calls_another_collective(four, name, tmp_path):
+    check(four.run(collective, name, [3], tmp_path), [3])
 
 
 @pytest.mark.parametrize("absent", [[0], [1, 2]])
-def test_other_ranks_and_several(world, absent):
-    check(world.run(collective, "all_reduce", absent), absent)
+def test_other_ranks_and_several(world, absent, tmp_path):
+    check(world.run(collective, "all_reduce", absent, tmp_path), absent)
 
 
-def receive(comm, kind):
-    """Rank 0 waits for rank 1, which sleeps."""
+def receive(comm, kind, folder):
+    """Rank 0 waits for rank 1, which comes too late."""
     sub = fresh(comm)
     buffer = np.zeros(1 << 21)
     calls = {
@@ -116,15 +130,15 @@ def receive(comm, kind):
         "recv_object": lambda: sub.recv_object(1),
     }
     if comm.rank == 0:
-        return timed(sub, calls[kind])
+        return timed(sub, calls[kind], folder)
     if comm.rank == 1:
-        return timed(sub, lambda: sub.recv(buffer, 0), late=True)
-    return timed(sub, sub.barrier, late=True)
+        return timed(sub, lambda: sub.recv(buffer, 0), folder, after=[0])
+    return timed(sub, sub.barrier, folder, after=[0])
 
 
 @pytest.mark.parametrize("kind", ["recv", "send", "irecv", "isend", "sendrecv", "recv_object"])
-def test_point_to_point(four, kind):
-    outcomes = four.run(receive, kind)
+def test_point_to_point(four, kind, tmp_path):
+    outcomes = four.run(receive, kind, tmp_path)
     error, seconds = outcomes[0]
     assert error.peer == 1 and TIMEOUT / 2 < seconds < TIMEOUT + SOON
     assert "waiting for rank 1 on" in str(error) and "rank 1: its last operation: barrier #0" in str(error)
@@ -133,60 +147,58 @@ def test_point_to_point(four, kind):
         assert error.peer == 1 and "was waiting for rank 1 on" in str(error)
 
 
-def chain(comm):
-    """Rank 0 waits for 1, which waits for 2, which waits for 3, which sleeps."""
+def chain(comm, folder):
+    """Rank 0 waits for 1, which waits for 2, which waits for 3, which calls nothing."""
     sub = fresh(comm)
     if comm.rank == 3:
-        time.sleep(TIMEOUT + 0.4)
-        sub.close()
-        return None
-    return timed(sub, lambda: sub.recv(np.zeros(1), comm.rank + 1))
+        return timed(sub, lambda: None, folder, after=[0, 1, 2])
+    return timed(sub, lambda: sub.recv(np.zeros(1), comm.rank + 1), folder)
 
 
-def test_the_end_of_a_chain_is_named(four):
-    for error, _ in four.run(chain)[:3]:
+def test_the_end_of_a_chain_is_named(four, tmp_path):
+    for error, _ in four.run(chain, tmp_path)[:3]:
         assert error.peer == 3
         assert "waiting for rank 3 on" in str(error) and "rank 3: its last operation: barrier #0" in str(error)
 
 
-def behind_who_waits(comm):
-    """Rank 2 sleeps; rank 0 waits for it, and so does not come to the barrier that rank 1 is in."""
+def behind_who_waits(comm, folder):
+    """Rank 2 comes too late; rank 0 waits for it, and so does not come to the barrier that rank 1 is in."""
     sub = fresh(comm)
     if comm.rank == 2:
-        return timed(sub, sub.barrier, late=True)
+        return timed(sub, sub.barrier, folder, after=[1])
     if comm.rank == 0:
-        return timed(sub, lambda: sub.recv(np.zeros(1), 2, timeout=20))
-    return timed(sub, sub.barrier)
+        return timed(sub, lambda: sub.recv(np.zeros(1), 2, timeout=20), folder)
+    return timed(sub, sub.barrier, folder)
 
 
-def test_a_rank_that_waits_itself_is_not_what_a_collective_waits_for():
+def test_a_rank_that_waits_itself_is_not_what_a_collective_waits_for(tmp_path):
     with World(3, timeout=30) as world:
-        outcomes = world.run(behind_who_waits)
+        outcomes = world.run(behind_who_waits, tmp_path)
     for error, _ in outcomes:
         assert error.peer == 2 and "waiting for rank 2 on" in str(error), error
 
 
-def circle(comm):
+def circle(comm, folder):
     sub = fresh(comm)
-    return timed(sub, lambda: sub.recv(np.zeros(1), (comm.rank + 1) % comm.size))
+    return timed(sub, lambda: sub.recv(np.zeros(1), (comm.rank + 1) % comm.size), folder)
 
 
-def test_ranks_that_wait_for_each_other(four):
-    for rank, (error, _) in enumerate(four.run(circle)):
+def test_ranks_that_wait_for_each_other(four, tmp_path):
+    for rank, (error, _) in enumerate(four.run(circle, tmp_path)):
         assert isinstance(error, DeadlineExceeded)
         assert error.rank == rank and "its last operation: recv #" in str(error)
 
 
-def message_against_collective(comm):
+def message_against_collective(comm, folder):
     """Rank 0 sends much to rank 1, which waits for it in a collective: neither can go on."""
     sub = fresh(comm)
     if comm.rank == 0:
-        return timed(sub, lambda: sub.send(np.zeros(1 << 21), 1))
-    return timed(sub, sub.barrier)
+        return timed(sub, lambda: sub.send(np.zeros(1 << 21), 1), folder)
+    return timed(sub, sub.barrier, folder)
 
 
-def test_a_message_against_a_collective(four):
-    for rank, (error, _) in enumerate(four.run(message_against_collective)):
+def test_a_message_against_a_collective(four, tmp_path):
+    for rank, (error, _) in enumerate(four.run(message_against_collective, tmp_path)):
         assert isinstance(error, DeadlineExceeded)
         if rank:
             assert "rank 0" in str(error)
@@ -259,10 +271,8 @@ def split_where_rank_0_stops(comm):
 
 
 def wait_until_stopped(pid):
-    until = time.monotonic() + 30
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 @pytest.mark.parametrize("what", ["native library", "ring"])
