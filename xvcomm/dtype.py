@@ -82,11 +82,14 @@ def _by_name(name: str) -> DType:
 
 @cache
 def _numpy_dtype(name: str) -> Any:
-    import ml_dtypes
     import numpy as np
 
-    extension = getattr(ml_dtypes, name, None)
-    return np.dtype(name if extension is None else extension)
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # only for what NumPy lacks: the first import opens files
+
+        return np.dtype(getattr(ml_dtypes, name))
 
 
 @cache

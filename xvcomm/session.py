@@ -376,8 +376,11 @@ class Session:
         """
         # Of who died a moment ago the watch may not have told yet, and at the end of the session will not.
         if all(r in left or self.gone(r) or not self._presence.held(self._joined[r].byte) for r in ranks):
-            for rank in ranks:
-                self.sweep(rank, part)
+            with contextlib.suppress(
+                OSError
+            ):  # out of descriptors: a rank that leaves in good order does not fail by it
+                for rank in ranks:
+                    self.sweep(rank, part)
 
     def gone(self, rank: int) -> bool:
         """Whether a rank of this host died or closed its communicators."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import msgspec
 import numpy as np
 
-from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.deadline import Deadline
 from xvcomm.errors import Aborted, ArgumentError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.objects import Objects, gather_bytes
@@ -152,22 +152,25 @@ class Meetings:
             context.check()
             self._miss(mine, name, plain)
             if not looks:
-                cards.set(str(context.rank), msgspec.msgpack.encode(mine))
+                cards.set(str(context.rank), msgspec.msgpack.encode(mine), deadline)
             self._compare(mine, name, cards, looks)
             looks += 1
 
         place = context.session.guarded(f"comm/{path}", look)
         try:
-            place.set(f"here/{context.rank}", b"")
-            if place.add("here", 1) == len(mine.members):
+            place.set(f"here/{context.rank}", b"", deadline)
+            if place.add("here", 1, deadline) == len(mine.members):
                 verdict = _decide(place, _Verdict())
             else:
                 verdict = msgspec.msgpack.decode(place.get("verdict", deadline), type=_Verdict)
-        except (DeadlineExceeded, MismatchError) as error:
+        except (NotSet, MismatchError) as error:
             context.check()  # the parent, if it is finished, is the reason, and all members know it
-            late = isinstance(error, DeadlineExceeded)
+            late = isinstance(error, NotSet)
             why = _late(place, mine.members, name) if late else _Verdict(differs=str(error))
             verdict = _decide(place, why)
+        except DeadlineExceeded:
+            context.check()
+            raise  # the store does not answer, so nobody can be told
         except BaseException as error:
             if isinstance(error, PeerLost) and error.peer is not None:
                 why = _Verdict(gone=str(error), peer=error.peer)
@@ -218,11 +221,12 @@ class Meetings:
 
 def _decide(place: Store, verdict: _Verdict) -> _Verdict:
     """Make this the verdict unless there is one; what counts is given back."""
-    if place.add("decided", 1) == 1:
-        place.set("verdict", msgspec.msgpack.encode(verdict))
+    settling = Deadline.after(_SETTLE_SECONDS)
+    if place.add("decided", 1, settling) == 1:
+        place.set("verdict", msgspec.msgpack.encode(verdict), settling)
         return verdict
     # Not guarded: whoever looks would find again what it is about to say.
-    return msgspec.msgpack.decode(place.get("verdict", Deadline.after(_SETTLE_SECONDS)), type=_Verdict)
+    return msgspec.msgpack.decode(place.get("verdict", settling), type=_Verdict)
 
 
 def _late(place: Store, members: Sequence[int], name: str) -> _Verdict:

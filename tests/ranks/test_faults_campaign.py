@@ -28,9 +28,9 @@ ROOM = 64 << 10
 
 MINE = {
     "exception": Stumble, "signal": Stumble, "leave": ClosedError, "abort": Aborted, "mismatch": MismatchError,
-    "stop": DeadlineExceeded, "missing": DeadlineExceeded, "no descriptors": ResourceError,
+    "stop": DeadlineExceeded, "missing": DeadlineExceeded, "no descriptors": (ResourceError, Aborted),
 }  # fmt: skip
-"""What the victim raises, where it lives."""
+"""What the victim raises, where it lives. Of several asynchronous operations only the one that failed tells what was lacking."""
 OTHERS = {
     "kill": PeerLost, "kill later": PeerLost, "exception": PeerLost, "leave": PeerLost, "signal": (PeerLost, Aborted),
     "abort": Aborted, "mismatch": MismatchError, "stop": DeadlineExceeded, "missing": DeadlineExceeded,
@@ -102,8 +102,23 @@ def explained(rank, endings, run):
     if isinstance(error, wanted) and (mine or endings[rank].peer == run.victim):
         return True
     late = run.fault in ("stop", "missing")
+    if late and any(
+        isinstance(ending.error, DeadlineExceeded) and awaited(run, str(ending.error)) for ending in endings.values()
+    ):
+        return isinstance(error, (DeadlineExceeded, PeerLost) if run.parts else DeadlineExceeded)
     follows = isinstance(error, (PeerLost, wanted)) if late else isinstance(error, PeerLost) and not mine
     return run.parts and follows and run.victim in chain(rank, endings)
+
+
+def awaited(run, text):
+    """Whether an error names the victim among others.
+
+    A rank that waits for an asynchronous message looks like one that computes: its newest record is of what it began
+    after. Who serves a store that does not answer, rank 0 or the launcher, the others cannot know.
+    """
+    names = text.partition("was waiting for ")[2].partition(";")[0]
+    silent = run.store == "rank 0" and run.victim == 0 and "the process that serves it (rank 0, or" in text
+    return silent or (any(step.__name__ == "_messages" for step, _ in run.program) and f"rank {run.victim} on" in names)
 
 
 def chain(rank, endings):

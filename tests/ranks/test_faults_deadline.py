@@ -5,6 +5,7 @@ Each case runs on a communicator of its own, split off the one of the processes,
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -300,3 +301,29 @@ def test_a_rank_that_stops_inside_a_split():
         world.collect(0)
     assert isinstance(error, DeadlineExceeded) and error.peer == 0, error
     assert "rank 0 on" in str(error) and "its last operation" in str(error) and "nobody set" not in str(error), error
+
+
+def subgroup_without_store(comm):
+    """Rank 0, which serves the store, stops; the others make a group."""
+    comm.barrier()
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as raised:
+        comm.subgroup([1, 2], "without store", timeout=1.0)
+    return str(raised.value), time.monotonic() - started
+
+
+def test_a_subgroup_where_the_store_is_stopped():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with World(3, env={"XVCOMM_STORE": store}, timeout=30) as world:
+        for rank in range(3):
+            world.submit(rank, subgroup_without_store)
+        outcomes = world.collect(1, 2)
+        world.kill(0, signal.SIGCONT)
+        world.collect(0)
+    for text, seconds in outcomes:
+        assert "did not answer" in text and "rank 0" in text and seconds < 15, outcomes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -121,3 +123,8 @@ def test_factors_that_integers_cannot_hold(factor: float) -> None:
 def test_precision() -> None:
     low = {d.name for d in DTYPES if d.low_precision}
     assert low == {"float16", "bfloat16", *(n for n in BY_NAME if n.startswith("float8"))}
+
+
+def test_types_of_numpy_need_no_other_module():
+    program = "import sys; from xvcomm.dtype import FLOAT32; FLOAT32.numpy; assert 'ml_dtypes' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
