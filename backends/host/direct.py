@@ -5,9 +5,9 @@ the order in which `kernels.reduce` does, and writes the result into the others'
 copies of staging. Which way is faster depends on the machine and on the size. So the first calls of each class of sizes
 take turns, and then all members keep the way that was faster for the slowest of them. Both give the same bits.
 
-A member may give up in the middle, and its arrays are then its caller's again. So nobody touches the others' memory without
-saying so first and then looking whether all are still in; who gives up takes its offer back first, and then waits until
-nobody says so.
+A member may give up in the middle, and its arrays are then its caller's again. So a member announces each copy, and then looks
+whether the other one still offers its arrays. A member that gives up takes its offer back, revokes the copies that are announced,
+and waits for those that the kernel has begun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numba.extending import register_jitable
 from xvcomm.atomics import (
     READY,
     await_word,
-    full_fence,
     load,
     load_acquire,
     store,
@@ -31,7 +30,7 @@ from xvcomm.atomics import (
     usleep,
 )  # fmt: skip
 from xvcomm.backends.host.kernels import Mode, Word, arrive, combine, line, meet, open_plan, reduce
-from xvcomm.backends.host.processes import copy, exposed, now, reachable, witness, witnessed
+from xvcomm.backends.host.processes import copy, exposed, now, reachable, revoke, witness, witnessed
 from xvcomm.jit import compiling, kernel
 from xvcomm.ring import ABORT, LINE
 from xvcomm.shm import PAGE
@@ -58,7 +57,7 @@ class LineWord(enum.IntEnum):
     SRC = 6  # its arrays in the call under way; no input: it does not offer them
     DST = 7
     TOOK = 8  # nanoseconds of its last try in this class of sizes
-    TOUCHES = 9  # whether it may be in the others' memory at the moment
+    TOUCH = 9  # a `processes.TouchWord`: what it copies from or to another member at the moment
 
 
 class ContestWord(enum.IntEnum):
@@ -86,7 +85,7 @@ _RANKS, _ME, _SPINS, _BUDGET, _ARENA = (int(w) for w in (Word.RANKS, Word.ME, Wo
 _MODE, _ROOT, _TABLES = int(Word.MODE), int(Word.ROOT), int(Word.TABLES)
 _ITEMSIZE, _RESULT_SIZE = int(Word.ITEMSIZE), int(Word.RESULT_SIZE)
 _STEP, _BEGAN, _ACCESS, _CONTEST, _ROOM = (int(w) for w in tuple(Word)[22:27])
-_PROCESS, _WITNESS, _VALUE, _SRC, _DST, _TOOK, _TOUCHES = (8 * int(w) for w in LineWord)
+_PROCESS, _WITNESS, _VALUE, _SRC, _DST, _TOOK, _TOUCH = (8 * int(w) for w in LineWord)
 _LAST, _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
 _ENTER, _MEET, _STAGED, _DIRECT, _LEAVE, _FAILED = (int(s) for s in Step)
@@ -179,18 +178,11 @@ def _choose(p: Any) -> int:
 
 
 @register_jitable
-def _touch(p: Any, rank: int, write: bool, mine: int, theirs: int, count: int) -> bool:
-    """Copy from or into a member's array; False if it has given up, everything stops, or it cannot be reached.
-
-    Each copy looks anew: a process that is stopped by a signal stops behind the system call that it is in.
-    """
-    touches, peer = line(p, p[_ME]) + _TOUCHES, line(p, rank)
-    store_release(touches, 1)
-    full_fence()
-    copied = load_acquire(peer + _SRC) != 0 and load_acquire(p[_ARENA] + ABORT) == 0
-    copied = copied and copy(write, p[_ACCESS], load(peer + _PROCESS), mine, theirs, count)
-    store_release(touches, 0)
-    return copied
+def _copy(p: Any, rank: int, write: bool, mine: int, theirs: int, count: int) -> bool:
+    """Copy from or into a member's array; False if it has given up, everything stops, or it cannot be reached."""
+    touch, peer = line(p, p[_ME]) + _TOUCH, line(p, rank)
+    process, abort = load(peer + _PROCESS), p[_ARENA] + ABORT
+    return copy(write, p[_ACCESS], process, mine, theirs, count, touch, peer + _SRC, 1, abort)
 
 
 @register_jitable
@@ -204,7 +196,7 @@ def _reduce_piece(p: Any, src: int, dst: int, offset: int, count: int) -> bool:
             continue
         theirs = load(line(p, r) + _SRC) + offset
         p[sources + r] = room + theirs % PAGE  # in step with the pages that the system copies one by one
-        if not _touch(p, r, False, p[sources + r], theirs, count):
+        if not _copy(p, r, False, p[sources + r], theirs, count):
             return False
         room += _piece_bytes(ranks) + PAGE
     target = dst + offset
@@ -215,7 +207,7 @@ def _reduce_piece(p: Any, src: int, dst: int, offset: int, count: int) -> bool:
     combine(p, target, count)
     for r in range(ranks):
         wants = mode == _ALL or (mode != _SCATTER and r == p[_ROOT])
-        if r != me and wants and not _touch(p, r, True, target, load(line(p, r) + _DST) + offset, count):
+        if r != me and wants and not _copy(p, r, True, target, load(line(p, r) + _DST) + offset, count):
             return False
     return True
 
@@ -263,11 +255,13 @@ def _withdraw(plan: int) -> None:
     """Take my arrays back before a call's end; returns when nobody touches them."""
     p = open_plan(plan)
     store_release(line(p, p[_ME]) + _SRC, 0)
-    full_fence()
+    for r in range(p[_RANKS]):
+        if r != p[_ME]:
+            revoke(line(p, r) + _TOUCH)
     waited = 0
     for r in range(p[_RANKS]):
-        # Of a dead process the word stays set; a stopped one has left the system call that it was in.
-        while r != p[_ME] and load_acquire(line(p, r) + _TOUCHES) != 0 and waited < _PATIENCE_US and _witnessed(p, r):
+        # The word stays set where the process died, or was stopped outside the kernel: what is revoked cannot begin any more.
+        while r != p[_ME] and load_acquire(line(p, r) + _TOUCH) != 0 and waited < _PATIENCE_US and _witnessed(p, r):
             usleep(_PAUSE_US)
             waited += _PAUSE_US
 

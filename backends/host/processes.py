@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from xvcomm.atomics import as_pointer, load, store
+from xvcomm.atomics import as_pointer, full_fence, load, load_acquire, store, store_release
 
 _read = types.ExternalFunction(
     "process_vm_readv",
@@ -32,8 +32,17 @@ class AccessWord(enum.IntEnum):
     VECTORS = 4  # a local one, up to four remote ones
 
 
+class TouchWord(enum.IntEnum):
+    """Of a copy between the arrays of two processes, in memory that both map."""
+
+    TOUCHES = 0  # whether the one that copies may be in the other's memory at the moment
+    ADDRESS = 1  # what it copies there, as the kernel reads it: an iovec
+    LENGTH = 2
+
+
 # Plain integers: numba reads an enum's members as constants only by way of globals.
 _WITNESS, _ROOM, _VECTORS = (8 * int(w) for w in tuple(AccessWord)[1:])
+_ADDRESS, _LENGTH = (8 * int(w) for w in tuple(TouchWord)[1:])
 ACCESS_WORDS = AccessWord.VECTORS + 10
 
 
@@ -64,34 +73,72 @@ def _vector(access: int, index: int, address: int, count: int) -> None:
 
 
 @register_jitable
-def copy(write: bool, access: int, process: int, mine: int, theirs: int, count: int) -> bool:
-    """Copy between this process's memory and another's; False if that cannot be reached."""
+def _transfer(write: bool, access: int, process: int, mine: int, remote: int, count: int) -> int:
+    """One system call; `remote` is the address of the iovec that tells what to copy there. Bytes copied, or -1."""
+    _vector(access, 0, mine, count)
+    local = as_pointer(access + _VECTORS)
+    if write:
+        return int(_write(process, local, 1, as_pointer(remote), 1, 0))
+    return int(_read(process, local, 1, as_pointer(remote), 1, 0))
+
+
+@register_jitable
+def copy(
+    write: bool, access: int, process: int, mine: int, theirs: int, count: int, touch: int, offer: int, least: int, abort: int
+) -> bool:  # fmt: skip
+    """Copy between this process's array and another's, as long as the other one offers it.
+
+    The owner may take its offer back at any time (`revoke`). This process may be stopped between its look at the offer and
+    the system call, for longer than the owner waits: so the kernel reads what to copy from shared memory, where the owner
+    has set its length to 0 by then.
+
+    Args:
+        touch: address of this process's `TouchWord`.
+        offer: address of a word that is `least` or more while the other process offers its array.
+        abort: address of a word that is not 0 once everything stops.
+
+    Returns:
+        False if the array is not offered any more, everything stops, or the other process's memory cannot be reached.
+    """
     done = 0
-    vectors = access + _VECTORS
     while done < count:
-        _vector(access, 0, mine + done, count - done)
-        _vector(access, 1, theirs + done, count - done)
-        if write:
-            moved = _write(process, as_pointer(vectors), 1, as_pointer(vectors + 16), 1, 0)
-        else:
-            moved = _read(process, as_pointer(vectors), 1, as_pointer(vectors + 16), 1, 0)
+        store(touch + _ADDRESS, theirs + done)
+        store(touch + _LENGTH, count - done)
+        store_release(touch, 1)
+        full_fence()
+        moved = 0
+        if load_acquire(offer) >= least and load_acquire(abort) == 0:
+            moved = _transfer(write, access, process, mine + done, touch + _ADDRESS, count - done)
         if moved <= 0:
-            return False
+            break
         done += moved
-    return True
+    offered = load_acquire(offer) >= least
+    store_release(touch, 0)
+    return done == count and offered
+
+
+@register_jitable
+def revoke(touch: int) -> None:
+    """Let no copy begin any more that another process has announced in its `TouchWord`. The offer was taken back before."""
+    full_fence()
+    store(touch + _LENGTH, 0)
+    full_fence()
 
 
 @register_jitable
 def witnessed(access: int, process: int, address: int, value: int) -> bool:
     """Whether a process's memory can be read, and is that of the process meant: numbers differ between namespaces."""
-    room = access + _ROOM
-    return copy(False, access, process, room, address, 8) and load(room) == value
+    room, remote = access + _ROOM, access + _VECTORS + 16
+    _vector(access, 1, address, 8)
+    return _transfer(False, access, process, room, remote, 8) == 8 and load(room) == value
 
 
 @register_jitable
 def reachable(access: int, process: int, address: int, value: int) -> bool:
     """The same, and whether it can be written."""
-    return witnessed(access, process, address, value) and copy(True, access, process, access + _ROOM, address, 8)
+    if not witnessed(access, process, address, value):
+        return False
+    return _transfer(True, access, process, access + _ROOM, access + _VECTORS + 16, 8) == 8
 
 
 @register_jitable

@@ -7,9 +7,9 @@ which at first go both ways in turns, have shown to arrive sooner so.
 
 A small enough message does not wait long for its receiver: it goes into the ring, as ever, and its sender goes on.
 
-An end may give up in the middle, and its array is then its caller's again. So nobody touches the other's memory without
-saying so first and then looking whether the other is still in; who gives up says that first, and then waits until
-nobody touches.
+An end may give up in the middle, and its array is then its caller's again. So an end announces each copy, and then looks
+whether the other is still in. An end that gives up says so, revokes the copy that is announced, and waits for one that the
+kernel has begun.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm import ring
-from xvcomm.atomics import compare_and_swap, full_fence, load, load_acquire, store, store_release, usleep
+from xvcomm.atomics import compare_and_swap, load, load_acquire, store, store_release, usleep
 from xvcomm.backends.host import processes
-from xvcomm.backends.host.processes import ACCESS_WORDS, copy, exposed, now, reachable, witnessed
+from xvcomm.backends.host.processes import ACCESS_WORDS, copy, exposed, now, reachable, revoke, witnessed
 from xvcomm.jit import compiling, kernel
 from xvcomm.ring import ABORT, CLAIMS, LINE, MEETING, TURNS, RingEnd
 from xvcomm.shm import PAGE
@@ -56,8 +56,8 @@ class LineWord(enum.IntEnum):
     PROCESS = 0  # its number
     WITNESS = 1  # address of a word of its memory
     VALUE = 2  # that stands there; 0 until the end is there
-    TOUCHES = 3  # whether it may be in the other's memory at the moment
-    DONE = 4  # number of its newest message that went this way, and the chunks of it that this end has copied
+    DONE = 3  # number of its newest message that went this way, and the chunks of it that this end has copied
+    TOUCH = 4  # a `processes.TouchWord`: what it copies from or to the other end at the moment
 
 
 class Word(enum.IntEnum):
@@ -87,7 +87,7 @@ class ContestWord(enum.IntEnum):
 _CONTEST_WORDS = 4
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
-_PROCESS, _WITNESS, _VALUE, _TOUCHES, _DONE = (8 * int(w) for w in LineWord)
+_PROCESS, _WITNESS, _VALUE, _DONE, _TOUCH = (8 * int(w) for w in LineWord)
 _MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN = (8 * int(w) for w in tuple(Word)[:5])
 _TOOK, _TRIES, _TRIED, _WILLING, _ASIDE, _CONTESTS = (8 * int(w) for w in tuple(Word)[5:])
 _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
@@ -259,18 +259,9 @@ def _done(line: int, number: int) -> int:
 
 @register_jitable
 def _copy_chunk(state: int, producer: bool, mine: int, theirs: int, count: int) -> bool:
-    """Copy a chunk into or out of the other's array; False if it has given up, everything stops, or it cannot be reached.
-
-    A process that is stopped by a signal stops behind the system call that it is in, and may find all changed then.
-    """
-    line, turn = load(state + _MINE), load(state + _THEIR_TURN)
-    store_release(line + _TOUCHES, 1)
-    full_fence()
-    copied = load_acquire(turn) >= 0 and load_acquire(load(state + _RING) + _ABORT) == 0
-    copied = copied and copy(producer, state, load(load(state + _THEIRS) + _PROCESS), mine, theirs, count)
-    copied = copied and load_acquire(turn) >= 0
-    store_release(line + _TOUCHES, 0)
-    return copied
+    """Copy a chunk into or out of the other's array; False if it has given up, everything stops, or it cannot be reached."""
+    touch, turn, abort = load(state + _MINE) + _TOUCH, load(state + _THEIR_TURN), load(state + _RING) + _ABORT
+    return copy(producer, state, load(load(state + _THEIRS) + _PROCESS), mine, theirs, count, touch, turn, 0, abort)
 
 
 @register_jitable
@@ -296,11 +287,11 @@ def through(state: int, sequence: int, nbytes: int) -> bool:
 
 
 def _await_untouched(state: int) -> None:
-    """Wait, behind giving up, until the other end does not touch this one's array."""
-    full_fence()
+    """Let the other end copy nothing from or into this one's array any more. This end has given up before."""
     waited, theirs, aside = 0, load(state + _THEIRS), state + _ASIDE
-    # Of a dead process the word stays set; a stopped one has left the system call that it was in.
-    while load_acquire(theirs + _TOUCHES) != 0 and waited < _GIVE_UP_US:
+    revoke(theirs + _TOUCH)
+    # The word stays set where the process died, or was stopped outside the kernel: what is revoked cannot begin any more.
+    while load_acquire(theirs + _TOUCH) != 0 and waited < _GIVE_UP_US:
         if not witnessed(aside, load(theirs + _PROCESS), load(theirs + _WITNESS), load(theirs + _VALUE)):
             return
         usleep(_PAUSE_US)

@@ -2,8 +2,12 @@
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, here and on the ranks
 
 
 @pytest.fixture

@@ -8,17 +8,14 @@ A run is drawn from its seed alone. One run again, as many times as one likes:
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import pytest
+from campaign import AMPLE, Ending, Run, Stumble, play
 
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost, ResourceError
 from xvcomm.testing.processes import RankFailure
 from xvcomm.testing.world import World
-
-sys.path.insert(0, str(Path(__file__).parent))
-from campaign import AMPLE, Ending, Run, Stumble, play
 
 USUAL, ALL = 60, 1000
 SOON = 6.0

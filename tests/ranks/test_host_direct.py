@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from tracer import WRITE, hold_in_copy
 
 from xvcomm.backends.host import direct
 from xvcomm.backends.host.direct import ContestWord, LineWord
@@ -225,6 +226,38 @@ def outlive_a_stop(comm, pids):
 def test_a_rank_stopped_in_the_middle_touches_nothing_later(ranks):
     for rank in range(ranks.size):
         ranks.submit(rank, outlive_a_stop, ranks.pids())
+    assert ranks.collect() == [True] * ranks.size
+
+
+def outlive_a_hold(comm, pids):
+    """The last rank stops where it enters the system call that copies; rank 0 gives up, uses its array and lets it go on."""
+    reach(comm)
+    sub = comm.split(0)
+    x = np.ones(HUGE // 4, np.float32)
+    reach(sub)
+    sub.all_reduce(x)
+    settle(sub, DIRECT)
+    held = hold_in_copy(pids[-1], WRITE) if comm.rank == 0 else None
+    comm.barrier()
+    try:
+        sub.all_reduce(x, timeout=1.0)
+    except DeadlineExceeded:
+        pass
+    else:
+        return "no error"
+    x[:] = -1
+    if held is not None:
+        assert held.there.is_set()
+        held.release()
+    comm.barrier()
+    sub.close()
+    return bool((x == -1).all())
+
+
+def test_a_rank_held_before_a_copy_writes_nothing_later(ranks):
+    """For longer than the others wait for it: the kernel must find nothing to copy then."""
+    for rank in range(ranks.size):
+        ranks.submit(rank, outlive_a_hold, ranks.pids())
     assert ranks.collect() == [True] * ranks.size
 
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from tracer import hold_in_copy
 
 from xvcomm.backends.host.processes import AccessWord
 from xvcomm.backends.host.rendezvous import LEAST, ContestWord, LineWord, Word
@@ -239,6 +240,37 @@ def test_a_rank_stopped_in_the_middle_touches_nothing_later(receives):
     with world() as made:
         for rank in range(2):
             made.submit(rank, outlive_a_stop, made.pids(), receives)
+        assert made.collect() == [True, True]
+
+
+def outlive_a_hold(comm, pids, receives):
+    """Rank 1 stops where it enters the system call that copies; rank 0 gives up, uses its array again and lets it go on."""
+    sub = comm.split(0)
+    prepare(sub)
+    other, x = 1 - comm.rank, np.ones(HUGE, np.uint8)
+    move = sub.recv if (comm.rank == 0) == receives else sub.send
+    held = hold_in_copy(pids[1]) if comm.rank == 0 else None
+    comm.barrier()
+    try:
+        while True:  # rank 0 may copy a whole message before the other one begins
+            move(x, other, timeout=1.0)
+    except (DeadlineExceeded, PeerLost):
+        pass
+    if held is not None:
+        assert held.there.is_set()
+        x[:] = 5
+        held.release()
+    comm.barrier()
+    sub.close()
+    return bool((x == (5 if comm.rank == 0 else 1)).all())
+
+
+@pytest.mark.parametrize("receives", [False, True])
+def test_a_rank_held_before_a_copy_touches_nothing_later(receives):
+    """For longer than the other end waits for it: the kernel must find nothing to copy then."""
+    with world() as made:
+        for rank in range(2):
+            made.submit(rank, outlive_a_hold, made.pids(), receives)
         assert made.collect() == [True, True]
 
 

@@ -80,13 +80,13 @@ def plan(member: HostCollective) -> Plan:
 def test_who_gives_up_waits_until_nobody_touches_its_arrays(members: list[HostCollective]) -> None:
     mine, other = line(members, 0), line(members, 1)
     mine[LineWord.SRC] = 64
-    other[LineWord.TOUCHES] = 1
+    other[LineWord.TOUCH] = 1
     leaving = threading.Thread(target=direct.withdraw, args=(plan(members[0]).address,))
     leaving.start()
     while mine[LineWord.SRC] != 0:
         assert leaving.is_alive()
     assert leaving.is_alive(), "left while the other member was still in its arrays"
-    other[LineWord.TOUCHES] = 0
+    other[LineWord.TOUCH] = 0
     leaving.join(SECONDS)
     assert not leaving.is_alive()
 
@@ -115,7 +115,7 @@ def test_nobody_enters_the_arrays_of_who_has_left(members: list[HostCollective],
         members[0].abort(Reason.PEER_LOST.word(0))
     assert prepared.kernel(prepared.address, y.ctypes.data, y.ctypes.data) == STOPPED
     assert (x == 1).all() and (y == 1).all()
-    assert line(members, 1)[LineWord.TOUCHES] == 0
+    assert line(members, 1)[LineWord.TOUCH] == 0
 
 
 def test_memory_that_others_may_not_read_is_not_offered(members: list[HostCollective]) -> None:

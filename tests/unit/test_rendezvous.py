@@ -330,7 +330,7 @@ def test_who_gives_up_waits_until_nobody_touches_its_array(pair: Pair, leaver: s
     """And another thread that gives up one behind it waits as long."""
     side, other = (pair.source, pair.sink) if leaver == "source" else (pair.sink, pair.source)
     assert not side.begin(pattern(BIG))
-    other.line[LineWord.TOUCHES] = 1
+    other.line[LineWord.TOUCH] = 1
     leaving = [threading.Thread(target=leave) for leave in (side.courier.discard, side.end.give_up)]
     leaving[0].start()
     until = time.monotonic() + SECONDS
@@ -339,7 +339,7 @@ def test_who_gives_up_waits_until_nobody_touches_its_array(pair: Pair, leaver: s
     leaving[1].start()
     leaving[1].join(0.1)
     assert all(thread.is_alive() for thread in leaving), "left while the other end was still in its array"
-    other.line[LineWord.TOUCHES] = 0
+    other.line[LineWord.TOUCH] = 0
     for thread in leaving:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -365,7 +365,7 @@ def test_nobody_enters_the_array_of_who_has_left(pair: Pair, leaver: str, stoppe
     with pytest.raises(RingStopped):
         other.courier.advance(-1)
     assert (target == 7).all()
-    assert other.line[LineWord.TOUCHES] == 0 and other.copied == 0
+    assert other.line[LineWord.TOUCH] == 0 and other.copied == 0
 
 
 def test_a_receiver_ends_what_was_copied_before_its_sender_left(pair: Pair) -> None:
