@@ -14,12 +14,12 @@ _logger = logging.getLogger("xvcomm")
 
 def notice(text: str) -> None:
     """Log a warning, which goes to stderr where the program has not said otherwise; of several ranks here one does."""
-    if _logger.isEnabledFor(logging.WARNING) and _speaks():
+    if _logger.isEnabledFor(logging.WARNING) and speaks():
         _logger.warning("xvcomm: %s", text)
 
 
 @cache
-def _speaks() -> bool:
+def speaks() -> bool:
     """Whether no other process of this host does; the first one does to its end.
 
     This module's own file has the lock: it is there also where nothing can be written.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xvcomm.deadline import Deadline
-from xvcomm.errors import DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.testing.signals import await_that, meet
 from xvcomm.testing.world import World
 
@@ -195,6 +195,25 @@ def threads_with_channels(comm, channels, many):
 
 def test_a_thread_for_each_channel(three):
     assert three.run(threads_with_channels, [0, 1, 7, 31], 20) == [[], [], []]
+
+
+def abort_and_leave(comm):
+    comm.abort("enough")
+    comm.close()
+
+
+def probe_until_raised(comm, source):
+    while True:
+        comm.iprobe(source)
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_probe_tells_of_an_abort_by_a_rank_that_left(source):
+    with World(2, timeout=30) as world:
+        world.submit(0, probe_until_raised, source)
+        world.submit(1, abort_and_leave)
+        error = world.collect()[0]
+        assert isinstance(error, Aborted) and error.peer == 1 and "enough" in str(error), error
 
 
 def close_under_probe(comm):
