@@ -2,8 +2,8 @@
 
 A test leaks if, two seconds after its end, there is more than before it of:
 
-* files `xvcomm-*` in /dev/shm. A file that a process of somebody else maps is not counted, nor one whose name says that
-  another test run made it: several may share the machine, and `make test` itself is two of them.
+* files `xvcomm-*` in /dev/shm. Other jobs' files are not among them: each test process has a /dev/shm of its own where it
+  may mount one, as root may; elsewhere only files are counted whose names tell that this run made them.
 * processes: descendants of this one, and those started by them that lost their parent (known by a variable of the
   environment). A process that ended but was never waited for counts. Python's own helpers, which live as long as the
   interpreter, do not.
@@ -16,10 +16,10 @@ their files and processes. Leaked processes are killed, so that the next test ru
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
-import re
 import runpy
 import signal
 import time
@@ -35,6 +35,18 @@ MARK = "LEAK_CHECK_OF"
 # Jobs of this run have it in the names of their files, but those that tests start without any XVCOMM_ variable.
 OURS = f"test{os.getpid()}"
 os.environ["XVCOMM_JOB"] = OURS
+
+
+def _mount_own_shm() -> bool:
+    """Mount a /dev/shm that only this process and those that it starts see; False without the right to."""
+    libc = ctypes.CDLL(None)
+    new_mounts, private, recursive, nosuid_nodev = 0x20000, 1 << 18, 1 << 14, 2 | 4
+    if libc.unshare(new_mounts) or libc.mount(None, b"/", None, private | recursive, None):
+        return False
+    return bool(libc.mount(b"tmpfs", bytes(SHM), b"tmpfs", nosuid_nodev, b"mode=1777") == 0)
+
+
+ALONE = _mount_own_shm()
 # Python ignores interrupts when a shell starts it in the background, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
@@ -106,12 +118,9 @@ def _left(new: Callable[[], Belongings]) -> Belongings:
         gc.collect()
         multiprocessing.active_children()  # joins those that ended
         left = new()
-    there = left.shm
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
         left = new()
-    if left.shm:  # what came later is another test run's, whose processes may not have mapped it yet
-        left = Belongings(left.shm & there - _mapped_by_others(), left.processes, left.sockets)
     return left
 
 
@@ -126,8 +135,7 @@ def _fail_on(left: Belongings, who: str) -> None:
 
 
 def _shm_files() -> frozenset[str]:
-    names = (name for name in os.listdir(SHM) if name.startswith("xvcomm-"))
-    return frozenset(name for name in names if not re.match(r"xvcomm-test\d", name) or f"-{OURS}-" in name)
+    return frozenset(name for name in os.listdir(SHM) if name.startswith("xvcomm-" if ALONE else f"xvcomm-{OURS}-"))
 
 
 def _sockets() -> frozenset[str]:
@@ -170,15 +178,3 @@ def _command(pid: int) -> str:
     except OSError:
         text = ""
     return text or "(ended, not waited for)"
-
-
-def _mapped_by_others() -> frozenset[str]:
-    """Names in /dev/shm mapped by processes that are not of this run."""
-    ours = _processes() | {os.getpid()}
-    names: set[str] = set()
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        if pid not in ours:
-            with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-                names |= {line.rpartition("/")[2] for line in maps.splitlines() if f" {SHM}/xvcomm-" in line}
-    return frozenset(names)

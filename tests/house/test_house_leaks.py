@@ -16,13 +16,13 @@ CLEAN = {
     "ending": 'subprocess.run("sleep 0.5 &", shell=True, check=True)',
 }
 LEAKING = {
-    "shm": ('Path("/dev/shm/xvcomm-leak-check-{unique}").touch()', "/dev/shm/xvcomm-leak-check-"),
+    "shm": ('Path("/dev/shm", "xvcomm-" + os.environ["XVCOMM_JOB"] + "-{unique}").touch()', "/dev/shm/xvcomm-test"),
     "child": ('KEPT.append(subprocess.Popen(["sleep", "601"]))', "sleep 601"),
     "orphan": ('subprocess.run("sleep 602 & echo $! > orphan", shell=True, check=True)', "sleep 602"),
     "zombie": ('KEPT.append(subprocess.Popen(["true"]))', "(ended, not waited for)"),
     "socket": ("KEPT.append(socket.socket())", "socket:["),
 }
-HEAD = "import socket, subprocess\nfrom pathlib import Path\nKEPT = []\n"
+HEAD = "import os, socket, subprocess\nfrom pathlib import Path\nKEPT = []\n"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def inner(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
     finally:
-        Path(f"/dev/shm/xvcomm-leak-check-{folder.name}").unlink(missing_ok=True)
+        for left in Path("/dev/shm").glob(f"xvcomm-*-{folder.name}"):
+            left.unlink()
     (folder / "report").write_text(done.stdout)
     return folder
 
