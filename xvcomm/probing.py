@@ -169,13 +169,16 @@ class Probing:
             context.leave(operation, moved=False)
         return self.wait(src, channel, deadline)
 
-    def wait(self, src: int, channel: int, deadline: Deadline) -> Probe:
+    def wait(self, src: int, channel: int, deadline: Deadline, site: int = 0) -> Probe:
         """The same, but blocks the host until there is something.
+
+        Args:
+            site: where the user called, if that is not the thread's caller; see `trace.call_site`.
 
         Raises:
             DeadlineExceeded: names the ranks that sent nothing.
         """
-        context, site = self._context, call_site(_INSIDE)
+        context, site = self._context, site or call_site(_INSIDE)
         operation = context.begin(OpCode.PROBE, _NOTHING, src, site)
         operation.channel = channel
         try:

@@ -18,9 +18,13 @@ from xvcomm.adapters.jax.failures import cause, named_errors
 from xvcomm.adapters.jax.messages import recv, send, sendrecv
 from xvcomm.adapters.jax.moves import all_to_all, barrier, broadcast, gather, scatter
 from xvcomm.adapters.jax.reductions import all_reduce, reduce, scan
+from xvcomm.adapters.jax.status import ANY_SOURCE, ANY_TAG, Status
 from xvcomm.adapters.jax.tokens import make_token
 
 __all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "Status",
     "all_gather",
     "all_reduce",
     "all_to_all",

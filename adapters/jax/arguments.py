@@ -23,22 +23,23 @@ _JAX = str(Path(jax.__file__).parent)
 
 
 def array(op: str, x: Any) -> Any:
-    """`x` as JAX's array or tracer.
+    """`x` as JAX's array or tracer, of a dtype of its own: that of a Python number is what JAX makes of it alone, and ranks
+    that come to different ones learn it as of any other.
 
     Raises:
         ArrayError: it is no array.
-        DTypeError: xvcomm does not carry its dtype, or the dtype is not certain: that of a Python number is left to
-            JAX, which may choose differently on another rank; 64 bits become 32 unless JAX is told to keep them.
+        DTypeError: xvcomm does not carry its dtype, or a number does not fit into JAX's; 64 bits of numpy become 32 unless
+            JAX is told to keep them.
     """
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, jax.Array):
         _check_width(op, x.dtype)
         x = jnp.asarray(x)
     if isinstance(x, bool | int | float | complex):
-        raise _weak(op, type(x).__name__)
+        x = _number(op, x)
     if not isinstance(x, jax.Array):
         raise ArrayError(f"{op}: {type(x).__name__} is no array of JAX or numpy; call it on each leaf of a tree")
     if getattr(x, "weak_type", False):
-        raise _weak(op, f"{x.dtype}{list(x.shape)}")
+        x = x.astype(x.dtype)
     if x.dtype == jax.dtypes.float0 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise DTypeError(f"{op}: arrays of {x.dtype} hold no numbers; pass jax.random.key_data(x) of a key")
     from_numpy(np.dtype(x.dtype))
@@ -156,11 +157,14 @@ def site() -> str:
     return ctypes.string_at(call_site(1), _SITE_BYTES).rstrip(b"\0").decode(errors="replace")
 
 
-def _weak(op: str, what: str) -> DTypeError:
-    return DTypeError(
-        f"{op}: the dtype of {what} is weak, as that of a Python number: another rank may come to another; pass "
-        "jnp.asarray(x, dtype) or x.astype(dtype)"
-    )
+def _number(op: str, x: Any) -> Any:
+    try:
+        return jnp.asarray(x)
+    except OverflowError:
+        raise DTypeError(
+            f"{op}: {x} does not fit into the integers that JAX makes of Python's; pass jnp.asarray(x, dtype), for 64 bits "
+            "with jax.config.update('jax_enable_x64', True)"
+        ) from None
 
 
 def _check_width(op: str, dtype: Any) -> None:

@@ -15,15 +15,17 @@ import numpy as np
 
 from xvcomm.adapters.jax import compiled, ffi
 from xvcomm.adapters.jax.failures import explain
-from xvcomm.adapters.jax.specs import CollectiveSpec, MessageSpec, Shape, Spec
+from xvcomm.adapters.jax.specs import ANY, TAGS, CollectiveSpec, MessageSpec, Shape, Spec
 from xvcomm.array import ArrayView
 from xvcomm.calls import Call
 from xvcomm.deadline import Deadline
 from xvcomm.dtype import UINT8, ReduceOp, Reduction, from_numpy
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.opcode import OpCode
+from xvcomm.operation import ANY_PEER, NO_PEER
 from xvcomm.prepared import PreparedCall
 from xvcomm.trace import own_site
+from xvcomm.transfers import Transfer
 
 _BARRIER = Reduction(ReduceOp.MAX)
 
@@ -155,12 +157,14 @@ class MessageCall(CustomCall):
         """See `CustomCall.run`."""
         spec, transfers = self.spec, []
         comm, channel = spec.comm, spec.channel
-        if spec.dst >= 0:
+        if spec.dst != NO_PEER:
             view = self._view(*self._out, src)
             transfers.append(comm._sending(view, spec.dst, spec.send_tag, channel, None, stream))
-        if spec.src >= 0:
+        if spec.src != NO_PEER:
             view = self._view(*self._back, dst)
-            transfers.append(comm._receiving(view, spec.src, spec.recv_tag, channel, None, stream))
+            transfers.append(self._found(view, stream) if spec.wild else comm._receiving(
+                view, spec.src, spec.recv_tag, channel, None, stream
+            ))  # fmt: skip
         for transfer in transfers:
             transfer.site = ctypes.addressof(self.site)
         # Not by way of `send` and the like: these would ask this thread where the user is, and whether it has a group.
@@ -168,6 +172,20 @@ class MessageCall(CustomCall):
             comm._transfers.run(transfers)
         else:
             comm._transfers.run_alone(transfers[0])
+        if spec.status is not None:
+            spec.status.fill(transfers[-1].peer, transfers[-1].tag)
+
+    def _found(self, view: ArrayView, stream: int | None) -> Transfer:
+        """The receive of what is there first; the host waits for it."""
+        spec, comm = self.spec, self.spec.comm
+        deadline = Deadline.after(comm.timeout)
+        peer, channel = comm._probed(None if spec.src == ANY_PEER else spec.src, spec.channel)
+        found = comm._probing.wait(peer, channel, deadline, ctypes.addressof(self.site))
+        # What a derivative sends is no value, also where any tag will do: then it is a mismatch.
+        tag = spec.recv_tag if spec.recv_tag != ANY else found.tag if found.tag < TAGS else 0
+        transfer = comm._receiving(view, found.src, tag, channel, None, stream)
+        transfer.deadline = deadline
+        return transfer
 
 
 class Kind(NamedTuple):
@@ -189,6 +207,11 @@ def prepared(spec: Spec, arrays: Sequence[Any], device: int | None = None) -> Cu
         device: number of the device that takes part, of a `lone` operation.
     """
     return _prepared(spec, tuple(Kind(tuple(x.shape), x.dtype) for x in arrays), device)
+
+
+def passing(spec: Spec, arrays: Sequence[Any]) -> CustomCall:
+    """A call of a message that nobody keeps: statuses are many."""
+    return MessageCall(spec, arrays, None, "", 0)
 
 
 @lru_cache(maxsize=4096)

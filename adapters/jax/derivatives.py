@@ -22,7 +22,7 @@ LINEAR = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 
 def no_derivative(made: Primitive) -> None:
     """Let differentiation of an operation be an error that says what to do."""
-    ad.primitive_jvps[made] = lambda primals, tangents, *, spec: _unless_constant(made, primals, tangents, spec)
+    ad.primitive_jvps[made] = lambda primals, tangents, *, spec: unless_constant(made, primals, tangents, spec)
 
 
 def linear(made: Primitive) -> None:
@@ -32,7 +32,7 @@ def linear(made: Primitive) -> None:
         if not jnp.issubdtype(primals[0].dtype, jnp.inexact) or (
             spec.reduction is not None and spec.reduction.op not in LINEAR
         ):
-            return _unless_constant(made, primals, tangents, spec)
+            return unless_constant(made, primals, tangents, spec)
         results = bind(made, *primals, spec=spec)
         operands, other = behind(results, tangents, spec)
         return results, bind(made, *operands, spec=other)
@@ -40,12 +40,13 @@ def linear(made: Primitive) -> None:
     ad.primitive_jvps[made] = rule
 
 
-def _unless_constant(made: Primitive, primals: Sequence[Any], tangents: Sequence[Any], spec: Spec) -> Any:
+def unless_constant(made: Primitive, primals: Sequence[Any], tangents: Sequence[Any], spec: Spec) -> Any:
     """The operation, if only its token is differentiated."""
     if any(type(t) is not ad.Zero for t in arrays_of(spec, tangents)):
         raise ArgumentError(
             f"{spec.name} {spec.details()} has no derivative; put jax.lax.stop_gradient on its array, or use what has "
-            "one: all_reduce and reduce_scatter of sum, avg or premul_sum, all_gather, send, recv, sendrecv"
+            "one: all_reduce and reduce_scatter of sum, avg or premul_sum, all_gather, send, sendrecv, and recv of one rank "
+            "and tag"
         )
     results = bind(made, *primals, spec=spec)
     zeros = [zero_tangent(y) for y in results]

@@ -10,20 +10,21 @@ from jax.interpreters import ad, batching
 
 from xvcomm.adapters.jax import arguments
 from xvcomm.adapters.jax.communicators import chosen
-from xvcomm.adapters.jax.derivatives import behind, cotangents_of, for_operands, links
+from xvcomm.adapters.jax.derivatives import behind, cotangents_of, for_operands, links, unless_constant
 from xvcomm.adapters.jax.primitives import bind, primitive, tokens_of, unbatched_tokens
-from xvcomm.adapters.jax.specs import MessageSpec
+from xvcomm.adapters.jax.specs import ANY, TAGS, MessageSpec
+from xvcomm.adapters.jax.status import ANY_SOURCE, ANY_TAG, Slot
 from xvcomm.adapters.jax.tokens import given_back, make_token
 from xvcomm.adapters.jax.versions import zero_tangent
 from xvcomm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.operation import ANY_PEER
 
 send_p = primitive("send")
 recv_p = primitive("recv")
 sendrecv_p = primitive("sendrecv")
 
-_TAGS = 1 << 60
-_TANGENT, _COTANGENT = 1 << 60, 1 << 61
+_TANGENT, _COTANGENT = TAGS, 2 * TAGS
 """In the tags of what derivatives send, so that nobody takes it for the values."""
 
 
@@ -55,27 +56,34 @@ def send(
 
 
 def recv(
-    like: Any, src: int, tag: int = 0, *, channel: int = 0, comm: Communicator | None = None, token: Any = None
-) -> Any:
-    """Receive an array from rank `src`.
+    like: Any, src: int | None, tag: int | None = 0, *, channel: int = 0, comm: Communicator | None = None,
+    token: Any = None, status: Any = None,
+) -> Any:  # fmt: skip
+    """Receive an array from rank `src`, or from any.
 
     The derivative sends what comes back of the array to `src`. For that `like` must be differentiated: let it be an
-    argument of the function, and give its number in `argnums`; its derivative is zero.
+    argument of the function, and give its number in `argnums`; its derivative is zero. From any rank, or with any tag,
+    it has none.
 
     Args:
         like: what tells shape and dtype: an array, whose elements do not matter, or a `jax.ShapeDtypeStruct`.
-        src: another rank.
-        tag, channel: as in `send`.
+        src: another rank; ANY_SOURCE takes the next message of whichever rank has sent one, none of which starves others.
+        tag, channel: as in `send`; ANY_TAG takes a message of any tag. The tag is checked, not searched for, also then.
         comm, token: as in `all_reduce`, whose errors it raises too.
+        status: a `Status`, or mpi4py's, which gets source and tag of the message when it is received.
 
     Returns:
         The array; with `token`, that and the next token.
     """
     comm, like = chosen(comm), arguments.like("recv", like)
+    if src is ANY_SOURCE and comm.size == 1:
+        raise ArgumentError("recv: this communicator has no other rank that could send")
     carrier = arguments.token("recv", token)
     spec = MessageSpec(
-        comm=comm, src=arguments.peer("recv", "src", src, comm), recv_tag=_tag("recv", tag),
-        channel=arguments.channel("recv", channel), site=arguments.site(), carried=bool(carrier), ordered=not carrier,
+        comm=comm, src=ANY_PEER if src is ANY_SOURCE else arguments.peer("recv", "src", src, comm),
+        recv_tag=ANY if tag is ANY_TAG else _tag("recv", tag), channel=arguments.channel("recv", channel),
+        status=None if status is None else Slot("recv", status), site=arguments.site(), carried=bool(carrier),
+        ordered=not carrier,
     )  # fmt: skip
     return given_back(bind(recv_p, like, *carrier, spec=spec), token)
 
@@ -104,7 +112,7 @@ def sendrecv(
 
 def _tag(op: str, tag: Any) -> int:
     number = arguments.whole(op, "tag", tag)
-    if not 0 <= number < _TAGS:
+    if not 0 <= number < TAGS:
         raise ArgumentError(f"{op}: tag {number}: must be a whole number from 0 to 2**60 - 1")
     return number
 
@@ -149,6 +157,8 @@ def _transpose_send(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec
 
 def _jvp_recv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageSpec) -> Any:
     """Receive the tangent too."""
+    if spec.wild:
+        return unless_constant(recv_p, primals, tangents, spec)
     results = bind(recv_p, *primals, spec=spec)
     if not _inexact(primals[0]):
         return results, [zero_tangent(results[0]), *tokens_of(spec, tangents)[:1]]

@@ -8,9 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from xvcomm.adapters.jax.communicators import name_of
+from xvcomm.adapters.jax.status import Slot
 from xvcomm.communicator import Communicator
 from xvcomm.dtype import ReduceOp, Reduction
 from xvcomm.opcode import OpCode
+from xvcomm.operation import ANY_PEER, NO_PEER
+
+TAGS = 1 << 60
+"""Tags of users are below; derivatives' have bits above."""
+
+ANY = -1
+"""In place of the tag of a message to receive."""
 
 Shape = tuple[int, ...]
 
@@ -166,36 +174,47 @@ class MessageSpec(Spec):
     """A message, or one each way.
 
     Attributes:
-        dst, src: the other ranks; -1 where there is none.
-        send_tag, recv_tag: what the messages carry.
+        dst, src: the other ranks; NO_PEER where there is none; of `src` ANY_PEER for any.
+        send_tag, recv_tag: what the messages carry; ANY where nothing is asked for.
         channel: of both.
+        status: what is told of the message that was received.
     """
 
-    dst: int = -1
-    src: int = -1
+    dst: int = NO_PEER
+    src: int = NO_PEER
     send_tag: int = 0
     recv_tag: int = 0
     channel: int = 0
+    status: Slot | None = None
 
     @property
     def name(self) -> str:
-        return "sendrecv" if self.src >= 0 <= self.dst else "recv" if self.src >= 0 else "send"
+        if self.src == NO_PEER:
+            return "send"
+        return "recv" if self.dst == NO_PEER else "sendrecv"
 
     @property
     def mute(self) -> bool:
-        return self.src < 0
+        return self.src == NO_PEER
+
+    @property
+    def wild(self) -> bool:
+        """Whether only the message tells its sender or its tag."""
+        return self.src == ANY_PEER or self.recv_tag == ANY
 
     def results(self, shape: Shape) -> list[Shape]:
-        return [] if self.src < 0 else [shape]
+        return [] if self.src == NO_PEER else [shape]
 
     def details(self) -> str:
-        out = f"to {self.dst} tag {self.send_tag}" if self.dst >= 0 else ""
-        back = f"from {self.src} tag {self.recv_tag}" if self.src >= 0 else ""
-        return f"({', '.join(filter(None, (out, back)))}, channel {self.channel})"
+        out = f"to {self.dst} tag {self.send_tag}" if self.dst != NO_PEER else ""
+        src, tag = "any" if self.src == ANY_PEER else self.src, "any" if self.recv_tag == ANY else self.recv_tag
+        back = f"from {src} tag {tag}" if self.src != NO_PEER else ""
+        status = f", status {self.status.number}" if self.status is not None else ""
+        return f"({', '.join(filter(None, (out, back)))}, channel {self.channel}{status})"
 
     def tagged(self, bits: int) -> MessageSpec:
-        """The same with bits of the tags inverted."""
-        return self.but(send_tag=self.send_tag ^ bits, recv_tag=self.recv_tag ^ bits)
+        """The same with bits of the tags inverted, of which no status tells."""
+        return self.but(send_tag=self.send_tag ^ bits, recv_tag=self.recv_tag ^ bits, status=None)
 
     def reversed(self) -> MessageSpec:
         """The message that goes the other way between the same ranks."""

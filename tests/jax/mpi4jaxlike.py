@@ -1,7 +1,7 @@
 """mpi4jax's functions by their names, arguments and shapes, made of the adapter's: what its user would write once.
 
-What differs: mpi4jax takes Python numbers, and stacks the ranks' arrays along a new axis where xvcomm joins their rows;
-its allreduce takes the cotangent as everybody's (`replicated`). There is no `Status`.
+What differs: mpi4jax stacks the ranks' arrays along a new axis where xvcomm joins their rows; its allreduce takes the
+cotangent as everybody's (`replicated`); its receives take any rank and tag unless told otherwise.
 """
 
 from __future__ import annotations
@@ -23,41 +23,35 @@ def _comm(comm: Communicator | None) -> Communicator:
     return found
 
 
-def _strong(x: Any) -> Any:
-    """An array of its own dtype, also of a Python number."""
-    x = jnp.asarray(x)
-    return x.astype(x.dtype)
-
-
 def allreduce(x: Any, op: str, *, comm: Communicator | None = None) -> Any:
     """MPI_Allreduce."""
-    return xvjax.all_reduce(_strong(x), op, comm=_comm(comm), replicated=op == "sum")
+    return xvjax.all_reduce(x, op, comm=_comm(comm), replicated=op == "sum")
 
 
 def reduce(x: Any, op: str, root: int, *, comm: Communicator | None = None) -> Any:
     """MPI_Reduce; the others get their input back."""
-    return xvjax.reduce(_strong(x), root, op, comm=_comm(comm))
+    return xvjax.reduce(x, root, op, comm=_comm(comm))
 
 
 def scan(x: Any, op: str, *, comm: Communicator | None = None) -> Any:
     """MPI_Scan: reduce over the ranks up to this one."""
-    return xvjax.scan(_strong(x), op, comm=_comm(comm))
+    return xvjax.scan(x, op, comm=_comm(comm))
 
 
 def bcast(x: Any, root: int, *, comm: Communicator | None = None) -> Any:
     """MPI_Bcast."""
-    return xvjax.broadcast(_strong(x), root, comm=_comm(comm))
+    return xvjax.broadcast(x, root, comm=_comm(comm))
 
 
 def allgather(x: Any, *, comm: Communicator | None = None) -> Any:
     """MPI_Allgather, stacked."""
-    return xvjax.all_gather(_strong(x)[None], comm=_comm(comm))
+    return xvjax.all_gather(jnp.asarray(x)[None], comm=_comm(comm))
 
 
 def gather(x: Any, root: int, *, comm: Communicator | None = None) -> Any:
     """MPI_Gather, stacked; the others get their input back."""
-    found = xvjax.gather(_strong(x)[None], root, comm=_comm(comm))
-    return _strong(x) if found is None else found
+    found = xvjax.gather(jnp.asarray(x)[None], root, comm=_comm(comm))
+    return jnp.asarray(x) if found is None else found
 
 
 def scatter(x: Any, root: int, *, comm: Communicator | None = None) -> Any:
@@ -86,12 +80,15 @@ def barrier(*, comm: Communicator | None = None) -> None:
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: Communicator | None = None) -> None:
     """MPI_Send."""
-    xvjax.send(_strong(x), dest, tag, comm=_comm(comm))
+    xvjax.send(x, dest, tag, comm=_comm(comm))
 
 
-def recv(x: Any, source: int, *, tag: int = 0, comm: Communicator | None = None) -> Any:
+def recv(
+    x: Any, source: int | None = xvjax.ANY_SOURCE, *, tag: int | None = xvjax.ANY_TAG, comm: Communicator | None = None,
+    status: Any = None,
+) -> Any:  # fmt: skip
     """MPI_Recv."""
-    return xvjax.recv(_strong(x), source, tag, comm=_comm(comm))
+    return xvjax.recv(x, source, tag, comm=_comm(comm), status=status)
 
 
 def sendrecv(
@@ -99,4 +96,4 @@ def sendrecv(
     comm: Communicator | None = None,
 ) -> Any:  # fmt: skip
     """MPI_Sendrecv."""
-    return xvjax.sendrecv(_strong(sendbuf), dest, _strong(recvbuf), source, sendtag, recvtag, comm=_comm(comm))
+    return xvjax.sendrecv(sendbuf, dest, recvbuf, source, sendtag, recvtag, comm=_comm(comm))

@@ -31,15 +31,8 @@ SOON = 10.0
 @separate
 def bad_arrays(comm):
     reduce = partial(xvjax.all_reduce, comm=comm)
-    for value in (1, 2.0, 3j, True):
-        with pytest.raises(DTypeError, match=rf"{type(value).__name__} is weak.*jnp.asarray\(x, dtype\)"):
-            reduce(value)
-    with pytest.raises(DTypeError, match=r"float32\[3\] is weak"):
-        reduce(jnp.full(3, 1.0))
-    with pytest.raises(DTypeError, match=r"int32\[\] is weak"):
-        jax.jit(reduce)(1)
-    with pytest.raises(DTypeError, match=r"float32 is weak|float32.* is weak"):
-        jax.jit(reduce)(2.0)
+    with pytest.raises(DTypeError, match=r"1099511627776 does not fit.*jax_enable_x64"):
+        reduce(1 << 40)
     for wide in (np.ones(3), np.arange(3), np.float64(1), np.ones(3, np.uint64), np.ones(3, np.complex128)):
         with pytest.raises(DTypeError, match=r"64 bits are off.*jax_enable_x64"):
             reduce(wide)
@@ -160,6 +153,79 @@ def test_messages_that_disagree(pair, good):
     for text in pair.run(mismatched_message, good):
         assert "sent 4 x float32, tag 7" in text and "expected 5 x float32, tag 7" in text
         assert "at test_jax_errors.py:" in text
+
+
+@separate
+def weak(comm, form):
+    """Ranks that give numbers of different kinds."""
+    wrap = jax.jit if form == "jit" else lambda f: f
+    reduce = wrap(lambda x: xvjax.all_reduce(x, comm=comm))
+    equal(reduce(1.5), np.float32(3))
+    equal(wrap(lambda: xvjax.all_reduce(jnp.full(3, 1.0), comm=comm))(), np.full(3, 2, np.float32))
+    equal(wrap(lambda: xvjax.all_reduce(jnp.full(2, 1) * 2.0, comm=comm))(), np.full(2, 4, np.float32))
+    with pytest.raises(MismatchError, match=r"1 x int32.*1 x float32|1 x float32.*1 x int32"), xvjax.named_errors():
+        reduce(1.0 if comm.rank else 1).block_until_ready()
+
+
+@pytest.mark.parametrize("form", ["eager", "jit"])
+def test_numbers_of_different_kinds(world, form):
+    world.run(weak, form)
+
+
+def from_any(comm, form, what):
+    """Rank 0 receives from any rank what is not there, or not as it wants."""
+    sub, status = comm.split(0), xvjax.Status()
+    wrap = jax.jit if form == "jit" else lambda f: f
+    started = time.monotonic()
+    try:
+        with xvjax.named_errors():
+            if sub.rank == 0:
+                take = partial(xvjax.recv, src=xvjax.ANY_SOURCE, tag=3, comm=sub, status=status)
+                if what == "late":
+                    sub.timeout = 1.0
+                wrap(take)(jnp.zeros(2)).block_until_ready()
+            elif what != "late":
+                if what == "shape":
+                    xvjax.send(jnp.ones(3), 0, 3, comm=sub)
+                elif what == "tag":
+                    xvjax.send(jnp.ones(2), 0, 4, comm=sub)
+                elif what == "left":
+                    sub.close()
+                    return "", -1
+            sub.barrier()
+    except XvcommError as error:
+        assert time.monotonic() - started < SOON
+        return f"{type(error).__name__} {error}", status.source
+    finally:
+        sub.close()
+
+
+@pytest.mark.parametrize("form", ["eager", "jit"])
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [("shape", "MismatchError"), ("tag", "MismatchError"), ("left", "PeerLost"), ("late", "DeadlineExceeded")],
+)
+def test_receiving_from_any_rank(pair, form, what, expected):
+    (first, told), (second, _) = pair.run(from_any, form, what)
+    assert first.startswith(expected) and "at test_jax_errors.py:" in first and told == -1, first
+    assert second.startswith(expected) or expected != "MismatchError", second
+
+
+@separate
+def wild_arguments(comm):
+    x = jnp.ones(2)
+    with pytest.raises(ArgumentError, match=r"expected xvcomm\.adapters\.jax\.Status"):
+        xvjax.recv(x, None, comm=comm, status=xvjax.Status)
+    alone = comm.split(comm.rank)
+    with pytest.raises(ArgumentError, match="no other rank that could send"):
+        xvjax.recv(x, None, comm=alone)
+    alone.close()
+    with pytest.raises(ArgumentError, match=r"recv \(from any tag 0.*has no derivative.*recv of one rank and tag"):
+        jax.grad(lambda like: xvjax.recv(like, xvjax.ANY_SOURCE, comm=comm).sum())(x)
+
+
+def test_arguments_of_receives_from_any_rank(pair):
+    pair.run(wild_arguments)
 
 
 def closed(comm):

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from jaxchecks import close, equal, separate
 
+from xvcomm.adapters import jax as xvjax
+
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
 
 
@@ -85,6 +87,31 @@ def messages(comm, form):
 @pytest.mark.parametrize("form", WRAPS)
 def test_messages(pair, form):
     pair.run(messages, form)
+
+
+@separate
+def any_source(comm, form):
+    """A rank takes what the others send, whoever was first, and learns who it was."""
+    wrap, rank, status = WRAPS[form], comm.rank, xvjax.Status()
+    mpi4jax.comm_world = comm
+    if rank > 0:
+        for i in range(5):
+            wrap(lambda x, i=i: mpi4jax.send(x, 0, tag=10 * rank + i))(rank + i / 8)
+        return
+    assert (status.Get_source(), status.Get_tag()) == (-1, -1)
+    take, count = wrap(lambda x: mpi4jax.recv(x, status=status)), {1: 0, 2: 0}
+    for _ in range(10):
+        value = float(take(0.0))
+        source = status.Get_source()
+        assert value == source + count[source] / 8
+        assert status.Get_tag() == 10 * source + count[source]
+        count[source] += 1
+    assert count == {1: 5, 2: 5}
+
+
+@pytest.mark.parametrize("form", WRAPS)
+def test_any_source(uneven, form):
+    uneven.run(any_source, form)
 
 
 @separate
