@@ -202,7 +202,7 @@ def sweep(folder: str, job: str) -> None:
     """Take away the names of all segments of a job; who mapped them keeps them.
 
     Args:
-        job: as the store gave it; nothing outside the folder, and nothing of another user, is touched.
+        job: as the store gave it; nothing outside the folder, and nothing that another user owns or may open, is touched.
     """
     prefix = f"xvcomm-{job}-"
     with os.scandir(folder) as entries:
@@ -210,7 +210,8 @@ def sweep(folder: str, job: str) -> None:
             if entry.name.startswith(prefix) and _NAME.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    # Of size and seal nothing can be asked: who made it may have died before.
+                    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
                         os.unlink(entry.path)
 
 

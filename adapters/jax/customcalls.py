@@ -211,6 +211,7 @@ def prepared(spec: Spec, arrays: Sequence[Any], device: int | None = None) -> Cu
 
 def passing(spec: Spec, arrays: Sequence[Any]) -> CustomCall:
     """A call of a message that nobody keeps: statuses are many."""
+    assert isinstance(spec, MessageSpec)
     return MessageCall(spec, arrays, None, "", 0)
 
 

@@ -10,12 +10,14 @@ a kernel in Python there would hold the interpreter lock while another backend w
 from __future__ import annotations
 
 import functools
+import inspect
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch._C._distributed_c10d import _create_work_from_future, _register_work, _resolve_process_group
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +35,7 @@ def install() -> None:
     if _libraries:
         return
     pass_over(str(Path(torch.__file__).parent))
+    pass_over(inspect.getfile(typing_extensions.deprecated))  # stands between the program and what torch has renamed
     library = torch.library.Library("_c10d_functional", "IMPL")
     _libraries.append(library)
     _open_monitored_barrier()

@@ -97,10 +97,15 @@ def test_sweep_stays_in_its_folder(tmp_path: Path) -> None:
     outside.write_text("kept")
     mine, other = (Segment.create(str(inside), job, PAGE) for job in ("mine", "other"))
     (inside / "xvcomm-mine-notes").write_text("no segment")
+    opened = inside / "xvcomm-mine-1-0123456789ab"
+    opened.write_text("others may read it, so xvcomm did not make it")
+    opened.chmod(0o644)
     for job in ("x/../../precious", "mine"):
         sweep(str(inside), job)
     assert outside.exists()
-    assert sorted(path.name for path in inside.iterdir()) == sorted(["xvcomm-x", other.name, "xvcomm-mine-notes"])
+    assert sorted(path.name for path in inside.iterdir()) == sorted(
+        ["xvcomm-x", other.name, "xvcomm-mine-notes", opened.name]
+    )
     mine.close()
     other.close()
 
