@@ -118,6 +118,12 @@ class Links:
         found = self._ends.get((use, peer, producer, channel))
         return found if found is not None else self._open(peer, use, deadline, producer, channel)
 
+    def schemes(self) -> list[str]:
+        """Names of the transports between this rank and the others."""
+        mine = self._members[self._rank].offers
+        others = [m.offers for rank, m in enumerate(self._members) if rank != self._rank]
+        return sorted({choose(mine, offers).scheme for offers in others})
+
     def _transport(self, peer: int) -> Transport:
         return self._transports[choose(self._members[self._rank].offers, self._members[peer].offers).scheme]
 

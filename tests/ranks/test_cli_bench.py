@@ -26,9 +26,11 @@ def rows(text):
 
 def test_every_operation_over_two_islands(tmp_path):
     done = bench("--islands", "cuda:2,rocm:1", "--op", "all", "--sizes", "12,48K", "--dtype", "float32,bfloat16",
-                 "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))  # fmt: skip
+                 "--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv"),
+                 "--plot", str(tmp_path / "out.png"))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "3 ranks: cuda,cuda,rocm (rehearsal)" in done.stdout
+    assert "3 ranks: cuda,cuda,rocm (rehearsal); rings over shm" in done.stdout
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 1 + len(rows(done.stdout))
     assert {row[0] for row in rows(done.stdout)} == set(OPS)
     assert all(row[7] == "0" for row in rows(done.stdout))
     records = json.loads((tmp_path / "out.json").read_text())

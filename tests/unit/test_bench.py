@@ -1,5 +1,6 @@
 """The benchmark's own logic, in this process: what is asked for, checked, timed and reported."""
 
+import csv
 import json
 import time
 from dataclasses import fields
@@ -12,7 +13,7 @@ from xvcomm.cli import app
 from xvcomm.cli.bench import grid, parse_devices, parse_size
 from xvcomm.cli.benchcase import OPS, Case, allocate, clear, fill, one_way, ping_pong, wrong
 from xvcomm.cli.benchmemory import HostMemory, TorchMemory
-from xvcomm.cli.benchreport import Setting, read_json, write_json
+from xvcomm.cli.benchreport import Setting, read_json, write_csv, write_json
 from xvcomm.cli.measure import PEERS, Bystanders, Effort, Meeting, Record, measure
 from xvcomm.dtype import DTYPES
 from xvcomm.errors import ArgumentError
@@ -257,6 +258,11 @@ def test_records_come_back_from_their_file(tmp_path):
     (one,) = json.loads((tmp_path / "x.json").read_text())
     assert one.keys() == {f.name for f in (*fields(Record), *fields(Setting))}
     assert Setting.of(topology, ["host x86", "host x86"], rehearsal=False).gpus == ""
+    write_csv(tmp_path / "x.csv", records, setting)
+    with (tmp_path / "x.csv").open(newline="") as file:
+        (line,) = csv.DictReader(file)
+    assert line["library"] == records[0].library and float(line["busbw"]) == records[0].busbw
+    assert line["islands"] == "cuda,rocm" and line["date"] == setting.date
 
 
 def test_without_a_temporary_folder_a_peer_with_ranks_of_its_own_says_what_to_set(monkeypatch):

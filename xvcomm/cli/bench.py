@@ -44,6 +44,7 @@ class Options(msgspec.Struct, frozen=True):
         labels: an island label a rank, empty for none.
         json: file for the records, or None.
         plot: file for the picture, or None.
+        csv: file for the records as comma-separated values, or None.
         devices: kind of device of each rank, empty for what is found.
         budget: seconds, of all processes together, after which no other case is begun, or None.
         measured: what these processes measure, without a table if xvcomm is not among it; empty for xvcomm and peers.
@@ -62,6 +63,7 @@ class Options(msgspec.Struct, frozen=True):
     labels: tuple[str, ...]
     json: str | None
     plot: str | None
+    csv: str | None = None
     devices: tuple[str, ...] = ()
     budget: float | None = None
     measured: tuple[str, ...] = ()
@@ -89,6 +91,7 @@ def bench(
     warmup: Annotated[int, typer.Option("-w", "--warmup", min=1, help="Iterations before measuring.")] = 5,
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for a calm machine before each turn.")] = 0.5,
     json: Annotated[str | None, typer.Option("--json", help="Write the records to this file.")] = None,
+    csv: Annotated[str | None, typer.Option("--csv", help="Write the records to this file, a line each.")] = None,
     plot: Annotated[str | None, typer.Option("--plot", help="Draw time and bandwidth to this PNG.")] = None,
 ) -> None:
     """Measure operations over sizes, in the manner of nccl-tests: time, algbw, busbw, wrong elements.
@@ -114,6 +117,7 @@ def bench(
         labels=labels,
         json=json,
         plot=plot,
+        csv=csv,
         devices=parse_devices(device, len(labels)),
     )
     _check(options)
@@ -145,7 +149,7 @@ def _check(options: Options) -> None:
             raise ArgumentError(f"unknown peer {name!r}; known are {', '.join(PEERS)}")
     if not options.sizes:
         raise ArgumentError("no sizes to measure: --min is larger than --max")
-    for file in (options.json, options.plot):
+    for file in (options.json, options.csv, options.plot):
         if file and not Path(file).absolute().parent.is_dir():
             raise ArgumentError(f"cannot write {file}: its folder does not exist")
 
@@ -198,7 +202,7 @@ def start(options: Options) -> int:
         files = {name: f"{folder}/{name}.json" for name in options.separate()}
         code = 0
         for name, file in files.items():
-            alone = replace(_part(options, (name,)), json=file, plot=None)
+            alone = replace(_part(options, (name,)), json=file, plot=None, csv=None)
             code = _launch(alone, PEERS[name].environment) or code
             if code > 128:  # ended from outside
                 return code

@@ -20,7 +20,7 @@ from xvcomm.cli.bench import Options
 from xvcomm.cli.benchcase import Case
 from xvcomm.cli.benchmemory import Memory, memory_of
 from xvcomm.cli.benchpeers import contenders
-from xvcomm.cli.benchreport import Setting, Table, plot, read_json, write_json
+from xvcomm.cli.benchreport import Setting, Table, plot, read_json, write_csv, write_json
 from xvcomm.cli.measure import Bystanders, Effort, Meeting, Record, measure
 from xvcomm.communicator import Communicator
 from xvcomm.config import Config
@@ -43,9 +43,11 @@ def measure_all(options: Options) -> int:
         memory = memory_of(comm)
         devices = meeting.exchange(f"{memory.kind} {memory.name}")
         rehearsal = any(meeting.exchange(Config.from_env().island is not None))
-        setting = Setting.of(comm.topology, devices, rehearsal)
+        setting = Setting.of(comm.topology, devices, rehearsal, comm._context.links.schemes())
         with _rendezvous(meeting) as rendezvous:
             records = _run(options, comm, meeting, memory, setting, rendezvous)
+    if comm.rank == 0 and options.csv:
+        write_csv(Path(options.csv), records, setting)
     if comm.rank == 0 and options.plot:
         plot(Path(options.plot), records, setting)
     return 1 if any(record.wrong for record in records) else 0

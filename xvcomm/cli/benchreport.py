@@ -1,7 +1,8 @@
-"""What `xvcomm bench` shows: the table as it grows, the JSON records, the picture."""
+"""What `xvcomm bench` shows: the table as it grows, the records as JSON and CSV, the picture."""
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import os
@@ -35,6 +36,7 @@ class Setting:
         rehearsal: whether labels were given by hand.
         devices: a device a rank: its kind and name.
         connections: `CUDA_DEVICE_MAX_CONNECTIONS`, empty if it is not set.
+        transports: what xvcomm's rings between rank 0 and the others are made of.
     """
 
     machine: str
@@ -45,6 +47,7 @@ class Setting:
     rehearsal: bool
     devices: tuple[str, ...] = ()
     connections: str = ""
+    transports: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> str:
@@ -52,8 +55,13 @@ class Setting:
         counted = Counter(device for device in self.devices if not device.startswith("host "))
         return ", ".join(f"{count} x {device}" for device, count in counted.items())
 
+    @property
+    def over(self) -> str:
+        """The transports in words."""
+        return f"rings over {' and '.join(self.transports)}" if self.transports else ""
+
     @classmethod
-    def of(cls, topology: Topology, devices: Sequence[str], rehearsal: bool) -> Setting:
+    def of(cls, topology: Topology, devices: Sequence[str], rehearsal: bool, transports: Sequence[str] = ()) -> Setting:
         """The setting of this process, now."""
         versions = {"python": platform.python_version()}
         on_host = all(device.startswith("host ") for device in devices)
@@ -71,6 +79,7 @@ class Setting:
             rehearsal=rehearsal,
             devices=tuple(devices),
             connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+            transports=tuple(transports),
         )
 
 
@@ -114,7 +123,8 @@ class Table:
     def _head(self) -> None:
         setting = self._setting
         islands = ",".join(setting.islands) + (" (rehearsal)" if setting.rehearsal else "")
-        print(f"# {len(setting.islands)} ranks: {islands}; {setting.cores} cores; {setting.machine}; {setting.date}")
+        parts = (islands, setting.over, f"{setting.cores} cores", setting.machine, setting.date)
+        print(f"# {len(setting.islands)} ranks: {'; '.join(filter(None, parts))}")
         if setting.gpus:
             limit = f"; CUDA_DEVICE_MAX_CONNECTIONS={setting.connections}" if setting.connections else ""
             print(f"# {setting.gpus}{limit}; operations are enqueued in bursts, each waited for once")
@@ -132,6 +142,15 @@ def _time(record: Record) -> str:
 def write_json(path: Path, records: Sequence[Record], setting: Setting) -> None:
     """Write a list of records, each complete in itself."""
     path.write_text(json.dumps([{**asdict(record), **asdict(setting)} for record in records], indent=1) + "\n")
+
+
+def write_csv(path: Path, records: Sequence[Record], setting: Setting) -> None:
+    """Write a line a record, below their names; of the setting what tells runs apart."""
+    with path.open("w", newline="") as file:
+        lines = csv.DictWriter(file, [*(f.name for f in fields(Record)), "islands", "date"])
+        lines.writeheader()
+        for record in records:
+            lines.writerow({**asdict(record), "islands": ",".join(setting.islands), "date": setting.date})
 
 
 def read_json(path: Path) -> list[Record]:
@@ -166,7 +185,8 @@ def draw(path: Path, rows: Mapping[str, Sequence[Record]], setting: Setting) -> 
     figure = Figure(figsize=(11, 3.4 * len(rows) + 0.6), layout="constrained")
     rehearsal = ", rehearsal" if setting.rehearsal else ""
     machine = f"{setting.gpus}, {setting.machine}" if setting.gpus else setting.machine
-    figure.suptitle(f"{machine}, {setting.cores} cores, {setting.date[:10]}{rehearsal}", fontsize=9)
+    parts = (machine, f"{setting.cores} cores", setting.over, f"{setting.date[:10]}{rehearsal}")
+    figure.suptitle(", ".join(filter(None, parts)), fontsize=9)
     panels = figure.subplots(max(1, len(rows)), 2, squeeze=False)
     for (title, records), pair in zip(rows.items(), panels, strict=False):
         for library, dtype in dict.fromkeys((r.library, r.dtype) for r in records):
