@@ -9,6 +9,7 @@ a kernel in Python there would hold the interpreter lock while another backend w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from datetime import timedelta
@@ -35,7 +36,9 @@ def install() -> None:
     if _libraries:
         return
     pass_over(str(Path(torch.__file__).parent))
-    pass_over(inspect.getfile(typing_extensions.deprecated))  # stands between the program and what torch has renamed
+    # What stands between the program and what torch has renamed, or calls at the end of a `with`.
+    pass_over(inspect.getfile(typing_extensions.deprecated))
+    pass_over(contextlib.__file__)
     library = torch.library.Library("_c10d_functional", "IMPL")
     _libraries.append(library)
     _open_monitored_barrier()

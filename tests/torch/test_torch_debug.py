@@ -195,6 +195,8 @@ def places() -> list[str]:
         dist.all_gather_object([None] * size(), me())
         dist.all_gather_into_tensor(torch.empty(size()), torch.ones(1))  # deprecated: a wrapper's line lies between
         dist.all_gather_into_tensor(torch.empty(size()), torch.ones(1), async_op=True).wait()
+        with dist._coalescing_manager():  # calls when the block ends, by way of contextlib
+            dist.all_reduce(torch.ones(1))
     finally:
         trace.hooks.remove(records.append)
     return [record.site for record in records]
@@ -204,7 +206,7 @@ def places() -> list[str]:
 def test_the_flight_recorder_names_the_line_of_the_program(pair: Job) -> None:
     first = places.__code__.co_firstlineno + 5
     for sites in pair.run(places):
-        assert set(sites) == {f"test_torch_debug.py:{first + n}" for n in range(4)}, sites
+        assert set(sites) == {f"test_torch_debug.py:{first + n}" for n in range(5)}, sites
 
 
 def line(function: Callable[..., Any], text: str) -> str:
