@@ -20,7 +20,7 @@ from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, ConfigError
 from xvcomm.launch import Launch, discover, slurm_address
 from xvcomm.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
-from xvcomm.store.hosting import loopback, meet, own_address, serve_or_join
+from xvcomm.store.hosting import loopback, meet, own_address, protect, serve_or_join
 from xvcomm.store.wrappers import JaxStore, TorchStore, mpi_store, torch_store, world
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def init(
     if store is None or isinstance(store, str):
         base, place = rendezvous(launch, config, env, deadline), _place(launch, config)
     else:
-        base, place = _wrap(store, launch, deadline, config.secret), None
+        base, place = _wrap(store, launch, env, deadline, config.secret), None
 
     try:
         space = _namespace(base, launch.rank, env, deadline)
@@ -122,7 +122,8 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
         return MemoryStore()
     jax = _jax_state()
     if jax is not None and (jax.process_id, jax.num_processes) == (launch.rank, launch.size):
-        return JaxStore(jax.client)
+        board = PrefixStore(f"xvcomm-{_epochs[_place(launch, config), launch.rank]}", JaxStore(jax.client))
+        return protect(board, launch.rank, _host(launch), deadline, config.secret)
     if launch.launcher == "torchrun":
         return _by_torchrun(launch, config, env, deadline)
     if launch.launcher == "mpi":
@@ -184,22 +185,29 @@ def _by_torchrun(launch: Launch, config: Config, env: Mapping[str, str], deadlin
             f"MASTER_ADDR={host or ''!r} and MASTER_PORT={port!r} do not say where rank 0 is; start the ranks with "
             "torchrun, set both, or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
         )
-    if launch.rank == 0 and not config.secret and launch.local_size != launch.size and not _is_loopback(host):
-        warnings.warn(
-            f"the ranks meet through torch's store at {host}:{port}, which asks nobody for a password: who reaches that "
-            "port can read this job's secret there and take part in its store. Set XVCOMM_SECRET to the same random text "
-            "on all ranks, for instance the output of `openssl rand -hex 16`",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    if launch.rank == 0 and not config.secret:
+        _warn_of_torchs_store(f"{host}:{port}", launch)
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     board = torch_store(host, int(port), launch.rank == 0 and not agent, deadline)
     run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{_attempt(env)}/{launch.size}"
     return meet(PrefixStore(f"{place}/{run}", board), launch.rank, host, deadline, config.secret)
 
 
+def _warn_of_torchs_store(address: str | None, launch: Launch) -> None:
+    """Say what is open where a job over several hosts has no XVCOMM_SECRET."""
+    if address is None or _is_loopback(address) or launch.local_size == launch.size:
+        return
+    warnings.warn(
+        f"the ranks meet through torch's store at {address}, which asks nobody for a password: who reaches it can read "
+        "and change what the ranks of this job tell each other there. Set XVCOMM_SECRET to the same random text on all "
+        "ranks, for instance the output of `openssl rand -hex 16`",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
 def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return host.startswith(("localhost", "::1", "127."))
 
 
 def _agent_folder(launch: Launch, env: Mapping[str, str]) -> Path | None:
@@ -241,17 +249,36 @@ def _jax_state() -> Any:
     return None if state is None or state.client is None else state
 
 
-def _wrap(store: Any, launch: Launch, deadline: Deadline, secret: str | None) -> Store:
-    """The caller's object as a Store whose `close` leaves the object open."""
+def _wrap(store: Any, launch: Launch, env: Mapping[str, str], deadline: Deadline, secret: str | None) -> Store:
+    """The caller's object as a Store whose `close` leaves the object open.
+
+    The stores of torch and JAX ask nobody for a password: with a secret they only tell where rank 0 serves another one.
+    """
     if isinstance(store, Store):
         return PrefixStore("init", store)
     if _is_mpi(store):
         return mpi_store(store, _host(launch), deadline, secret)
+    board: Store
     if hasattr(store, "key_value_set_bytes"):
-        return JaxStore(store)
-    if all(hasattr(store, name) for name in ("set", "get", "add", "check")):
-        return TorchStore(store)
-    raise ArgumentError(
+        board = JaxStore(store)
+    elif all(hasattr(store, name) for name in ("set", "get", "add", "check")):
+        board = TorchStore(store)
+        if launch.rank == 0 and not secret:
+            _warn_of_torchs_store(getattr(_underlying(store), "host", None), launch)
+    else:
+        raise _no_store(store)
+    return protect(_namespace(board, launch.rank, env, deadline), launch.rank, _host(launch), deadline, secret)
+
+
+def _underlying(store: Any) -> Any:
+    """What torch's `PrefixStore` is around."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _no_store(store: Any) -> ArgumentError:
+    return ArgumentError(
         f"store={store!r}: expected an xvcomm Store, a torch.distributed store, an mpi4py communicator, the client of "
         "jax.distributed, or an address such as tcp://host:port"
     )

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xvcomm.abc.store import PrefixStore
 from xvcomm.adapters.torch.errors import mapped
 from xvcomm.adapters.torch.planes import HostPlane, Plane, StreamPlane
 from xvcomm.adapters.torch.versions import Making
 from xvcomm.bootstrap import init
 from xvcomm.communicator import Communicator
 from xvcomm.config import Config
-from xvcomm.store.wrappers import TorchStore
 
 _MAIN, _HOST = "main", "host"
 
@@ -99,11 +97,12 @@ def default_planes() -> Planes | None:
 
 
 def _meet(store: Any, rank: int, size: int, making: Making, timeout: float) -> Planes:
-    place = TorchStore(store)
-    main = init(rank=rank, size=size, store=PrefixStore(_MAIN, place), device=_device(making.device), timeout=timeout)
+    place = dist.PrefixStore(_MAIN, store)
+    main = init(rank=rank, size=size, store=place, device=_device(making.device), timeout=timeout)
     comms = {_MAIN: main}
     if "host" not in main.devices:
-        comms[_HOST] = init(rank=rank, size=size, store=PrefixStore(_HOST, place), device="host", timeout=timeout)
+        place = dist.PrefixStore(_HOST, store)
+        comms[_HOST] = init(rank=rank, size=size, store=place, device="host", timeout=timeout)
     return Planes(comms, making.name)
 
 

@@ -283,3 +283,41 @@ def test_torchs_store_between_hosts_gets_no_secret_of_the_users(
         assert ["XVCOMM_SECRET" in str(warning.message) for warning in caught] == [True] * (secret is None)
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("secret", [{}, {"XVCOMM_SECRET": "own secret"}])
+def test_a_store_of_torchs_that_the_caller_gives(secret: Env) -> None:
+    """With a secret it carries nothing but each rank's count of jobs and each job's invitation."""
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    meet_and_leave(lambda rank: numbered(rank, 2, **secret), 2, store=dist.PrefixStore("user", store))
+    assert (store.num_keys() == 2 + 3) is bool(secret)
+
+
+@pytest.mark.parametrize(
+    ("where", "here", "there"), [(0, "not on this rank", "on rank 0"), (1, "on this rank", "rank 0")]
+)
+def test_a_secret_on_one_rank_only(where: int, here: str, there: str) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        secret = {"XVCOMM_SECRET": "s"} if rank == where else {}
+        bootstrap.init(env=numbered(rank, 2, **secret), store=store, timeout=1.0)
+
+    assert isinstance((error := ranks(2, work)[1]), ConfigError)
+    assert "XVCOMM_SECRET" in str(error) and here in str(error) and there in str(error)
+
+
+@pytest.mark.parametrize("secret", [{}, {"XVCOMM_SECRET": "s"}])
+def test_a_store_of_torchs_between_hosts_without_a_secret(secret: Env) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    try:
+        host = own_address()
+    except StoreError:
+        pytest.skip("only loopback here")
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(DeadlineExceeded):
+        warnings.simplefilter("always")
+        bootstrap.init(env=numbered(0, 2, **secret), store=dist.PrefixStore("user", store), timeout=0.3)
+    assert ["XVCOMM_SECRET" in str(warning.message) for warning in caught] == [True] * (not secret)

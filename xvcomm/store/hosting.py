@@ -20,7 +20,10 @@ _RIVAL_SECONDS = 2.0
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """Where a store is served, and its secret, empty where every rank has XVCOMM_SECRET; JSON, ASCII only."""
+    """Where a store is served, and its secret, empty where every rank has XVCOMM_SECRET; JSON, ASCII only.
+
+    Without a host: rank 0 serves none, and the ranks use the store in which they found this.
+    """
 
     host: str
     port: int
@@ -54,10 +57,15 @@ class Invitation(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
         """
-        if bool(secret) == bool(self.secret):
-            here, there = ("set on this rank", "not on rank 0") if secret else ("set on rank 0", "not on this rank")
-            raise ConfigError(f"XVCOMM_SECRET is {here} but {there}: set it to the same text on all ranks, or on none")
+        self.agree(bool(secret), bool(self.host and not self.secret))
         return TcpStore(self.host, self.port, secret or self.secret, deadline)
+
+    @staticmethod
+    def agree(here: bool, there: bool) -> None:
+        """Raise ConfigError where one of this rank and rank 0 has XVCOMM_SECRET and the other has not."""
+        if here != there:
+            one, other = ("set on this rank", "not on rank 0") if here else ("set on rank 0", "not on this rank")
+            raise ConfigError(f"XVCOMM_SECRET is {one} but {other}: set it to the same text on all ranks, or on none")
 
 
 def invite(
@@ -92,13 +100,7 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline, secret: str | N
         ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
     """
     if rank != 0:
-        try:
-            found = board.get("invitation", deadline)
-        except DeadlineExceeded:
-            raise DeadlineExceeded(
-                "rank 0 has not joined: it did not say in time where its store is", rank=rank
-            ) from None
-        return Invitation.unpack(found).accept(deadline, secret)
+        return _invitation(board, rank, deadline).accept(deadline, secret)
     store, invitation = invite(host, deadline, board, secret)
     try:
         board.set("invitation", invitation.pack(), deadline)
@@ -106,6 +108,31 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline, secret: str | N
         store.close()
         raise
     return store
+
+
+def protect(board: Store, rank: int, host: str, deadline: Deadline, secret: str | None) -> Store:
+    """The store for a job whose ranks meet in one that asks nobody for a password.
+
+    With XVCOMM_SECRET it is one that rank 0 serves, see `meet`; without, `board` itself. Arguments and errors as there.
+    """
+    if secret and rank == 0:
+        return meet(board, rank, host, deadline, secret)
+    if rank == 0:
+        board.set("invitation", Invitation("", 0, "").pack(), deadline)
+        return board
+    invitation = _invitation(board, rank, deadline)
+    if invitation.host:
+        return invitation.accept(deadline, secret)
+    invitation.agree(bool(secret), False)
+    return board
+
+
+def _invitation(board: Store, rank: int, deadline: Deadline) -> Invitation:
+    try:
+        found = board.get("invitation", deadline)
+    except DeadlineExceeded:
+        raise DeadlineExceeded("rank 0 has not joined: it did not say in time where its store is", rank=rank) from None
+    return Invitation.unpack(found)
 
 
 def serve_or_join(host: str, port: int, secret: str, rank: int, deadline: Deadline, epoch: int) -> TcpStore:
