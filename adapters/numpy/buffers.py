@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xvcomm import array
 from xvcomm.adapters.numpy import datatypes
 from xvcomm.adapters.numpy.datatypes import BYTE, Datatype
-from xvcomm.adapters.numpy.layouts import number
+from xvcomm.adapters.numpy.layouts import Layout, number
 from xvcomm.errors import ArgumentError, ArrayError, DTypeError
 
 Array = NDArray[Any]
@@ -69,19 +69,19 @@ class Placed(NamedTuple):
 
     Attributes:
         memory: all of the buffer, as a vector.
-        places: of the elements in it.
+        layout: where the elements lie in it.
     """
 
     memory: Array
-    places: NDArray[np.int64]
+    layout: Layout
 
     def packed(self) -> Array:
         """The elements, as a vector of their own."""
-        return self.memory[self.places]
+        return self.layout.pack(self.memory)
 
     def unpack(self, x: Array) -> None:
         """Put elements, of which there may be fewer, in their places."""
-        self.memory[self.places[: x.size]] = x
+        self.layout.unpack(self.memory, x)
 
 
 class Blocks(NamedTuple):
@@ -267,13 +267,13 @@ def placed(spec: Any) -> Placed | None:
             )
         count = raw.size // kind.extent
     first = 0 if displacement is None else number("displacement", displacement)
-    places = kind.layout.repeated(first + np.arange(number("count", count)))
+    layout = kind.layout.repeated(first, number("count", count))
     elements = raw[: raw.size // kind.numpy.itemsize * kind.numpy.itemsize].view(kind.numpy)
-    if places.max(initial=-1) >= elements.size:
+    if layout.last >= elements.size:
         raise ArgumentError(
-            f"{count} x {kind}: element {places.max()} lies behind the buffer's {elements.size} x {kind.numpy}"
+            f"{count} x {kind}: element {layout.last} lies behind the buffer's {elements.size} x {kind.numpy}"
         )
-    return Placed(elements, places)
+    return Placed(elements, layout)
 
 
 def _dividing(raw: Bytes, found: Datatype, ranks: int) -> int:

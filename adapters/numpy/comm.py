@@ -191,7 +191,9 @@ class Comm(Collectives, Objects):
         """Close it, after the sends that nobody waits for; from then on it is null."""
         if self._given is None:
             return
-        found, self._given, self._found = self._found, None, None
+        given, found, self._given, self._found = self._given, self._found, None, None
+        if found is None and isinstance(given, Communicator):  # nobody has used it
+            found = Part.of(given)
         if found is not None:
             found.close()
 

@@ -56,7 +56,7 @@ class Datatype:
     @property
     def size(self) -> int:
         """Bytes of an element that are sent."""
-        return self.numpy.itemsize * self.layout.places.size
+        return self.numpy.itemsize * self.layout.size
 
     @property
     def extent(self) -> int:

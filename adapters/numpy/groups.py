@@ -84,7 +84,7 @@ class Group:
         Raises:
             ArgumentError: a place is out of range.
         """
-        places = range(self.size) if ranks is None else ranks
+        places = list(range(self.size) if ranks is None else ranks)
         self._check({place for place in places if place != PROC_NULL})
         target = self.ranks if group is None else group.ranks
         theirs = {rank: place for place, rank in enumerate(target)}

@@ -1,9 +1,15 @@
-"""Which elements of a buffer a derived datatype means. Pure; all numbers are elements of its basic type."""
+"""Which elements of a buffer a derived datatype means. Pure; all numbers are elements of its basic type.
+
+A layout is as small as what describes it, however many elements it has: regular places are ranges, which are never
+written out, and others take a number for each block.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,25 +17,124 @@ from numpy.typing import NDArray
 
 from xvcomm.errors import ArgumentError
 
+_Starts = range | NDArray[np.int64]
+
+_FEW = 16
+"""Elements a block below which their places take less memory than a layout of each block."""
+
+_AT_ONCE = 1 << 16
+"""Irregular places that are computed at a time."""
+
 
 class Layout(NamedTuple):
     """One element of a derived datatype.
 
     Attributes:
-        places: of its basic elements, in the order in which they are sent.
+        starts: where its parts lie: all of them at each of these.
+        parts: one after the other in the order in which they are sent; none means one basic element.
         extent: from one to the next in a buffer of several.
+        size: how many basic elements there are.
+        last: the place of the hindmost of them; -1 if there is none.
     """
 
-    places: NDArray[np.int64]
+    starts: _Starts
+    parts: tuple[Layout, ...]
     extent: int
+    size: int
+    last: int
 
-    def repeated(self, starts: Any) -> NDArray[np.int64]:
-        """The places of several, the first elements of which lie at `starts`, in extents."""
-        places: NDArray[np.int64] = np.add.outer(np.asarray(starts, np.int64).reshape(-1) * self.extent, self.places)
-        return places.reshape(-1)
+    def repeated(self, first: int, count: int) -> Layout:
+        """Several elements, of which the first lies so many extents behind the beginning."""
+        return _made(_progression(first * self.extent, count, self.extent), (self,))
+
+    def pack(self, memory: NDArray[Any]) -> NDArray[Any]:
+        """The elements out of a vector, as a vector of their own."""
+        packed = np.empty(self.size, memory.dtype)
+        self._copy((), memory, packed, out=True)
+        return packed
+
+    def unpack(self, memory: NDArray[Any], x: NDArray[Any]) -> None:
+        """Put elements, of which there may be fewer, in their places in a vector."""
+        start = 0
+        for layout in self._beginning(x.size):
+            layout._copy((), memory, x[start : start + layout.size], out=False)
+            start += layout.size
+
+    def _copy(self, outer: tuple[_Starts, ...], memory: NDArray[Any], x: NDArray[Any], *, out: bool) -> None:
+        """Copy the elements at each combination of `outer`, between `memory` and `x`, whose last axis is one of these each."""
+        if not x.size:
+            return
+        levels = (*outer, self.starts)
+        x = x.reshape(*x.shape[:-1], len(self.starts), -1)
+        if not self.parts:
+            _move(levels, memory, x[..., 0], out=out)
+        start = 0
+        for part in self.parts:
+            part._copy(levels, memory, x[..., start : start + part.size], out=out)
+            start += part.size
+
+    def _beginning(self, count: int) -> list[Layout]:
+        """Layouts of the first so many basic elements."""
+        if count >= self.size:
+            return [self]
+        whole, rest = divmod(count, self.size // len(self.starts))
+        found = [_made(self.starts[:whole], self.parts)] if whole else []
+        for part in self.parts if rest else ():
+            for piece in part._beginning(rest):
+                found.append(_made(self.starts[whole : whole + 1], (piece,)))
+            rest -= min(rest, part.size)
+            if not rest:
+                break
+        return found
 
 
-BASIC = Layout(np.zeros(1, np.int64), 1)
+def _made(starts: _Starts, parts: tuple[Layout, ...], extent: int = 0) -> Layout:
+    size = len(starts) * (sum(part.size for part in parts) if parts else 1)
+    if not size:
+        return Layout(range(0), (), extent, 0, -1)
+    farthest = starts[-1] if isinstance(starts, range) else int(starts.max())
+    return Layout(starts, parts, extent, size, farthest + max((part.last for part in parts), default=0))
+
+
+BASIC = Layout(range(1), (), 1, 1, 0)
+
+
+def _progression(first: int, count: int, step: int) -> _Starts:
+    if not step:
+        return np.full(count, first, np.int64)
+    return range(first, first + count * step, step)
+
+
+def _move(levels: tuple[_Starts, ...], memory: NDArray[Any], x: NDArray[Any], *, out: bool) -> None:
+    """Copy between `x` and the places in `memory` that are sums of one number of each level."""
+    regular = len(levels)
+    while regular and isinstance(levels[regular - 1], range):
+        regular -= 1
+    irregular, inner = levels[:regular], [r for r in levels[regular:] if isinstance(r, range)]
+    first, item = sum(r[0] for r in inner), memory.itemsize
+    room = memory.size - sum(r[-1] for r in inner)  # that many places may a pattern of the inner levels begin at
+    window: NDArray[Any] = np.ndarray(
+        (room, *map(len, inner)), memory.dtype, memory.view(np.uint8), first * item, (item, *(r.step * item for r in inner))
+    )  # fmt: skip
+    if not irregular:
+        if out:
+            x[...] = window[0]
+        else:
+            window[0] = x
+        return
+    rows = max(1, _AT_ONCE // math.prod(map(len, irregular[1:])))
+    for begin in range(0, len(irregular[0]), rows):
+        places = np.zeros((), np.int64)
+        for level in (irregular[0][begin : begin + rows], *irregular[1:]):
+            places = np.add.outer(places, _array(level))
+        if out:
+            x[begin : begin + rows] = window[places]
+        else:
+            window[places] = x[begin : begin + rows]
+
+
+def _array(starts: _Starts) -> NDArray[np.int64]:
+    return np.arange(starts.start, starts.stop, starts.step) if isinstance(starts, range) else starts
 
 
 def indexed(of: Layout, lengths: Any, displacements: Any) -> Layout:
@@ -38,15 +143,29 @@ def indexed(of: Layout, lengths: Any, displacements: Any) -> Layout:
     counts = _numbers("blocklengths", lengths) if np.ndim(lengths) else [number("blocklength", lengths)] * len(starts)
     if len(counts) != len(starts):
         raise ArgumentError(f"{len(counts)} blocklengths and {len(starts)} displacements: expected as many of both")
-    blocks = [start + np.arange(count) for start, count in zip(starts, counts, strict=True)]
     end = max((start + count for start, count in zip(starts, counts, strict=True)), default=0)
-    extent = end - min(starts, default=0)
-    return Layout(of.repeated(np.concatenate([np.empty(0, np.int64), *blocks])), extent * of.extent)
+    extent = (end - min(starts, default=0)) * of.extent
+    pairs = zip(counts, starts, strict=True)
+    equal: list[tuple[int, Any]] = [(count, [start for _, start in same]) for count, same in groupby(pairs, _count)]
+    if len(equal) > 1 and len(equal) * _FEW > sum(counts):
+        places = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+        equal = [(1, places)]
+    blocks = [
+        _made(np.asarray(at, np.int64) * of.extent, (of.repeated(0, count) if count != 1 else of,))
+        for count, at in equal
+    ]
+    return _made(range(1 if blocks else 0), tuple(blocks), extent)
+
+
+def _count(block: tuple[int, int]) -> int:
+    return block[0]
 
 
 def vector(of: Layout, count: Any, length: Any, stride: Any) -> Layout:
     """`count` blocks of `length`, whose beginnings lie `stride` apart."""
-    return indexed(of, length, np.arange(number("count", count)) * number("stride", stride))
+    count, length, stride = number("count", count), number("blocklength", length), number("stride", stride)
+    extent = ((count - 1) * stride + length) * of.extent if count else 0
+    return _made(_progression(0, count, stride * of.extent), (of.repeated(0, length),), extent)
 
 
 def subarray(of: Layout, sizes: Any, subsizes: Any, starts: Any, *, columns_first: bool) -> Layout:
@@ -58,9 +177,12 @@ def subarray(of: Layout, sizes: Any, subsizes: Any, starts: Any, *, columns_firs
         )
     if any(begin + n > size for size, n, begin in zip(whole, part, first, strict=True)):
         raise ArgumentError(f"a part of {part} at {first} does not lie in an array of {whole}")
-    numbers = np.arange(int(np.prod(whole))).reshape(whole, order="F" if columns_first else "C")
-    chosen = numbers[tuple(slice(begin, begin + n) for n, begin in zip(part, first, strict=True))]
-    return Layout(of.repeated(chosen.reshape(-1, order="F" if columns_first else "C")), numbers.size * of.extent)
+    dimensions = list(zip(whole, part, first, strict=True))
+    found, stride = of, of.extent
+    for size, n, begin in dimensions if columns_first else reversed(dimensions):
+        found = _made(_progression(begin * stride, n, stride), (found,))
+        stride *= size
+    return _made(range(1), (found,), stride)
 
 
 def number(what: str, value: Any) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -49,9 +49,11 @@ class Part:
     def of(cls, communicator: Communicator) -> Part:
         """The one of a communicator, made when first asked for."""
         with _making:
-            found = _parts.get(communicator)
+            # A table of all would keep them: each holds its communicator.
+            found: Part | None = vars(communicator).get(_NAME)
             if found is None:
-                found = _parts[communicator] = cls(communicator)
+                found = vars(communicator)[_NAME] = cls(communicator)
+                communicator._context.closing.append(found._end)
             return found
 
     def run(self, action: Callable[[], Any]) -> Any:
@@ -78,10 +80,14 @@ class Part:
             self.matcher.close()
         finally:
             self._queue.close(_CLOSE_SECONDS)
-            with _making:
-                _parts.pop(self.comm, None)  # it holds its key, so that nothing else would end the entry
         self.comm.close()
+
+    def _end(self) -> None:
+        """Let the thread end, whoever closes the communicator: this very thread, for instance."""
+        with contextlib.suppress(RuntimeError):
+            self._queue.close(0)
 
 
 _making = threading.Lock()
-_parts: weakref.WeakKeyDictionary[Communicator, Part] = weakref.WeakKeyDictionary()
+_NAME = "_mpi_part"
+"""Of the communicator's attribute."""

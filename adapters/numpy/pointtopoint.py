@@ -61,7 +61,7 @@ class Target:
         if not x.flags.writeable:
             raise ArrayError("the buffer to receive into is read-only; pass a writable one")
         self._placed = found
-        self._room = x if found is None else np.empty(found.places.size, x.dtype)
+        self._room = x if found is None else np.empty(found.layout.size, x.dtype)
         self._memory, self._dtype = self._room.view(np.uint8), x.dtype
         self.read: Callable[[Receive], None] | None = None if found is None else self._unpack
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +54,38 @@ def not_kept(communicator: Communicator) -> None:
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
+def unused(communicator: Communicator) -> None:
+    """One that nobody has used is closed by Free as any other."""
+    comm = Comm(communicator)
+    made = comm.Dup()
+    if comm.rank:
+        made.Free()
+        assert made == MPI.COMM_NULL and len(communicator._context.session._contexts) == 1
+    comm.Barrier()
+    if comm.rank == 0:
+        with pytest.raises(PeerLost, match="on"):
+            made.recv(tag=3)
+        made.Free()
+    comm.Barrier()
+
+
+def not_kept_beside_a_view(communicator: Communicator) -> None:
+    """Nor does a view keep a communicator that the program itself closes, or the thread of its collectives."""
+    gone, before = [], threading.active_count()
+    for _ in range(4):
+        made = communicator.split(0)
+        Comm(made).Ibarrier().Wait()
+        gone.append(weakref.ref(made))
+        made.close()
+    del made
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+    until = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
 def constants(communicator: Communicator) -> None:
     """A message from nobody can be received again and again; statuses may be a tuple, and as few as one likes."""
     comm = Comm(communicator)
@@ -69,6 +103,8 @@ def constants(communicator: Communicator) -> None:
         assert [status.source for status in statuses[1:]] == [before] * (count == 2)
 
 
-@pytest.mark.parametrize("check", (freed, not_kept, constants), ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", (freed, not_kept, unused, not_kept_beside_a_view, constants), ids=lambda check: check.__name__
+)
 def test_freed(world: World, check: Callable[..., Any]) -> None:
     world.run(check)
