@@ -46,9 +46,10 @@ class Blame:
             here = f" (raised in {operation} at {site})" if site else ""
             return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
         if reason is Reason.DEADLINE:
-            text = self._lateness(about, Reason.witness(word))
+            witness = Reason.witness(word)
+            text, peer = self._lateness(about, witness), None if about == witness else about  # no rank waits for itself
             return DeadlineExceeded(
-                f"{what}: {text}; the communicator is finished: close it and make a new one", peer=about, **known
+                f"{what}: {text}; the communicator is finished: close it and make a new one", peer=peer, **known
             )
         if reason is Reason.ABORTED:
             why = self._told(Reason.witness(word))
@@ -126,8 +127,8 @@ class Blame:
         told = self._told(witness)
         if witness == self._rank:
             return f"did not finish in time: {told}"
-        whom = "this rank" if about == self._rank else "another"
-        return f"{self.name(witness)} waited for {whom} until its deadline: {told}"
+        whom = "" if about == witness else "for this rank " if about == self._rank else "for another "
+        return f"{self.name(witness)} waited {whom}until its deadline: {told}"
 
     def _last_words(self, rank: int) -> str:
         return self._session.last_words(self._ranks[rank])

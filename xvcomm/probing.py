@@ -164,7 +164,8 @@ class Probing:
         except RingStopped as stopped:
             if not Reason.bad(stopped.word) and not context.word():
                 # To ask is not to wait: that a rank has left finishes the communicator only for who needs it.
-                raise context._blame.error(stopped.word, operation) from None
+                # Where it aborted the communicator before, that is the reason.
+                raise context._blame.error(context.word() or stopped.word, operation) from None
         finally:
             context.leave(operation, moved=False)
         return self.wait(src, channel, deadline)

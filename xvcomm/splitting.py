@@ -225,8 +225,14 @@ def _decide(place: Store, verdict: _Verdict) -> _Verdict:
     if place.add("decided", 1, settling) == 1:
         place.set("verdict", msgspec.msgpack.encode(verdict), settling)
         return verdict
-    # Not guarded: whoever looks would find again what it is about to say.
-    return msgspec.msgpack.decode(place.get("verdict", settling), type=_Verdict)
+    try:
+        # Not guarded: whoever looks would find again what it is about to say.
+        return msgspec.msgpack.decode(place.get("verdict", settling), type=_Verdict)
+    except NotSet as error:
+        raise DeadlineExceeded(
+            "subgroup: a member that was about to tell the others how it ended is stopped or very slow, or has ended; look for "
+            "one that is stopped"
+        ) from error
 
 
 def _late(place: Store, members: Sequence[int], name: str) -> _Verdict:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import xvcomm
-from xvcomm.errors import Aborted, ClosedError, PeerLost, XvcommError
+from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.ring import Reason
 from xvcomm.testing.world import World
 
 SOON = 4.0
@@ -95,6 +96,47 @@ def abort_from_a_thread(comm):
 def test_abort_from_another_thread(world):
     for errors in world.run(abort_from_a_thread):
         assert isinstance(errors[0], Aborted) and errors[0].peer == 0 and "too slow" in str(errors[0])
+
+
+def aborted_and_left(comm):
+    """The last rank aborts and leaves the job at once: who looks for a message of it is told why, not only that it left."""
+    comm.barrier()
+    last = comm.size - 1
+    if comm.rank == last:
+        comm.abort("no more data")
+        comm.close()
+        return []
+
+    def ask():
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            comm.iprobe(last)
+
+    return [raised(ask), raised(lambda: comm.recv(np.zeros(1), last))]
+
+
+def test_abort_by_a_rank_that_leaves_at_once():
+    with World(4) as world:
+        for error in [error for errors in world.run(aborted_and_left) for error in errors]:
+            assert isinstance(error, Aborted) and error.peer == 3 and "no more data" in str(error), error
+
+
+def late_for_no_rank(comm):
+    """Rank 1 gives up something that no rank keeps it waiting for: a store that does not answer, for instance."""
+    sub = comm.split(0)
+    sub.barrier()
+    if comm.rank == 1:
+        sub._context.abort(Reason.DEADLINE.word(1, 1), "the store did not answer")
+    comm.barrier()
+    error = raised(sub.barrier)
+    sub.close()
+    return [error]
+
+
+def test_a_deadline_that_no_rank_is_to_blame_for(four):
+    for (error,) in four.run(late_for_no_rank):
+        assert isinstance(error, DeadlineExceeded) and error.peer is None, error
+        assert "the store did not answer" in str(error) and "waited for" not in str(error)
 
 
 def use_after_close(comm):

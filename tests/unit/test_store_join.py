@@ -33,6 +33,17 @@ def test_everybody_gets_everything_in_rank_order(opener: Opener) -> None:
     assert join(opener(), [2, 0, 1], 3) == [[b"info0", b"info1", b"info2"]] * 3
 
 
+def test_the_one_that_decides_stops_before_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others end in words, not with a key of the store."""
+    monkeypatch.setattr("xvcomm.store.join._SETTLE_SECONDS", 0.1)
+    store = MemoryStore()
+    store.add("decided", 1)
+    for result in join(store, [0, 1, 2], 3, 0.1):
+        assert isinstance(result, DeadlineExceeded) and "about to tell the others whether all have joined" in str(
+            result
+        )
+
+
 def test_the_missing_are_named_on_all() -> None:
     for result in join(MemoryStore(), [0, 2], 5, 0.1):
         assert isinstance(result, DeadlineExceeded) and "ranks 1, 3, 4 of 5" in str(result)

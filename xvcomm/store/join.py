@@ -8,7 +8,7 @@ import socket
 
 import msgspec
 
-from xvcomm.abc.store import Store
+from xvcomm.abc.store import NotSet, Store
 from xvcomm.deadline import Deadline
 from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, XvcommError
 
@@ -127,7 +127,18 @@ def _decide(store: Store, verdict: _Verdict) -> _Verdict:
     if store.add("decided", 1, settling) == 1:
         store.set(_VERDICT, msgspec.msgpack.encode(verdict), settling)
         return verdict
-    return _read(store, settling)
+    return _decided(store)
+
+
+def _decided(store: Store) -> _Verdict:
+    """The verdict that another rank has begun to tell."""
+    try:
+        return _read(store, Deadline.after(_SETTLE_SECONDS))
+    except NotSet as error:
+        raise DeadlineExceeded(
+            "a rank that was about to tell the others whether all have joined is stopped or very slow, or has ended; look for "
+            "one that is stopped, and start the job again"
+        ) from error
 
 
 def _read(store: Store, deadline: Deadline) -> _Verdict:
@@ -152,7 +163,7 @@ def _give_up(store: Store, size: int) -> _Verdict:
         except DeadlineExceeded:
             absent.append(rank)
     if not absent:
-        return _read(store, Deadline.after(_SETTLE_SECONDS))
+        return _decided(store)
     names = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
     text = (
         f"{'rank' if len(absent) == 1 else 'ranks'} {names} of {size} did not join in time; were they started, and do "
