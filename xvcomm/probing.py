@@ -162,7 +162,7 @@ class Probing:
         try:
             return self._find(src, channel, deadline).look(_ONCE)
         except RingStopped as stopped:
-            if not Reason.bad(stopped.word) and not context.word():
+            if not Reason.bad(stopped.word):
                 # To ask is not to wait: that a rank has left finishes the communicator only for who needs it.
                 # Where it aborted the communicator before, that is the reason.
                 raise context._blame.error(context.word() or stopped.word, operation) from None
