@@ -161,18 +161,19 @@ def check_deadline_beside_loading(comm: Communicator, late: str) -> None:
     """
     a = arrays(comm)
     x, y = a.put(np.zeros(1000)), a.put(np.ones(3))
-    patience = {"recv": SECONDS, "broadcast": SECONDS, late: _PATIENCE}
+    soon = 5 * _PATIENCE  # what ends in time must do so beside other load
+    patience = {"recv": SECONDS, "broadcast": SECONDS, late: soon}
     with _group(comm) as group:
         for _ in range(3):
             group.all_reduce(y)
         begin = time.monotonic()
         work = group.irecv(x, (comm.rank + 1) % comm.size, timeout=patience["recv"])
-        group.all_reduce(y, timeout=_PATIENCE / 2)  # over in time, though nobody can see it
+        group.all_reduce(y, timeout=0.75 * soon)  # over in time, though nobody can see it
         with contextlib.suppress(DeadlineExceeded):
             group.broadcast(y, timeout=patience["broadcast"])
         error = _raised(DeadlineExceeded, work.synchronize)
         assert re.search(f"(in time|deadline): {late} ", str(error)), error
-        assert time.monotonic() - begin < SECONDS / 4
+        assert time.monotonic() - begin < SECONDS / 2
         _raised_soon(DeadlineExceeded, group.barrier)
         a.get(x)
         a.get(y)
