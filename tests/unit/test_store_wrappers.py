@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from xvcomm.abc.store import Store
 from xvcomm.deadline import Deadline
 from xvcomm.errors import DeadlineExceeded, StoreError
+from xvcomm.store.guarded import GuardedStore
+from xvcomm.store.wrappers import JaxStore, TorchStore
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0
@@ -140,3 +149,75 @@ def test_torch_store_that_cannot_be_reached(port: int) -> None:
         other.add("n", 1)
     with pytest.raises(StoreError, match=f"MASTER_PORT={port}"):
         torch_store("127.0.0.1", port, False, Deadline.after(1))
+
+
+SERVING = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def ends_at_its_deadline(store: Store) -> None:
+    guarded = GuardedStore("part", store, lambda: None)
+    for call in (
+        lambda: store.set("k", b"2", Deadline.after(0.1)),  # torch's does not wait for an answer
+        lambda: store.add("n", 1, Deadline.after(0.1)),
+        lambda: store.get("k", Deadline.after(0.1)),
+        lambda: store.wait(["k"], Deadline.after(0.1)),
+        lambda: guarded.get("k", Deadline.after(0.1)),
+    ):
+        began = time.monotonic()
+        with contextlib.suppress(DeadlineExceeded):
+            call()
+        assert time.monotonic() - began < 8
+    with pytest.raises(DeadlineExceeded, match=r"did not answer .* is stopped"):
+        store.add("n", 1, Deadline.after(0.1))
+
+
+def test_a_stopped_torch_store_holds_no_call_beyond_its_deadline() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    with subprocess.Popen([sys.executable, "-c", SERVING], stdout=subprocess.PIPE) as serving:
+        try:
+            assert serving.stdout is not None
+            store = TorchStore(distributed.TCPStore("127.0.0.1", int(serving.stdout.readline()), is_master=False))
+            store.set("k", b"1")
+            assert store.add("n", 1) == 1
+            serving.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, serving.pid, os.WSTOPPED)  # the signal takes its time
+            ends_at_its_deadline(store)
+            serving.send_signal(signal.SIGCONT)
+            assert store.get("k", Deadline.after(60)) in (b"1", b"2")
+        finally:
+            serving.kill()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_stopped_service_of_jax_holds_no_call_beyond_its_deadline(old: bool) -> None:
+    goes_on = threading.Event()
+
+    class Client:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            if old and name == "key_value_increment":
+                raise AttributeError(name)
+            return lambda *args, **options: goes_on.wait(SOON * 10)
+
+    began = time.monotonic()
+    try:
+        ends_at_its_deadline(JaxStore(Client()))
+    finally:
+        goes_on.set()
+    assert time.monotonic() - began < 5 * SOON
+
+
+def test_what_a_library_raises_comes_out_of_its_thread() -> None:
+    class Broken:
+        def set(self, key: str, value: bytes) -> None:
+            raise RuntimeError("the connection was reset\nand a stack")
+
+    store = TorchStore(Broken())  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(StoreError, match="the connection was reset; is the process"):
+            store.set("k", b"1")

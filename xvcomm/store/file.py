@@ -70,7 +70,7 @@ class FileStore(PollingStore):
         with self._reported(f"set {key!r} in"):
             self._write(key, value)
 
-    def look(self, key: str) -> bytes | None:
+    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
         """See `PollingStore.look`."""
         with self._reported(f"get {key!r} from"):
             try:

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from xvcomm.abc.store import ANSWER_SECONDS
 from xvcomm.deadline import NEVER, Deadline, poll
-from xvcomm.errors import ConfigError, DeadlineExceeded, StoreError
+from xvcomm.errors import ConfigError, DeadlineExceeded, ResourceError, StoreError
 from xvcomm.store.hosting import Invitation, invite
 from xvcomm.store.polling import PollingStore
 from xvcomm.store.tcp import TcpStore
+from xvcomm.threads import Daemon
 
+T = TypeVar("T")
+
+_REPLY_SECONDS = 1.0
+"""For how long an answer may take after the deadline, as in `TcpStore`."""
 _LONGEST = timedelta(days=1)
 _NOTE_BYTES = 512
 _INCREMENT_LIMIT = 1 << 31  # JAX's own counters have 32 bits; a key of larger amounts takes only such
@@ -33,10 +41,60 @@ class _TorchLike(Protocol):
     def check(self, keys: Sequence[str], /) -> bool: ...
 
 
-class TorchStore(PollingStore):
+class _LibraryStore(PollingStore):
+    """Base of stores whose calls know no deadline: a thread makes them, one at a time, and who asked can stop waiting."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def _ask(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
+        """What a call of the library gives or raises.
+
+        Raises:
+            DeadlineExceeded: it did not come back in time, or one before it is still under way.
+        """
+        until = Deadline.after(deadline.sooner(ANSWER_SECONDS) + _REPLY_SECONDS)
+        if not self._turn.acquire(timeout=until.left()):
+            raise self._silent(what)
+        answer: Future[T] = Future()
+        try:
+            Daemon("xvcomm-ask", partial(self._answer, call, answer)).start()
+        except ResourceError:  # no thread: at the end of the interpreter, for instance
+            self._answer(call, answer)
+        except BaseException:  # a signal handler's; the thread may run nevertheless
+            if answer.cancel():
+                self._turn.release()
+            raise
+        try:
+            answer.exception(until.left())
+        except TimeoutError:
+            raise self._silent(what) from None
+        return answer.result()
+
+    def _answer(self, call: Callable[[], T], answer: Future[T]) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            given = call()
+        except BaseException as error:
+            self._turn.release()
+            answer.set_exception(error)
+        else:
+            self._turn.release()
+            answer.set_result(given)
+
+    def _silent(self, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self} did not answer {what} in time: the process that serves it (rank 0, or the launcher) is stopped, or its "
+            "host is out of reach"
+        )
+
+
+class TorchStore(_LibraryStore):
     """A `torch.distributed.Store`. Its own `wait` holds up every other call on it, so it is asked instead."""
 
     def __init__(self, store: _TorchLike) -> None:
+        super().__init__()
         self._store = store
 
     def __str__(self) -> str:
@@ -45,20 +103,23 @@ class TorchStore(PollingStore):
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
         with _reported(self):
-            self._store.set(key, value)
+            self._ask(partial(self._store.set, key, value), f"set {key!r}", deadline)
 
-    def look(self, key: str) -> bytes | None:
+    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
         """See `PollingStore.look`."""
         with _reported(self):
-            return bytes(self._store.get(key)) if self._store.check([key]) else None
+            return self._ask(partial(self._look, key), f"get {key!r}", deadline)
+
+    def _look(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`. `get` gives the sum in decimal digits."""
         with _reported(self):
-            return int(self._store.add(key, amount))
+            return int(self._ask(partial(self._store.add, key, amount), f"add to {key!r}", deadline))
 
 
-class JaxStore(PollingStore):
+class JaxStore(_LibraryStore):
     """The key-value service of `jax.distributed`.
 
     Args (of the constructor):
@@ -66,6 +127,7 @@ class JaxStore(PollingStore):
     """
 
     def __init__(self, client: Any) -> None:
+        super().__init__()
         self._client = client
 
     def __str__(self) -> str:
@@ -74,13 +136,15 @@ class JaxStore(PollingStore):
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """See `Store.set`."""
         with _reported(self):
-            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+            self._ask(
+                partial(self._client.key_value_set_bytes, key, value, allow_overwrite=True), f"set {key!r}", deadline
+            )
 
-    def look(self, key: str) -> bytes | None:
+    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
         """See `PollingStore.look`."""
         with _reported(self):
             try:
-                return bytes(self._client.key_value_try_get_bytes(key))
+                return bytes(self._ask(partial(self._client.key_value_try_get_bytes, key), f"get {key!r}", deadline))
             except RuntimeError as error:
                 if "NOT_FOUND" in str(error):
                     return None
@@ -90,26 +154,29 @@ class JaxStore(PollingStore):
         """See `Store.add`. `get` gives the sum in decimal digits."""
         with _reported(self):
             if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
-                return int(self._client.key_value_increment(key, amount))
+                return int(
+                    self._ask(partial(self._client.key_value_increment, key, amount), f"add to {key!r}", deadline)
+                )
             return self._add_locked(key, amount, deadline)
 
     def _add_locked(self, key: str, amount: int, deadline: Deadline) -> int:
         """Before jaxlib 0.8 the service cannot add; but it lets only one of many claim a key."""
         lock = f"{key}/lock"
-        if poll(lambda: self._claim(lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
+        if poll(partial(self._claim, lock, deadline), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
             raise DeadlineExceeded(
                 f"a rank that adds to {key!r} in {self} did not let go of its lock in time; it is stopped or has died"
             )
         try:
-            total = int(self.look(key) or b"0") + amount
-            self.set(key, b"%d" % total)
+            total = int(self.look(key, deadline) or b"0") + amount
+            self.set(key, b"%d" % total, deadline)
         finally:
-            self._client.key_value_delete(lock)
+            self._ask(partial(self._client.key_value_delete, lock), f"delete {lock!r}", deadline)
         return total
 
-    def _claim(self, key: str) -> bool | None:
+    def _claim(self, key: str, deadline: Deadline) -> bool | None:
         try:
-            self._client.key_value_set_bytes(key, b"", allow_overwrite=False)
+            claim = partial(self._client.key_value_set_bytes, key, b"", allow_overwrite=False)
+            self._ask(claim, f"set {key!r}", deadline)
         except RuntimeError as error:
             if "ALREADY_EXISTS" in str(error):
                 return None
