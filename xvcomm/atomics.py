@@ -6,10 +6,12 @@ Importing this module imports numba: only modules that move data do.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -178,20 +180,42 @@ def stream_bytes(dst: int, src: int, count: int) -> None:
     full_fence()
 
 
+def clock(number: int) -> Any:
+    """A function for compiled code that gives the nanoseconds of one of the system's clocks, `time.CLOCK_...`."""
+
+    def nanoseconds(typingctx: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            int32, int64 = ir.IntType(32), ir.IntType(64)
+            kind = ir.FunctionType(int32, [int32, int64.as_pointer()])
+            function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+            pair = cgutils.alloca_once(builder, int64, size=2)
+            builder.call(function, [int32(number), pair])
+            seconds, rest = (builder.load(builder.gep(pair, [int32(i)])) for i in range(2))
+            return builder.add(builder.mul(seconds, int64(1_000_000_000)), rest)
+
+        return types.int64(), generate
+
+    return intrinsic(nanoseconds)
+
+
+_monotonic = clock(time.CLOCK_MONOTONIC)
+
+
 @register_jitable
 def relax(idle: int, spins: int) -> int:
-    """One step of patience: read again at once, then yield the core, then sleep. Returns the nanoseconds slept.
+    """One step of patience: read again at once, then yield the core, then sleep. Returns the nanoseconds that it was away.
 
-    `spins` reads are tried first; with more ranks than cores only the yield lets the other side run at all.
+    `spins` reads are tried first; with more ranks than cores only the yield lets the other side run at all. Where other
+    programs keep the cores busy, a yield may take milliseconds, and a sleep longer than it was asked for.
     """
     if idle < spins:
         return 0
+    began = _monotonic()
     if idle < spins + 400:
         sched_yield()
-        return 0
-    nap = min(200, 10 + (idle - spins - 400))
-    usleep(nap)
-    return nap * 1000
+    else:
+        usleep(min(200, 10 + (idle - spins - 400)))
+    return _monotonic() - began
 
 
 @register_jitable
@@ -200,7 +224,7 @@ def await_word(address: int, least: int, abort: int, spins: int, budget: int) ->
 
     Returns:
         READY; STOPPED once the word at `abort` is set and the awaited one still is not there; PENDING after about
-        `budget` nanoseconds of sleep, so that the caller can look at signals and deadlines and come back.
+        `budget` nanoseconds off the core, so that the caller can look at signals and deadlines and come back.
     """
     idle = slept = 0
     while load_acquire(address) < least:

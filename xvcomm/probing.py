@@ -26,7 +26,7 @@ _GONE = 3  # beside READY, PENDING and STOPPED: nothing is there, and nothing wi
 _LEFT = int(Reason.LEFT)
 _FIELDS = 5
 _ROW_BYTES = 24
-_BUDGET = 20_000_000  # nanoseconds that compiled code may sleep before Python looks at signals and deadlines
+_BUDGET = 20_000_000  # nanoseconds that compiled code may be off the core before Python looks at signals and deadlines
 _SPINS_PER_US = 100  # a look costs about 10 ns; the figure needs no precision
 _ONCE = -1
 _INSIDE = 2  # functions of xvcomm that are under way when `wait` asks for the call site
@@ -79,7 +79,7 @@ def _await(rows: int, count: int, first: int, found: int, spins: int, budget: in
         rows: address of `count` rows: addresses of the ring, its producer's ledger, and the counter of receives posted.
         found: address of five words for the description.
         spins: rounds before yielding the core.
-        budget: nanoseconds to sleep in all before coming back; one round only if negative.
+        budget: nanoseconds off the core in all before coming back; one round only if negative.
 
     Returns:
         READY or STOPPED, with the row's index from bit 8 on, or PENDING.
@@ -120,7 +120,7 @@ class Sources:
         self._first = 0
 
     def look(self, budget: int) -> Probe | None:
-        """What is there next; None if there is nothing after `budget` nanoseconds of sleep, at once if negative.
+        """What is there next; None if there is nothing after `budget` nanoseconds off the core, at once if negative.
 
         Raises:
             RingStopped: a ring says that all is over, or all that their ranks have left.

@@ -19,12 +19,9 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
-from xvcomm.atomics import copy_bytes, load, store, store_release
+from xvcomm.atomics import clock, copy_bytes, load, store, store_release
 from xvcomm.dtype import BY_CODE
 from xvcomm.jit import brief, compiling
 from xvcomm.opcode import OpCode
@@ -96,20 +93,7 @@ def region_bytes(records: int) -> int:
     return HEADER + records * RECORD
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _nanoseconds(typingctx: Any) -> Any:
-    """Nanoseconds since the epoch, as `time.time_ns()` has them."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        clock = ir.FunctionType(int32, [int32, int64.as_pointer()])
-        function = cgutils.get_or_insert_function(builder.module, clock, "clock_gettime")
-        pair = cgutils.alloca_once(builder, int64, size=2)
-        builder.call(function, [int32(time.CLOCK_REALTIME), pair])
-        seconds, rest = (builder.load(builder.gep(pair, [int32(i)])) for i in range(2))
-        return builder.add(builder.mul(seconds, int64(1_000_000_000)), rest)
-
-    return types.int64(), generate
+_nanoseconds = clock(time.CLOCK_REALTIME)  # as `time.time_ns()` has them
 
 
 @register_jitable

@@ -22,7 +22,7 @@ _ROW_BYTES = 8 * WIDTH
 NO_GATES = (0,) * MAX_STREAMS
 
 BUDGET = 20_000_000
-"""Nanoseconds that compiled code may sleep before Python looks at signals and deadlines."""
+"""Nanoseconds that compiled code may be off the core before Python looks at signals and deadlines."""
 
 AT_ONCE = -1
 """The budget of a caller who does not wait."""

@@ -46,7 +46,7 @@ class Word(enum.IntEnum):
     ME = 2
     STAGE = 3  # bytes a rank stages at a time
     SPINS = 4
-    BUDGET = 5  # nanoseconds to sleep before coming back
+    BUDGET = 5  # nanoseconds off the core before coming back
     PIECES = 6  # address of the count of pieces over the arena's life: picks the stage
     ROUND = 7  # these two and ROUNDS keep a call's place; ROUND and PHASE are 0 between calls
     PHASE = 8

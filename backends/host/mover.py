@@ -322,7 +322,7 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
         rows: address of `count` rows of WIDTH words.
         wake: address of a word; once it differs from `seen`, or any row completes, `drive` returns early. 0: neither.
         spins: tries before yielding the core.
-        budget: nanoseconds to sleep in all before coming back.
+        budget: nanoseconds off the core in all before coming back.
 
     Returns:
         READY, PENDING, SOME; or STOPPED or MISMATCH, with the row's index from bit 8 on.

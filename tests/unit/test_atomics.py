@@ -1,6 +1,10 @@
-"""Copying raw memory in compiled code."""
+"""Raw memory and waiting in compiled code."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -26,3 +30,39 @@ def test_every_byte_is_copied_and_none_beside_them(offsets: tuple[int, int]) -> 
         copy(target.ctypes.data + into, source.ctypes.data + out, count)
         assert (target[into : into + count] == source[out : out + count]).all()
         assert (target[:into] == 255).all() and (target[into + count :] == 255).all()
+
+
+WAITING = """
+import os, sys, time
+import numpy as np
+from xvcomm.atomics import PENDING, await_word
+from xvcomm.jit import compiling, kernel
+
+def _wait(word, abort):
+    return await_word(word, 1, abort, 0, 20_000_000)
+
+with compiling():
+    wait = kernel("int64(int64, int64)")(_wait)
+words = np.zeros(2, np.int64)
+os.sched_setaffinity(0, {int(sys.argv[1])})
+began = time.monotonic()
+assert wait(words.ctypes.data, words.ctypes.data + 8) == PENDING
+print(time.monotonic() - began)
+"""
+
+
+def test_waiting_comes_back_where_others_keep_the_core_busy() -> None:
+    """A yield takes milliseconds there: 400 that counted as no time held up deadlines for seconds."""
+    core = min(os.sched_getaffinity(0))
+    begin = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE) for _ in range(4)]
+    try:
+        for process in busy:
+            assert process.stdout is not None and process.stdout.readline()
+        done = subprocess.run([sys.executable, "-c", WAITING, str(core)], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) < 1
+    finally:
+        for process in busy:
+            process.kill()
+            process.communicate()
