@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Test runs side by side: ranks often wait, so that four are through sooner than three, also on two cores. Alone afterwards
 # come the tests of faults, which look at the clock, and those that leave something behind on purpose.
 JOBS   ?= 4
-ALONE  := $(wildcard tests/ranks/test_faults_*.py) tests/house/test_house_leaks.py
+ALONE  := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
 
 # Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
 GPU    ?= cuda
@@ -56,14 +56,14 @@ test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long r
 	$(PY) -m pytest
 
 test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if not cuda
-	status=0; $(PY) -m pytest -rs tests/gpu || status=1; \
+	status=0; $(PY) -m pytest -rs tests/hardware || status=1; \
 	$(PY) -m pytest -rs xvcomm/testing -k "cuda or rocm" || status=1; exit $$status
 
 test-examples: $(READY)-examples   ## programs of others, unchanged: Hugging Face's Trainer and accelerate
-	$(PY) -m pytest -rs tests/torch/test_torch_transformers.py
+	$(PY) -m pytest -rs tests/adapters/torch/test_torch_transformers.py
 
 # What gloo passes, xvcomm must pass. The runs that fail are looked at in the comparisons; gloo's own failures are no matter.
-torch-suite: SUITE := $(PY) tests/torch_suite/run.py
+torch-suite: SUITE := $(PY) tests/adapters/torch_suite/run.py
 torch-suite: OUT := build/torch_suite
 torch-suite: $(READY)   ## torch's own tests of process groups, all of them, on gloo and xvcomm with 2 and 4 ranks
 	mkdir -p $(OUT)

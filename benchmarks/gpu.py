@@ -6,7 +6,7 @@ measures on all GPUs of this host: with two the way between them and collectives
 islands; with any number those of one island.
 Everything is measured in one run; each bar is a ratio within it. Writes gpuN.md, gpuN.json and gpuN.png for N ranks as
 it goes on, and ends with code 1 if a bar is not met. Where all GPUs are NVIDIA's this is a rehearsal: the second half
-of the ranks uses the ROCm backend over libraries that forward to CUDA (`tests/hip_on_cuda`), or, with --labels-only,
+of the ranks uses the ROCm backend over libraries that forward to CUDA (`tests/shims/hip_on_cuda`), or, with --labels-only,
 the CUDA backend under another label. `--device host` runs the same on host memory, to try the program itself.
 """
 
@@ -28,10 +28,11 @@ from pathlib import Path
 
 from host import Bar
 
-from xvcomm.cli.bench import Options, parse_size, start
-from xvcomm.cli.benchreport import Setting, draw, read_json
+from xvcomm.cli.bench.command import parse_size, start
+from xvcomm.cli.bench.measure import PEERS, Record
+from xvcomm.cli.bench.options import Options
+from xvcomm.cli.bench.report import Setting, draw, read_json
 from xvcomm.cli.doctor import size_text
-from xvcomm.cli.measure import PEERS, Record
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ("8", "4K", "64K", "1M", "16M", "64M", "256M", "1G")
@@ -341,7 +342,7 @@ def gpus() -> int:
 
 def forwarding(folder: str) -> dict[str, str]:
     """The variables of ranks in which ROCm's libraries are CUDA's, built into `folder`."""
-    script = ROOT / "tests" / "hip_on_cuda" / "build.py"
+    script = ROOT / "tests" / "shims" / "hip_on_cuda" / "build.py"
     done = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stderr}\ncannot build {script.parent}; --labels-only does without")

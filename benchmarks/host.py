@@ -16,16 +16,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from xvcomm.cli.bench import Options, parse_size, start
-from xvcomm.cli.benchreport import Setting, plot
+from xvcomm.cli.bench.command import parse_size, start
+from xvcomm.cli.bench.measure import Record
+from xvcomm.cli.bench.options import Options
+from xvcomm.cli.bench.report import Setting, plot
 from xvcomm.cli.doctor import size_text
-from xvcomm.cli.measure import Record
 from xvcomm.cli.plan import make_request, scale
 from xvcomm.cli.run import launch
 from xvcomm.config import Config
-from xvcomm.planner import Planner
+from xvcomm.engine.planner import Planner
 from xvcomm.schedule.steps import Collective
-from xvcomm.topology import Topology
+from xvcomm.types.topology import Topology
 
 SIZES = ("8", "4K", "64K", "1M", "16M", "64M", "256M")
 PEERS = ("gloo", "mpi", "memcpy")

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from cupy.cuda import runtime as cuda
 
-from xvcomm.backends._kernels import STATE_BYTES, Kernels, Transfer
 from xvcomm.backends.cuda.runtime import CudaRuntime
+from xvcomm.backends.gpu.kernels import STATE_BYTES, Kernels, Transfer
 from xvcomm.config import Config
-from xvcomm.dtype import BY_NAME, ReduceOp
-from xvcomm.opcode import OpCode
-from xvcomm.ring import Message, RingEnd, RingLayout
-from xvcomm.shm import Segment
+from xvcomm.memory.ring import Message, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.types.dtype import BY_NAME, ReduceOp
+from xvcomm.types.opcode import OpCode
 
 FLOAT32 = BY_NAME["float32"]
 SIZES = ("8", "4K", "64K", "1M", "16M", "64M", "256M")

@@ -30,7 +30,7 @@ from host import Bar
 
 from xvcomm.cli.doctor import size_text
 from xvcomm.cli.run import launch
-from xvcomm.topology import parse_islands
+from xvcomm.types.topology import parse_islands
 
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 TURNS = 15

@@ -24,10 +24,10 @@ import numpy as np
 import typer
 
 import xvcomm
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.errors import XvcommError
-from xvcomm.topology import Topology
+from xvcomm.types.topology import Topology
 
 SPREAD = 0.2
 SIDES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}

@@ -27,11 +27,11 @@ from rich.console import Console
 
 import xvcomm
 from xvcomm import pipeline
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, XvcommError
-from xvcomm.launch import discover
-from xvcomm.topology import Topology, parse_islands
+from xvcomm.rendezvous.environment import discover
+from xvcomm.types.topology import Topology, parse_islands
 
 TOLERANCE = 1e-5
 ScheduleName = StrEnum("ScheduleName", {name: name for name in pipeline.SCHEDULES})

@@ -85,8 +85,8 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def rocm_path(root: Path) -> Path:
-    """ROCm's libraries as tests/hip does them for host memory, compiled."""
-    builder = runpy.run_path(str(root / "tests" / "hip" / "build.py"))
+    """ROCm's libraries as tests/shims/hip does them for host memory, compiled."""
+    builder = runpy.run_path(str(root / "tests" / "shims" / "hip" / "build.py"))
     try:
         found: Path = builder["build"]()
     except builder["NoCompiler"] as missing:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xvcomm.dtype import ReduceOp, premul_sum
 from xvcomm.errors import (
     Aborted,
     ArgumentError,
@@ -29,11 +28,12 @@ from xvcomm.errors import (
     StoreError,
     XvcommError,
 )
+from xvcomm.types.dtype import ReduceOp, premul_sum
 
 if TYPE_CHECKING:
-    from xvcomm.bootstrap import init
-    from xvcomm.communicator import Communicator
-    from xvcomm.work import Work
+    from xvcomm.comm.communicator import Communicator
+    from xvcomm.comm.init import init
+    from xvcomm.engine.inflight.work import Work
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 # Loaded when asked for: they import numba, which costs more than all the rest together.
-_LATER = {"init": "xvcomm.bootstrap", "Communicator": "xvcomm.communicator", "Work": "xvcomm.work"}
+_LATER = {"init": "xvcomm.comm.init", "Communicator": "xvcomm.comm.communicator", "Work": "xvcomm.engine.inflight.work"}
 
 
 def __getattr__(name: str) -> Any:

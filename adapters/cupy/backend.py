@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from xvcomm import array
 from xvcomm.adapters.cupy.joining import HOST, PORT, join
 from xvcomm.adapters.cupy.sparse import Parts, is_sparse
 from xvcomm.adapters.cupy.streams import Kept, external
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.memory import array
 
 _OPS = ("sum", "prod", "max", "min")
 

@@ -8,10 +8,10 @@ from importlib import import_module
 from pathlib import Path
 
 import xvcomm
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
-from xvcomm.private import PrivateFolder
+from xvcomm.system.private import PrivateFolder
 
 HOST, PORT = "127.0.0.1", 13333
 _LOOPBACK = (HOST, "::1", "localhost")

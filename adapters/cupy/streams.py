@@ -6,7 +6,7 @@ from collections import deque
 from importlib import import_module
 from typing import Any
 
-from xvcomm import array
+from xvcomm.memory import array
 
 
 class Kept:

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import from_numpy
+from xvcomm.comm.communicator import Communicator
+from xvcomm.comm.point_to_point import CHANNELS
 from xvcomm.errors import ArgumentError, ArrayError, DTypeError
-from xvcomm.pointtopoint import CHANNELS
-from xvcomm.trace import call_site, pass_over
+from xvcomm.trace.recorder import call_site, pass_over
+from xvcomm.types.dtype import from_numpy
 
 TOKEN = np.dtype(np.float32)
 _SITE_BYTES = 48

@@ -14,9 +14,9 @@ from xvcomm.adapters.jax.derivatives import cotangents_of, for_operands, linear,
 from xvcomm.adapters.jax.primitives import batched_by_rows, bind, primitive
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import given_back
-from xvcomm.communicator import Communicator, Op
-from xvcomm.dtype import ReduceOp, Reduction, from_numpy, reduction_on
-from xvcomm.opcode import OpCode
+from xvcomm.comm.communicator import Communicator, Op
+from xvcomm.types.dtype import ReduceOp, Reduction, from_numpy, reduction_on
+from xvcomm.types.opcode import OpCode
 
 all_gather_p = primitive("all_gather")
 reduce_scatter_p = primitive("reduce_scatter")

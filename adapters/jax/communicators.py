@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import xvcomm
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError
 
 _lock = threading.Lock()

@@ -17,9 +17,9 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 
 from xvcomm.adapters.jax import ffi
-from xvcomm.atomics import READY, load, load_acquire, store, store_release
-from xvcomm.jit import brief, compiling, native
-from xvcomm.prepared import BUSY, run
+from xvcomm.engine.prepared import BUSY, run
+from xvcomm.jit.atomics import READY, load, load_acquire, store, store_release
+from xvcomm.jit.compile import brief, compiling, native
 
 ROOM = 1 << 16
 """Entries of the table, number and address of a prepared call. Half of them are used; what comes later stays in Python."""

@@ -16,16 +16,16 @@ import numpy as np
 from xvcomm.adapters.jax import compiled, ffi
 from xvcomm.adapters.jax.failures import explain
 from xvcomm.adapters.jax.specs import ANY, TAGS, CollectiveSpec, MessageSpec, Shape, Spec
-from xvcomm.array import ArrayView
-from xvcomm.calls import Call
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import UINT8, ReduceOp, Reduction, from_numpy
+from xvcomm.engine.collectives import Call
+from xvcomm.engine.messages import Transfer
+from xvcomm.engine.prepared import PreparedCall
 from xvcomm.errors import ArgumentError, ArrayError
-from xvcomm.opcode import OpCode
-from xvcomm.operation import ANY_PEER, NO_PEER
-from xvcomm.prepared import PreparedCall
-from xvcomm.trace import own_site
-from xvcomm.transfers import Transfer
+from xvcomm.memory.array import ArrayView
+from xvcomm.trace.operation import ANY_PEER, NO_PEER
+from xvcomm.trace.recorder import own_site
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import UINT8, ReduceOp, Reduction, from_numpy
+from xvcomm.types.opcode import OpCode
 
 _BARRIER = Reduction(ReduceOp.MAX)
 

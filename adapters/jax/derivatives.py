@@ -12,8 +12,8 @@ from jax.interpreters import ad
 from xvcomm.adapters.jax.primitives import arrays_of, bind, tokens_of
 from xvcomm.adapters.jax.specs import CollectiveSpec, Spec
 from xvcomm.adapters.jax.versions import zero_tangent
-from xvcomm.dtype import ReduceOp
 from xvcomm.errors import ArgumentError
+from xvcomm.types.dtype import ReduceOp
 
 AnySpec = TypeVar("AnySpec", bound=Spec)
 

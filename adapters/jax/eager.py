@@ -17,7 +17,7 @@ from xvcomm.adapters.jax import versions
 from xvcomm.adapters.jax.customcalls import CustomCall, passing, prepared
 from xvcomm.adapters.jax.specs import CollectiveSpec, MessageSpec, Shape, Spec
 from xvcomm.errors import ArrayError
-from xvcomm.opcode import OpCode
+from xvcomm.types.opcode import OpCode
 
 ALIGNMENT = 64
 """Bytes; from memory that begins elsewhere JAX copies."""

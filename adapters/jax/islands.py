@@ -18,8 +18,8 @@ from xvcomm.adapters.jax.primitives import bind
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import make_token
 from xvcomm.adapters.jax.versions import varying
-from xvcomm.dtype import ReduceOp, Reduction
 from xvcomm.errors import ArgumentError
+from xvcomm.types.dtype import ReduceOp, Reduction
 
 _LOCAL = {
     ReduceOp.SUM: jax.lax.psum, ReduceOp.AVG: jax.lax.pmean, ReduceOp.PREMUL_SUM: jax.lax.psum,

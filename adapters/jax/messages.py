@@ -16,9 +16,9 @@ from xvcomm.adapters.jax.specs import ANY, TAGS, MessageSpec
 from xvcomm.adapters.jax.status import ANY_SOURCE, ANY_TAG, Slot
 from xvcomm.adapters.jax.tokens import given_back, make_token
 from xvcomm.adapters.jax.versions import zero_tangent
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError
-from xvcomm.operation import ANY_PEER
+from xvcomm.trace.operation import ANY_PEER
 
 send_p = primitive("send")
 recv_p = primitive("recv")

@@ -13,9 +13,9 @@ from xvcomm.adapters.jax.derivatives import no_derivative
 from xvcomm.adapters.jax.primitives import batched_as_is, batched_by_rows, bind, primitive, unbatched_tokens
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import given_back
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError
-from xvcomm.opcode import OpCode
+from xvcomm.types.opcode import OpCode
 
 broadcast_p = primitive("broadcast")
 gather_p = primitive("gather")

@@ -15,10 +15,10 @@ from xvcomm.adapters.jax.derivatives import cotangents_of, for_operands, linear,
 from xvcomm.adapters.jax.primitives import batched_as_is, bind, primitive
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import given_back
-from xvcomm.communicator import Communicator, Op
-from xvcomm.dtype import ReduceOp, Reduction, from_numpy, reduction_on
+from xvcomm.comm.communicator import Communicator, Op
 from xvcomm.errors import ArgumentError
-from xvcomm.opcode import OpCode
+from xvcomm.types.dtype import ReduceOp, Reduction, from_numpy, reduction_on
+from xvcomm.types.opcode import OpCode
 
 all_reduce_p = primitive("all_reduce")
 reduce_p = primitive("reduce")

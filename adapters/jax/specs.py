@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from xvcomm.adapters.jax.communicators import name_of
 from xvcomm.adapters.jax.status import Slot
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import ReduceOp, Reduction
-from xvcomm.opcode import OpCode
-from xvcomm.operation import ANY_PEER, NO_PEER
+from xvcomm.comm.communicator import Communicator
+from xvcomm.trace.operation import ANY_PEER, NO_PEER
+from xvcomm.types.dtype import ReduceOp, Reduction
+from xvcomm.types.opcode import OpCode
 
 TAGS = 1 << 60
 """Tags of users are below; derivatives' have bits above."""

@@ -1,14 +1,9 @@
-"""The habit of mpi4py over a Communicator: upper-case methods for buffers, lower-case ones for objects.
+"""The old name of `xvcomm.adapters.mpi`, for one release."""
 
-    from xvcomm.adapters.numpy import MPI      # instead of: from mpi4py import MPI
+import warnings
 
-    comm = MPI.COMM_WORLD
-    comm.Allreduce(MPI.IN_PLACE, x)
-
-`Comm(communicator)` is the same view over a Communicator that is there already.
-"""
-
-from xvcomm.adapters.numpy import mpi as MPI
-from xvcomm.adapters.numpy.comm import Comm
+from xvcomm.adapters.mpi import MPI, Comm
 
 __all__ = ["MPI", "Comm"]
+
+warnings.warn("xvcomm.adapters.numpy is now xvcomm.adapters.mpi: change the import", DeprecationWarning, stacklevel=2)

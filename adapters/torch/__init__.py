@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from xvcomm.communicator import Communicator
+    from xvcomm.comm.communicator import Communicator
 
 __all__ = ["BACKEND", "communicator", "register"]
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xvcomm.adapters.torch.group import ProcessGroup
 from xvcomm.adapters.torch.works import Work
-from xvcomm.trace import pass_over
+from xvcomm.trace.recorder import pass_over
 
 _OPERATION = "all_gather_into_tensor_out"
 _libraries: list[Any] = []

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from xvcomm.adapters.torch.errors import mapped
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import ReduceOp, Reduction, reduction
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import DTypeError
+from xvcomm.types.dtype import ReduceOp, Reduction, reduction
 
 Op = str | ReduceOp | Reduction
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)

@@ -27,9 +27,9 @@ from xvcomm.adapters.torch.planes import Operation, Plane
 from xvcomm.adapters.torch.profiling import profiling, recorded
 from xvcomm.adapters.torch.tensors import on_one_device
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOperation, StreamWork, Work
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError, ClosedError, XvcommError
-from xvcomm.forking import FORKED, forks
+from xvcomm.system.forking import FORKED, forks
 
 Tensors = Sequence[Tensor]
 _NO_TENSOR: tuple[Tensor, ...] = ()

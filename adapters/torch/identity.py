@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from xvcomm.adapters.torch.joining import Planes
-from xvcomm.forking import forks
+from xvcomm.system.forking import forks
 
 
 class Identity(dist.ProcessGroup):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from xvcomm.adapters.torch.errors import mapped
 from xvcomm.adapters.torch.planes import HostPlane, Plane, StreamPlane
 from xvcomm.adapters.torch.versions import Making
-from xvcomm.bootstrap import init
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
+from xvcomm.comm.init import init
 from xvcomm.config import Config
 
 _MAIN, _HOST = "main", "host"

@@ -19,8 +19,8 @@ from xvcomm.adapters.torch.planes import Plane
 from xvcomm.adapters.torch.tensors import dense, room, settle
 from xvcomm.adapters.torch.versions import waits
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Work
+from xvcomm.comm.point_to_point import CHANNELS
 from xvcomm.errors import ArgumentError
-from xvcomm.pointtopoint import CHANNELS
 
 
 def send(plane: Plane, tensors: Sequence[Tensor], dst: int, tag: int) -> Work:

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from xvcomm.adapters.torch.errors import as_torch
-from xvcomm.deadline import Deadline
 from xvcomm.errors import DeadlineExceeded
+from xvcomm.types.deadline import Deadline
 
 _PAUSE_SECONDS = 0.001
 _PASSED = b"passed"

@@ -13,8 +13,8 @@ import msgspec
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from xvcomm.dtype import ReduceOp, Reduction, premul_sum
 from xvcomm.errors import ArgumentError
+from xvcomm.types.dtype import ReduceOp, Reduction, premul_sum
 
 _OPS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,

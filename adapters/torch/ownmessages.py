@@ -16,7 +16,7 @@ from torch import Tensor
 from xvcomm.adapters.torch.options import seconds
 from xvcomm.adapters.torch.tensors import dense
 from xvcomm.adapters.torch.works import HostWork, Work
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError, ClosedError
 
 

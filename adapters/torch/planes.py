@@ -23,13 +23,13 @@ from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.ownmessages import OwnMessages
 from xvcomm.adapters.torch.tensors import plain, view
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Done, HostWork, StreamOperation, StreamWork, Work
-from xvcomm.array import ArrayView
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
+from xvcomm.comm.point_to_point import CHANNELS
+from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.errors import XvcommError
-from xvcomm.forking import ProcessFuture
-from xvcomm.pointtopoint import CHANNELS
-from xvcomm.trace import call_site
-from xvcomm.work import OrderedWorker
+from xvcomm.memory.array import ArrayView
+from xvcomm.system.forking import ProcessFuture
+from xvcomm.trace.recorder import call_site
 
 _CLOSE_SECONDS = 2.0
 _INSIDE_RUN, _INSIDE_FROM_ANY = 2, 3

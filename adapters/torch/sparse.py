@@ -7,8 +7,8 @@ from torch import Tensor
 
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import Plane
-from xvcomm.dtype import ReduceOp
 from xvcomm.errors import ArgumentError
+from xvcomm.types.dtype import ReduceOp
 
 
 def all_reduce_sparse(plane: Plane, x: Tensor, how: Options) -> None:

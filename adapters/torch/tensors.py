@@ -10,9 +10,9 @@ from torch import Tensor
 
 from xvcomm.adapters.torch import versions
 from xvcomm.adapters.torch.errors import as_torch
-from xvcomm.array import ArrayView, new_kind
-from xvcomm.dtype import BY_NAME, DType
 from xvcomm.errors import ArrayError, DTypeError, MismatchError
+from xvcomm.memory.array import ArrayView, new_kind
+from xvcomm.types.dtype import BY_NAME, DType
 
 _STRIDED = torch.strided  # looked up once: this and what follows count in the cost of a small operation
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): found for name, found in BY_NAME.items()}

@@ -20,8 +20,8 @@ from torch import Tensor
 from xvcomm.adapters.torch.current import On
 from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.options import seconds
-from xvcomm.deadline import Deadline
 from xvcomm.errors import DeadlineExceeded, XvcommError
+from xvcomm.types.deadline import Deadline
 
 
 class Work(dist.Work):

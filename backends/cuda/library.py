@@ -14,8 +14,8 @@ import numpy as np
 from nccl.bindings import nccl
 from nccl.bindings._internal.nccl import _inspect_loaded_library_path
 
-from xvcomm.backends._vendor import SUCCESS, Library, VendorError, unknown_code
-from xvcomm.dtype import BY_NAME, ReduceOp
+from xvcomm.backends.gpu.vendor import SUCCESS, Library, VendorError, unknown_code
+from xvcomm.types.dtype import BY_NAME, ReduceOp
 
 _UNIQUE_ID_BYTES = 128
 _NO_COMM = nccl.Comm(0)

@@ -9,10 +9,10 @@ from typing import Any
 
 from cupy.cuda import driver, nvrtc, runtime
 
-from xvcomm.atomics import store
-from xvcomm.backends._vendor import SUCCESS, Addresses, Runtime, VendorError
-from xvcomm.calling import call_11
-from xvcomm.jit import brief, compiling
+from xvcomm.backends.gpu.vendor import SUCCESS, Addresses, Runtime, VendorError
+from xvcomm.jit.atomics import store
+from xvcomm.jit.ccall import call_11
+from xvcomm.jit.compile import brief, compiling
 
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 1 | 2

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Word, drive, next_number
 from xvcomm.backends.host.rendezvous import join
-from xvcomm.deadline import Deadline
-from xvcomm.ring import Message, RingEnd
+from xvcomm.jit.atomics import READY, STOPPED
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.types.deadline import Deadline
 
 _REST = struct.Struct(f"<{Word.STARTS - Word.TURN}q")
 _ROW = struct.Struct(f"<{int(Word.TURN)}q{_REST.size}s")

@@ -12,18 +12,18 @@ import numpy as np
 from xvcomm.abc.collective import Collective, CollectiveForm, CollectiveStalled, CollectiveStopped, PreparedCollective
 from xvcomm.abc.device import Stream
 from xvcomm.abc.store import NotSet, Store
-from xvcomm.atomics import READY, STOPPED
 from xvcomm.backends.host import direct, kernels, processes
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.kernels import Mode, Word
 from xvcomm.backends.host.reducers import BLOCK, finisher, kit, scaler, unrounded, widener
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import FLOAT32, DType, ReduceOp, Reduction
 from xvcomm.errors import ResourceError
-from xvcomm.opcode import OpCode
-from xvcomm.ring import ABORT, LINE
-from xvcomm.shm import PAGE, Segment, round_up
+from xvcomm.jit.atomics import READY, STOPPED
+from xvcomm.memory.ring import ABORT, LINE
+from xvcomm.memory.segment import PAGE, Segment, round_up
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import FLOAT32, DType, ReduceOp, Reduction
+from xvcomm.types.opcode import OpCode
 
 ONE_SHOT = 128 << 10
 """Bytes up to which two ranks all-reduce with one barrier, each reducing everything; of more ranks everyone reads

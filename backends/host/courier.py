@@ -13,17 +13,17 @@ import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.abc.device import Courier, RingStalled, RingStopped
-from xvcomm.atomics import PENDING, READY, STOPPED, load, load_acquire, store
 from xvcomm.backends.host import mover
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.mover import WIDTH, Kind, drive_all, take, try_row
 from xvcomm.backends.host.rendezvous import join
-from xvcomm.deadline import Deadline
-from xvcomm.jit import brief, compiling, kernel
-from xvcomm.opcode import OpCode
-from xvcomm.ring import RingEnd
-from xvcomm.trace import DONE as ENDED
-from xvcomm.trace import note, note_end
+from xvcomm.jit.atomics import PENDING, READY, STOPPED, load, load_acquire, store
+from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.memory.ring import RingEnd
+from xvcomm.trace.recorder import DONE as ENDED
+from xvcomm.trace.recorder import note, note_end
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.opcode import OpCode
 
 HELD_BYTES = 128 << 10
 """Messages up to here may be copied with the interpreter lock held: about as long as it takes to hand it over."""

@@ -18,11 +18,11 @@ from xvcomm.backends.host.kernels import scale
 from xvcomm.backends.host.mover import MAX_STREAMS, Kind
 from xvcomm.backends.host.reducers import BLOCK, average_many, finisher, kit, reduce_many, scaler, widener
 from xvcomm.config import Config
-from xvcomm.deadline import NEVER
-from xvcomm.dtype import BY_CODE, DType, ReduceOp
 from xvcomm.errors import ArgumentError
-from xvcomm.jit import compiling, kernel
-from xvcomm.ring import Message, RingEnd
+from xvcomm.jit.compile import compiling, kernel
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.types.deadline import NEVER
+from xvcomm.types.dtype import BY_CODE, DType, ReduceOp
 
 EAGER_BYTES = 64 << 10
 """Up to so many the caller's thread moves what it can before it leaves transfers to the engine's: copying them takes less than

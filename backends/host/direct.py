@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.atomics import (
+from xvcomm.backends.host.kernels import Mode, Word, arrive, combine, line, meet, open_plan, reduce
+from xvcomm.backends.host.processes import copy, exposed, now, reachable, revoke, witness, witnessed
+from xvcomm.jit.atomics import (
     READY,
     await_word,
     load,
@@ -29,11 +31,9 @@ from xvcomm.atomics import (
     store_release,
     usleep,
 )  # fmt: skip
-from xvcomm.backends.host.kernels import Mode, Word, arrive, combine, line, meet, open_plan, reduce
-from xvcomm.backends.host.processes import copy, exposed, now, reachable, revoke, witness, witnessed
-from xvcomm.jit import compiling, kernel
-from xvcomm.ring import ABORT, LINE
-from xvcomm.shm import PAGE
+from xvcomm.jit.compile import compiling, kernel
+from xvcomm.memory.ring import ABORT, LINE
+from xvcomm.memory.segment import PAGE
 
 LEAST = 256 << 10
 """Bytes of all shares together from which on a reduction may go this way; below, a barrier more is worth more."""

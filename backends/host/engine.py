@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.atomics import READY
 from xvcomm.backends.host.batch import Batch
-from xvcomm.deadline import Deadline
-from xvcomm.forking import ProcessFuture
-from xvcomm.threads import Daemon
+from xvcomm.jit.atomics import READY
+from xvcomm.system.forking import ProcessFuture
+from xvcomm.system.threads import Daemon
+from xvcomm.types.deadline import Deadline
 
 
 @dataclass(slots=True)

@@ -18,11 +18,11 @@ import numpy as np
 from numba import carray
 from numba.extending import register_jitable
 
-from xvcomm.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, load_acquire, store
 from xvcomm.backends.host.reducers import average_many, call_scale, reduce_many
-from xvcomm.jit import compiling, kernel, native
-from xvcomm.ring import ABORT, LINE
-from xvcomm.shm import PAGE
+from xvcomm.jit.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, load_acquire, store
+from xvcomm.jit.compile import compiling, kernel, native
+from xvcomm.memory.ring import ABORT, LINE
+from xvcomm.memory.segment import PAGE
 
 __all__ = [
     "Mode", "Word", "address", "arrive", "combine", "exchange", "join", "line", "meet", "one_shot", "open_plan", "plan_words",

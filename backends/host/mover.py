@@ -11,8 +11,10 @@ import enum
 
 from numba.extending import register_jitable
 
-from xvcomm import ring
-from xvcomm.atomics import (
+from xvcomm.backends.host import rendezvous
+from xvcomm.backends.host.reducers import call_combine
+from xvcomm.backends.host.rendezvous import copy_next, propose, through
+from xvcomm.jit.atomics import (
     PENDING,
     READY,
     STOPPED,
@@ -26,10 +28,8 @@ from xvcomm.atomics import (
     store_release,
     stream_bytes,
 )
-from xvcomm.backends.host import rendezvous
-from xvcomm.backends.host.reducers import call_combine
-from xvcomm.backends.host.rendezvous import copy_next, propose, through
-from xvcomm.jit import brief, compiling, kernel
+from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.memory import ring
 
 MISMATCH, SOME = 3, 4
 """Further results of `drive`, beside READY, PENDING and STOPPED: descriptions differ; at least one row is done."""

@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from xvcomm.atomics import as_pointer, full_fence, load, load_acquire, store, store_release
+from xvcomm.jit.atomics import as_pointer, full_fence, load, load_acquire, store, store_release
 
 _read = types.ExternalFunction(
     "process_vm_readv",

@@ -17,10 +17,10 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic, register_jitable
 
-from xvcomm.atomics import as_pointer, copy_bytes
 from xvcomm.backends.host import codecs
-from xvcomm.dtype import BY_NAME, DType, ReduceOp
-from xvcomm.jit import compiling, native
+from xvcomm.jit.atomics import as_pointer, copy_bytes
+from xvcomm.jit.compile import compiling, native
+from xvcomm.types.dtype import BY_NAME, DType, ReduceOp
 
 BLOCK = 8192
 """Elements reduced at a time when more than two operands meet: the float32 accumulator stays in the first caches."""

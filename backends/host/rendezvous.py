@@ -23,13 +23,13 @@ from functools import partial
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm import ring
-from xvcomm.atomics import compare_and_swap, load, load_acquire, store, store_release, usleep
 from xvcomm.backends.host import processes
 from xvcomm.backends.host.processes import ACCESS_WORDS, copy, exposed, now, reachable, revoke, witnessed
-from xvcomm.jit import compiling, kernel
-from xvcomm.ring import ABORT, CLAIMS, LINE, MEETING, TURNS, RingEnd
-from xvcomm.shm import PAGE
+from xvcomm.jit.atomics import compare_and_swap, load, load_acquire, store, store_release, usleep
+from xvcomm.jit.compile import compiling, kernel
+from xvcomm.memory import ring
+from xvcomm.memory.ring import ABORT, CLAIMS, LINE, MEETING, TURNS, RingEnd
+from xvcomm.memory.segment import PAGE
 
 LEAST = 512 << 10
 """Bytes of a message from which on it may go this way; below, in a ping-pong between processes, both take as long."""

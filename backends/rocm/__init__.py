@@ -7,8 +7,8 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from xvcomm.backends._gpu import GpuBackend
-from xvcomm.backends._vendor import Library
+from xvcomm.backends.ccl.backend import GpuBackend
+from xvcomm.backends.gpu.vendor import Library
 
 if TYPE_CHECKING:
     from xvcomm.backends.rocm.runtime import HipRuntime

@@ -12,8 +12,8 @@ import numpy as np
 from rocm.bindings import rccl as _rccl
 from rocm.bindings.util.paths import get_library_path
 
-from xvcomm.backends._vendor import Library, VendorError, unknown_code
-from xvcomm.dtype import BY_NAME, ReduceOp
+from xvcomm.backends.gpu.vendor import Library, VendorError, unknown_code
+from xvcomm.types.dtype import BY_NAME, ReduceOp
 
 rccl: Any = _rccl  # its stubs say nothing of types
 _T, _O = rccl.ncclDataType_t, rccl.ncclRedOp_t

@@ -10,10 +10,10 @@ from typing import Any
 from rocm.bindings import hip, hiprtc
 from rocm.bindings.util.paths import get_library_path
 
-from xvcomm.atomics import load, store
-from xvcomm.backends._vendor import SUCCESS, Addresses, Runtime, VendorError, unknown_code
-from xvcomm.calling import call_11
-from xvcomm.jit import brief, compiling
+from xvcomm.backends.gpu.vendor import SUCCESS, Addresses, Runtime, VendorError, unknown_code
+from xvcomm.jit.atomics import load, store
+from xvcomm.jit.ccall import call_11
+from xvcomm.jit.compile import brief, compiling
 
 # Plain numbers: to find hip-python's enumerators takes longer than some calls.
 _NOT_READY = int(hip.hipError_t.hipErrorNotReady)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
 from xvcomm.errors import ResourceError
-from xvcomm.ring import RingEnd, RingLayout
-from xvcomm.shm import Segment, room
+from xvcomm.memory.ring import RingEnd, RingLayout
+from xvcomm.memory.segment import Segment, room
+from xvcomm.types.deadline import Deadline
 
 __all__ = ["ShmTransport"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llama.config import Part
-from xvcomm.balance import split_layers
 from xvcomm.errors import ArgumentError
-from xvcomm.topology import Topology
+from xvcomm.pipeline.balance import split_layers
+from xvcomm.types.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

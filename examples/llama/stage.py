@@ -13,7 +13,7 @@ from llama.config import Model, Part
 from xvcomm.errors import ArgumentError, BackendUnavailable
 
 if TYPE_CHECKING:
-    from xvcomm.communicator import Communicator
+    from xvcomm.comm.communicator import Communicator
 
 FRAMEWORKS = {"numpy": "NumpyPart", "torch": "TorchPart", "jax": "JaxPart"}
 BUCKET_ELEMENTS = 1 << 20

@@ -33,9 +33,9 @@ def test_floors_hold(root: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("xvcomm/errors.py", "import xvcomm.topology", "Floors"),
-        ("xvcomm/topology.py", "import torch", "The core imports no framework"),
-        ("backends/host/__init__.py", "import xvcomm.planner", "Backends see only the lower floors"),
+        ("xvcomm/errors.py", "import xvcomm.types.topology", "Floors"),
+        ("xvcomm/types/topology.py", "import torch", "The core imports no framework"),
+        ("backends/host/__init__.py", "import xvcomm.engine.planner", "Backends see only the lower floors"),
         ("backends/host/__init__.py", "import xvcomm.backends.shm", "Backends do not import each other"),
         ("xvcomm/stray.py", "", "Floors"),
     ],

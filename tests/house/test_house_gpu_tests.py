@@ -1,4 +1,4 @@
-"""`make test-gpu` runs all that lies in `tests/gpu`, whatever the names of its tests."""
+"""`make test-gpu` runs all that lies in `tests/hardware`, whatever the names of its tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_nothing_is_deselected(root: Path) -> None:
     recipe = subprocess.run(
         ["make", "--dry-run", "test-gpu"], cwd=root, capture_output=True, text=True, check=True
     ).stdout
-    (arguments,) = re.findall(r"-m pytest ([^|;\n]*\btests/gpu\b[^|;\n]*)", recipe)
+    (arguments,) = re.findall(r"-m pytest ([^|;\n]*\btests/hardware\b[^|;\n]*)", recipe)
     command = [sys.executable, "-m", "pytest", *shlex.split(arguments), "--collect-only", "-q"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -80,7 +80,7 @@ def test_public_names_are_documented(root: Path) -> None:
     assert not missing, "no docstring:\n" + "\n".join(missing)
 
 
-@pytest.mark.parametrize("module", ["xvcomm", "xvcomm.pipeline", "xvcomm.balance"])
+@pytest.mark.parametrize("module", ["xvcomm", "xvcomm.pipeline", "xvcomm.pipeline.balance"])
 def test_exported_names_exist_and_are_documented(module: str) -> None:
     namespace = importlib.import_module(module)
     for name in namespace.__all__:

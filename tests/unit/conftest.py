@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from xvcomm import bootstrap
 from xvcomm.abc.store import Store
-from xvcomm.deadline import Deadline
-from xvcomm.store import FileStore, MemoryStore, TcpServer, TcpStore
-from xvcomm.store.wrappers import TorchStore
+from xvcomm.comm import init
+from xvcomm.rendezvous.store import FileStore, MemoryStore, TcpServer, TcpStore
+from xvcomm.rendezvous.store.wrappers import TorchStore
+from xvcomm.types.deadline import Deadline
 
 # Two test runs share the machine: how long an example takes says nothing.
 settings.register_profile("shared machine", deadline=None)
@@ -86,10 +86,10 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 @pytest.fixture
 def fake_communicator(monkeypatch: pytest.MonkeyPatch, no_store_thread_left: None) -> Path:
     """Let `init()` find the fake communicator, no settings and no earlier life; gives the file of the fake."""
-    monkeypatch.setitem(sys.modules, "xvcomm.communicator", types.ModuleType("xvcomm.communicator"))
+    monkeypatch.setitem(sys.modules, "xvcomm.comm.communicator", types.ModuleType("xvcomm.comm.communicator"))
     file = Path(__file__).with_name("fake_communicator.py")
     runpy.run_path(str(file))
-    monkeypatch.setattr(bootstrap, "_epochs", type(bootstrap._epochs)())
+    monkeypatch.setattr(init, "_epochs", type(init._epochs)())
     for name in [name for name in os.environ if name.startswith("XVCOMM_")]:
         monkeypatch.delenv(name)
     return file

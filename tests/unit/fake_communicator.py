@@ -1,4 +1,4 @@
-"""Stands in for `xvcomm.communicator`: the least that `init()` needs. Running this file puts it in place.
+"""Stands in for `xvcomm.comm.communicator`: the least that `init()` needs. Running this file puts it in place.
 
 What a communicator adds has its own tests; without it ranks start at once and share no memory.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from xvcomm.abc.store import Store
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.store import join_barrier
+from xvcomm.rendezvous.store import join_barrier
+from xvcomm.types.deadline import Deadline
 
 
 class Communicator:
@@ -31,6 +31,6 @@ class Communicator:
         return cls(store, rank, size, on_close)
 
 
-module = types.ModuleType("xvcomm.communicator")
+module = types.ModuleType("xvcomm.comm.communicator")
 module.Communicator = Communicator
-sys.modules["xvcomm.communicator"] = module
+sys.modules["xvcomm.comm.communicator"] = module

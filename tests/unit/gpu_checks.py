@@ -17,16 +17,16 @@ import pytest
 
 from xvcomm.abc.device import Stream
 from xvcomm.backends import rocm
-from xvcomm.backends._gpu import GpuDevice
-from xvcomm.backends._guard import told
-from xvcomm.backends._vendor import VendorError
+from xvcomm.backends.gpu.device import GpuDevice
+from xvcomm.backends.gpu.guard import told
+from xvcomm.backends.gpu.vendor import VendorError
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import UINT8
 from xvcomm.errors import ArgumentError, ArrayError, ResourceError
-from xvcomm.opcode import OpCode
-from xvcomm.ring import Message, Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment
+from xvcomm.memory.ring import Message, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import UINT8
+from xvcomm.types.opcode import OpCode
 
 SECONDS = 30.0  # the first use of a kernel compiles it
 SMALL, BIG = 1000, 200_000

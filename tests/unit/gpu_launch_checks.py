@@ -1,4 +1,4 @@
-"""How GPUs launch messages, over hip-python on tests/hip; test_gpu_runtime runs each check in a process of its own."""
+"""How GPUs launch messages, over hip-python on tests/shims/hip; test_gpu_runtime runs each check in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from xvcomm.abc.device import MessageForm
-from xvcomm.backends._kernels import _ROW_BYTES
-from xvcomm.backends._streams import STREAMS
-from xvcomm.backends._vendor import VendorError
-from xvcomm.dtype import BY_NAME, ReduceOp
+from xvcomm.backends.gpu.kernels import _ROW_BYTES
+from xvcomm.backends.gpu.streams import STREAMS
+from xvcomm.backends.gpu.vendor import VendorError
+from xvcomm.types.dtype import BY_NAME, ReduceOp
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
 device, stream, message, ring = (_shared[name] for name in ("device", "stream", "message", "ring"))

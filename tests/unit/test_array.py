@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xvcomm import array
-from xvcomm.array import empty_like, finish, view
-from xvcomm.dlpack import Lent
-from xvcomm.dtype import BY_NAME, DTYPES, DType
 from xvcomm.errors import ArrayError, DTypeError
+from xvcomm.memory import array
+from xvcomm.memory.array import empty_like, finish, view
+from xvcomm.memory.dlpack import Lent
+from xvcomm.types.dtype import BY_NAME, DTYPES, DType
 
 
 def nowhere(nbytes: int) -> array.Memory:

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from xvcomm.atomics import hand_over
-from xvcomm.jit import compiling, kernel
+from xvcomm.jit.atomics import hand_over
+from xvcomm.jit.compile import compiling, kernel
 
 
 def _copy(dst: int, src: int, count: int) -> None:
@@ -35,8 +35,8 @@ def test_every_byte_is_copied_and_none_beside_them(offsets: tuple[int, int]) -> 
 WAITING = """
 import os, sys, time
 import numpy as np
-from xvcomm.atomics import PENDING, await_word
-from xvcomm.jit import compiling, kernel
+from xvcomm.jit.atomics import PENDING, await_word
+from xvcomm.jit.compile import compiling, kernel
 
 def _wait(word, abort):
     return await_word(word, 1, abort, 0, 20_000_000)

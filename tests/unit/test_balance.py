@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xvcomm.balance import split_layers, split_samples, weights
 from xvcomm.errors import ArgumentError
+from xvcomm.pipeline.balance import split_layers, split_samples, weights
 
 SPEEDS = st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.3, 7.0]), min_size=1, max_size=4)
 

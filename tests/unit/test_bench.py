@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from xvcomm.cli import app
-from xvcomm.cli.bench import grid, parse_devices, parse_size
-from xvcomm.cli.benchcase import OPS, Case, allocate, clear, fill, one_way, ping_pong, wrong
-from xvcomm.cli.benchmemory import HostMemory, TorchMemory
-from xvcomm.cli.benchreport import Setting, read_json, write_csv, write_json
-from xvcomm.cli.measure import PEERS, Bystanders, Effort, Meeting, Record, measure
-from xvcomm.dtype import DTYPES
+from xvcomm.cli.bench.case import OPS, Case, allocate, clear, fill, one_way, ping_pong, wrong
+from xvcomm.cli.bench.command import grid, parse_devices, parse_size
+from xvcomm.cli.bench.measure import PEERS, Bystanders, Effort, Meeting, Record, measure
+from xvcomm.cli.bench.memory import HostMemory, TorchMemory
+from xvcomm.cli.bench.report import Setting, read_json, write_csv, write_json
 from xvcomm.errors import ArgumentError
-from xvcomm.store import MemoryStore
-from xvcomm.topology import Topology
+from xvcomm.rendezvous.store import MemoryStore
+from xvcomm.types.dtype import DTYPES
+from xvcomm.types.topology import Topology
 
 DTYPE = {d.name: d for d in DTYPES}
 
@@ -76,7 +76,7 @@ def test_bench_refuses_nonsense_before_it_starts_anything():
 
 def test_sizes_are_given_by_the_flags_of_nccl_tests(monkeypatch):
     asked = []
-    monkeypatch.setattr("xvcomm.cli.bench.start", lambda options: asked.append(options) or 0)
+    monkeypatch.setattr("xvcomm.cli.bench.command.start", lambda options: asked.append(options) or 0)
     arguments = ["bench", "-n", "2", "-b", "8", "-e", "128", "-f", "4", "-w", "3"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from xvcomm import bootstrap
+from xvcomm.comm import init
 
 SOON = 20.0
 MPIRUN = Path(sys.executable).parent / "mpirun"
@@ -21,10 +21,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 Env = dict[str, str]
 Script = Callable[..., str]
 
-JOIN = "from xvcomm.bootstrap import init\ncomm = init(timeout=60)"
+JOIN = "from xvcomm.comm.init import init\ncomm = init(timeout=60)"
 LIFE = """
-from xvcomm.bootstrap import init
-from xvcomm.deadline import Deadline
+from xvcomm.comm.init import init
+from xvcomm.types.deadline import Deadline
 for turn in range(2):
     comm = init(timeout=60)
     comm.store.set(f"k{comm.rank}", b"%d" % turn)
@@ -99,7 +99,7 @@ DEATHS = {
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_file_stores_folder_serves_again_after_a_death(script: Script, tmp_path: Path, death: str) -> None:
     store, (count, end) = f"file://{tmp_path / 'store'}", DEATHS[death]
-    dying = script("from xvcomm.bootstrap import init", end)
+    dying = script("from xvcomm.comm.init import init", end)
     outputs([start(dying, env=numbered(rank, 2, store)) for rank in range(count)])
     assert list((tmp_path / "store").rglob("=*"))
     path = script(LIFE, "print('done')")
@@ -172,7 +172,7 @@ jax.distributed.initialize("127.0.0.1:{port}", 2, int(sys.argv[1]), initializati
 
 def test_a_killed_rank_does_not_hold_up_the_closing_of_rank_0(script: Script, address: str) -> None:
     other = start(script(JOIN, "os.kill(os.getpid(), 9)"), env=numbered(1, 2, address))
-    comm: Any = bootstrap.init(env=numbered(0, 2, address), timeout=SOON)
+    comm: Any = init.init(env=numbered(0, 2, address), timeout=SOON)
     outputs([other])
     began = time.monotonic()
     comm.close()

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from xvcomm import bootstrap
 from xvcomm.abc.store import Store
-from xvcomm.communicator import Communicator
+from xvcomm.comm import init
+from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
 from xvcomm.errors import ArgumentError, AuthenticationError, ConfigError, DeadlineExceeded, StoreError
-from xvcomm.launch import Launch, discover
-from xvcomm.store import FileStore, MemoryStore, TcpServer, join_barrier
-from xvcomm.store.hosting import CLOSE_GRACE, Invitation, own_address
+from xvcomm.rendezvous.environment import Launch, discover
+from xvcomm.rendezvous.store import FileStore, MemoryStore, TcpServer, join_barrier
+from xvcomm.rendezvous.store.hosting import CLOSE_GRACE, Invitation, own_address
+from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("fake_communicator")
 SOON = 20.0
@@ -54,7 +54,7 @@ def meet_and_leave(env: Callable[[int], Env], count: int, **arguments: Any) -> N
 
     def life(rank: int) -> str:
         for turn in range(3):
-            comm: Any = bootstrap.init(env=env(rank), **arguments)
+            comm: Any = init.init(env=env(rank), **arguments)
             assert (comm.rank, comm.size) == (rank, count)
             comm.store.set(f"k{rank}", b"%d" % turn)
             for other in range(count):
@@ -68,13 +68,13 @@ def meet_and_leave(env: Callable[[int], Env], count: int, **arguments: Any) -> N
 
 
 def test_the_fake_joins_like_the_real_one() -> None:
-    fake = sys.modules["xvcomm.communicator"].Communicator
+    fake = sys.modules["xvcomm.comm.communicator"].Communicator
     assert fake is not Communicator
     assert list(inspect.signature(fake.join).parameters) == list(inspect.signature(Communicator.join).parameters)
 
 
 def test_single() -> None:
-    comm: Any = bootstrap.init(env={})
+    comm: Any = init.init(env={})
     assert (comm.rank, comm.size) == (0, 1)
     comm.close()
 
@@ -122,14 +122,14 @@ def test_a_slurm_step() -> None:
     }
     meet_and_leave(lambda rank: {**slurm, "SLURM_PROCID": str(rank), "XVCOMM_SECRET": "s"}, 2)
     with pytest.raises(ConfigError, match="XVCOMM_SECRET"):
-        bootstrap.init(env={**slurm, "SLURM_PROCID": "0"})
+        init.init(env={**slurm, "SLURM_PROCID": "0"})
 
 
 def test_rank_0_may_close_first(address: str) -> None:
     closing = threading.Event()
 
     def life(rank: int) -> str:
-        comm: Any = bootstrap.init(env=numbered(rank, 2, XVCOMM_STORE=address, XVCOMM_SECRET="s"))
+        comm: Any = init.init(env=numbered(rank, 2, XVCOMM_STORE=address, XVCOMM_SECRET="s"))
         if rank == 0:
             closing.set()
         else:
@@ -147,7 +147,7 @@ def test_rank_0_may_close_first(address: str) -> None:
 def test_the_missing_are_named_on_all_that_came(address: str) -> None:
 
     def life(rank: int) -> None:
-        bootstrap.init(env=numbered(rank, 4, XVCOMM_STORE=address, XVCOMM_SECRET="s"), timeout=0.5 + 0.3 * rank)
+        init.init(env=numbered(rank, 4, XVCOMM_STORE=address, XVCOMM_SECRET="s"), timeout=0.5 + 0.3 * rank)
 
     for error in ranks(2, life):
         assert isinstance(error, DeadlineExceeded) and "ranks 2, 3 of 4" in str(error)
@@ -156,7 +156,7 @@ def test_the_missing_are_named_on_all_that_came(address: str) -> None:
 def test_rank_0_is_missing(address: str) -> None:
     env = numbered(1, 2, XVCOMM_STORE=address, XVCOMM_SECRET="s")
     with pytest.raises(DeadlineExceeded, match="rank 0 has not joined"):
-        bootstrap.init(env=env, timeout=0.1)
+        init.init(env=env, timeout=0.1)
 
 
 def test_a_failed_attempt_may_be_repeated(address: str) -> None:
@@ -165,14 +165,14 @@ def test_a_failed_attempt_may_be_repeated(address: str) -> None:
         return numbered(rank, 2, XVCOMM_STORE=address, XVCOMM_SECRET="s")
 
     with pytest.raises(DeadlineExceeded):
-        bootstrap.init(env=env(0), timeout=0.05)
+        init.init(env=env(0), timeout=0.05)
     meet_and_leave(env, 2)
 
 
 def test_a_wrong_secret_is_known_on_both_sides(address: str) -> None:
 
     def life(rank: int) -> None:
-        bootstrap.init(env=numbered(rank, 2, XVCOMM_STORE=address, XVCOMM_SECRET=f"s{rank}"), timeout=0.5)
+        init.init(env=numbered(rank, 2, XVCOMM_STORE=address, XVCOMM_SECRET=f"s{rank}"), timeout=0.5)
 
     waiting, refused = ranks(2, life)
     assert isinstance(refused, AuthenticationError) and "XVCOMM_SECRET" in str(refused)
@@ -184,7 +184,7 @@ def test_port_taken() -> None:
         port = listener.getsockname()[1]
         env = numbered(0, 2, XVCOMM_STORE=f"tcp://127.0.0.1:{port}", XVCOMM_SECRET="s")
         with pytest.raises(StoreError, match=f"port {port} .*taken"):
-            bootstrap.init(env=env, timeout=0.2)
+            init.init(env=env, timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_port_taken() -> None:
 )
 def test_what_is_missing_is_named(env: Mapping[str, str], names: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        bootstrap.init(env=env)
+        init.init(env=env)
     for name in names:
         assert name in str(caught.value)
 
 
 def test_objects_that_are_no_store() -> None:
     with pytest.raises(ArgumentError, match="mpi4py"):
-        bootstrap.init(store=object(), env={})
+        init.init(store=object(), env={})
 
 
 def test_an_mpi_of_another_make(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +219,9 @@ def test_an_mpi_of_another_make(monkeypatch: pytest.MonkeyPatch) -> None:
         def Get_size(self) -> int:
             return 1
 
-    monkeypatch.setattr(bootstrap, "world", Alone)
+    monkeypatch.setattr(init, "world", Alone)
     with pytest.raises(ConfigError, match=r"rank 1 of 2.*rank 0 of 1.*XVCOMM_STORE"):
-        bootstrap.init(env={"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"})
+        init.init(env={"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"})
 
 
 @pytest.mark.filterwarnings("ignore:the ranks meet through torch:RuntimeWarning")
@@ -239,7 +239,7 @@ def test_an_mpi_of_another_make(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch, module: str, env: Env, names: list[str]) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError) as caught:
-        bootstrap.init(env=env)
+        init.init(env=env)
     for name in names:
         assert name in str(caught.value)
 
@@ -248,15 +248,15 @@ def test_a_failed_join_leaves_nothing(port: int, address: str, monkeypatch: pyte
     def join(*args: Any, **kwargs: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(sys.modules["xvcomm.communicator"].Communicator, "join", join)
+    monkeypatch.setattr(sys.modules["xvcomm.comm.communicator"].Communicator, "join", join)
     with pytest.raises(MemoryError):
-        bootstrap.init(env=numbered(0, 2, XVCOMM_STORE=address, XVCOMM_SECRET="s"))
+        init.init(env=numbered(0, 2, XVCOMM_STORE=address, XVCOMM_SECRET="s"))
     with socket.create_server(("127.0.0.1", port)):
         pass
 
 
 def test_rendezvous_gives_a_store() -> None:
-    store: Store = bootstrap.rendezvous(Launch(0, 1, 0, 1, "single"), Config(), {}, Deadline.after(SOON))
+    store: Store = init.rendezvous(Launch(0, 1, 0, 1, "single"), Config(), {}, Deadline.after(SOON))
     assert join_barrier(store, 0, 1, b"x", Deadline.after(SOON)) == [b"x"]
 
 
@@ -270,12 +270,12 @@ def test_torchs_store_between_hosts_gets_no_secret_of_the_users(
     except StoreError:
         pytest.skip("only loopback here")
     board = MemoryStore()
-    monkeypatch.setattr(bootstrap, "torch_store", lambda *_: board)
+    monkeypatch.setattr(init, "torch_store", lambda *_: board)
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": "29500"}
     config = Config(secret=secret)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        store = bootstrap.rendezvous(discover(env, config), config, env, Deadline.after(SOON))
+        store = init.rendezvous(discover(env, config), config, env, Deadline.after(SOON))
     try:
         note = board.get("xvcomm-0//0/2/invitation", Deadline.after(0))
         assert Invitation.unpack(note).secret != secret
@@ -303,7 +303,7 @@ def test_a_secret_on_one_rank_only(where: int, here: str, there: str) -> None:
 
     def work(rank: int) -> None:
         secret = {"XVCOMM_SECRET": "s"} if rank == where else {}
-        bootstrap.init(env=numbered(rank, 2, **secret), store=store, timeout=1.0)
+        init.init(env=numbered(rank, 2, **secret), store=store, timeout=1.0)
 
     assert isinstance((error := ranks(2, work)[1]), ConfigError)
     assert "XVCOMM_SECRET" in str(error) and here in str(error) and there in str(error)
@@ -319,5 +319,5 @@ def test_a_store_of_torchs_between_hosts_without_a_secret(secret: Env) -> None:
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(DeadlineExceeded):
         warnings.simplefilter("always")
-        bootstrap.init(env=numbered(0, 2, **secret), store=dist.PrefixStore("user", store), timeout=0.3)
+        init.init(env=numbered(0, 2, **secret), store=dist.PrefixStore("user", store), timeout=0.3)
     assert ["XVCOMM_SECRET" in str(warning.message) for warning in caught] == [True] * (not secret)

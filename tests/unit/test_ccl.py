@@ -17,19 +17,19 @@ import pytest
 
 from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
 from xvcomm.abc.store import Store
-from xvcomm.backends._ccl import CclCollective
-from xvcomm.backends._join import Member, Verdict, join, meet, refusal
-from xvcomm.backends._routes import Route, Scale, cut, parts, route
-from xvcomm.backends._vendor import IN_PROGRESS, Addresses, Library, Runtime, VendorError
+from xvcomm.backends.ccl.collective import CclCollective
+from xvcomm.backends.ccl.joining import Member, Verdict, join, meet, refusal
+from xvcomm.backends.ccl.routes import Route, Scale, cut, parts, route
+from xvcomm.backends.gpu.vendor import IN_PROGRESS, Addresses, Library, Runtime, VendorError
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
 from xvcomm.errors import Aborted, BackendUnavailable, DeadlineExceeded
-from xvcomm.ring import Reason
-from xvcomm.store import MemoryStore
-from xvcomm.store.guarded import GuardedStore
+from xvcomm.memory.ring import Reason
+from xvcomm.rendezvous.store import MemoryStore
+from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.testing.cases import expected, reductions, sample
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
 
 SOON = 10.0
 WHOLE = ("int8", "uint8", "int32", "uint32", "int64", "uint64")

@@ -16,18 +16,18 @@ from typing import Any, cast
 import pytest
 
 from xvcomm.abc.collective import CollectiveForm, CollectiveStalled, CollectiveStopped
-from xvcomm.backends._ccl import CclCollective
-from xvcomm.board import Board
-from xvcomm.boarding import ROOM, Boarding, Passengers
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction
-from xvcomm.enqueued import CollectiveCall, EnqueuedStep, Place
+from xvcomm.backends.ccl.collective import CclCollective
+from xvcomm.engine.inflight.log import ROOM, Boarding, Passengers
+from xvcomm.engine.launch import CollectiveCall, EnqueuedStep, Place
 from xvcomm.errors import Aborted
-from xvcomm.opcode import OpCode
-from xvcomm.operation import Operation
-from xvcomm.ring import Message, Reason
+from xvcomm.memory.ring import Message, Reason
+from xvcomm.memory.segment import Segment
 from xvcomm.schedule.steps import Buf
-from xvcomm.shm import Segment
+from xvcomm.trace.contract import Board
+from xvcomm.trace.operation import Operation
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import BY_NAME, DType, ReduceOp, Reduction
+from xvcomm.types.opcode import OpCode
 
 _shared = runpy.run_path(str(Path(__file__).with_name("test_ccl.py")))
 a_library, joined, until = _shared["a_library"], _shared["joined"], _shared["until"]

@@ -14,8 +14,8 @@ from xvcomm.cli.output import LineAssembler, Outlet, RankStream, prefixes
 from xvcomm.cli.plan import scale
 from xvcomm.cli.run import rank_environments, rank_labels, resolve
 from xvcomm.config import table
+from xvcomm.engine.session.presence import NOWHERE
 from xvcomm.errors import ArgumentError
-from xvcomm.presence import NOWHERE
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
@@ -162,7 +162,7 @@ def test_doctor_says_how_deaths_are_noticed(monkeypatch):
     monkeypatch.setattr("os.pidfd_open", forbid)
     told = examine({}).shared_memory["deaths_noticed_by"]
     assert told.startswith("locks on /dev/shm") and "pidfd_open: Operation not permitted" in told
-    monkeypatch.setattr("xvcomm.presence.Presence.take", lambda _: SimpleNamespace(byte=NOWHERE))
+    monkeypatch.setattr("xvcomm.engine.session.presence.Presence.take", lambda _: SimpleNamespace(byte=NOWHERE))
     assert any("nobody notices" in p.what and "seccomp" in p.remedy for p in examine({}).problems)
 
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from xvcomm import trace
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.courier import HELD_BYTES, HostCourier
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import UINT8
-from xvcomm.opcode import OpCode
-from xvcomm.ring import LEDGER, Message, Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment
-from xvcomm.trace import Record, Recorder, State
+from xvcomm.memory.ring import LEDGER, Message, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.trace import recorder
+from xvcomm.trace.recorder import Record, Recorder, State
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import UINT8
+from xvcomm.types.opcode import OpCode
 
 COMMUNICATOR, COLLECTIVE = 5, 12
 SLOTS = 4
@@ -32,7 +32,7 @@ class Side:
 
     end: RingEnd
     device: HostDevice
-    memory: memoryview = field(default_factory=lambda: memoryview(bytearray(trace.region_bytes(512))))
+    memory: memoryview = field(default_factory=lambda: memoryview(bytearray(recorder.region_bytes(512))))
     stop: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Side:
 
     def begin(self, data: np.ndarray, tag: int = 0, courier: HostCourier | None = None) -> bool:
         """Begin a message of bytes; whether it is through."""
-        site = trace.call_site(0)
+        site = recorder.call_site(0)
         return (courier or self.courier).begin(COLLECTIVE, data.ctypes.data, UINT8.code, data.nbytes, tag, site)
 
     def move(self, data: np.ndarray, tag: int = 0) -> None:
@@ -65,7 +65,7 @@ class Side:
 
     def last(self) -> Record:
         """What the flight recorder holds of the newest message."""
-        found = trace.last(self.memory)
+        found = recorder.last(self.memory)
         assert found is not None
         return found
 

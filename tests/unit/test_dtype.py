@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import xvcomm
-from xvcomm.dtype import (
+from xvcomm.errors import DTypeError
+from xvcomm.types.dtype import (
     BY_CODE,
     BY_DLPACK,
     BY_NAME,
@@ -25,7 +26,6 @@ from xvcomm.dtype import (
     reduction,
     reduction_on,
 )
-from xvcomm.errors import DTypeError
 
 DEFINED = {
     "f": {"sum", "avg", "prod", "min", "max", "premul_sum"},
@@ -126,5 +126,5 @@ def test_precision() -> None:
 
 
 def test_types_of_numpy_need_no_other_module():
-    program = "import sys; from xvcomm.dtype import FLOAT32; FLOAT32.numpy; assert 'ml_dtypes' not in sys.modules"
+    program = "import sys; from xvcomm.types.dtype import FLOAT32; FLOAT32.numpy; assert 'ml_dtypes' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

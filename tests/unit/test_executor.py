@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from xvcomm.abc.device import Allocation
-from xvcomm.executor import Executor
+from xvcomm.engine.executor import Executor
 
 CAPTURING = 9
 """Handle of a stream that a graph is captured from."""

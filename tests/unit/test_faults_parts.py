@@ -10,16 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xvcomm import trace
 from xvcomm.abc.collective import CollectiveStopped
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
 from xvcomm.backends.host.collective import HostCollective
 from xvcomm.backends.host.mover import Kind
-from xvcomm.board import Board
 from xvcomm.config import Config
-from xvcomm.deadline import NEVER, Deadline
-from xvcomm.dtype import UINT8
 from xvcomm.errors import (
     Aborted,
     ClosedError,
@@ -30,13 +26,17 @@ from xvcomm.errors import (
     StoreError,
     XvcommError,
 )
-from xvcomm.opcode import OpCode
-from xvcomm.ring import Message, Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment
-from xvcomm.store import MemoryStore, join_barrier
-from xvcomm.store.guarded import GuardedStore
-from xvcomm.store.join import refuse
-from xvcomm.trace import Recorder, State
+from xvcomm.memory.ring import Message, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.rendezvous.store import MemoryStore, join_barrier
+from xvcomm.rendezvous.store.guarded import GuardedStore
+from xvcomm.rendezvous.store.join import refuse
+from xvcomm.trace import recorder as trace
+from xvcomm.trace.contract import Board
+from xvcomm.trace.recorder import Recorder, State
+from xvcomm.types.deadline import NEVER, Deadline
+from xvcomm.types.dtype import UINT8
+from xvcomm.types.opcode import OpCode
 
 Boards = list[Board]
 Ends = tuple[RingEnd, RingEnd]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from xvcomm.fingerprint import fingerprint
+from xvcomm.jit.fingerprint import fingerprint
 
 BELOW = """
 import enum

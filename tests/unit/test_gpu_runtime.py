@@ -1,4 +1,4 @@
-"""What CUDA's and ROCm's backends share, over hip-python on tests/hip.
+"""What CUDA's and ROCm's backends share, over hip-python on tests/shims/hip.
 
 The conformance suites prove what every device does; here is what only GPUs have: streams and memory of other people,
 several devices, graphs, pinned memory, pools, and reasons not to work.
@@ -21,9 +21,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from xvcomm.backends import cuda, rocm
-from xvcomm.backends._gpu import choose
-from xvcomm.backends._guard import told
-from xvcomm.backends._vendor import VendorError
+from xvcomm.backends.gpu.device import choose
+from xvcomm.backends.gpu.guard import told
+from xvcomm.backends.gpu.vendor import VendorError
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, BackendUnavailable, ConfigError, ResourceError
 

@@ -1,4 +1,4 @@
-"""The libraries of tests/hip do what hip-python's users may expect of AMD's: each check is a process of its own."""
+"""The libraries of tests/shims/hip do what hip-python's users may expect of AMD's: each check is a process of its own."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def builder(root: Path) -> dict[str, Any]:
-    """What tests/hip/build.py defines."""
-    return runpy.run_path(str(root / "tests" / "hip" / "build.py"))
+    """What tests/shims/hip/build.py defines."""
+    return runpy.run_path(str(root / "tests" / "shims" / "hip" / "build.py"))
 
 
 @pytest.fixture(scope="module")
 def run(root: Path, builder: dict[str, Any]) -> Run:
-    """Runs a check of a file of tests/hip with variables added to the environment."""
+    """Runs a check of a file of tests/shims/hip with variables added to the environment."""
     try:
         rocm_path = builder["build"]()
     except builder["NoCompiler"] as missing:
         pytest.skip(str(missing))
 
     def run(file: str, check: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(root / "tests" / "hip" / file), check]
+        command = [sys.executable, str(root / "tests" / "shims" / "hip" / file), check]
         environment = {**os.environ, "ROCM_PATH": str(rocm_path), **variables}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -41,7 +41,7 @@ def run(root: Path, builder: dict[str, Any]) -> Run:
 
 def test_processes_may_build_at_the_same_time(run: Run, root: Path, tmp_path: Path) -> None:
     code = "import pathlib, runpy, sys; print(runpy.run_path(sys.argv[1])['build'](pathlib.Path(sys.argv[2])))"
-    command = [sys.executable, "-c", code, str(root / "tests" / "hip" / "build.py"), str(tmp_path)]
+    command = [sys.executable, "-c", code, str(root / "tests" / "shims" / "hip" / "build.py"), str(tmp_path)]
     builds = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = {build.communicate(timeout=60)[0].strip() for build in builds}
     assert printed == {str(folder) for folder in tmp_path.iterdir()}

@@ -13,7 +13,6 @@ import pytest
 
 from xvcomm.abc.collective import CollectiveStalled
 from xvcomm.abc.device import Stream
-from xvcomm.atomics import PENDING, STOPPED
 from xvcomm.backends.host import direct
 from xvcomm.backends.host.collective import HostCollective, Plan
 from xvcomm.backends.host.device import HostDevice
@@ -21,11 +20,12 @@ from xvcomm.backends.host.direct import LineWord
 from xvcomm.backends.host.kernels import Word
 from xvcomm.backends.host.processes import AccessWord
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_NAME, ReduceOp, Reduction
-from xvcomm.ring import LINE, Reason
-from xvcomm.shm import PAGE
-from xvcomm.store.file import FileStore
+from xvcomm.jit.atomics import PENDING, STOPPED
+from xvcomm.memory.ring import LINE, Reason
+from xvcomm.memory.segment import PAGE
+from xvcomm.rendezvous.store.file import FileStore
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import BY_NAME, ReduceOp, Reduction
 
 FLOAT, SUM = BY_NAME["float32"], Reduction(ReduceOp.SUM)
 COUNT = direct.LEAST // 4

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from xvcomm.deadline import Deadline, poll
-from xvcomm.interrupts import held_back, shorten
+from xvcomm.system.interrupts import held_back, shorten
+from xvcomm.types.deadline import Deadline, poll
 
 SOON = Deadline.after(60)
 

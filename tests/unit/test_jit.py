@@ -10,7 +10,7 @@ import pytest
 
 MODULE = """
 from xvcomm import jit
-from xvcomm.jit import brief, compiling, kernel, native
+from xvcomm.jit.compile import brief, compiling, kernel, native
 
 def twice(x: int) -> int:
     return 2 * x

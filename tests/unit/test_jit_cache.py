@@ -12,7 +12,7 @@ import pytest
 
 CODE = """
 from xvcomm.backends.host.reducers import kit, scaler
-from xvcomm.dtype import BY_NAME, ReduceOp
+from xvcomm.types.dtype import BY_NAME, ReduceOp
 dtype = BY_NAME[{name!r}]
 kit(dtype, ReduceOp.SUM)
 scaler(dtype)

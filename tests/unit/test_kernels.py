@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from xvcomm.backends import _kernels
-from xvcomm.backends._kernels import Kernels, Transfer
-from xvcomm.backends._vendor import Addresses, Runtime, VendorError
-from xvcomm.dtype import BY_NAME, UINT8, DType, ReduceOp
+from xvcomm.backends.gpu import kernels as _kernels
+from xvcomm.backends.gpu.kernels import Kernels, Transfer
+from xvcomm.backends.gpu.vendor import Addresses, Runtime, VendorError
 from xvcomm.errors import BackendUnavailable
-from xvcomm.kernelcache import KernelCache
-from xvcomm.opcode import OpCode
-from xvcomm.ring import Message, RingLayout
+from xvcomm.jit.cache import KernelCache
+from xvcomm.memory.ring import Message, RingLayout
+from xvcomm.types.dtype import BY_NAME, UINT8, DType, ReduceOp
+from xvcomm.types.opcode import OpCode
 
 
 class CountingRuntime:

@@ -6,7 +6,7 @@ import pytest
 
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
-from xvcomm.launch import SLURM_PORTS, Launch, discover, expand_nodes, slurm_address
+from xvcomm.rendezvous.environment import SLURM_PORTS, Launch, discover, expand_nodes, slurm_address
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPENMPI = {

@@ -15,17 +15,17 @@ import pytest
 
 from xvcomm.abc.device import Device, PeerMemory, RingStopped
 from xvcomm.abc.transport import Capabilities
-from xvcomm.backends._peer import PeerPool, apart, reached
-from xvcomm.backends._vendor import Runtime, VendorError
+from xvcomm.backends.gpu.peer_memory import PeerPool, apart, reached
+from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.backends.shm import ShmTransport
 from xvcomm.config import Config
-from xvcomm.deadline import NEVER, Deadline
+from xvcomm.engine.session.peer_rings import Lending
+from xvcomm.engine.session.rings import Links, Member, Use
 from xvcomm.errors import DeadlineExceeded, ResourceError
-from xvcomm.lending import Lending
-from xvcomm.links import Links, Member, Use
-from xvcomm.ring import ABORT, BORROWER, CONSUMED, TURNS, Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment, sweep
-from xvcomm.store.memory import MemoryStore
+from xvcomm.memory.ring import ABORT, BORROWER, CONSUMED, TURNS, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment, sweep
+from xvcomm.rendezvous.store.memory import MemoryStore
+from xvcomm.types.deadline import NEVER, Deadline
 
 WORD = 8
 MEMORY = PeerMemory("counting", "here", "bus 0", ("bus 0",))

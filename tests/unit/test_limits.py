@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from xvcomm import limits
 from xvcomm.errors import ResourceError, StoreError
+from xvcomm.system import limits
 
 
 @pytest.mark.parametrize(("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")])

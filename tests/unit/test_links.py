@@ -12,12 +12,12 @@ from xvcomm.abc.device import Device, PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport, peer_refusal
 from xvcomm.config import Config
-from xvcomm.deadline import NEVER, Deadline
-from xvcomm.lending import Lending
-from xvcomm.links import CHANNELS, Links, Member, Use
-from xvcomm.ring import Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment
-from xvcomm.store.memory import MemoryStore
+from xvcomm.engine.session.peer_rings import Lending
+from xvcomm.engine.session.rings import CHANNELS, Links, Member, Use
+from xvcomm.memory.ring import Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.rendezvous.store.memory import MemoryStore
+from xvcomm.types.deadline import NEVER, Deadline
 
 OFFERS = [Capabilities("own", "here", 0)]
 FIRST = PeerMemory("cuda", "here", "bus 0", ("bus 0", "bus 1"))

@@ -16,20 +16,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from xvcomm.backends import _kernels
-from xvcomm.backends._kernels import Kernels, Transfer
-from xvcomm.backends._vendor import Addresses, Runtime, VendorError
+from xvcomm.backends.gpu import kernels as _kernels
+from xvcomm.backends.gpu.kernels import Kernels, Transfer
+from xvcomm.backends.gpu.vendor import Addresses, Runtime, VendorError
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp
-from xvcomm.kernelcache import KernelCache
-from xvcomm.opcode import OpCode
-from xvcomm.ring import LEAST_APART_CHUNK, LEDGER, Message, Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment
+from xvcomm.jit.cache import KernelCache
+from xvcomm.memory.ring import LEAST_APART_CHUNK, LEDGER, Message, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
 from xvcomm.testing.cases import distinct, reductions
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp
+from xvcomm.types.opcode import OpCode
 
-HIP = Path(__file__).resolve().parents[1] / "hip"
+HIP = Path(__file__).resolve().parents[1] / "shims" / "hip"
 ELEMENTWISE = [op for op in ReduceOp if op not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)]
 CASES = [(dtype, op) for dtype in DTYPES for op in reductions(dtype) if op in ELEMENTWISE]
 SCALED = [dtype for dtype in DTYPES if dtype.kind != "b"]

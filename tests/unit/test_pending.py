@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from xvcomm.abc.device import RingStopped
-from xvcomm.context import Context
-from xvcomm.deadline import Deadline
-from xvcomm.flight import Flight
-from xvcomm.opcode import OpCode
-from xvcomm.operation import NO_PEER, Operation
-from xvcomm.pending import Pending
-from xvcomm.ring import Message, RingEnd
+from xvcomm.engine.context import Context
+from xvcomm.engine.inflight.batch import Flight
+from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.trace.operation import NO_PEER, Operation
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.opcode import OpCode
 
 A_WHILE_AGO, LATE, LATER, IN_TIME = -3.0, -2.0, -1.0, 60.0
 """Seconds from the beginning of a test."""

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from xvcomm.config import Config
+from xvcomm.engine.planner import Planner
+from xvcomm.engine.session.rings import at_once
 from xvcomm.errors import ArgumentError
-from xvcomm.links import at_once
-from xvcomm.planner import Planner
 from xvcomm.schedule.steps import Collective, Native, NativeOp, Request
-from xvcomm.topology import Topology
-from xvcomm.tuner import SHORT_BYTES, tune
+from xvcomm.schedule.tuning import SHORT_BYTES, tune
+from xvcomm.types.topology import Topology
 
 CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
 AT_ONCE = at_once(CONFIG)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from xvcomm.abc.device import Allocation
-from xvcomm.backends._pools import Mark, Memory
-from xvcomm.backends._vendor import Runtime
+from xvcomm.backends.gpu.pools import Mark, Memory
+from xvcomm.backends.gpu.vendor import Runtime
 
 
 class Gpu:

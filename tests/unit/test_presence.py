@@ -8,18 +8,18 @@ import threading
 
 import pytest
 
-from xvcomm.presence import NOWHERE, Presence
-from xvcomm.watch import Watch, Watched
+from xvcomm.engine.session.presence import NOWHERE, Presence
+from xvcomm.engine.session.watchdog import Watch, Watched
 
 HOLDER = """
 import sys
-from xvcomm.presence import Presence
+from xvcomm.engine.session.presence import Presence
 print(Presence.take(sys.argv[1]).byte, flush=True)
 sys.stdin.read()
 """
 FORKER = """
 import os, sys
-from xvcomm.presence import Presence
+from xvcomm.engine.session.presence import Presence
 print(Presence.take(sys.argv[1]).byte, flush=True)
 ready, done = os.pipe()
 if os.fork() == 0:

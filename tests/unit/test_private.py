@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from xvcomm import notice
 from xvcomm.cli.doctor import examine
-from xvcomm.kernelcache import KernelCache
-from xvcomm.private import NotPrivate, PrivateFolder
+from xvcomm.jit.cache import KernelCache
+from xvcomm.system import notice
+from xvcomm.system.private import NotPrivate, PrivateFolder
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -101,7 +101,7 @@ read = 1 << 2
 assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(read, read, 0, 0, 0, 0)) == 0
 {before}
 from xvcomm import board, bootstrap, communicator
-from xvcomm.kernelcache import kernel_cache
+from xvcomm.jit.cache import kernel_cache
 print("kept", kernel_cache(None))
 if "doctor" in sys.argv:
     from xvcomm.cli import main

@@ -13,12 +13,12 @@ import pytest
 from xvcomm.abc.device import RingStopped
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_NAME, INT64, UINT8
-from xvcomm.opcode import OpCode
-from xvcomm.probing import Probe, Sources
-from xvcomm.ring import ABORT, CONSUMED, LEDGER, Message, Reason, RingEnd, RingLayout
-from xvcomm.shm import Segment
+from xvcomm.engine.probe import Probe, Sources
+from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Message, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import BY_NAME, INT64, UINT8
+from xvcomm.types.opcode import OpCode
 
 ONCE = -1
 MILLISECOND = 1_000_000

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from xvcomm.backends.host import reducers
-from xvcomm.dtype import DTYPES, DType, ReduceOp, reduction_on
 from xvcomm.errors import DTypeError
+from xvcomm.types.dtype import DTYPES, DType, ReduceOp, reduction_on
 
 ELEMENTWISE = [op for op in ReduceOp if op not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)]
 

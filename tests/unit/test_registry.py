@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from xvcomm import registry
 from xvcomm.backends.host import HostBackend
 from xvcomm.backends.shm import ShmTransport
+from xvcomm.engine.session import plugins as registry
 from xvcomm.errors import BackendUnavailable
 
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xvcomm import trace
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host import rendezvous
 from xvcomm.backends.host.courier import HostCourier
@@ -22,12 +21,13 @@ from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.host.processes import AccessWord
 from xvcomm.backends.host.rendezvous import LEAST, ContestWord, LineWord, Word, chunk_bytes
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import UINT8, ReduceOp
-from xvcomm.opcode import OpCode
-from xvcomm.ring import CLAIMS, LINE, MEETING, Message, Reason, RingEnd, RingLayout
-from xvcomm.shm import PAGE, Segment
-from xvcomm.trace import Recorder
+from xvcomm.memory.ring import CLAIMS, LINE, MEETING, Message, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import PAGE, Segment
+from xvcomm.trace import recorder
+from xvcomm.trace.recorder import Recorder
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import UINT8, ReduceOp
+from xvcomm.types.opcode import OpCode
 
 STAGED, STRAIGHT = 0, 1
 CAPACITY = 2 * LEAST
@@ -42,7 +42,7 @@ class Side:
 
     def __init__(self, end: RingEnd, config: Config) -> None:
         self.end, self.device = end, HostDevice(config)
-        self._memory = memoryview(bytearray(trace.region_bytes(512)))
+        self._memory = memoryview(bytearray(recorder.region_bytes(512)))
         self._recorder, self._stop = Recorder(self._memory), ctypes.c_int64()
         op = OpCode.SEND if end.producer else OpCode.RECV
         stop = ctypes.addressof(self._stop)
@@ -63,7 +63,7 @@ class Side:
     def begin(self, data: np.ndarray, tag: int = 0) -> bool:
         """Begin a message and go on until it waits; whether it is through."""
         self._data = data  # as long as the message may need it
-        through = self.courier.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, trace.call_site(0))
+        through = self.courier.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, recorder.call_site(0))
         return through or self.courier.advance(-1)
 
     def move(self, data: np.ndarray) -> None:

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xvcomm import ring
-from xvcomm.dtype import BY_NAME
 from xvcomm.errors import ResourceError
-from xvcomm.opcode import OpCode
-from xvcomm.ring import (
+from xvcomm.memory import ring
+from xvcomm.memory.ring import (
     ABORT,
     ALIGN,
     CONSUMED,
@@ -32,7 +30,9 @@ from xvcomm.ring import (
     header,
     lane_parts,
 )
-from xvcomm.shm import PAGE, Segment
+from xvcomm.memory.segment import PAGE, Segment
+from xvcomm.types.dtype import BY_NAME
+from xvcomm.types.opcode import OpCode
 
 layouts = st.builds(
     RingLayout, st.integers(1, 64), st.integers(2, 16), st.integers(1, 64).map(lambda pages: pages * 4096)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import cast
 
-from xvcomm.backends._ports import Port
-from xvcomm.backends._room import Room
+from xvcomm.backends.gpu.ring_ports import Port
+from xvcomm.backends.gpu.room import Room
 
 
 class APort:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xvcomm.dtype import ReduceOp
 from xvcomm.schedule import build
 from xvcomm.schedule.simulate import run
 from xvcomm.schedule.steps import Buf, Collective, GetReduce, Native, Put, Reduce, Request
-from xvcomm.topology import Topology
+from xvcomm.types.dtype import ReduceOp
+from xvcomm.types.topology import Topology
 
 Array = np.ndarray[Any, Any]
 EXACT = ("uint8", "int16", "int32", "int64", "complex128")

@@ -10,7 +10,7 @@ from xvcomm.schedule import build
 from xvcomm.schedule.cost import Links, estimate, predict, representatives
 from xvcomm.schedule.describe import lines
 from xvcomm.schedule.steps import Buf, Collective, Copy, Get, Lane, Put, Request, Schedule, Span
-from xvcomm.topology import Topology
+from xvcomm.types.topology import Topology
 
 LINKS = Links()
 GIB = 1 << 30

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xvcomm.dtype import ReduceOp
 from xvcomm.errors import ScheduleError
 from xvcomm.schedule import build
 from xvcomm.schedule.semantics import combine
@@ -30,7 +29,8 @@ from xvcomm.schedule.steps import (
     Span,
     Step,
 )
-from xvcomm.topology import Topology
+from xvcomm.types.dtype import ReduceOp
+from xvcomm.types.topology import Topology
 
 TOPOLOGY = Topology.from_labels("aabb")
 REQUEST = Request(Collective.ALL_REDUCE, 4, count=96)

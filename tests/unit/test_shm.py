@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xvcomm.errors import ResourceError
-from xvcomm.shm import PAGE, Segment, sweep, unusable
+from xvcomm.memory.segment import PAGE, Segment, sweep, unusable
 
 NAME = "xvcomm-job-1-0123456789ab"
 

@@ -8,18 +8,18 @@ from typing import Any, cast
 
 import pytest
 
-from xvcomm.array import ArrayView
-from xvcomm.calls import Call
-from xvcomm.deadline import NEVER
-from xvcomm.dtype import BY_NAME
+from xvcomm.engine.collectives import Call
+from xvcomm.engine.inflight.batch import Flight
+from xvcomm.engine.inflight.tracker import Company
+from xvcomm.engine.messages import Transfer
+from xvcomm.engine.started import Beside, StartedCollective, StartedMessage
 from xvcomm.errors import ArgumentError, DeadlineExceeded, PeerLost
-from xvcomm.flight import Flight
-from xvcomm.opcode import OpCode
-from xvcomm.operation import Operation
-from xvcomm.pending import Company
-from xvcomm.ring import Reason, RingEnd
-from xvcomm.started import Beside, StartedCollective, StartedMessage
-from xvcomm.transfers import Transfer
+from xvcomm.memory.array import ArrayView
+from xvcomm.memory.ring import Reason, RingEnd
+from xvcomm.trace.operation import Operation
+from xvcomm.types.deadline import NEVER
+from xvcomm.types.dtype import BY_NAME
+from xvcomm.types.opcode import OpCode
 
 HOME, ELSEWHERE = 16, 32
 LOST, LEFT = Reason.PEER_LOST.word(1), Reason.LEFT.word(1)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ConfigError
-from xvcomm.store import FileStore, StoreAddress, TcpServer, TcpStore, open_store
+from xvcomm.rendezvous.store import FileStore, StoreAddress, TcpServer, TcpStore, open_store
+from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import DeadlineExceeded
-from xvcomm.store import FileStore, TcpServer, TcpStore
+from xvcomm.rendezvous.store import FileStore, TcpServer, TcpStore
+from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0

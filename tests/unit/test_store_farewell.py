@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from xvcomm.deadline import Deadline
-from xvcomm.store import TcpServer, TcpStore
-from xvcomm.store.processes import own, stopped
+from xvcomm.rendezvous.store import TcpServer, TcpStore
+from xvcomm.rendezvous.store.processes import own, stopped
+from xvcomm.types.deadline import Deadline
 
 SOON, LONG = 15.0, 60.0
 CLIENT = """
 import sys
-from xvcomm.deadline import Deadline
-from xvcomm.store import TcpStore
+from xvcomm.types.deadline import Deadline
+from xvcomm.rendezvous.store import TcpStore
 store = TcpStore("127.0.0.1", int(sys.argv[1]), "secret", Deadline.after(20))
 print("joined", flush=True)
 sys.stdin.readline()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from xvcomm.deadline import Deadline
 from xvcomm.errors import ConfigError, DeadlineExceeded, StoreError
-from xvcomm.store import FileStore
+from xvcomm.rendezvous.store import FileStore
+from xvcomm.types.deadline import Deadline
 
 
 def test_the_last_rank_removes_the_folder(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
-from xvcomm.store import MemoryStore, TcpServer
-from xvcomm.store.hosting import Invitation, invite, meet, own_address, serve_or_join
+from xvcomm.rendezvous.store import MemoryStore, TcpServer
+from xvcomm.rendezvous.store.hosting import Invitation, invite, meet, own_address, serve_or_join
+from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0

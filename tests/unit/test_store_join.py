@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from xvcomm.abc.store import Store
-from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import ArgumentError, ConfigError, DeadlineExceeded
-from xvcomm.store import MemoryStore, join_barrier
+from xvcomm.rendezvous.store import MemoryStore, join_barrier
+from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0
@@ -35,7 +35,7 @@ def test_everybody_gets_everything_in_rank_order(opener: Opener) -> None:
 
 def test_the_one_that_decides_stops_before_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others end in words, not with a key of the store."""
-    monkeypatch.setattr("xvcomm.store.join._SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr("xvcomm.rendezvous.store.join._SETTLE_SECONDS", 0.1)
     store = MemoryStore()
     store.add("decided", 1)
     for result in join(store, [0, 1, 2], 3, 0.1):

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from xvcomm.deadline import Deadline
 from xvcomm.errors import AuthenticationError, StoreError
-from xvcomm.store import TcpServer, TcpStore, wire
+from xvcomm.rendezvous.store import TcpServer, TcpStore, wire
+from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 30.0

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
-from xvcomm.store import TcpServer, TcpStore, open_store, wire
-from xvcomm.store.guarded import GuardedStore
+from xvcomm.rendezvous.store import TcpServer, TcpStore, open_store, wire
+from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.testing.signals import await_that
+from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0
@@ -188,7 +188,7 @@ def test_a_silent_listener_ends_at_the_deadline() -> None:
 
 SERVING = """
 import sys, time
-from xvcomm.store import TcpServer
+from xvcomm.rendezvous.store import TcpServer
 print(TcpServer("127.0.0.1", 0, "secret").port, flush=True)
 time.sleep(600)
 """
@@ -223,7 +223,7 @@ def test_a_stopped_server_holds_no_call_beyond_its_deadline() -> None:
 
 FORKING = """
 import os, sys, time
-from xvcomm.store import TcpServer
+from xvcomm.rendezvous.store import TcpServer
 server = TcpServer("127.0.0.1", int(sys.argv[1]), "secret")
 print(server.port, flush=True)
 sys.stdin.readline()  # clients are connected by now

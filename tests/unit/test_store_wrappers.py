@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from xvcomm.abc.store import Store
-from xvcomm.deadline import Deadline
 from xvcomm.errors import DeadlineExceeded, StoreError
-from xvcomm.store.guarded import GuardedStore
-from xvcomm.store.wrappers import JaxStore, TorchStore
+from xvcomm.rendezvous.store.guarded import GuardedStore
+from xvcomm.rendezvous.store.wrappers import JaxStore, TorchStore
+from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0
@@ -29,9 +29,9 @@ JAX_RANK = """
 import sys
 import jax
 from jax._src import distributed
-from xvcomm.deadline import Deadline
+from xvcomm.types.deadline import Deadline
 from xvcomm.errors import DeadlineExceeded, StoreError
-from xvcomm.store.wrappers import JaxStore
+from xvcomm.rendezvous.store.wrappers import JaxStore
 
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, rank, initialization_timeout=60)
@@ -90,9 +90,9 @@ def test_over_the_coordination_service_of_jax(port: int, tmp_path: Path) -> None
 
 MPI_RANK = """
 from mpi4py import MPI
-from xvcomm.deadline import Deadline
+from xvcomm.types.deadline import Deadline
 from xvcomm.errors import DeadlineExceeded
-from xvcomm.store.wrappers import mpi_store, world
+from xvcomm.rendezvous.store.wrappers import mpi_store, world
 
 comm = world()
 assert comm is MPI.COMM_WORLD or comm == MPI.COMM_WORLD
@@ -118,7 +118,7 @@ def test_over_mpi(tmp_path: Path) -> None:
 
 
 def test_mpi_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    from xvcomm.store import wrappers
+    from xvcomm.rendezvous.store import wrappers
 
     class Request:
         def Test(self) -> bool:
@@ -138,7 +138,7 @@ def test_mpi_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_store_that_cannot_be_reached(port: int) -> None:
     pytest.importorskip("torch")
-    from xvcomm.store.wrappers import torch_store
+    from xvcomm.rendezvous.store.wrappers import torch_store
 
     store = torch_store("127.0.0.1", port, True, Deadline.after(SOON))
     other = torch_store("127.0.0.1", port, False, Deadline.after(SOON))

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.errors import ResourceError
-from xvcomm.threads import Daemon
-from xvcomm.work import OrderedWorker
+from xvcomm.system.threads import Daemon
 
 SOON = 30.0
 TIMES = 300

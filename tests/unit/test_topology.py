@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xvcomm.errors import ArgumentError
-from xvcomm.topology import Island, RankInfo, Topology, parse_islands
+from xvcomm.types.topology import Island, RankInfo, Topology, parse_islands
 
 labels = st.lists(st.sampled_from("abcde"), min_size=1, max_size=30)
 

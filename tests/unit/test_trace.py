@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import xvcomm
-from xvcomm import trace
-from xvcomm.dtype import BY_NAME
-from xvcomm.opcode import OpCode
-from xvcomm.trace import Life, Record, Recorder, State
-from xvcomm.work import OrderedWorker
+from xvcomm.engine.inflight.work import OrderedWorker
+from xvcomm.trace import recorder as trace
+from xvcomm.trace.recorder import Life, Record, Recorder, State
+from xvcomm.types.dtype import BY_NAME
+from xvcomm.types.opcode import OpCode
 
 FLOAT32 = BY_NAME["float32"].code
 

@@ -10,11 +10,11 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from xvcomm.deadline import NEVER, Deadline
-from xvcomm.pending import Pending
-from xvcomm.ring import RingEnd
-from xvcomm.turns import AT_ONCE, Start, Turns
-from xvcomm.work import Work
+from xvcomm.engine.inflight.admission import AT_ONCE, Start, Turns
+from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.engine.inflight.work import Work
+from xvcomm.memory.ring import RingEnd
+from xvcomm.types.deadline import NEVER, Deadline
 
 SOON = 10.0
 

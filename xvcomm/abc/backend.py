@@ -9,7 +9,7 @@ from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Device
 from xvcomm.abc.store import Store
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
+from xvcomm.types.deadline import Deadline
 
 
 class Backend(ABC):

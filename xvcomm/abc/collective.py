@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xvcomm.abc.device import EnqueuedCall, Stream
-from xvcomm.dtype import DType, Reduction
-from xvcomm.opcode import OpCode
+from xvcomm.types.dtype import DType, Reduction
+from xvcomm.types.opcode import OpCode
 
 
 class CollectiveForm(NamedTuple):
@@ -37,7 +37,7 @@ class PreparedCollective(NamedTuple):
 
     Attributes:
         function: address of a C function of three words, `argument`, `src` and `dst`, that needs no interpreter lock. It
-            returns READY of `xvcomm.atomics`, or PENDING or STOPPED when `resume` must end the operation.
+            returns READY of `xvcomm.jit.atomics`, or PENDING or STOPPED when `resume` must end the operation.
         argument: its first word.
         resume: goes on with an operation on these addresses; raises as the collective does.
     """

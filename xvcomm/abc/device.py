@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import DType, ReduceOp
-from xvcomm.ring import Message, RingEnd
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import DType, ReduceOp
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from xvcomm.deadline import NEVER, Deadline
 from xvcomm.errors import DeadlineExceeded
+from xvcomm.types.deadline import NEVER, Deadline
 
 ANSWER_SECONDS = 30.0
 """For how long a store may be silent before `set` and `add` give up, if their deadline is not sooner."""

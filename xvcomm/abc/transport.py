@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from xvcomm.abc.device import PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
 from xvcomm.errors import BackendUnavailable
-from xvcomm.ring import RingEnd, RingLayout
+from xvcomm.memory.ring import RingEnd, RingLayout
+from xvcomm.types.deadline import Deadline
 
 
 @dataclass(frozen=True, slots=True)

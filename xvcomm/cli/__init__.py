@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from xvcomm import __version__
-from xvcomm.cli import bench, doctor, plan, run
+from xvcomm.cli import doctor, plan, run
+from xvcomm.cli.bench import command
 from xvcomm.errors import XvcommError
 
 app = typer.Typer(
@@ -39,7 +40,7 @@ def _common(
 # What follows the script is the script's, also where it looks like an option.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(doctor.doctor)
-app.command()(bench.bench)
+app.command()(command.bench)
 app.command()(plan.plan)
 
 

@@ -19,12 +19,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from xvcomm import registry, watch
 from xvcomm.config import Config, table
+from xvcomm.engine.session import plugins, watchdog
+from xvcomm.engine.session.presence import NOWHERE, Presence
 from xvcomm.errors import ConfigError
-from xvcomm.kernelcache import REMEDY, kernel_cache
-from xvcomm.launch import discover
-from xvcomm.presence import NOWHERE, Presence
+from xvcomm.jit.cache import REMEDY, kernel_cache
+from xvcomm.rendezvous.environment import discover
 
 _PACKAGES = (
     "xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "torch", "jax", "cupy-cuda13x", "cupy-cuda12x", "nccl4py",
@@ -92,8 +92,8 @@ def examine(env: Mapping[str, str]) -> Report:
         machine["launcher"] = f"{launch.launcher}: rank {launch.rank} of {launch.size}"
     except ConfigError as error:
         problems.append(Problem(str(error), "start the ranks with a launcher, or unset the variable", fatal=True))
-    backends = [_found(f) | _devices(f) for f in registry.backends()]
-    transports = [_found(f) for f in registry.transports()]
+    backends = [_found(f) | _devices(f) for f in plugins.backends()]
+    transports = [_found(f) for f in plugins.transports()]
     problems += _missing("backend", "host", backends) + _missing("transport", "shm", transports)
     shared_memory = _shared_memory(Path(config.shm_dir), problems)
     return Report(
@@ -108,11 +108,11 @@ def examine(env: Mapping[str, str]) -> Report:
     )
 
 
-def _found(found: registry.Found) -> dict[str, Any]:
+def _found(found: plugins.Found) -> dict[str, Any]:
     return {"name": found.name, "usable": found.usable, "reason": found.reason, "remedy": found.remedy}
 
 
-def _devices(found: registry.Found) -> dict[str, Any]:
+def _devices(found: plugins.Found) -> dict[str, Any]:
     """How many devices a backend has, whether they reach each other's memory, and what it cannot do, with the remedy."""
     if not found.usable:
         return {"devices": 0, "peer_memory": "", "lacks": ""}
@@ -208,7 +208,7 @@ def _shared_memory(folder: Path, problems: list[Problem]) -> dict[str, Any]:
 
 def _watching(folder: Path, problems: list[Problem]) -> str:
     """How a rank learns that another one of its host died."""
-    refused, locked = watch.refusal(), Presence.take(str(folder)).byte != NOWHERE
+    refused, locked = watchdog.refusal(), Presence.take(str(folder)).byte != NOWHERE
     locks = f"locks on {folder}, looked at ten times a second"
     if not refused:
         return f"process descriptors (pidfd_open); {locks}, between PID namespaces" if locked else "process descriptors"

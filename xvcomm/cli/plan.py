@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xvcomm.cli.bench import parse_size
+from xvcomm.cli.bench.command import parse_size
 from xvcomm.cli.doctor import size_text
 from xvcomm.config import Config
-from xvcomm.dtype import DTYPES
 from xvcomm.errors import ArgumentError
 from xvcomm.schedule.cost import Links, Prediction, estimate
 from xvcomm.schedule.steps import Collective, Request
-from xvcomm.topology import Topology, parse_islands
+from xvcomm.types.dtype import DTYPES
+from xvcomm.types.topology import Topology, parse_islands
 
 if TYPE_CHECKING:
-    from xvcomm.planner import Plan
+    from xvcomm.engine.planner import Plan
 
 _ROOTED = (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
 _WHOLE = (Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST)
@@ -42,7 +42,7 @@ def plan(
     if max(rank, root) >= topology.size:
         raise ArgumentError(f"rank {max(rank, root)} does not exist: there are {topology.size} ranks")
     request = make_request(op, topology.size, parse_size(size), dtype, root)
-    from xvcomm.planner import Planner  # which brings the compiler
+    from xvcomm.engine.planner import Planner  # which brings the compiler
 
     planner = Planner(topology, rank, Config.from_env())
     begin = time.perf_counter()

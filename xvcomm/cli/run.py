@@ -20,9 +20,9 @@ from xvcomm.cli.launcher import FAILURE_GRACE, STOP_GRACE, Job, Outcome, RankSpe
 from xvcomm.cli.output import prefixes
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
-from xvcomm.store.hosting import loopback
-from xvcomm.store.tcp import TcpServer
-from xvcomm.topology import parse_islands
+from xvcomm.rendezvous.store.hosting import loopback
+from xvcomm.rendezvous.store.tcp import TcpServer
+from xvcomm.types.topology import parse_islands
 
 _GRACE_HELP = (
     f"Seconds from Ctrl-C or SIGTERM to SIGKILL; after a failure the others have {FAILURE_GRACE:g} s before SIGTERM."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from xvcomm.dtype import BY_NAME
 from xvcomm.errors import ArgumentError
+from xvcomm.types.dtype import BY_NAME
 
 
 class Spec(NamedTuple):

@@ -21,7 +21,7 @@ from xvcomm.schedule.builder import Builder
 from xvcomm.schedule.layout import check
 from xvcomm.schedule.partition import grain
 from xvcomm.schedule.steps import Collective, Request, Schedule
-from xvcomm.topology import Topology
+from xvcomm.types.topology import Topology
 
 __all__ = ["SEGMENTED", "build"]
 

@@ -26,7 +26,7 @@ from xvcomm.schedule.steps import (
     Span,
     Step,
 )
-from xvcomm.topology import Island, Topology
+from xvcomm.types.topology import Island, Topology
 
 NOTHING = Span(Buf.TMP, 0, 0)
 _LANE_NUMBER = {lane: i for i, lane in enumerate(Lane)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from xvcomm.dtype import FLOAT32
 from xvcomm.errors import ScheduleError
 from xvcomm.schedule import build
 from xvcomm.schedule.steps import (
@@ -24,7 +23,8 @@ from xvcomm.schedule.steps import (
     Span,
     Step,
 )
-from xvcomm.topology import Topology
+from xvcomm.types.dtype import FLOAT32
+from xvcomm.types.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xvcomm.errors import ArgumentError
 from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Collective, Request
-from xvcomm.topology import Topology
+from xvcomm.types.topology import Topology
 
 _WHOLE = frozenset((Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST))
 _ROOTED = frozenset((Collective.REDUCE, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER))

@@ -6,7 +6,7 @@ from xvcomm.schedule.builder import Builder, part
 from xvcomm.schedule.layout import runs
 from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Buf, Span
-from xvcomm.topology import Island
+from xvcomm.types.topology import Island
 
 
 class Packed:

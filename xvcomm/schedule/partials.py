@@ -8,7 +8,7 @@ from __future__ import annotations
 from xvcomm.schedule.builder import Builder
 from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
-from xvcomm.topology import Island
+from xvcomm.types.topology import Island
 
 
 def island_sum(b: Builder, source: Span, shares: Cut, dst: Span) -> None:

@@ -9,7 +9,7 @@ from xvcomm.schedule.packing import Packed
 from xvcomm.schedule.partials import island_sum, room, total
 from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Buf, Lane, Span
-from xvcomm.topology import Island
+from xvcomm.types.topology import Island
 
 
 @dataclass(frozen=True, slots=True)

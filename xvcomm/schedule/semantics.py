@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xvcomm.dtype import ReduceOp, from_numpy
 from xvcomm.schedule.describe import span_text
 from xvcomm.schedule.layout import in_count, in_place, out_count
 from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Buf, Collective, Native, NativeOp, Request, Span
+from xvcomm.types.dtype import ReduceOp, from_numpy
 
 Array = NDArray[Any]
 _COMBINE: dict[ReduceOp, Callable[[Array, Array], Array]] = {

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xvcomm.dtype import ReduceOp
 from xvcomm.errors import ScheduleError
 from xvcomm.schedule import semantics
 from xvcomm.schedule.describe import step_text
@@ -36,7 +35,8 @@ from xvcomm.schedule.steps import (
     Schedule,
     Step,
 )
-from xvcomm.topology import Topology
+from xvcomm.types.dtype import ReduceOp
+from xvcomm.types.topology import Topology
 
 Order = Literal["sequential", "concurrent", "buffered"]
 _BORDER = (Put, Get, GetReduce)

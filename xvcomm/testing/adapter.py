@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArrayError
 from xvcomm.testing import frameworks
 from xvcomm.testing.arrays import Array
 from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct, uneven
 from xvcomm.testing.frameworks import Framework
 from xvcomm.testing.signals import Signals, await_that
+from xvcomm.types.dtype import BY_NAME
 
 _LARGE = 1 << 19
 """Elements of a message that does not fit into a ring."""

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xvcomm.abc.device import Allocation, Device, Stream
-from xvcomm.communicator import Communicator
-from xvcomm.context import Context
-from xvcomm.deadline import Deadline
-from xvcomm.dlpack import Managed, capsule, describe, row_major
-from xvcomm.dtype import UINT8, DType, from_numpy
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.context import Context
+from xvcomm.memory.dlpack import Managed, capsule, describe, row_major
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import UINT8, DType, from_numpy
 
 Array = NDArray[Any]
 

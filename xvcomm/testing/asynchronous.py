@@ -14,15 +14,15 @@ from unittest import mock
 
 import numpy as np
 
-from xvcomm.backends._vendor import Runtime
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME
+from xvcomm.backends.gpu.vendor import Runtime
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.inflight.work import Work
 from xvcomm.testing.arrays import Arrays, DeviceArrays, arrays
 from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.testing.gate import Gate
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.testing.trials import warm
-from xvcomm.work import Work
+from xvcomm.types.dtype import BY_NAME
 
 
 def check_host_goes_on(comm: Communicator) -> None:

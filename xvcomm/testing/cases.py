@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm import registry
 from xvcomm.abc.device import Device
-from xvcomm.backends._vendor import Runtime
-from xvcomm.communicator import Communicator
+from xvcomm.backends.gpu.vendor import Runtime
+from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
-from xvcomm.dtype import BY_NAME, DType, ReduceOp, Reduction, reduction_on
+from xvcomm.engine.session import plugins
 from xvcomm.errors import DTypeError
 from xvcomm.testing.arrays import Array
-from xvcomm.topology import parse_islands
+from xvcomm.types.dtype import BY_NAME, DType, ReduceOp, Reduction, reduction_on
+from xvcomm.types.topology import parse_islands
 
 ISLANDS = (
     "a:1", "a:2", "a:3", "a:4", "a:1,b:1", "a:2,b:2", "a:1,b:3", "a,b,a,b", "a,b,c", "a:2,b:1,c:1",
@@ -39,7 +39,7 @@ SMALL_GPU_RINGS = {
 
 def kinds() -> list[str]:
     """Device kinds of all registered backends that work here."""
-    return [found.name for found in registry.backends() if found.usable]
+    return [found.name for found in plugins.backends() if found.usable]
 
 
 def environment(kind: str) -> dict[str, str]:
@@ -49,7 +49,7 @@ def environment(kind: str) -> dict[str, str]:
 
 @cache
 def _device(kind: str) -> Device:
-    return registry.backend(kind).device(Config())
+    return plugins.backend(kind).device(Config())
 
 
 def is_asynchronous(kind: str) -> bool:

@@ -7,13 +7,13 @@ import random
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME
-from xvcomm.links import CHANNELS
-from xvcomm.probing import Probe
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.probe import Probe
+from xvcomm.engine.session.rings import CHANNELS
 from xvcomm.testing.arrays import Array, arrays
 from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.testing.signals import Signals
+from xvcomm.types.dtype import BY_NAME
 
 _LARGE = 3_000_001
 """Bytes of a message that no ring of a further channel holds."""

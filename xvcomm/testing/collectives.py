@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME, premul_sum
+from xvcomm.comm.communicator import Communicator
 from xvcomm.testing.arrays import Array, Room, arrays
 from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct, uneven
+from xvcomm.types.dtype import BY_NAME, premul_sum
 
 _WIDTH = 3
 

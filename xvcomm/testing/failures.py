@@ -14,12 +14,12 @@ from unittest import mock
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.engine.inflight.work import Work
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
-from xvcomm.pending import Pending
 from xvcomm.testing.arrays import SECONDS, arrays, on_device
 from xvcomm.testing.signals import Signals, await_that
-from xvcomm.work import Work
 
 _PATIENCE = 0.4
 _warming = 0

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME, DTYPES
+from xvcomm.comm.communicator import Communicator
 from xvcomm.testing.arrays import Array
+from xvcomm.types.dtype import BY_NAME, DTYPES
 
 ON_HOST = ("numpy", "torch", "jax", "interface")
 """`interface` stands for any library whose arrays have `__array_interface__` and nothing else."""

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xvcomm import registry
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import UINT8
-from xvcomm.opcode import OpCode
-from xvcomm.ring import Message, RingEnd, RingLayout
-from xvcomm.shm import Segment
+from xvcomm.engine.session import plugins
+from xvcomm.memory.ring import Message, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
 from xvcomm.testing.arrays import SECONDS, Array, DeviceArray, DeviceArrays
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import UINT8
+from xvcomm.types.opcode import OpCode
 
 _LAYOUT = RingLayout(1, 2, 4096)
 
@@ -42,7 +42,7 @@ class Gate:
 
     def __init__(self, a: DeviceArrays, producer: RingEnd, consumer: RingEnd) -> None:
         self._arrays, self._producer, self._consumer = a, producer, consumer
-        self._host = registry.backend("host").device(Config())
+        self._host = plugins.backend("host").device(Config())
 
     @classmethod
     @contextlib.contextmanager

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.deadline import NEVER, Deadline
-from xvcomm.links import Use
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.session.rings import Use
 from xvcomm.testing.arrays import SECONDS, Array, DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits
 from xvcomm.testing.trials import Trial, warm
+from xvcomm.types.deadline import NEVER, Deadline
 
 _MANY = 20
 _A_WHILE = 0.3

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.inflight.work import Work
 from xvcomm.testing.arrays import Array, Arrays, DeviceArrays, arrays
 from xvcomm.testing.cases import assert_same_bits
-from xvcomm.work import Work
 
 _LENGTHS = 4, 480, 96_000
 _MOST = 5

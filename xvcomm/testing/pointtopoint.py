@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.inflight.work import Work
 from xvcomm.testing.arrays import Array, Room, arrays, begun_by_python
 from xvcomm.testing.cases import assert_same_bits, distinct
-from xvcomm.work import Work
+from xvcomm.types.dtype import BY_NAME
 
 
 def check_blocking(comm: Communicator, dtype: str, count: int) -> None:

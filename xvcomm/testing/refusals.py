@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.backends._vendor import Runtime
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import premul_sum
+from xvcomm.backends.gpu.vendor import Runtime
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError, DTypeError, XvcommError
 from xvcomm.testing.arrays import DeviceArray, DeviceArrays, arrays
 from xvcomm.testing.cases import assert_equal
+from xvcomm.types.dtype import premul_sum
 
 Cases = dict[str, Callable[[], Any]]
 

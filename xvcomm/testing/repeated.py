@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME, premul_sum
-from xvcomm.streamcalls import StreamCaller
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.stream_collectives import StreamCaller
 from xvcomm.testing.arrays import Array, arrays, begun_by_python, on_device
 from xvcomm.testing.cases import assert_same_bits
+from xvcomm.types.dtype import BY_NAME, premul_sum
 
 _WARM, _TIMES, _BESIDE = 3, 8, 3
 _LOOK_SECONDS = 0.02

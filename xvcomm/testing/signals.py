@@ -7,9 +7,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from xvcomm.communicator import Communicator
-from xvcomm.deadline import Deadline
+from xvcomm.comm.communicator import Communicator
 from xvcomm.testing.arrays import SECONDS, arrays
+from xvcomm.types.deadline import Deadline
 
 _PAUSE = 0.01
 _serial = itertools.count()

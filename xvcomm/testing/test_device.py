@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xvcomm import array, registry
 from xvcomm.abc.device import Device, RingStalled, RingStopped, Stream
 from xvcomm.config import Config
-from xvcomm.deadline import Deadline
-from xvcomm.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
-from xvcomm.opcode import OpCode
-from xvcomm.ring import Message, Reason, RingEnd, RingLayout
+from xvcomm.engine.session import plugins
+from xvcomm.memory import array
+from xvcomm.memory.ring import Message, Reason, RingEnd, RingLayout
 from xvcomm.testing.arrays import Array, arrays_on
 from xvcomm.testing.cases import assert_equal, assert_same_bits, distinct, expected, kinds, reductions, sample
 from xvcomm.testing.gate import ring
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
+from xvcomm.types.opcode import OpCode
 
 SECONDS = 20.0
 LAYOUTS = [RingLayout(lanes, slots, 4096) for lanes in (1, 3, 8) for slots in (2, 5)]
@@ -105,7 +106,7 @@ def message(nbytes: int, dtype: DType = UINT8, tag: int = 0) -> Message:
 @pytest.fixture(scope="module", params=kinds())
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """The devices of one backend."""
-    backend, config = registry.backend(request.param), Config()
+    backend, config = plugins.backend(request.param), Config()
     with ThreadPoolExecutor(2) as threads:
         yield Bench(config, backend.device(config), backend.device(config), threads)
 
@@ -113,7 +114,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 def test_capabilities_name_the_device(bench: Bench, request: pytest.FixtureRequest) -> None:
     """Kind as registered; ranks with equal islands can join."""
     able = bench.left.capabilities()
-    assert able.kind in {found.name for found in registry.backends()}
+    assert able.kind in {found.name for found in plugins.backends()}
     assert able.island and able.architecture
     assert able == bench.right.capabilities()
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from xvcomm.dtype import DTYPES
 from xvcomm.testing import World, channels, pointtopoint, refusals
 from xvcomm.testing.cases import COUNTS
+from xvcomm.types.dtype import DTYPES
 
 ISLANDS = ("a:2", "a:1,b:1", "a:2,b:1", "a,b,a,b")
 

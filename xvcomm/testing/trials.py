@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.communicator import Communicator
-from xvcomm.dtype import BY_NAME
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.inflight.work import Work
 from xvcomm.testing.arrays import Array, Arrays
 from xvcomm.testing.cases import Reducing, assert_same_bits, distinct
-from xvcomm.work import Work
+from xvcomm.types.dtype import BY_NAME
 
 _ROWS = 3_000
 

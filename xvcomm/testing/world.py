@@ -11,11 +11,16 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 
-from xvcomm.store.server import TcpServer
+from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.testing.processes import Ranks, obey, prepare
-from xvcomm.topology import parse_islands
+from xvcomm.types.topology import parse_islands
 
-_PRELOAD = ["xvcomm.communicator", "xvcomm.bootstrap", "xvcomm.backends.host.collective", "xvcomm.backends.host.device"]
+_PRELOAD = [
+    "xvcomm.comm.communicator",
+    "xvcomm.comm.init",
+    "xvcomm.backends.host.collective",
+    "xvcomm.backends.host.device",
+]
 _SECRET = "world"
 
 

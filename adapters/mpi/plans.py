@@ -1,0 +1,255 @@
+"""What the upper-case collectives do: buffers to xvcomm's operations, and back.
+
+A plan is a function without arguments, made of arguments that were checked. A blocking call does it at once; a
+non-blocking one puts it into the communicator's queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xvcomm.adapters.mpi.buffers import IN_PLACE, Blocks, block, blocks, carried, vector
+from xvcomm.adapters.mpi.ops import NAMED, Op
+from xvcomm.comm.communicator import Communicator
+from xvcomm.errors import ArgumentError
+
+Array = NDArray[Any]
+Plan = Callable[[], Any]
+SUM = NAMED["SUM"]
+
+
+class Plans:
+    """The plans of one communicator's collectives."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._rank, self._size = comm.rank, comm.size
+
+    def barrier(self) -> Plan:
+        """Wait for all."""
+        return self._comm.barrier
+
+    def bcast(self, buf: Any, root: int) -> Plan:
+        """Give everybody the root's buffer."""
+        x = carried(vector(buf))
+        return lambda: self._comm.broadcast(x, root)
+
+    def gather(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
+        """Equal blocks to the root."""
+        if self._rank != root:
+            x = carried(vector(sendbuf))
+            return lambda: self._comm.gather(x, root)
+        target = block(recvbuf, self._size)
+        out = carried(target.flat(self._size))
+        mine = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(vector(sendbuf))
+        _check_equal("Gather", mine, out, self._size)
+        return lambda: self._comm.gather(mine, root, out=out)
+
+    def gatherv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
+        """Blocks of any length to the root, which alone knows the lengths."""
+        if self._rank != root:
+            x = carried(vector(sendbuf))
+            return lambda: self._comm.gather(x, root, counts=self._told(None, root))
+        target = blocks(recvbuf, self._size)
+        mine = target.part(root).copy() if _in_place(sendbuf) else vector(sendbuf)
+        room = target.room()
+
+        def run() -> None:
+            self._comm.gather(carried(mine), root, out=carried(room), counts=self._told(_lengths(target), root))
+            target.spread(room)
+
+        return run
+
+    def scatter(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
+        """Equal blocks from the root."""
+        if self._rank != root:
+            out = carried(vector(recvbuf))
+            return lambda: self._comm.scatter(None, root, out=out)
+        source = carried(block(sendbuf, self._size).flat(self._size))
+        room = np.empty(source.size // self._size, source.dtype) if _in_place(recvbuf) else carried(vector(recvbuf))
+        _check_equal("Scatter", room, source, self._size)
+        return lambda: self._comm.scatter(source, root, out=room)
+
+    def scatterv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
+        """Blocks of any length from the root, which alone knows the lengths."""
+        if self._rank != root:
+            out = carried(vector(recvbuf))
+            return lambda: self._comm.scatter(None, root, out=out, counts=self._told(None, root))
+        source = blocks(sendbuf, self._size)
+        x = carried(source.gathered())
+        mine = np.empty(source.counts[root], source.type.numpy) if _in_place(recvbuf) else vector(recvbuf)
+        return lambda: self._comm.scatter(x, root, out=carried(mine), counts=self._told(_lengths(source), root))
+
+    def allgather(self, sendbuf: Any, recvbuf: Any) -> Plan:
+        """Equal blocks to everybody."""
+        out = carried(block(recvbuf, self._size).flat(self._size))
+        x = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(vector(sendbuf))
+        _check_equal("Allgather", x, out, self._size)
+        return lambda: self._comm.all_gather(x, out=out)
+
+    def allgatherv(self, sendbuf: Any, recvbuf: Any) -> Plan:
+        """Blocks of any length to everybody."""
+        target = blocks(recvbuf, self._size)
+        x = target.part(self._rank).copy() if _in_place(sendbuf) else vector(sendbuf)
+        room = target.room()
+
+        def run() -> None:
+            self._comm.all_gather(carried(x), out=carried(room), counts=_lengths(target))
+            target.spread(room)
+
+        return run
+
+    def alltoall(self, sendbuf: Any, recvbuf: Any) -> Plan:
+        """Equal blocks from everybody to everybody."""
+        out = carried(block(recvbuf, self._size).flat(self._size))
+        x = out.copy() if _in_place(sendbuf) else carried(block(sendbuf, self._size).flat(self._size))
+        _check_equal("Alltoall", x, out, 1)
+        return lambda: self._comm.all_to_all(x, out=out)
+
+    def alltoallv(self, sendbuf: Any, recvbuf: Any) -> Plan:
+        """Blocks of any length from everybody to everybody."""
+        target = blocks(recvbuf, self._size)
+        source = target if _in_place(sendbuf) else blocks(sendbuf, self._size)
+        x = carried(source.gathered())
+        if source is target:
+            x = x.copy()
+        room = target.room()
+
+        def run() -> None:
+            self._comm.all_to_all(x, out=carried(room), send_counts=_lengths(source), recv_counts=_lengths(target))
+            target.spread(room)
+
+        return run
+
+    def reduce(self, sendbuf: Any, recvbuf: Any, op: Op, root: int) -> Plan:
+        """Reduce to the root."""
+        if self._rank != root:
+            x = vector(sendbuf)
+            return lambda: self._reduce(x, None, op, root)
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
+        _check_equal("Reduce", x, out, 1)
+        return lambda: self._reduce(x, out, op, root)
+
+    def allreduce(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
+        """Reduce to everybody."""
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
+        _check_equal("Allreduce", x, out, 1)
+        return lambda: self._allreduce(x, out, op)
+
+    def reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
+        """Reduce, and give everybody an equal block."""
+        if _in_place(sendbuf):
+            x = vector(recvbuf)
+            if x.size % self._size:
+                raise ArgumentError(f"Reduce_scatter_block: {x.size} elements do not divide by {self._size} ranks")
+            out = x[: x.size // self._size]
+        else:
+            x, out = vector(sendbuf), vector(recvbuf)
+        _check_equal("Reduce_scatter_block", out, x, self._size)
+        return lambda: self._reduce_scatter(x, out, op, (out.size,) * self._size)
+
+    def reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None, op: Op) -> Plan:
+        """Reduce, and give everybody a block of any length; without counts everybody tells its own."""
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
+        if recvcounts is None and x is out:
+            raise ArgumentError("Reduce_scatter: counts cannot be told from the buffer in place; pass recvcounts")
+        counts = None if recvcounts is None else tuple(int(n) for n in recvcounts)
+        if counts is not None and (len(counts) != self._size or min(counts) < 0 or sum(counts) > x.size):
+            raise ArgumentError(f"recvcounts {counts}: expected {self._size} numbers that add up to {x.size} elements")
+
+        def run() -> None:
+            rows = counts if counts is not None else self._everybodys(out.size)
+            self._reduce_scatter(x[: sum(rows)], out[: rows[self._rank]], op, rows)
+
+        return run
+
+    def scan(self, sendbuf: Any, recvbuf: Any, op: Op, *, inclusive: bool) -> Plan:
+        """Reduce over the ranks up to this one, itself included or not. Gathers everybody's buffer on every rank."""
+        out = vector(recvbuf)
+        x = out if _in_place(sendbuf) else vector(sendbuf)
+        _check_equal("Scan", x, out, 1)
+
+        def run() -> None:
+            rows = self._gathered(x)[: self._rank + inclusive]
+            if len(rows):
+                out[...] = op.fold(rows)
+
+        return run
+
+    def _reduce(self, x: Array, out: Array | None, op: Op, root: int) -> None:
+        if op.carries(x.dtype):
+            self._comm.reduce(x, root, str(op.core), out=None if out is x else out)
+        elif op.logical is not None and self._size > 1:  # a single rank's values stay as they are
+            truth = self._comm.reduce((x != 0).view(np.uint8), root, op.logical)
+            if out is not None:
+                out[...] = truth
+        else:
+            rows = self._comm.gather(carried(x), root)
+            if out is not None:
+                out[...] = op.fold(rows.view(x.dtype).reshape(self._size, -1))
+
+    def _allreduce(self, x: Array, out: Array, op: Op) -> None:
+        if op.carries(x.dtype):
+            self._comm.all_reduce(x, str(op.core), out=None if out is x else out)
+        elif op.logical is not None and self._size > 1:  # a single rank's values stay as they are
+            out[...] = self._comm.all_reduce((x != 0).view(np.uint8), op.logical)
+        else:
+            out[...] = op.fold(self._gathered(x))
+
+    def _reduce_scatter(self, x: Array, out: Array, op: Op, counts: tuple[int, ...]) -> None:
+        if op.carries(x.dtype):
+            apart = not np.may_share_memory(x, out)
+            result = self._comm.reduce_scatter(x, str(op.core), out=out if apart else None, counts=counts)
+            if not apart:
+                out[...] = result
+        elif op.logical is not None and self._size > 1:  # a single rank's values stay as they are
+            out[...] = self._comm.reduce_scatter((x != 0).view(np.uint8), op.logical, counts=counts)
+        else:
+            start = sum(counts[: self._rank])
+            out[...] = op.fold(self._gathered(x))[start : start + counts[self._rank]]
+
+    def _gathered(self, x: Array) -> Array:
+        """Everybody's vector, a row each."""
+        everything: Array = self._comm.all_gather(carried(x)).view(x.dtype)
+        return everything.reshape(self._size, -1)
+
+    def _told(self, counts: tuple[int, ...] | None, root: int) -> list[int]:
+        """The root's counts."""
+        known = np.empty(self._size, np.int64) if counts is None else np.array(counts, np.int64)
+        told: list[int] = self._comm.broadcast(known, root).tolist()
+        return told
+
+    def _everybodys(self, count: int) -> tuple[int, ...]:
+        return tuple(self._comm.all_gather(np.array([count], np.int64)).tolist())
+
+
+def _in_place(buf: Any) -> bool:
+    return buf is IN_PLACE or buf is None
+
+
+def _own(out: Array, rank: int, size: int) -> Array:
+    """A copy of this rank's block of a buffer that an operation fills."""
+    each = out.size // size
+    return out[rank * each : (rank + 1) * each].copy()
+
+
+def _lengths(b: Blocks) -> tuple[int, ...]:
+    """Counts as xvcomm gets them: of bytes, where it gets bytes."""
+    return b.counts if b.type.carried else tuple(n * b.type.size for n in b.counts)
+
+
+def _check_equal(what: str, one: Array, all_: Array, ranks: int) -> None:
+    """What differs only here would be told as something else below."""
+    if one.dtype != all_.dtype or one.size * ranks != all_.size:
+        raise ArgumentError(
+            f"{what}: {one.size} x {one.dtype}"
+            + (f" a rank, {ranks} ranks," if ranks > 1 else "")
+            + f" and {all_.size} x {all_.dtype}; both buffers must say the same"
+        )

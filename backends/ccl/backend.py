@@ -1,0 +1,90 @@
+"""The GPUs of a vendor as a backend: a device, and the collective library that joins several of them."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from xvcomm.abc.backend import Backend
+from xvcomm.abc.collective import Collective
+from xvcomm.abc.device import Device
+from xvcomm.abc.store import Store
+from xvcomm.backends.ccl.collective import CclCollective
+from xvcomm.backends.gpu.device import GpuDevice, choose
+from xvcomm.backends.gpu.peer_memory import apart
+from xvcomm.backends.gpu.vendor import Library, Runtime, VendorError
+from xvcomm.config import Config
+from xvcomm.errors import BackendUnavailable
+from xvcomm.types.deadline import Deadline
+
+_NOT_LOADED = (ImportError, OSError, AttributeError, VendorError)
+"""What the vendor's libraries, or Python's for them, raise where they do not load or do not answer."""
+
+
+class GpuBackend(Backend):
+    """What the backends of CUDA and ROCm have in common."""
+
+    def __init__(self) -> None:
+        self._device: GpuDevice | None = None
+
+    @abstractmethod
+    def runtime(self) -> Runtime:
+        """The vendor's runtime; loads its library."""
+
+    @abstractmethod
+    def library(self, architecture: str) -> Library:
+        """The vendor's collective library, for GPUs of one architecture; loads it."""
+
+    @abstractmethod
+    def bus(self, index: int) -> str:
+        """See `Runtime.bus`."""
+
+    def devices(self) -> int:
+        """See `Backend.devices`."""
+        return self.runtime().count()
+
+    def peer_memory(self) -> str:
+        """See `Backend.peer_memory`."""
+        pairs = apart(self.runtime())
+        if not pairs:
+            return "its devices reach each other's memory"
+        names = ", ".join(f"{a} and {b}" for a, b in pairs)
+        return f"rings in host memory between devices that do not reach each other's: {names}"
+
+    def lacks(self) -> tuple[str, str] | None:
+        """See `Backend.lacks`: the collective library, which one GPU that is an island beside others never asks for."""
+        try:
+            self.library(self.runtime().architecture(0)).version()
+        except _NOT_LOADED as error:
+            reason = f"no island of its own kind alone, or of several GPUs: {type(error).__name__}: {error}"
+            return reason, f"reinstall xvcomm[{self.kind}]"
+        return None
+
+    def device(self, config: Config) -> Device:
+        """See `Backend.device`."""
+        with self._loading():
+            runtime = self.runtime()
+            index = choose(config, runtime.count(), runtime.current())
+            self._device = GpuDevice(runtime, index, config)
+        return self._device
+
+    def collective(
+        self, config: Config, job: str, me: int, members: int, name: str, store: Store, deadline: Deadline
+    ) -> Collective:
+        """See `Backend.collective`."""
+        device = self._device
+        assert device is not None
+        with self._loading():
+            library, bus = self.library(device.capabilities().architecture), self.bus(device.index)
+        return CclCollective(config, me, members, name, store, deadline, library, device.runtime, device, bus)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Say what is missing when the vendor's libraries, or Python's for them, do not load or do not answer."""
+        try:
+            yield
+        except _NOT_LOADED as error:
+            raise BackendUnavailable(
+                f"{self.kind}: {type(error).__name__}: {error}; reinstall xvcomm[{self.kind}], and see `xvcomm doctor`"
+            ) from error

@@ -1,0 +1,347 @@
+"""NCCL and RCCL as native libraries: one implementation over `_vendor.Library`.
+
+Communicators are blocking ones, because a non-blocking one starts a thread for each call. Only joining, and meeting a
+peer for the first time, can then block for long. So joining happens on a thread that can be left behind; and `error`,
+which a watching thread calls ten times a second, breaks off a call whose deadline has passed.
+
+A communicator is freed once, by whoever takes its handle under the lock. Calls use it without the lock: each says that
+it is inside before it looks at the abort word, while `abort` sets the word before it looks who is inside. It waits a
+moment for a call to come out, and then aborts the library beside it: that is what makes a call that blocks come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NoReturn
+
+from xvcomm.abc.collective import Collective, CollectiveForm, CollectiveStalled, CollectiveStopped
+from xvcomm.abc.device import Allocation, Device, EnqueuedCall, Stream
+from xvcomm.abc.store import Store
+from xvcomm.backends.ccl.calls import ENQUEUE, State, prepared
+from xvcomm.backends.ccl.joining import Member, join, meet
+from xvcomm.backends.ccl.routes import Calls, LibraryCall, Native, Part, Route, Scale, cut, parts, route
+from xvcomm.backends.gpu.vendor import IN_PROGRESS, SUCCESS, Library, Runtime, VendorError
+from xvcomm.config import Config
+from xvcomm.errors import Aborted, BackendUnavailable
+from xvcomm.memory.ring import Reason
+from xvcomm.system.threads import Daemon
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import DTYPES, DType, ReduceOp, Reduction
+from xvcomm.types.opcode import OpCode
+
+_STAGE_BYTES = 32 << 20
+"""Scratch memory for what members send each other of a reduction that the library lacks; longer arrays go in pieces."""
+
+_ALIGN = 64
+_REMOTE_ERROR = 6
+_PREMULS_KEPT = 64
+_GRACE_SECONDS = 1.0
+"""For a call to come out before its communicator is freed: a kernel that it launches later reads memory that is gone. Where
+the call waited for a message that has stopped meanwhile, CUDA still loads the kernel, which takes 0.15 s."""
+
+_TOLD_SECONDS = 1.0
+_CLOSE_SECONDS = 2.0
+_PAUSE_SECONDS = 0.001
+
+
+class CclCollective(Collective):
+    """One island's NCCL or RCCL communicator, seen from one member. One call at a time.
+
+    Attributes:
+        failure: what the library said when it failed behind the caller; `error` then blames this member.
+    """
+
+    def __init__(
+        self, config: Config, me: int, members: int, name: str, store: Store, deadline: Deadline,
+        library: Library, runtime: Runtime, device: Device, gpu: str,
+    ) -> None:  # fmt: skip
+        """Join; blocks until all members have come.
+
+        Args:
+            gpu: what tells this member's GPU from the others of its host, whatever its index: its PCI bus id.
+
+        Raises:
+            BackendUnavailable: unlike libraries, two members on one GPU, or the library failed.
+            CollectiveStalled, DeadlineExceeded: not all came in time.
+        """
+        self._me, self._members = me, members
+        self._library, self._runtime, self._device = library, runtime, device
+        self._index = device.capabilities().index
+        self._lock = threading.RLock()  # a signal handler may close in the middle of anything
+        self._stalled, self.failure = False, ""
+        self._state = (ctypes.c_int64 * len(State))()
+        self._inside = ctypes.c_double.from_buffer(self._state, 8 * State.INSIDE)
+        self._word = ctypes.c_int64.from_buffer(self._state, 8 * State.ABORT)
+        self._freeing: Daemon | None = None
+        self._premuls: dict[tuple[float, int], int] = {}
+        self._share_bytes = max(_ALIGN, _STAGE_BYTES // members // _ALIGN * _ALIGN)
+        self._scratch: Allocation | None = None
+        self._used: object = None
+
+        def start() -> int:
+            runtime.use(self._index)
+            return library.join(verdict.unique_id, members, me)
+
+        try:
+            verdict = meet(Member.of(config, me, library, gpu), me, members, name, store, deadline, library)
+            self._prepare(verdict.dtypes)
+            self._comm = join(start, library.abort, f"{name}/joined/{me}", store, deadline)
+        except VendorError as error:
+            raise BackendUnavailable(f"{error}; NCCL_DEBUG=INFO tells more") from error
+
+    def _prepare(self, reducible: Collection[str]) -> None:
+        """Look up once what reductions need: numbers of dtype and op, elements in one, whether a division is left."""
+        numbers, ops = self._library.dtypes(), self._library.ops()
+        self._numbers, self._calls = numbers, Calls(self._me, self._members, numbers["uint8"])
+        self._routes: dict[int, Route] = {}
+        self._native: dict[int, Native] = {}
+        for dtype in DTYPES:
+            for op in ReduceOp:
+                how = self._routes[dtype.code << 4 | op] = route(dtype, op, reducible)
+                if how.native is not None and how.op is not ReduceOp.PREMUL_SUM:
+                    found = Native(numbers[how.native.name], ops[how.op], how.width, how.scale is Scale.AFTER)
+                    self._native[dtype.code << 4 | op] = found
+
+    def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
+        """See `Collective.all_reduce`."""
+        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
+        if native is not None:
+            self._run(self._calls.all_reduce(count, native), src, dst, stream)
+            if native.divide and count:
+                self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
+        elif count:
+            with self._room(stream) as room:
+                share = room + self._me * self._share_bytes
+                for offset, counts in self._pieces(count, dtype.itemsize):
+                    self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
+                    self.all_gather(share, dst + offset, counts, dtype, stream)
+
+    def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
+        """See `Collective.reduce`."""
+        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
+        if native is not None:
+            self._run(self._calls.reduce(count, native, root), src, dst, stream)
+            if native.divide and count and root == self._me:
+                self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
+        elif count:
+            with self._room(stream) as room:
+                share = room + self._me * self._share_bytes
+                for offset, counts in self._pieces(count, dtype.itemsize):
+                    self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
+                    self.gather(share, dst + offset, counts, dtype, root, stream)
+
+    def reduce_scatter(
+        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
+    ) -> None:
+        """See `Collective.reduce_scatter`."""
+        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
+        if native is None:
+            self._reduce_blocks(parts(src, counts, dtype.itemsize), dst, dtype, op, stream)
+            return
+        self._run(self._calls.reduce_scatter(counts, dtype.itemsize, native), src, dst, stream)
+        mine = counts[self._me]
+        if native.divide and mine:
+            self._device.scale(dst, dst, mine, dtype, 1.0, self._members, stream)
+
+    def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
+        """See `Collective.all_gather`."""
+        self._run(self._calls.all_gather(counts, dtype.itemsize), src, dst, stream)
+
+    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.broadcast`."""
+        self._run(self._calls.broadcast(count * dtype.itemsize, root), src, dst, stream)
+
+    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.gather`."""
+        self._run(self._calls.gather(counts, dtype.itemsize, root), src, dst, stream)
+
+    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
+        """See `Collective.scatter`."""
+        self._run(self._calls.scatter(counts, dtype.itemsize, root), src, dst, stream)
+
+    def all_to_all(
+        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
+    ) -> None:
+        """See `Collective.all_to_all`."""
+        self._run(self._calls.all_to_all(counts, recv_counts, dtype.itemsize), src, dst, stream)
+
+    def enqueued(self, form: CollectiveForm) -> EnqueuedCall | None:
+        """See `Collective.enqueued`."""
+        op, counts, recv_counts, dtype, reduction, root = form
+        native, size = self._native.get(dtype.code << 4 | reduction.op), dtype.itemsize
+        calls: list[LibraryCall] = []
+        match op:
+            case OpCode.ALL_GATHER:
+                calls = self._calls.all_gather(counts, size)
+            case OpCode.BROADCAST:
+                calls = self._calls.broadcast(counts[0] * size, root)
+            case OpCode.GATHER:
+                calls = self._calls.gather(counts, size, root)
+            case OpCode.SCATTER:
+                calls = self._calls.scatter(counts, size, root)
+            case OpCode.ALL_TO_ALL:
+                calls = self._calls.all_to_all(counts, recv_counts, size)
+            case _ if native is None or native.divide:
+                return None
+            case OpCode.REDUCE:
+                calls = self._calls.reduce(counts[0], native, root)
+            case OpCode.REDUCE_SCATTER:
+                calls = self._calls.reduce_scatter(counts, size, native)
+            case _:
+                calls = self._calls.all_reduce(counts[0], native)
+        if not calls or not self._comm:
+            return None
+        ask = self._runtime.addresses().capturing
+        words = prepared(ctypes.addressof(self._state), ask, calls, self._library.address, self._comm)
+        return EnqueuedCall(ENQUEUE, int(words.ctypes.data), words, self._fail)
+
+    def abort(self, word: int) -> None:
+        """See `Collective.abort`; of a member that merely left, what is under way goes on, but nothing new begins."""
+        with self._lock:
+            if not self._word.value or (Reason.bad(word) and not Reason.bad(self._word.value)):
+                self._word.value = word
+        if Reason.bad(word):
+            self._free(self._library.abort)
+
+    def error(self) -> int:
+        """See `Collective.error`; also breaks off a call that is inside the library past its deadline."""
+        inside = self._inside.value
+        if inside and time.monotonic() >= inside and not Reason.bad(self._word.value):
+            self._stalled = True
+            self.abort(Reason.DEADLINE.word(self._me))
+        with self._lock:
+            state = self._library.state(self._comm) if self._comm else SUCCESS
+            if state not in (SUCCESS, IN_PROGRESS) and not Reason.bad(self._word.value):
+                self.failure = self._explain(state)
+                self._word.value = Reason.ABORTED.word(self._me)
+        return self._word.value
+
+    def close(self) -> None:
+        """See `Collective.close`; if members are late to close too, their waiting for each other goes on behind it."""
+        with self._lock:
+            self._word.value = self._word.value or Reason.LEFT.word(self._me)
+        self._free(self._library.destroy)
+        if self._freeing is not None:
+            self._freeing.join(_CLOSE_SECONDS)
+        self._scratch = None
+
+    def _free(self, how: Callable[[int], None]) -> None:
+        """Let a thread free the communicator, once: it may take long, and the watching thread must not."""
+
+        def work() -> None:
+            late = Deadline.after(_GRACE_SECONDS)
+            while self._inside.value and not late.expired():
+                time.sleep(_PAUSE_SECONDS)
+            with contextlib.suppress(VendorError):  # there is nothing left to do about it
+                self._runtime.use(self._index)
+                how(comm)
+
+        with self._lock:
+            comm, self._comm = self._comm, 0
+            if comm:
+                self._freeing = Daemon("xvcomm-free", work)
+                self._freeing.start()
+
+    def _run(self, calls: Sequence[LibraryCall], src: int, dst: int, stream: Stream) -> None:
+        """Enqueue calls of the library, several as one."""
+        if not calls:
+            return
+        library = self._library
+        made = [(getattr(library, call.name), call.arguments((src, dst))) for call in calls]
+        self._inside.value = stream.deadline.at
+        try:
+            if self._word.value:
+                raise CollectiveStopped(self._word.value)
+            comm, handle, together = self._comm, stream.handle, len(made) > 1
+            code = library.group_start() if together else 0
+            try:
+                for function, arguments in made:
+                    code = code or function(*arguments, comm, handle)
+            finally:
+                code = (library.group_end() if together else 0) or code
+        finally:
+            self._inside.value = 0.0
+        if code:
+            self._fail(code)
+
+    def _fail(self, code: int) -> NoReturn:
+        """Say why a call failed."""
+        if code == _REMOTE_ERROR:  # somebody watches over the peers, and is about to say which one it was
+            told = Deadline.after(_TOLD_SECONDS)
+            while not self._word.value and not told.expired():
+                time.sleep(_PAUSE_SECONDS)
+        if self._stalled:
+            raise CollectiveStalled(())
+        if self._word.value:
+            raise CollectiveStopped(self._word.value)
+        with self._lock:
+            raise Aborted(f"{self._explain(code)}; NCCL_DEBUG=INFO tells more")
+
+    def _explain(self, code: int) -> str:
+        return f"{self._library.name} failed: {self._library.explain(code, self._comm)}"
+
+    def _premultiplied(self, dtype: DType, op: Reduction) -> Native | None:
+        """What `_native` would hold of a sum with a factor; None if that is not the library's."""
+        how = self._routes[dtype.code << 4 | op.op]
+        if how.native is None:
+            return None
+        number = self._numbers[how.native.name]
+        with self._lock:
+            if self._word.value:
+                raise CollectiveStopped(self._word.value)
+            code = self._premuls.get((op.factor, number))
+            if code is None:
+                if len(self._premuls) >= _PREMULS_KEPT:
+                    self._library.free_op(self._premuls.pop(next(iter(self._premuls))), self._comm)
+                code = self._premuls[op.factor, number] = self._library.premul_sum(op.factor, number, self._comm)
+        return Native(number, code, how.width, divide=False)
+
+    @contextlib.contextmanager
+    def _room(self, stream: Stream) -> Iterator[int]:
+        """Scratch memory, behind what used it last: a share from each member, and as much again for scaled input."""
+        if self._scratch is None:
+            self._scratch = self._device.empty(2 * self._members * self._share_bytes)
+        captured = stream.capturing()
+        if self._used is not None and not captured:
+            stream.wait(self._used)
+        yield self._scratch.address
+        if not captured:  # a graph's marks are nothing outside of it
+            self._used = stream.mark()
+
+    def _pieces(self, count: int, itemsize: int) -> Iterator[tuple[int, list[int]]]:
+        """Pieces of an array that fit the scratch memory: offset in bytes, and elements of each member's share."""
+        most = self._share_bytes // itemsize * self._members
+        for start in range(0, count, most):
+            yield start * itemsize, cut(min(most, count - start), self._members, itemsize)
+
+    def _reduce_blocks(self, blocks: list[Part], dst: int, dtype: DType, op: Reduction, stream: Stream) -> None:
+        """A reduce-scatter that the library lacks."""
+        most = self._share_bytes
+        with self._room(stream) as room:
+            for start in range(0, max(nbytes for _, nbytes in blocks), most):
+                piece = [(address + start, max(0, min(most, nbytes - start))) for address, nbytes in blocks]
+                self._reduce_parts(piece, dst + start, room, dtype, op, stream)
+
+    def _reduce_parts(
+        self, mine: list[Part], into: int, room: int, dtype: DType, op: Reduction, stream: Stream
+    ) -> None:
+        """Each member gets its parts of all and reduces them, in order of the members and with one rounding."""
+        how, share = self._routes[dtype.code << 4 | op.op], self._share_bytes
+        if how.scale is Scale.BEFORE:
+            scaled = [(room + (self._members + i) * share, nbytes) for i, (_, nbytes) in enumerate(mine)]
+            for (src, nbytes), (dst, _) in zip(mine, scaled, strict=True):
+                if nbytes:
+                    self._device.scale(dst, src, nbytes // dtype.itemsize, dtype, op.factor, 0, stream)
+            mine = scaled
+        nbytes = mine[self._me][1]
+        theirs = [(room + member * share, nbytes) for member in range(self._members)]
+        theirs[self._me] = mine[self._me]
+        self._run(self._calls.exchange(mine, theirs), 0, 0, stream)
+        if nbytes:
+            count = nbytes // dtype.itemsize
+            divisor = self._members if how.scale is Scale.AFTER else 0
+            self._device.reduce(into, [address for address, _ in theirs], count, dtype, how.op, stream, divisor=divisor)

@@ -1,0 +1,171 @@
+"""How an island's members come to one communicator of NCCL or RCCL: they compare themselves, then join on a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from xvcomm.abc.collective import CollectiveStalled
+from xvcomm.abc.store import NotSet, Store
+from xvcomm.backends.gpu.vendor import Library
+from xvcomm.config import Config
+from xvcomm.errors import BackendUnavailable, DeadlineExceeded
+from xvcomm.system.threads import Daemon
+from xvcomm.types.deadline import Deadline
+
+
+class Member(msgspec.Struct, frozen=True):
+    """What a member says of itself before the library is called, which would wait for ever, or print.
+
+    Attributes:
+        who: for messages.
+        dtypes: what its library can reduce on its GPU.
+        gpu: equal for two members exactly if they are on one GPU.
+        obstacle: why it cannot take part, if so.
+    """
+
+    who: str
+    library: str
+    version: int
+    dtypes: list[str]
+    gpu: str
+    obstacle: str = ""
+
+    @classmethod
+    def of(cls, config: Config, me: int, library: Library, gpu: str) -> Member:
+        """Member `me`, on the GPU of this name on this host."""
+        version, obstacle = library.version(), ""
+        if version < library.least_version:
+            least = version_text(library.least_version)
+            obstacle = f"{library.name} {version_text(version)} is too old: install {least} or a newer one"
+        elif os.environ.get("NCCL_COMM_BLOCKING") == "0":
+            obstacle = f"NCCL_COMM_BLOCKING=0 makes {library.name} start a thread for each call: unset it"
+        number = f"rank {config.rank}" if config.rank is not None else f"member {me}"
+        host = socket.gethostname()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        dtypes = sorted(library.dtypes())
+        return cls(f"{number} on {host}", library.name, version, dtypes, f"{gpu}, boot {boot}", obstacle)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Member 0's answer to all: why they cannot be joined, or what they need for it."""
+
+    refusal: str = ""
+    dtypes: list[str] = []
+    unique_id: bytes = b""
+
+
+def version_text(version: int) -> str:
+    """`2.28.9` for 22809."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def refusal(members: Sequence[Member]) -> str:
+    """Why these cannot be joined, and what to do; empty if they can."""
+    for member in members:
+        if member.obstacle:
+            return f"{member.who}: {member.obstacle}"
+    versions: dict[str, list[str]] = {}
+    gpus: dict[str, list[str]] = {}
+    for member in members:
+        versions.setdefault(f"{member.library} {version_text(member.version)}", []).append(member.who)
+        gpus.setdefault(member.gpu, []).append(member.who)
+    if len(versions) > 1:
+        found = "; ".join(f"{version}: {', '.join(whose)}" for version, whose in versions.items())
+        return f"{found}: install one version for all, or give them islands of their own (XVCOMM_ISLAND)"
+    for gpu, whose in gpus.items():
+        if len(whose) > 1:
+            return (
+                f"{' and '.join(whose)} are on one GPU ({gpu}), where {members[0].library} cannot join them: give each "
+                "a GPU (XVCOMM_DEVICE_INDEX), or islands of their own (XVCOMM_ISLAND)"
+            )
+    return ""
+
+
+def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline: Deadline, library: Library) -> Verdict:
+    """Compare what the members say of themselves; all get the same answer.
+
+    Raises:
+        BackendUnavailable: they cannot be joined; on all of them.
+        CollectiveStalled: not all came in time.
+    """
+    store.set(f"{name}/{me}", msgspec.json.encode(mine), deadline)
+    keys = [f"{name}/{member}" for member in range(members)]
+    if me:
+        try:
+            verdict = msgspec.json.decode(store.get(name, deadline), type=Verdict)
+        except NotSet as error:
+            raise CollectiveStalled(_missing(keys, store) or (0,)) from error
+    else:
+        try:
+            store.wait(keys, deadline)
+        except NotSet as error:
+            raise CollectiveStalled(_missing(keys, store)) from error
+        everybody = [msgspec.json.decode(store.get(key, deadline), type=Member) for key in keys]
+        verdict = Verdict(refusal(everybody))
+        if not verdict.refusal:
+            # With one version of the library, some GPUs may still reduce what others do not.
+            common = set(mine.dtypes).intersection(*(member.dtypes for member in everybody))
+            verdict = Verdict("", sorted(common), library.unique_id())
+        store.set(name, msgspec.json.encode(verdict), deadline)
+    if verdict.refusal:
+        raise BackendUnavailable(verdict.refusal)
+    return verdict
+
+
+def _missing(keys: Sequence[str], store: Store) -> list[int]:
+    """The members whose keys are not set."""
+    found = []
+    for member, key in enumerate(keys):
+        try:
+            store.get(key, Deadline.after(0))
+        except NotSet:
+            found.append(member)
+    return found
+
+
+def join(start: Callable[[], int], free: Callable[[int], None], done: str, store: Store, deadline: Deadline) -> int:
+    """The communicator that `start` gives, which blocks on a thread: the store knows of deadlines and lost peers.
+
+    Args:
+        free: for a communicator that comes too late.
+        done: key, of this member alone, that says that `start` is over.
+
+    Raises:
+        DeadlineExceeded: it did not come in time. Loading its kernels, the library waits for those that run.
+    """
+    outcome: Future[int] = Future()
+
+    def work() -> None:
+        try:
+            comm = start()
+        except BaseException as error:
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_exception(error)
+        else:
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_result(comm)
+            else:
+                free(comm)
+        with contextlib.suppress(Exception):  # nobody may be left to read it
+            store.set(done, b"", deadline)
+
+    Daemon("xvcomm-join", work).start()
+    try:
+        store.wait([done], deadline)
+    except BaseException as error:
+        if not outcome.cancel() and outcome.exception() is None:
+            free(outcome.result())
+        if not isinstance(error, DeadlineExceeded):
+            raise
+        raise DeadlineExceeded(
+            "the island's members did not join their library's communicator in time; loading kernels it waits for those on "
+            "the GPU, messages that wait for a rank among them: call a collective, as barrier(), before such messages"
+        ) from error
+    return outcome.result()

@@ -1,0 +1,230 @@
+"""GPUs as devices: one implementation for CUDA and ROCm, over the table of calls that they have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn, cast
+
+from xvcomm.abc.device import (
+    Allocation,
+    Device,
+    DeviceCapabilities,
+    EnqueuedCall,
+    EnqueuedMarks,
+    EnqueuedMessages,
+    Loan,
+    MessageForm,
+    Stream,
+)
+from xvcomm.backends.gpu.events import BRANCH, FOLLOW, MARK, StreamMarks
+from xvcomm.backends.gpu.guard import on_device, told
+from xvcomm.backends.gpu.kernels import Kernels
+from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LocalCall
+from xvcomm.backends.gpu.messages import LAUNCH, READY
+from xvcomm.backends.gpu.peer_memory import PeerPool, reached
+from xvcomm.backends.gpu.pools import EVENTS_AT_ONCE
+from xvcomm.backends.gpu.streams import Engine, GpuStream
+from xvcomm.backends.gpu.vendor import Runtime
+from xvcomm.config import Config
+from xvcomm.errors import ArgumentError, ArrayError, ConfigError
+from xvcomm.jit.cache import kernel_cache
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.types.dtype import DType, ReduceOp
+
+_DEFAULT_STREAM = 0
+_NO_POINTERS = range(3, 4096)
+_EVENTS_OF_OTHERS = 8  # there may be many such streams
+"""Numbers that are neither the handle of a special stream nor an address."""
+
+
+class _Adopted(threading.local):
+    """A thread's adopted streams, by handle."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, GpuStream] = {}
+
+
+class GpuDevice(Device):
+    """One GPU of this process. Any thread; each stream by one thread at a time.
+
+    Attributes:
+        runtime: the vendor's calls.
+        index: number of the device.
+    """
+
+    def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
+        self.runtime, self.index = runtime, index
+        self._kernels, self._engine = self._prepare(config)
+        self._adopted = _Adopted()
+        self._able = DeviceCapabilities(
+            runtime.kind, runtime.architecture(index), runtime.kind, index, asynchronous=True,
+            peers=reached(runtime, index, bool(config.peer_memory)),
+        )  # fmt: skip
+        self._shared = PeerPool(runtime)
+        before = runtime.current()
+        runtime.use(index)  # starts it, which takes long
+        runtime.use(before)
+
+    @on_device
+    def _prepare(self, config: Config) -> tuple[Kernels, Engine]:
+        kernels = Kernels(self.runtime, self.index, kernel_cache(config.kernel_cache))
+        return kernels, Engine(self.runtime, self.index, kernels, config.spin_us * 1e-6)
+
+    def capabilities(self) -> DeviceCapabilities:
+        """See `Device.capabilities`."""
+        return self._able
+
+    @on_device
+    def empty(self, nbytes: int) -> Allocation:
+        """See `Device.empty`; from a pool."""
+        return self._engine.memory.take(nbytes)
+
+    @on_device
+    def streams(self, count: int) -> tuple[GpuStream, ...]:
+        """See `Device.streams`."""
+        return tuple(self._engine.stream() for _ in range(count))
+
+    def adopt(self, handle: int | None, *addresses: int) -> GpuStream:
+        """See `Device.adopt`; each thread has a GpuStream of its own for a handle."""
+        stream = self._adopted.streams.get(handle or _DEFAULT_STREAM) or self._verified(handle or _DEFAULT_STREAM)
+        stream.enqueued()
+        if addresses:
+            self._look_at(addresses)
+        return stream
+
+    @on_device
+    def _look_at(self, addresses: Sequence[int]) -> None:
+        for address in addresses:
+            place = self.runtime.locate(address)
+            if place != self.index:
+                raise self._elsewhere(address, place)
+
+    @on_device
+    def _verified(self, handle: int) -> GpuStream:
+        runtime, name = self.runtime, f"{self.runtime.kind} device {self.index}"
+        if handle < 0 or handle in runtime.invalid_streams or handle in _NO_POINTERS:
+            raise ArgumentError(
+                f"stream {handle} is no stream of {name}; pass what the framework's current-stream function gives"
+            )
+        stream = GpuStream(self._engine, handle, owned=False)
+        try:
+            stream.mark()  # no event of this device can be recorded on a stream of another one
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"stream {handle:#x} cannot be used on {name}, which this rank has: {error}; make {name} the current one "
+                "before the stream is made, or set XVCOMM_DEVICE_INDEX"
+            ) from error
+        self._adopted.streams[handle] = stream
+        return stream
+
+    def _elsewhere(self, address: int, place: int | None) -> ArrayError:
+        kind, index = self.runtime.kind, self.index
+        if place is None:
+            return ArrayError(
+                f"the array at {address:#x} is not in the memory of {kind} device {index}: it was freed, or never lay on a "
+                "GPU; keep arrays alive until the operation is over"
+            )
+        return ArrayError(
+            f"the array at {address:#x} lies on {kind} device {place} but this rank's device is {kind} device {index}; "
+            f"move the array, or set XVCOMM_DEVICE_INDEX={place}"
+        )
+
+    @on_device
+    def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
+        """See `Device.copy`."""
+        if nbytes:
+            self.runtime.copy(dst, src, nbytes, cast(GpuStream, stream).handle)
+
+    @on_device
+    def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
+        """See `Device.put`."""
+        cast(GpuStream, stream).transfer(end, src, message, None, False)
+
+    @on_device
+    def get(
+        self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
+        *, remote_first: bool = False,
+    ) -> None:  # fmt: skip
+        """See `Device.get`."""
+        cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
+
+    @on_device
+    def enqueued(self, forms: Sequence[MessageForm]) -> EnqueuedMessages | None:
+        """See `Device.enqueued`."""
+        found = self._engine.messages([(form.end, (form.message, form.op, form.remote_first)) for form in forms])
+        return EnqueuedMessages(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
+
+    def enqueued_copy(self, nbytes: int) -> EnqueuedCall:
+        """See `Device.enqueued_copy`."""
+        return self._local(LocalCall.copy(self._kernels, nbytes))
+
+    def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall:
+        """See `Device.enqueued_scale`."""
+        return self._local(LocalCall.scale(self._kernels, count, dtype, factor, divisor))
+
+    def enqueued_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool) -> EnqueuedCall:
+        """See `Device.enqueued_reduce`."""
+        return self._local(LocalCall.reduce(self._kernels, count, dtype, op, divisor, src_first=src_first))
+
+    @on_device
+    def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
+        """See `Device.enqueued_marks`."""
+        at_once = EVENTS_AT_ONCE if stream.lasting else _EVENTS_OF_OTHERS
+        found = StreamMarks(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
+        return EnqueuedMarks(BRANCH, MARK, FOLLOW, found.address, found, found.take, self._failed)
+
+    def _local(self, call: LocalCall) -> EnqueuedCall:
+        return EnqueuedCall(LAUNCH_LOCAL, call.address, call, self._failed)
+
+    def _failed(self, code: int) -> NoReturn:
+        raise told(self.runtime.failure(code), self.runtime.kind, self.index)
+
+    @on_device
+    def lend(self, nbytes: int) -> Loan:
+        """See `Device.lend`."""
+        return self._shared.lend(nbytes)
+
+    def take_back(self, loan: Loan, returned: Callable[[], bool]) -> None:
+        """See `Device.take_back`."""
+        self._shared.take_back(loan, returned)
+
+    @on_device
+    def borrow(self, handle: bytes) -> int:
+        """See `Device.borrow`."""
+        return self._shared.borrow(handle)
+
+    @on_device
+    def give_back(self, address: int) -> None:
+        """See `Device.give_back`."""
+        self._shared.give_back(address)
+
+    @on_device
+    def reduce(
+        self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0
+    ) -> None:
+        """See `Device.reduce`."""
+        self._kernels.reduce(dst, srcs, count, dtype, op, cast(GpuStream, stream).handle, divisor)
+
+    @on_device
+    def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
+        """See `Device.scale`."""
+        self._kernels.scale(dst, src, count, dtype, factor, divisor, cast(GpuStream, stream).handle)
+
+
+def choose(config: Config, count: int, current: int) -> int:
+    """Which of `count` devices a rank takes: the one asked for, the thread's, or by its number on this host.
+
+    Args:
+        current: the thread's device. Nobody chooses device 0 by saying so: every thread begins with it.
+
+    Raises:
+        ConfigError: there is none of the number asked for.
+    """
+    if config.device_index is not None:
+        if config.device_index >= count:
+            raise ConfigError(
+                f"XVCOMM_DEVICE_INDEX={config.device_index}: this process sees {count} devices, numbered from 0"
+            )
+        return config.device_index
+    return current if current > 0 else (config.local_rank or 0) % count

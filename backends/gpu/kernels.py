@@ -1,0 +1,401 @@
+"""The movers of one GPU: what a launch needs is packed here, compiled at first use, and kept on disk.
+
+`mover.cu` holds the kernels; the layouts below mirror its structs, whose sizes it checks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import hashlib
+import inspect
+import struct
+import threading
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from numba.extending import register_jitable
+
+from xvcomm.backends.gpu.vendor import Runtime, VendorError
+from xvcomm.errors import BackendUnavailable
+from xvcomm.jit.atomics import load, store
+from xvcomm.jit.cache import KernelCache
+from xvcomm.jit.ccall import call_11, let_go, take_back
+from xvcomm.jit.compile import brief, compiling
+from xvcomm.memory import ring
+from xvcomm.memory.ring import MAX_LANES, Message
+from xvcomm.types.dtype import DTYPES, UINT8, DType, ReduceOp
+
+STATE_BYTES = 128 + 16 * MAX_LANES
+"""Device memory that one ring end needs, zeroed before its first transfer and aligned to 128 bytes."""
+
+ROWS = 32
+"""Most transfers of one launch."""
+
+TERMS = 256
+"""Most operands of one reduction."""
+
+THREADS = 512
+WARPS = 15
+"""Warps of a block that copy; one more watches. Where warps are wider there are fewer, and all of them copy."""
+
+HOST_PUT_WARPS = 2
+"""Of these, how many write a large message to host memory: they keep PCIe full, more would hold up those that read."""
+
+MOST_BLOCKS = 64
+"""Blocks of one launch of movers: all must run at the same time, beside the native library's and the user's kernels."""
+
+LOCAL_BLOCKS = 512
+NAMES = ("xv::move", "xv::reduce", "xv::scale")
+_ROW = struct.Struct("=4Q6q12I")
+_ROW_BYTES, _DATA, _TAG = _ROW.size, 24, 64
+"""For compiled code: how long a row is, and where array and tag lie in it."""
+
+_TERMS = struct.Struct("=Q5q")
+_SCALE = struct.Struct("=2Qqd3q")
+REDUCE_PLACES, SCALE_PLACES = (_TERMS.size, _TERMS.size + 8, 24), (8, 40)
+"""For compiled code: where input, and the number of elements that lie before the first aligned one, lie in these two."""
+
+_ALIGN = 16
+_LOG_LINES = 12
+
+
+class Word(enum.IntEnum):
+    """Words of a prepared launch."""
+
+    ASK = 0  # these three: the vendor's functions, see `Runtime.addresses`
+    LAUNCH = 1
+    RECORD = 2
+    KERNEL = 3
+    BLOCKS = 4
+    ROW = 5  # address of the first row
+    PARAMS = 6  # address of the launch's parameters
+    STATUS = 7  # whether the stream is capturing
+
+
+_ASK, _LAUNCH, _RECORD, _KERNEL, _BLOCKS, _ROW_AT, _PARAMS, _STATUS = (8 * int(w) for w in Word)
+CAPTURING = -1
+"""Result of `start`: nothing was launched, because the stream is being captured."""
+
+DEFAULT_STREAMS = (0, 1)
+
+
+class Transfer(NamedTuple):
+    """One message through one ring end, as a kernel needs it; addresses are the device's.
+
+    Attributes:
+        ring: the ring's memory.
+        slots: memory of its slots, if that is a GPU's; 0 if they lie behind the ledger.
+        state: STATE_BYTES of this end.
+        geometry: as in `RingEnd.geometry`.
+        producer: whether this end fills the ring.
+        data: the array.
+        message: what both ends say of it.
+        blame: rank to name if they say different things: the peer.
+        op: reduce into the array instead of copying.
+        remote_first: `remote op array` instead of `array op remote`.
+    """
+
+    ring: int
+    slots: int
+    state: int
+    geometry: tuple[int, int, int, int, int]
+    producer: bool
+    data: int
+    message: Message
+    blame: int
+    op: ReduceOp | None = None
+    remote_first: bool = False
+
+
+@register_jitable
+def is_capturing(ask: int, status: int, stream: int) -> int:
+    """0 or CAPTURING, or the code of the vendor's function `ask`, which answers at `status`."""
+    store(status, 0)
+    if stream in DEFAULT_STREAMS:  # whose question would end a capture that goes on elsewhere
+        return 0
+    code = call_11(ask, stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return CAPTURING if load(status) != 0 else code
+
+
+@register_jitable
+def asked_capturing(words: int, stream: int) -> int:
+    """The same for what is `Prepared`."""
+    return is_capturing(load(words + _ASK), words + _STATUS, stream)
+
+
+@register_jitable
+def fill(words: int, number: int, data: int, tag: int) -> None:
+    """Say which array one of a `Prepared` launch's transfers moves, and its tag."""
+    row = load(words + _ROW_AT) + number * _ROW_BYTES
+    store(row + _DATA, data)
+    store(row + _TAG, tag)
+
+
+@register_jitable
+def launched(words: int, stream: int) -> int:
+    """Launch what is `Prepared` and filled in; gives what the vendor's function does."""
+    blocks, params = load(words + _BLOCKS), load(words + _PARAMS)
+    return call_11(load(words + _LAUNCH), load(words + _KERNEL), blocks, 1, 1, THREADS, 1, 1, 0, stream, params, 0)
+
+
+@register_jitable
+def recorded(words: int, stream: int, event: int) -> int:
+    """Let an event mark a stream; gives what the vendor's function does."""
+    return call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@register_jitable
+def first_aligned(count: int, itemsize: int, dst: int, skew: int) -> int:
+    """How many of `count` elements lie before the first that begins an aligned word in all operands; all, if none does.
+
+    Args:
+        skew: the bits in which the operands' addresses differ.
+    """
+    gap = -dst & (_ALIGN - 1)
+    if skew & (_ALIGN - 1) != 0 or gap % itemsize != 0:
+        return count
+    return min(gap // itemsize, count)
+
+
+@register_jitable
+def arguments_of(words: int) -> int:
+    """Address of what a `Prepared` launch's kernel takes."""
+    return load(words + _ROW_AT)
+
+
+def _start(words: int, data: int, tag: int, stream: int, event: int) -> int:
+    """Launch a single `Prepared` transfer, unless the stream is capturing, with the interpreter lock let go.
+
+    Returns:
+        0, CAPTURING, or what one of the vendor's functions gave.
+    """
+    thread = let_go()
+    code = asked_capturing(words, stream)
+    if code == 0:
+        fill(words, 0, data, tag)
+        code = launched(words, stream)
+    if code == 0:
+        code = recorded(words, stream, event)
+    take_back(thread)
+    return code
+
+
+with compiling():
+    start = brief("int64(int64, int64, int64, int64, int64)")(_start)
+
+
+class Prepared:
+    """A launch of fixed shape, of transfers through one ring end each or of a local kernel: only arrays and tags differ.
+
+    Attributes:
+        address: what `start` takes, of a single transfer.
+        blocks: of its launch.
+    """
+
+    __slots__ = ("_arguments", "_words", "address", "blocks")
+
+    def __init__(self, arguments: _Arguments, kernel: int, blocks: int, calls: Sequence[int]) -> None:
+        row = ctypes.addressof(arguments.buffer)
+        self._arguments, self.blocks = arguments, blocks
+        self._words = (ctypes.c_int64 * len(Word))(*calls, kernel, blocks, row, arguments.params, 0)
+        self.address = ctypes.addressof(self._words)
+
+
+class Kernels:
+    """The movers of one device. Any thread; the device must be the calling thread's, see `Runtime.use`."""
+
+    def __init__(self, runtime: Runtime, index: int, cache: KernelCache) -> None:
+        """Load the kernels, all of them: loading one later would wait for those that run, and they may wait for it.
+
+        Raises:
+            BackendUnavailable: they do not compile.
+        """
+        self._runtime = runtime
+        self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), ImageCache(cache))
+        self._local = threading.local()
+        addresses = runtime.addresses()
+        self._calls, self._where = addresses[:3], addresses.current
+
+    def place(self) -> tuple[int, int]:
+        """The vendor's function that says what is current on a thread, and what that is on this one; both are words."""
+        here = ctypes.c_int64()
+        code = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._where)(ctypes.addressof(here))
+        if code:
+            raise self._runtime.failure(code)
+        return self._where, here.value
+
+    def prepare(self, transfers: Sequence[Transfer], most: int) -> Prepared:
+        """What `move` would launch, for compiled code; `start` takes a single one."""
+        arguments = _Arguments()
+        return Prepared(arguments, self._move, _pack(arguments.buffer, transfers, most), self._calls)
+
+    def prepare_copy(self, nbytes: int) -> Prepared:
+        """What copies so many bytes: a reduction of one operand. The addresses and what is aligned are left out."""
+        arguments = _Arguments()
+        _TERMS.pack_into(arguments.buffer, 0, 0, nbytes, 1, 0, _code(UINT8.code, ReduceOp.SUM), 0)
+        return Prepared(arguments, self._reduce, _blocks(nbytes), self._calls)
+
+    def prepare_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int) -> Prepared:
+        """What `reduce` of two operands would launch; the addresses and what is aligned are left out."""
+        arguments = _Arguments()
+        _TERMS.pack_into(arguments.buffer, 0, 0, count, 2, 0, _code(dtype.code, op), divisor)
+        return Prepared(arguments, self._reduce, _blocks(count * dtype.itemsize), self._calls)
+
+    def prepare_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> Prepared:
+        """What `scale` would launch; the addresses and what is aligned are left out."""
+        arguments = _Arguments()
+        _SCALE.pack_into(arguments.buffer, 0, 0, 0, count, factor, divisor, 0, dtype.code)
+        return Prepared(arguments, self._scale, _blocks(count * dtype.itemsize), self._calls)
+
+    def move(self, transfers: Sequence[Transfer], stream: int, most: int = MOST_BLOCKS) -> int:
+        """Start up to ROWS transfers together, at most one of each ring end; by `most` blocks if that is one for each.
+
+        Returns:
+            How many blocks it took.
+        """
+        assert 0 < len(transfers) <= ROWS
+        arguments = self._arguments(len(transfers) * _ROW.size)
+        blocks = _pack(arguments.buffer, transfers, most)
+        self._runtime.launch(self._move, blocks, THREADS, arguments.params, stream)
+        return blocks
+
+    def reduce(
+        self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: int, divisor: int = 0
+    ) -> None:
+        """See `Device.reduce`."""
+        assert 0 < len(srcs) <= TERMS
+        skew = 0
+        for src in srcs:
+            skew |= src ^ dst
+        head = first_aligned(count, dtype.itemsize, dst, skew)
+        arguments = self._arguments(_TERMS.size + 8 * len(srcs))
+        _TERMS.pack_into(arguments.buffer, 0, dst, count, len(srcs), head, _code(dtype.code, op), divisor)
+        struct.pack_into(f"={len(srcs)}Q", arguments.buffer, _TERMS.size, *srcs)
+        self._launch_local(self._reduce, dtype, count, arguments.params, stream)
+
+    def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: int) -> None:
+        """See `Device.scale`."""
+        head, arguments = first_aligned(count, dtype.itemsize, dst, src ^ dst), self._arguments(_SCALE.size)
+        _SCALE.pack_into(arguments.buffer, 0, dst, src, count, factor, divisor, head, dtype.code)
+        self._launch_local(self._scale, dtype, count, arguments.params, stream)
+
+    def _launch_local(self, function: int, dtype: DType, count: int, params: int, stream: int) -> None:
+        if count:
+            self._runtime.launch(function, _blocks(count * dtype.itemsize), THREADS, params, stream)
+
+    def _arguments(self, nbytes: int) -> _Arguments:
+        """This thread's memory for arguments, of which so many bytes will be written.
+
+        The others are cleared: whoever looks for addresses that no kernel may read finds none of an earlier launch.
+        """
+        try:
+            found: _Arguments = self._local.arguments
+        except AttributeError:
+            found = self._local.arguments = _Arguments()
+        found.clear_behind(nbytes)
+        return found
+
+
+def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], most: int) -> int:
+    """Write the rows of a launch, and give its blocks: `most` of them, shared by the transfers, or one for each."""
+    share = most // len(transfers) or 1
+    block = 0
+    for number, transfer in enumerate(transfers):
+        message, (_, slots, slot_bytes, ledger, data) = transfer.message, transfer.geometry
+        chunk, lanes, part = _cut(message.nbytes, transfer.geometry[0], slot_bytes, transfer.slots != 0)
+        blocks = lanes if lanes < share else share
+        reduction = 0 if transfer.op is None else _code(message.dtype, transfer.op)
+        _ROW.pack_into(
+            buffer, number * _ROW.size,
+            transfer.ring, transfer.slots or transfer.ring + data, transfer.state, transfer.data,
+            message.nbytes, part, message.op, message.dtype, message.tag, message.detail,
+            transfer.blame, transfer.producer, reduction, transfer.remote_first,
+            slots, slot_bytes, ledger, WARPS if transfer.slots else HOST_PUT_WARPS, chunk, lanes, block, blocks,
+        )  # fmt: skip
+        block += blocks
+    return block
+
+
+def _blocks(nbytes: int) -> int:
+    """Of a local kernel: 16 bytes a thread, spread over the device."""
+    return min(LOCAL_BLOCKS, 1 + nbytes // (_ALIGN * THREADS))
+
+
+def _code(dtype: int, op: int) -> int:
+    """As `code_of` in the kernels' source."""
+    return dtype * 16 + op
+
+
+def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
+    """The kernels' handles: loaded from disk, or compiled."""
+    try:
+        image, lowered = images.obtain(runtime, architecture)
+        module = runtime.load(image)
+        return [runtime.function(module, lowered[name]) for name in NAMES]
+    except VendorError as error:
+        log = "\n".join(str(error).splitlines()[:_LOG_LINES])
+        raise BackendUnavailable(
+            f"the kernels cannot be made for {architecture}: {log}\n"
+            f"update the {runtime.kind} toolkit and driver to matching versions, or use XVCOMM_DEVICE=host"
+        ) from error
+
+
+class ImageCache:
+    """Compiled kernels in the cache, a file for each architecture: the lowered names, and the image."""
+
+    def __init__(self, kept: KernelCache) -> None:
+        self._kept = kept
+
+    def obtain(self, runtime: Runtime, architecture: str) -> tuple[bytes, dict[str, str]]:
+        """Image and lowered names of the kernels; compiles them if the cache has them not.
+
+        Raises:
+            VendorError: they do not compile.
+        """
+        text = runtime.source + source()
+        # The runtime's own source says how it calls the compiler.
+        calls = Path(inspect.getfile(type(runtime))).read_text()
+        file = hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
+        content = self._kept.read(file)
+        if content is not None:
+            *names, image = content.split(b"\0", len(NAMES))
+            return image, {name: lower.decode() for name, lower in zip(NAMES, names, strict=True)}
+        image, lowered = runtime.compile(text, NAMES, architecture)
+        self._kept.write(file, b"\0".join([*(lowered[name].encode() for name in NAMES), image]))
+        return image, lowered
+
+
+class _Arguments:
+    """Memory for one launch's argument, and the array of its address that a launch takes."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(max(ROWS * _ROW.size, _TERMS.size + 8 * TERMS, _SCALE.size))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.params = ctypes.addressof(self._pointers)
+
+    def clear_behind(self, nbytes: int) -> None:
+        """Zero all but the first bytes."""
+        ctypes.memset(ctypes.addressof(self.buffer) + nbytes, 0, len(self.buffer) - nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _cut(nbytes: int, lanes: int, slot_bytes: int, apart: bool) -> tuple[int, int, int]:
+    """How a message is cut: bytes a slot, lanes, bytes a lane; `apart` says where the slots are, see `RingLayout`."""
+    chunk = ring.chunk_bytes(nbytes, lanes, slot_bytes, ring.LEAST_APART_CHUNK if apart else ring.LEAST_CHUNK)
+    used = ring.lanes_used(nbytes, lanes, chunk)
+    return chunk, used, ring.part_bytes(nbytes, used)
+
+
+@cache
+def source() -> str:
+    """The kernels' source with the constants it is written for; a runtime's own lines go before it."""
+    sizes = {
+        "ROWS": ROWS, "ROW_BYTES": _ROW.size, "STATE_BYTES": STATE_BYTES, "MAX_LANES": MAX_LANES, "TERMS": TERMS,
+        "THREADS": THREADS,
+    }  # fmt: skip
+    codes = {d.name: d.code for d in DTYPES} | {op.name: int(op) for op in ReduceOp}
+    constants = "".join(f"constexpr int XV_{name} = {value};\n" for name, value in (sizes | codes).items())
+    return ring.header() + constants + Path(__file__).with_name("mover.cu").read_text()

@@ -1,0 +1,146 @@
+"""What a GPU's code uses again and again, because the vendor's calls to make it and give it back may wait for kernels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from xvcomm.abc.device import Allocation
+from xvcomm.backends.gpu.guard import OUT_OF_MEMORY
+from xvcomm.backends.gpu.vendor import Runtime, VendorError
+from xvcomm.errors import ResourceError
+from xvcomm.memory.segment import round_up
+
+EVENTS_AT_ONCE = 64
+_GRAIN = 512
+
+
+class Mark:
+    """A point on a stream: an event, which is free again when nobody holds the mark any more.
+
+    Attributes:
+        event: the vendor's handle.
+        captured: number of the capture, if it is part of a graph: nobody can ask then whether it is reached; else 0.
+    """
+
+    __slots__ = ("_free", "captured", "event")
+
+    def __init__(self, event: int, captured: int, free: list[int]) -> None:
+        self.event, self.captured, self._free = event, captured, free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
+class Events:
+    """Makes marks. Any thread whose current device is the events'.
+
+    Args:
+        stream: handle of the stream on which compiled code will put all of them, if that is what they are for.
+        at_once: how many to make where there is none.
+
+    Attributes:
+        free: events that no mark has.
+    """
+
+    def __init__(self, runtime: Runtime, stream: int | None = None, at_once: int = EVENTS_AT_ONCE) -> None:
+        self._runtime, self._stream, self._at_once = runtime, stream, at_once
+        self.free: list[int] = []
+
+    def record(self, stream: int, captured: int) -> Mark:
+        """Mark what a stream holds now; `captured` is the number of the capture that it takes part in, or 0."""
+        mark = self.take(captured)
+        self._runtime.record(mark.event, stream)
+        return mark
+
+    def take(self, captured: int = 0) -> Mark:
+        """A mark that is nowhere yet."""
+        try:
+            event = self.free.pop()
+        except IndexError:
+            self.free.extend(self._made() for _ in range(self._at_once))
+            event = self.free.pop()
+        return Mark(event, captured, self.free)
+
+    def _made(self) -> int:
+        event = self._runtime.event()
+        if self._stream is not None:
+            self._runtime.recorded(event, self._stream)
+        return event
+
+
+class _Block:
+    """Device memory in use; the pool finds it again when its owner is gone."""
+
+    __slots__ = ("_returned", "address", "nbytes")
+
+    def __init__(self, nbytes: int, address: int, returned: list[tuple[int, int]]) -> None:
+        self.nbytes, self.address, self._returned = nbytes, address, returned
+
+    def __del__(self) -> None:
+        self._returned.append((self.nbytes, self.address))
+
+
+class Memory:
+    """Device memory. A block is used again when all is done that was enqueued before it came back.
+
+    Giving it back to the vendor would wait for all kernels, and they may wait for a peer who waits for this rank.
+
+    Args:
+        points: gives marks behind all that is on the device's streams now.
+    """
+
+    def __init__(self, runtime: Runtime, points: Callable[[], Sequence[Mark]]) -> None:
+        self._runtime, self._points = runtime, points
+        self._returned: list[tuple[int, int]] = []
+        self._resting: list[tuple[tuple[int, int], Sequence[Mark]]] = []
+        self._idle: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Allocation:
+        """Memory for as long as the allocation's owner lives.
+
+        Raises:
+            ResourceError: there is not enough.
+        """
+        size = round_up(max(1, nbytes), _GRAIN)
+        with self._lock:
+            self._look()
+            fitting = [block for block in self._idle if size <= block[0] <= 2 * size]
+            if fitting:
+                block = min(fitting)
+                self._idle.remove(block)
+            else:
+                block = (size, self._allocate(size))
+        return Allocation(block[1], nbytes, _Block(*block, self._returned))
+
+    def _look(self) -> None:
+        """See which blocks came back, and which of those are used by nobody any more."""
+        count = len(self._returned)  # more may come back while the points are made, and lie behind them
+        if count:
+            points = self._points()
+            self._resting.extend((block, points) for block in self._returned[:count])
+            del self._returned[:count]
+        still = []
+        for block, points in self._resting:
+            if all(self._runtime.reached(mark.event) for mark in points):
+                self._idle.append(block)
+            else:
+                still.append((block, points))
+        self._resting = still
+
+    def _allocate(self, size: int) -> int:
+        try:
+            return self._runtime.allocate(size)
+        except VendorError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            while self._idle:
+                self._runtime.free(self._idle.pop()[1])
+        try:
+            return self._runtime.allocate(size)
+        except VendorError as error:
+            raise ResourceError(
+                f"{error}: no {size} bytes of device memory left; free what the framework keeps "
+                "(torch.cuda.empty_cache()), or use smaller arrays"
+            ) from error

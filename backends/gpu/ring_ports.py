@@ -1,0 +1,176 @@
+"""Ring ends as a GPU uses them, what streams have on them, and the thread that looks after those nobody waits for."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import Future
+
+from xvcomm.abc.device import Allocation, RingStalled, RingStopped
+from xvcomm.backends.gpu.guard import told
+from xvcomm.backends.gpu.kernels import Prepared
+from xvcomm.backends.gpu.messages import NOBODY, ArmedMessages
+from xvcomm.backends.gpu.pools import Mark
+from xvcomm.backends.gpu.vendor import Runtime, VendorError
+from xvcomm.memory.ring import Message, Reason, RingEnd
+from xvcomm.system.threads import Daemon
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import ReduceOp
+
+_PAUSE_SECONDS = 0.0005
+_GRACE_SECONDS = 0.5
+
+Shape = tuple[Message, ReduceOp | None, bool]
+"""A message but for its tag, which is 0; what it is reduced by, and whether its elements come first in that."""
+
+
+Together = tuple[tuple["Port", Shape], ...]
+"""Messages of one launch, each of another port."""
+
+
+class Port:
+    """A ring end as its device uses it. Its transfers follow one another, whichever streams they are on.
+
+    Attributes:
+        ring: address of the ring's memory for the device.
+        state: the device memory in which kernels keep their place.
+        queue, mark: which stream the last transfer is on, and the point behind it.
+        before: the same of the last transfer that is in no graph, while those two are of one that is.
+        own: the mark behind transfers that compiled code launches, over and over.
+        prepared: launches that begin with one of its transfers, by what they hold and the most blocks that they may take.
+        armed: the handle of the stream that messages are armed for, or NOBODY; `own` is then what `mark` is.
+        messages: what can be armed and begins with one of its messages.
+    """
+
+    __slots__ = (
+        "_closed", "armed", "before", "end", "mark", "messages", "own", "prepared", "queue", "ring", "state",
+    )  # fmt: skip
+
+    def __init__(self, end: RingEnd, ring: int, state: Allocation) -> None:
+        self.end, self.ring, self.state = end, ring, state
+        self.queue: tuple[int, int] = (0, 0)
+        self.mark: Mark | None = None
+        self.before: tuple[tuple[int, int], Mark | None] = (0, 0), None
+        self.own: Mark | None = None
+        self.prepared: dict[tuple[Together, int], Prepared] = {}
+        self.armed = ctypes.c_int64(NOBODY)
+        self.messages: dict[Together, ArmedMessages] = {}
+        self._closed: tuple[tuple[int, bool], int] | None = None
+
+    def finished(self) -> tuple[int, bool]:
+        """See `RingEnd.finished`; what it was, once the end is closed."""
+        return self._closed[0] if self._closed else self.end.finished()
+
+    def abort_word(self) -> int:
+        """See `RingEnd.abort_word`; what it was, once the end is closed."""
+        return self._closed[1] if self._closed else self.end.abort_word()
+
+    def eager(self) -> tuple[tuple[int, int], Mark | None]:
+        """`queue` and `mark` of the last transfer that is in no graph."""
+        return self.before if self.mark is not None and self.mark.captured else (self.queue, self.mark)
+
+    def stop(self) -> None:
+        """Make a kernel that waits in the ring leave, if nobody else did."""
+        self.end.abort(Reason.ABORTED.word(self.end.peer))
+
+    def close(self) -> None:
+        """Remember what is to be known of an end that is closed now."""
+        self._closed = self.end.finished(), self.end.abort_word()
+
+
+class Tail:
+    """All that was on a stream at one moment, to be waited for.
+
+    Attributes:
+        transfers: ports, each with the number of the message behind the last one that the stream has for it.
+    """
+
+    __slots__ = ("_mark", "_runtime", "deadline", "transfers")
+
+    def __init__(self, runtime: Runtime, mark: Mark, transfers: dict[Port, int], deadline: Deadline) -> None:
+        self._runtime, self._mark = runtime, mark
+        self.transfers, self.deadline = transfers, deadline
+
+    def through(self) -> bool:
+        """Whether all of it is done. Never blocks.
+
+        Raises:
+            RingStopped: a transfer was given up.
+            RingStalled: the deadline has passed.
+        """
+        reached = self._runtime.reached(self._mark.event)  # first: what is looked at then is final
+        for port, following in self.transfers.items():
+            finished, goes_on = port.finished()
+            if finished < following and not goes_on:
+                raise RingStopped(port.end, port.abort_word(), finished)
+        if not reached and self.deadline.expired():
+            raise RingStalled(
+                [port.end for port, following in self.transfers.items() if port.finished()[0] < following]
+            )
+        return reached
+
+
+class Watcher:
+    """Looks after flushed streams and given-up ports: one daemon thread a device, asleep while there are none."""
+
+    def __init__(self, runtime: Runtime, index: int) -> None:
+        self._runtime, self._index = runtime, index
+        self._tails: list[tuple[Tail, Future[None]]] = []
+        self._doomed: dict[Port, Deadline] = {}
+        self._arrived = threading.Condition()
+        self._thread: Daemon | None = None
+
+    def submit(self, tail: Tail) -> Future[None]:
+        """A future that ends when all of it is done, with what `Tail.through` raises."""
+        future: Future[None] = Future()
+        with self._arrived:
+            self._tails.append((tail, future))
+            self._wake()
+        return future
+
+    def doom(self, ports: Collection[Port]) -> None:
+        """Stop the ports' rings, once there was time for somebody to do so who knows why."""
+        with self._arrived:
+            self._doomed.update(dict.fromkeys(ports, Deadline.after(_GRACE_SECONDS)))
+            self._wake()
+
+    def spare(self, port: Port) -> None:
+        """Touch a port no more."""
+        with self._arrived:
+            self._doomed.pop(port, None)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = Daemon(f"xvcomm-gpu-{self._index}", self._run)
+        self._thread.start()
+        self._arrived.notify()
+
+    def _run(self) -> None:
+        self._runtime.use(self._index)
+        while True:
+            with self._arrived:
+                while not self._tails and not self._doomed:
+                    self._arrived.wait()
+                for port in [port for port, deadline in self._doomed.items() if deadline.expired()]:
+                    port.stop()
+                    del self._doomed[port]
+                tails = list(self._tails)
+            ended = [entry for entry in tails if self._end(*entry)]
+            with self._arrived:
+                self._tails = [entry for entry in self._tails if entry not in ended]
+            time.sleep(_PAUSE_SECONDS)
+
+    def _end(self, tail: Tail, future: Future[None]) -> bool:
+        """End the future of a tail that is through or has failed; whether it was."""
+        try:
+            if not tail.through():
+                return False
+        except VendorError as error:
+            future.set_exception(told(error, self._runtime.kind, self._index))
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return True

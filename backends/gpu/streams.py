@@ -1,0 +1,419 @@
+"""Streams of a GPU: transfers become launches, marks become events, and only who asks for it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import cast
+
+from xvcomm.abc.device import Stream
+from xvcomm.backends.gpu.guard import on_device, told
+from xvcomm.backends.gpu.kernels import CAPTURING, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
+from xvcomm.backends.gpu.messages import NOBODY, ArmedMessages
+from xvcomm.backends.gpu.pools import Events, Mark, Memory
+from xvcomm.backends.gpu.ring_ports import Port, Shape, Tail, Together, Watcher
+from xvcomm.backends.gpu.room import Room
+from xvcomm.backends.gpu.vendor import Runtime, VendorError
+from xvcomm.errors import ArgumentError, ResourceError, XvcommError
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.types.deadline import NEVER, Deadline
+from xvcomm.types.dtype import ReduceOp
+
+STREAMS = 128
+"""Streams made with a device: to make one later may wait for all kernels that run."""
+
+_LEGACY, _PER_THREAD = 1, 2
+_LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
+_LEAVE_SECONDS = 5.0
+_KEPT, _SHAPES = 32, 256
+
+
+class Engine:
+    """What the streams of one device share.
+
+    Attributes:
+        spin: seconds that the host spins for a stream before it sleeps.
+        idle: handles of the device's own streams that are not in use; those that never were come last.
+        own: handles of all others of them.
+        outside: the newest mark on each stream that is somebody else's.
+        room: for launches of movers.
+    """
+
+    def __init__(self, runtime: Runtime, index: int, kernels: Kernels, spin: float) -> None:
+        self.runtime, self.index, self.kernels, self.spin = runtime, index, kernels, spin
+        self.events = Events(runtime)
+        self.memory = Memory(runtime, self._points)
+        self.watcher = Watcher(runtime, index)
+        self.idle = deque(runtime.stream() for _ in range(STREAMS))
+        self.outside: dict[int, Mark] = {}
+        self.own: set[int] = set()
+        self.room = Room()
+        self._ports: dict[RingEnd, Port] = {}
+        self._place = kernels.place()
+        self._opening = threading.Lock()
+        self._stranded: list[Port] = []
+
+    def stream(self) -> GpuStream:
+        """A stream of the device's own. They are never destroyed, which might wait for what is on them."""
+        try:
+            handle = self.idle.popleft()
+        except IndexError:
+            handle = self.runtime.stream()
+            while handle in self.outside:  # known as somebody else's, who destroyed it
+                handle = self.runtime.stream()
+        self.own.add(handle)
+        return GpuStream(self, handle, owned=True)
+
+    def messages(self, parts: Sequence[tuple[RingEnd, Shape]]) -> ArmedMessages | None:
+        """Messages for compiled code, once their rings are pinned; the device is the thread's current one."""
+        ports = [self._ports.get(end) for end, _ in parts]
+        key = tuple((port, shape) for port, (_, shape) in zip(ports, parts, strict=True) if port is not None)
+        if len(key) < len(parts) or len(parts) > ROWS:
+            return None
+        kept = key[0][0].messages
+        found = kept.get(key)
+        if found is None and len(kept) < _SHAPES:
+            ends = [(port.end.counter, ctypes.addressof(port.armed)) for port, _ in key]
+            found = kept[key] = ArmedMessages(ends, ctypes.addressof(self.room.version), *self._place)
+        return found
+
+    def prepare(self, rows: Sequence[tuple[Port, Transfer]], key: Together, most: int) -> Prepared:
+        """A launch for compiled code, of at most so many blocks; its first port keeps it."""
+        kept = key[0][0].prepared
+        if len(kept) >= _SHAPES:
+            kept.clear()
+        found = kept[key, most] = self.kernels.prepare([row for _, row in rows], most)
+        return found
+
+    def arm(self, key: Together, prepared: Prepared, stream: int) -> None:
+        """Let compiled code launch the next messages of these shapes, if they are on the same stream."""
+        found = key[0][0].messages.get(key)
+        events = [port.own.event for port, _ in key if port.own is not None]
+        if found is not None and len(events) == len(key):
+            found.arm(prepared, events, self.room.version.value)
+            for port, _ in key:
+                port.armed.value = stream
+
+    def known(self, end: RingEnd) -> Port | None:
+        """The port of a ring end that was used before."""
+        return self._ports.get(end)
+
+    def port(self, end: RingEnd, stream: int, captured: int) -> Port:
+        """The port of a ring end; pins the ring's memory on first use, whose transfer will be on `stream`.
+
+        Raises:
+            ArgumentError: the first use is in a graph.
+            ResourceError: the memory cannot be pinned.
+        """
+        found = self._ports.get(end)
+        return found if found is not None else self._open(end, stream, captured)
+
+    def _open(self, end: RingEnd, stream: int, captured: int) -> Port:
+        if captured:
+            raise ArgumentError(
+                f"the first message to or from rank {end.peer} pins memory, which a graph cannot capture; run the "
+                "operation once before the capture"
+            )
+        with self._opening:
+            if end not in self._ports:
+                state = self.memory.take(STATE_BYTES)
+                size = end.layout.size
+                try:
+                    ring = self.runtime.register(end.address, size)
+                except VendorError as error:
+                    raise ResourceError(
+                        f"{error}: the {size} bytes of the ring to rank {end.peer} cannot be pinned; raise `ulimit -l`, "
+                        "or lower XVCOMM_GPU_RING_SLOTS or XVCOMM_GPU_RING_SLOT_BYTES"
+                    ) from error
+                port = Port(end, ring, state)
+                end.closing.append(lambda: self._close(port))
+                self.runtime.zero(state.address, STATE_BYTES, stream)
+                self._ports[end] = port
+            return self._ports[end]
+
+    def _close(self, port: Port) -> None:
+        self._ports.pop(port.end, None)
+        self.room.forget(port)
+        self.watcher.spare(port)
+        with contextlib.suppress(XvcommError):  # if the device is gone, so is all that it had pinned
+            self._unpin(port)
+        port.close()
+
+    @on_device
+    def _unpin(self, port: Port) -> None:
+        deadline = Deadline.after(_LEAVE_SECONDS)
+        while not self._left(port):
+            port.stop()
+            if deadline.expired():
+                port.end.stuck = True
+                self._stranded.append(port)  # unmapped but pinned, the memory still serves a kernel that does not leave
+                return
+            time.sleep(_MOST_PAUSE)
+        self.runtime.unregister(port.end.address)
+
+    def _left(self, port: Port) -> bool:
+        """Whether no kernel will touch a port's memory any more; of graphs that are replayed their owner must know."""
+        _, mark = port.eager()
+        if mark is None or port.finished() == (port.end.sequence, True):
+            return True
+        return self.runtime.reached(mark.event)
+
+    def _points(self) -> Sequence[Mark]:
+        """Marks behind all that is on the streams. Of other people's, which may be gone, the last one that was made."""
+        own = [self.events.record(handle, 0) for handle in list(self.own) if not self.runtime.capture(handle)]
+        armed = [port.own for port in list(self._ports.values()) if port.armed.value != NOBODY and port.own is not None]
+        return [*own, *armed, *(mark for mark in list(self.outside.values()) if not mark.captured)]
+
+
+def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> Transfer:
+    """A transfer as the kernels take it."""
+    end = port.end
+    return Transfer(
+        port.ring, end.slots, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
+    )
+
+
+class GpuStream(Stream):
+    """A vendor's stream, the device's own or somebody else's. One thread at a time."""
+
+    def __init__(self, engine: Engine, handle: int, *, owned: bool) -> None:
+        self.runtime, self.index = engine.runtime, engine.index
+        self.deadline = NEVER
+        self._engine, self._handle, self._owned = engine, handle, owned
+        self.queue = (handle, threading.get_ident()) if handle == _PER_THREAD else (handle, 0)
+        self.lasting = handle <= _LEGACY or handle in engine.own
+        self._newest: Mark | None = None
+        self._empty = owned
+        self._transfers: dict[Port, int] = {}
+        self._together: list[tuple[Port, Transfer]] | None = None
+        self._captured = 0  # the capture that they are for
+
+    def __del__(self) -> None:
+        if self._owned:
+            self._engine.idle.appendleft(self._handle)
+
+    @property
+    def handle(self) -> int:
+        """The vendor's handle, for whoever enqueues something now; it comes behind what was said to start together."""
+        if self._together:
+            self.mark()
+        self.enqueued()
+        return self._handle
+
+    def enqueued(self) -> None:
+        """Something was put on the stream, or may have been."""
+        self._empty, self._newest = False, None
+
+    @on_device
+    def mark(self) -> Mark:
+        """See `Stream.mark`."""
+        return self._start() or self._mark()
+
+    def _mark(self) -> Mark:
+        newest, captured = self._newest, self.runtime.capture(self._handle)
+        if newest is None or newest.captured != captured:
+            return self._record(captured)
+        return newest
+
+    def _record(self, captured: int) -> Mark:
+        self._newest = mark = self._engine.events.record(self._handle, captured)
+        if not self._owned:
+            self._engine.outside[self._handle] = mark
+        return mark
+
+    @on_device
+    def wait(self, mark: object) -> None:
+        """See `Stream.wait`."""
+        self._start()
+        self.runtime.wait(self._handle, cast(Mark, mark).event)
+        self.enqueued()
+
+    def reached(self, mark: object) -> bool:
+        """See `Stream.reached`; what goes into a graph is not on the stream."""
+        mark = cast(Mark, mark)
+        try:
+            return mark.captured != 0 or self.runtime.reached(mark.event)
+        except VendorError as error:
+            raise told(error, self.runtime.kind, self.index) from error
+
+    def capturing(self) -> bool:
+        """See `Stream.capturing`."""
+        try:
+            return self.runtime.capture(self._handle) != 0
+        except VendorError as error:
+            raise told(error, self.runtime.kind, self.index) from error
+
+    def together(self) -> None:
+        """See `Stream.together`."""
+        if self._together is None:
+            self._together = []
+
+    def transfer(self, end: RingEnd, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> None:
+        """Enqueue one message through a ring end; the device is the thread's current one."""
+        known = self._engine.known(end)
+        if known is not None and self._starts(known, data, message, op, remote_first):
+            return
+        if not self._together:
+            self._captured = self.runtime.capture(self._handle)
+        captured = self._captured
+        port = self._engine.port(end, self._handle, captured)
+        row = _row(port, data, message, op, remote_first)
+        if captured:
+            end.replayed, port.armed.value = True, NOBODY
+        else:
+            self._count(port)
+        self._empty = False
+        if self._together is None:
+            self._launch([(port, row)], captured)
+        else:
+            self._together.append((port, row))
+
+    def _starts(self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> bool:
+        """Have compiled code launch a transfer that follows another one of its port here; whether it could."""
+        if self._together is not None or port.end.replayed or port.mark is None or port.queue != self.queue:
+            return False
+        engine, handle = self._engine, self._handle
+        key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room.left(handle)
+        prepared = port.prepared.get((key, most))
+        if prepared is None:
+            prepared = engine.prepare([(port, _row(port, data, message, op, remote_first))], key, most)
+        own = port.own
+        if port.mark is not own or own is None:
+            own = self._own_mark(port)
+            self.runtime.recorded(own.event, handle)
+        code = start(prepared.address, data, message.tag, handle, own.event)
+        if code == CAPTURING:
+            return False
+        if code:
+            raise self.runtime.failure(code)
+        self._count(port)
+        self._empty, self._newest, port.mark = False, None, own
+        if not self._owned:
+            engine.outside[handle] = own
+        engine.room.take(handle, port, prepared.blocks)
+        if port.messages and not self.queue[1]:
+            engine.arm(key, prepared, handle)
+        return True
+
+    def _own_mark(self, port: Port) -> Mark:
+        """The mark that compiled code puts behind a port's transfers."""
+        own = port.own = port.own or self._engine.events.take()
+        return own
+
+    def _count(self, port: Port) -> None:
+        """Give the transfer its number, and remember to look what became of it."""
+        end = port.end
+        if port.end.replayed:
+            end.sequence = max(end.sequence, end.finished()[0])
+        end.sequence += 1
+        if port not in self._transfers and len(self._transfers) >= _KEPT:
+            self._transfers = {p: n for p, n in self._transfers.items() if p.finished()[0] < n}
+        self._transfers[port] = end.sequence
+
+    def _start(self) -> Mark | None:
+        """Launch what is to start together: first every end's first transfer, then every end's second, and so on.
+
+        Returns:
+            The mark behind it, if there was anything.
+        """
+        rows, self._together = self._together, None
+        mark = None
+        rounds: list[list[tuple[Port, Transfer]]] = []
+        seen: dict[Port, int] = {}
+        for port, row in rows or ():
+            turn = seen.get(port, 0)
+            seen[port] = turn + 1
+            if turn == len(rounds):
+                rounds.append([])
+            rounds[turn].append((port, row))
+        for part in rounds:
+            for first in range(0, len(part), ROWS):
+                mark = self._launch(part[first : first + ROWS], self._captured)
+        return mark
+
+    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: int) -> Mark:
+        for port, _ in rows:
+            self._follow(port, captured)
+        engine, handle = self._engine, self._handle
+        blocks = engine.kernels.move([row for _, row in rows], handle, engine.room.left(handle))
+        engine.room.take(handle, rows[-1][0], blocks)
+        mark = self._record(captured)
+        for port, _ in rows:
+            port.queue, port.mark, port.armed.value = self.queue, mark, NOBODY
+        if not captured and len(rows) > 1 and not self.queue[1]:
+            self._arm(rows)
+        return mark
+
+    def _arm(self, rows: Sequence[tuple[Port, Transfer]]) -> None:
+        """Let compiled code launch the next transfers of these shapes, if it is to."""
+        key = tuple((port, (row.message._replace(tag=0), row.op, row.remote_first)) for port, row in rows)
+        if key not in rows[0][0].messages or any(port.end.replayed for port, _ in rows):  # `_count` knows of graphs
+            return
+        engine, handle = self._engine, self._handle
+        most = engine.room.left(handle)
+        prepared = key[0][0].prepared.get((key, most)) or engine.prepare(rows, key, most)
+        for port, _ in rows:
+            port.mark = own = self._own_mark(port)
+            self.runtime.record(own.event, handle)  # until compiled code does: others may follow this launch
+        engine.room.take(handle, rows[-1][0], prepared.blocks)
+        engine.arm(key, prepared, handle)
+
+    def _follow(self, port: Port, captured: int) -> None:
+        """Let what comes next wait for a port's last transfer, if that is on another stream.
+
+        In a graph only what is in the same graph can be waited for, and outside only what is in none.
+        """
+        if captured:
+            port.before = port.eager()
+        queue, mark = (port.queue, port.mark) if captured else port.eager()
+        if mark is not None and queue != self.queue and mark.captured == captured:
+            self.runtime.wait(self._handle, mark.event)
+
+    @on_device
+    def synchronize(self) -> None:
+        """See `Stream.synchronize`; the interpreter lock is let go."""
+        self._start()
+        if self._empty:
+            return
+        if self.runtime.capture(self._handle):
+            raise ArgumentError("the host cannot wait for a stream while a graph is captured from it; wait afterwards")
+        tail = self._tail()
+        spinning = Deadline.after(self._engine.spin)
+        pause = _LEAST_PAUSE
+        while not tail.through():
+            if spinning.expired():
+                time.sleep(pause)
+                pause = min(2 * pause, _MOST_PAUSE)
+        self._forget()
+
+    @on_device
+    def flush(self) -> Future[None]:
+        """See `Stream.flush`; what goes into a graph is never on the stream."""
+        self._start()
+        if self._empty or self.runtime.capture(self._handle):
+            future: Future[None] = Future()
+            future.set_result(None)
+        else:
+            future = self._engine.watcher.submit(self._tail())
+        self._forget()
+        return future
+
+    def discard(self) -> None:
+        """See `Stream.discard`; kernels that wait in their rings leave soon."""
+        ports = {port for port, _ in self._together or ()}
+        ports.update(port for port, following in self._transfers.items() if port.finished()[0] < following)
+        self._together = None
+        self._forget()
+        if ports:
+            self._engine.watcher.doom(ports)
+
+    def _tail(self) -> Tail:
+        return Tail(self.runtime, self._mark(), self._transfers, self.deadline)
+
+    def _forget(self) -> None:
+        self._transfers, self._empty = {}, True

@@ -1,0 +1,110 @@
+"""Communicators that are freed, and constants of MPI that stay what they are."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from xvcomm.adapters.mpi import MPI, Comm
+from xvcomm.comm.communicator import Communicator
+from xvcomm.errors import ArgumentError, PeerLost
+from xvcomm.testing import World
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Two ranks of one island and one of another."""
+    with World(islands="a:2,b:1", env={"XVCOMM_DEVICE": "host"}) as ranks:
+        yield ranks
+
+
+def freed(communicator: Communicator) -> None:
+    """Whether anybody sends can be asked after all others have freed the communicator; of one rank the answer is PeerLost."""
+    comm = Comm(communicator).Dup()
+    if comm.rank:
+        comm.Free()
+    Comm(communicator).Barrier()
+    if comm:
+        for tag in (MPI.ANY_TAG, 3):
+            assert not comm.Iprobe(tag=tag) and comm.Improbe(tag=tag) is None and not comm.iprobe(tag=tag)
+            with pytest.raises(PeerLost, match="on"):
+                comm.Probe(tag=tag)
+        with pytest.raises(PeerLost, match="rank 1 on"):
+            comm.Iprobe(1)
+        comm.Free()
+    Comm(communicator).Barrier()
+
+
+def not_kept(communicator: Communicator) -> None:
+    """Communicators that are freed go: those of Split as those of Dup, with messages sent or not."""
+    comm, gone = Comm(communicator), []
+    for turn in range(4):
+        made = comm.Dup() if turn % 2 else comm.Split(0)
+        made.sendrecv(turn, (made.rank + 1) % made.size)
+        gone.append(weakref.ref(made.communicator))
+        made.Free()
+    del made
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def unused(communicator: Communicator) -> None:
+    """One that nobody has used is closed by Free as any other."""
+    comm = Comm(communicator)
+    made = comm.Dup()
+    if comm.rank:
+        made.Free()
+        assert made == MPI.COMM_NULL and len(communicator._context.session._contexts) == 1
+    comm.Barrier()
+    if comm.rank == 0:
+        with pytest.raises(PeerLost, match="on"):
+            made.recv(tag=3)
+        made.Free()
+    comm.Barrier()
+
+
+def not_kept_beside_a_view(communicator: Communicator) -> None:
+    """Nor does a view keep a communicator that the program itself closes, or the thread of its collectives."""
+    gone, before = [], threading.active_count()
+    for _ in range(4):
+        made = communicator.split(0)
+        Comm(made).Ibarrier().Wait()
+        gone.append(weakref.ref(made))
+        made.close()
+    del made
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+    until = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def constants(communicator: Communicator) -> None:
+    """A message from nobody can be received again and again; statuses may be a tuple, and as few as one likes."""
+    comm = Comm(communicator)
+    for _ in range(2):
+        assert MPI.MESSAGE_NO_PROC.recv() is None
+        MPI.MESSAGE_NO_PROC.Recv(bytearray(1))
+    with pytest.raises(ArgumentError):
+        MPI.MESSAGE_NULL.recv()
+    assert MPI.MESSAGE_NO_PROC
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in range(3):
+        requests = [comm.isend(1, after, 4), comm.irecv(source=before, tag=4)]
+        statuses = tuple(MPI.Status() for _ in range(count))
+        MPI.Request.Waitall(requests, statuses)
+        assert [status.source for status in statuses[1:]] == [before] * (count == 2)
+
+
+@pytest.mark.parametrize(
+    "check", (freed, not_kept, unused, not_kept_beside_a_view, constants), ids=lambda check: check.__name__
+)
+def test_freed(world: World, check: Callable[..., Any]) -> None:
+    world.run(check)

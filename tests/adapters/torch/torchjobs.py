@@ -1,0 +1,144 @@
+"""Torch jobs for tests: real rank processes that joined one default group and stay between calls.
+
+As `xvcomm.testing.world.World`, but plain torch programs: ranks find each other as under torchrun, and the functions called
+on them use `torch.distributed` alone. The variable TORCH_BACKEND runs the same tests on another backend, for instance gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from multiprocessing import context, forkserver, popen_forkserver
+from multiprocessing.connection import Connection
+from types import MappingProxyType
+from typing import Any
+
+from xvcomm.testing.processes import Ranks, obey, prepare
+from xvcomm.types.topology import parse_islands
+
+BACKEND = os.environ.get("TORCH_BACKEND", "xvcomm")
+TIMEOUT = 30.0
+_GRACE_SECONDS = 5.0
+_PRELOAD = [
+    "pytest", "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.distributed.optim", "torch.nn.parallel",
+    "torch.distributed.nn.functional", "xvcomm.comm.communicator", "xvcomm.comm.init", "xvcomm.backends.host",
+    "xvcomm.backends.host.collective", "xvcomm.backends.host.device", "torchjobs", "torchchecks",
+]  # fmt: skip
+
+# A server of its own: the one of multiprocessing forks ranks without torch, and what it preloads is settled by who comes first.
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload(_PRELOAD)
+
+
+class _Popen(popen_forkserver.Popen):
+    def _launch(self, process_obj: Any) -> None:
+        theirs = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = _server.connect_to_new_process
+        try:
+            super()._launch(process_obj)
+        finally:
+            forkserver.connect_to_new_process = theirs
+
+
+class _Process(context.ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:
+        return _Popen(process_obj)
+
+
+class Job(Ranks):
+    """Ranks of one torch job on this machine, each in its own process with the default group made.
+
+    Functions run on the ranks as `function(*args)`; they must lie at the top level of a test file, and arguments and
+    results must be picklable.
+
+    Args:
+        islands: labels of the ranks, `"cuda:2,rocm:2"`: a rehearsal.
+        backend: what `init_process_group` gets; the default group is not made if it is None.
+        env: further variables of the ranks; or a sequence of them, one for each rank.
+        timeout: of the default group, in seconds.
+    """
+
+    def __init__(
+        self, islands: str, backend: str | None = BACKEND, *,
+        env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = TIMEOUT,
+    ) -> None:  # fmt: skip
+        super().__init__(_Process, _GRACE_SECONDS)
+        labels = parse_islands(islands)
+        further = [env] * len(labels) if isinstance(env, Mapping) else env
+        port = self._serve(_serve_store)
+        each = []
+        for rank, label in enumerate(labels):
+            variables = {
+                "RANK": str(rank), "WORLD_SIZE": str(len(labels)), "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(len(labels)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "XVCOMM_DEVICE": "host",
+                "XVCOMM_ISLAND": label, **further[rank],
+            }  # fmt: skip
+            each.append((variables, list(sys.path), backend, timeout))
+        self._start(_rank_main, each)
+
+
+def _serve_store(pipe: Connection) -> None:
+    """The job's store, as torchrun's agent has it: in a process of its own, which survives every rank."""
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+def _rank_main(
+    pipe: Connection, variables: dict[str, str], path: list[str], backend: str | None, timeout: float
+) -> None:
+    """A rank's process."""
+    import torch
+    import torch.distributed as dist
+
+    prepare(variables, path)
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.set_debug_level_from_env()
+
+    def join() -> tuple[()]:
+        if backend is not None:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        return ()
+
+    if obey(pipe, join) is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launch(*command: str, env: Mapping[str, str] = MappingProxyType({}), timeout: float = 100.0) -> str:
+    """Output of a program in a session of its own, all of which ends if it hangs; it must succeed.
+
+    Args:
+        env: further variables; those of xvcomm and of launchers are taken away first.
+    """
+    foreign = ("XVCOMM_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    variables |= {"XVCOMM_DEVICE": "host", "OMP_NUM_THREADS": "1", **env}
+    process = subprocess.Popen(
+        command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        raise AssertionError(f"{' '.join(command)} hangs:\n{out}") from None
+    assert process.returncode == 0, out
+    return out

@@ -1,0 +1,102 @@
+"""`xvcomm bench` with real ranks: every operation right, peers beside it, files written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xvcomm.cli.bench import measure
+from xvcomm.cli.bench.case import OPS
+from xvcomm.cli.bench.command import start
+from xvcomm.cli.bench.options import Options
+
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
+FIELDS = {"machine", "cores", "date", "versions", "islands", "rehearsal", "time", "algbw", "busbw", "wrong", "noisy"}
+
+
+def bench(*args):
+    command = [sys.executable, "-m", "xvcomm", "bench", "--iters", "2", "--warmup", "1", "--patience", "0", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110)
+
+
+def rows(text):
+    return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_every_operation_over_two_islands(tmp_path):
+    done = bench("--islands", "cuda:2,rocm:1", "--op", "all", "--sizes", "12,48K", "--dtype", "float32,bfloat16",
+                 "--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv"),
+                 "--plot", str(tmp_path / "out.png"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks: cuda,cuda,rocm (rehearsal); rings over shm" in done.stdout
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 1 + len(rows(done.stdout))
+    assert {row[0] for row in rows(done.stdout)} == set(OPS)
+    assert all(row[7] == "0" for row in rows(done.stdout))
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert len(records) == len(rows(done.stdout))
+    assert all(record.keys() >= FIELDS and record["rehearsal"] and record["time"] > 0 for record in records)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gloo_and_memcpy_beside(tmp_path):
+    pytest.importorskip("torch")
+    file = tmp_path / "out.json"
+    done = bench("-n", "2", "--op", "all", "--sizes", "4K", "--peer", "gloo,memcpy", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(file.read_text())
+    assert {r["op"] for r in records if r["library"] == "gloo" and r["wrong"] == 0} == set(OPS)
+    assert {r["op"] for r in records if r["library"] == "memcpy"} == set(OPS) - {"barrier"}
+
+
+def test_a_peer_for_other_memory():
+    done = bench("-n", "2", "--op", "all_reduce", "--sizes", "8", "--peer", "nccl")
+    assert done.returncode == 2 and "peer nccl is not for host memory" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_mpi_beside(tmp_path):
+    pytest.importorskip("mpi4py")
+    file = tmp_path / "out.json"
+    done = bench(
+        "--islands", "a:1,b:1", "--op", "all", "--sizes", "4K", "--peer", "mpi", "--out-of-place", "--json", str(file)
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    records = json.loads(file.read_text())
+    assert {r["op"] for r in records if r["library"] == "mpi" and r["wrong"] == 0} == set(OPS)
+    assert records[0]["islands"] == ["a", "b"]
+
+
+def test_a_peer_without_the_dtype_is_left_out():
+    pytest.importorskip("torch")
+    done = bench("-n", "2", "--sizes", "4K", "--dtype", "uint32", "--peer", "gloo")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows(done.stdout)
+    assert row[-2:] == ["-", "-"]
+
+
+def test_a_peer_with_an_environment_gets_processes_of_its_own(tmp_path, monkeypatch, capfd):
+    """What other processes measured comes into the same table and file; the time for it is limited too."""
+    pytest.importorskip("torch")
+    monkeypatch.setitem(measure.PEERS, "gloo", measure.Peer("any", {"GLOO_SOCKET_IFNAME": "lo"}))
+    options = Options(
+        ops=("all_reduce",), sizes=(8, 4096), dtypes=("float32",), peers=("gloo", "memcpy"), in_place=True, seconds=0.1,
+        iterations=2, warmup=1, patience=0, labels=("a", "b"), json=str(tmp_path / "out.json"), plot=None,
+        devices=("host", "host"),
+    )  # fmt: skip
+    assert start(options) == 0
+    found = [(r["size"], r["library"]) for r in json.loads((tmp_path / "out.json").read_text())]
+    assert found == [(size, name) for size in (8, 4096) for name in ("xvcomm", "memcpy", "gloo")]
+    printed = rows(capfd.readouterr().out)
+    assert len(printed) == 2 and all("-" not in row for row in printed)
+
+
+def test_cases_beyond_the_budget_are_left_out(tmp_path, capfd):
+    options = Options(
+        ops=("all_reduce",), sizes=(8, 16, 32), dtypes=("float32",), peers=(), in_place=True, seconds=0.1,
+        iterations=1, warmup=1, patience=0, labels=("",) * 2, json=str(tmp_path / "out.json"), plot=None, budget=0.0,
+    )  # fmt: skip
+    assert start(options) == 0
+    assert json.loads((tmp_path / "out.json").read_text()) == []
+    assert "3 of 3 cases were not measured" in capfd.readouterr().out

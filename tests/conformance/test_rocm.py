@@ -1,0 +1,371 @@
+"""Ranks on ROCm, by libraries that do for host memory what AMD's do for GPUs: alone, in islands, and beside host ranks.
+
+Everything but the GPU itself is real: hip-python, the kernels' source, the streams, which fall behind the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+
+from xvcomm.comm.communicator import Communicator
+from xvcomm.errors import BackendUnavailable, PeerLost
+from xvcomm.memory import array
+from xvcomm.testing import (
+    World,
+    asynchronous,
+    channels,
+    collectives,
+    failures,
+    graphs,
+    mixture,
+    pointtopoint,
+    queues,
+    refusals,
+    repeated,
+)
+from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
+from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
+from xvcomm.testing.signals import SECONDS, meet
+from xvcomm.types.dtype import DTYPES
+
+pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
+
+SOON = 10.0
+"""Seconds in which who is left must know; what is promised is two, on a machine that does nothing else."""
+
+ALONE = {
+    "rocm:2": {"devices": "rocm:2"},
+    "rocm:1 and rocm:1": {"devices": "rocm:2", "islands": "a,b"},
+}
+MIXED = {
+    "rocm:2, host:2": {"devices": "rocm:2,host:2"},
+    "host:2, rocm:1, host:1": {"devices": "host:2,rocm:1,host:1"},
+}
+TABLE = ALONE | MIXED
+PAIR = {"rocm:1, host:1": {"devices": "rocm:1,host:1"}}
+FOUR = {"rocm:4": {"devices": "rocm:4"}, "rocm:2 and rocm:2": {"devices": "rocm:4", "islands": "a:2,b:2"}}
+Job = Callable[..., World]
+
+
+@pytest.fixture(scope="session")
+def environment(rocm_path: Path) -> dict[str, str]:
+    """Variables of ranks that find the libraries."""
+    return {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "4", **SMALL_GPU_RINGS}
+
+
+@pytest.fixture(scope="session")
+def job(environment: Mapping[str, str]) -> Job:
+    """Starts ranks by a name of the table, with further variables."""
+    return lambda name, **further: World(**(TABLE | PAIR | FOUR)[name], env={**environment, **further})
+
+
+@pytest.fixture(scope="module", params=TABLE)
+def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Ranks that serve all tests of one job."""
+    with job(request.param) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=ALONE)
+def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Ranks on ROCm only."""
+    with job(request.param) as ranks:
+        yield ranks
+
+
+def kinds(comm: Communicator) -> list[str]:
+    return [info.device for info in comm._context.session.infos]
+
+
+def test_ranks_are_where_they_were_asked_to_be(world: World, request: pytest.FixtureRequest) -> None:
+    """Otherwise the tests below would prove nothing."""
+    (found, *others) = world.run(kinds)
+    assert set(found) <= {"rocm", "host"} and "rocm" in found
+    assert ("host" in found) == (request.node.callspec.params["world"] in MIXED)
+    assert all(other == found for other in others)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 65_537])
+def test_collectives(world: World, count: int) -> None:
+    """Every operation, from nothing to several times a ring."""
+    world.run(collectives.check_all_reduce, "float32", "sum", count)
+    world.run(collectives.check_reduce, "float32", "sum", count)
+    world.run(collectives.check_reduce_scatter, "float32", "sum", count // 3)
+    for check in (
+        collectives.check_broadcast, collectives.check_all_gather, collectives.check_gather, collectives.check_scatter,
+        collectives.check_all_to_all,
+    ):  # fmt: skip
+        world.run(check, "float32", count // 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 65_537])
+def test_messages(world: World, count: int) -> None:
+    """From nothing to many times round a ring."""
+    world.run(pointtopoint.check_blocking, "float32", count)
+    world.run(pointtopoint.check_exchange, "float32", count)
+
+
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (pointtopoint.check_group_beyond_rings, (300_001, 3)),
+        (pointtopoint.check_many_in_flight, (70,)),
+        (pointtopoint.check_order, (100,)),
+        (pointtopoint.check_behind_background, ()),
+        (pointtopoint.check_crosswise_waits, ()),
+        (pointtopoint.check_receive_first, ()),
+        (pointtopoint.check_small_send_returns, ()),
+        (pointtopoint.check_beside_collectives, ()),
+        (pointtopoint.check_objects, ()),
+        (pointtopoint.check_repeated, (20,)),
+        *((check, ()) for check in channels.CHECKS),
+        (collectives.check_async, (20,)),
+        (collectives.check_barrier, ()),
+        (repeated.check_repeated, (40,)),
+        (repeated.check_factors_repeated, ()),
+        (repeated.check_uneven_repeated, ()),
+        (repeated.check_forms_repeated, (480,)),
+        (repeated.check_forms_repeated, (96_000,)),
+        (repeated.check_background_repeated, (10,)),
+        (repeated.check_background_repeated, (300_000,)),
+        (mixture.check_mixture, (1, 60)),
+        (mixture.check_mixture, (2, 60)),
+        (collectives.check_objects, ()),
+        (collectives.check_premul_factors, ()),
+        (collectives.check_split, ()),
+        (collectives.check_subgroup, ()),
+        (collectives.check_reproducible, ("float32", "sum", 20_001)),
+        (collectives.check_reproducible, ("bfloat16", "avg", 20_001)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_others(world: World, check: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """What is neither a single collective nor a single message."""
+    world.run(check, *args)
+
+
+@pytest.mark.parametrize("check", asynchronous.CHECKS, ids=lambda check: check.__name__)
+def test_order(world: World, check: Callable[..., None]) -> None:
+    """What is ordered, and who does not wait."""
+    world.run(check)
+
+
+@pytest.mark.parametrize("check", failures.CHECKS, ids=lambda check: check.__name__)
+def test_errors(world: World, check: Callable[..., None]) -> None:
+    """What goes wrong comes out of `synchronize` and of the next operation."""
+    world.run(check)
+
+
+def test_errors_of_four(job: Job) -> None:
+    """Where others stop the native library first, a rank's kernels end as if all were well."""
+    with job("rocm:4") as ranks:
+        for check in failures.CHECKS:
+            ranks.run(check)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_what_was_called_before_by_four(job: Job, name: str) -> None:
+    """Where islands have several members, and steps inside of them, compiled code starts those too."""
+    with job(name) as ranks:
+        ranks.run(repeated.check_forms_repeated, 480)
+        ranks.run(repeated.check_uneven_repeated)
+        ranks.run(graphs.check_graph_of_few)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        refusals.check_arrays_refused,
+        refusals.check_dtypes_refused,
+        refusals.check_arguments_refused,
+        refusals.check_messages_refused,
+    ],
+)
+def test_refusals(alone: World, check: Callable[..., None]) -> None:
+    """Bad input, arrays of other devices and handles that are no streams among it."""
+    alone.run(check)
+
+
+def test_streams_that_lag(job: Job) -> None:
+    """Whatever lacks an order shows it where each operation of a stream comes late."""
+    with job("rocm:2, host:2", HIPHOST_DELAY_US="1000") as ranks:
+        ranks.run(collectives.check_all_reduce, "float32", "sum", 10_001)
+        ranks.run(collectives.check_all_gather, "int64", 1001)
+        ranks.run(collectives.check_all_to_all, "int64", 101)
+        ranks.run(pointtopoint.check_exchange, "float32", 10_001)
+        for check in (*asynchronous.CHECKS, channels.check_channels_pass, channels.check_probe_behind_receives):
+            ranks.run(check)
+
+
+def join_two_at_once(comm: Communicator) -> None:
+    """First operations of two communicators, from two threads; the last rank joins the first of them when the second is there."""
+    from xvcomm.backends.rocm.library import RcclLibrary
+
+    groups = [comm.split(0), comm.split(0, -comm.rank)]
+    join, calls, held, through = RcclLibrary.join, itertools.count(), threading.Event(), threading.Event()
+
+    def held_back(library: RcclLibrary, unique_id: bytes, members: int, me: int) -> int:
+        if next(calls) == 0:
+            held.set()
+            assert through.wait(SECONDS), "the second could not be joined while the first was"
+            return join(library, unique_id, members, me)
+        made = join(library, unique_id, members, me)
+        through.set()
+        return made
+
+    holds = comm.rank == comm.size - 1
+    with mock.patch.object(RcclLibrary, "join", held_back if holds else join), ThreadPoolExecutor(2) as threads:
+        works = [threads.submit(collectives.check_all_reduce, groups[0], "float32", "sum", 3001)]
+        assert not holds or held.wait(SECONDS)
+        works.append(threads.submit(collectives.check_all_reduce, groups[1], "float32", "sum", 3001))
+        for work in works:
+            work.result(SECONDS)
+    for group in groups:
+        group.close()
+    comm.barrier()
+
+
+@pytest.mark.parametrize("name", ["rocm:2", "rocm:4"])
+def test_joining_several_at_once(job: Job, name: str) -> None:
+    """A rank waits in the library for the members of one communicator, and meets those of another meanwhile."""
+    with job(name) as ranks:
+        for _ in range(3):
+            ranks.run(join_two_at_once)
+
+
+def has_no_library(comm: Communicator) -> None:
+    """Collectives and messages across the border, and what doctor says."""
+    collectives.check_all_reduce(comm, "float32", "sum", 3001)
+    collectives.check_all_gather(comm, "int64", 101)
+    pointtopoint.check_exchange(comm, "float32", 1001)
+    reason, remedy = comm._context.session.backend.lacks() or ("", "")
+    assert comm._context.kind == "host" or ("VendorError" in reason and "xvcomm[rocm]" in remedy), reason
+
+
+def test_one_gpu_needs_no_library(job: Job, environment: Mapping[str, str], tmp_path: Path) -> None:
+    """An island of one rank beside another never asks for RCCL; two GPUs that want it learn what is missing."""
+    shutil.copytree(environment["ROCM_PATH"], tmp_path / "rocm")
+    (tmp_path / "rocm" / "lib" / "librccl.so").unlink()
+    with job("rocm:1, host:1", ROCM_PATH=str(tmp_path / "rocm")) as ranks:
+        ranks.run(has_no_library)
+    with job("rocm:2", ROCM_PATH=str(tmp_path / "rocm")) as ranks:
+        for rank in range(2):
+            ranks.submit(rank, collectives.check_all_reduce, "float32", "sum", 10)
+        outcomes = ranks.collect()
+        assert all("librccl.so: cannot open" in str(outcome) for outcome in outcomes), outcomes
+        assert any(isinstance(outcome, BackendUnavailable) for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize("name", ["rocm:2", *PAIR])
+def test_dtypes(job: Job, name: str) -> None:
+    """Every dtype, and every reduction with some of them, by the native library and by the movers."""
+    with job(name) as ranks:
+        for dtype in DTYPES:
+            ops = [str(op) for op in reductions(dtype)]
+            some = ops if dtype.name in ("float32", "int32") else ops[dtype.code % len(ops) :][:1]
+            ranks.run(collectives.check_reductions, dtype.name, some)
+            ranks.run(collectives.check_all_gather, dtype.name, 1001)
+            ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
+
+
+def lent_results(comm: Communicator) -> list[float]:
+    """What a result holds when it is handed out: memory that is only lent for it goes back then."""
+    a, beside, found = arrays(comm), DeviceArrays(comm._context.device), list[float]()
+    x, y = a.put(np.full(16, comm.rank + 1.0, np.float32)), a.put(np.zeros(16, np.float32))
+    a.synchronize()
+    lent = msgspec.structs.replace(array.view(y), staged=True)
+
+    def finish(view: array.ArrayView) -> None:
+        found.append(float(beside.get(y)[0]))
+
+    with on_device(comm), mock.patch.object(array, "finish", finish):
+        for call in (
+            lambda: comm.all_reduce(x, out=lent, stream=a.handle),
+            lambda: comm.sendrecv(x, 1 - comm.rank, lent, 1 - comm.rank, stream=a.handle),
+        ):
+            for _ in range(4):
+                a.fill(y, np.zeros(16, np.float32))
+                comm.barrier()
+                time.sleep(0.1 * comm.rank)
+                call()
+    return found
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_lent_results(job: Job, name: str) -> None:
+    """As for JAX's arrays: with a stream that the user gives, the host waits all the same."""
+    with job(name) as ranks:
+        assert ranks.run(lent_results) == [[3.0] * 4 + [2.0] * 4, [3.0] * 4 + [1.0] * 4]
+
+
+def averages_alone(comm: Communicator) -> None:
+    """A communicator of one rank, whose thread's current device is another one."""
+    from rocm.bindings import hip
+
+    a = arrays(comm)
+    x, y = a.put(np.ones(8, np.float32)), a.put(np.zeros(8, np.float32))
+    a.synchronize()
+    for _ in range(4):
+        comm.all_reduce(x, "avg", out=y, stream=0)
+    with on_device(comm):
+        assert hip.hipStreamSynchronize(0) == (hip.hipError_t.hipSuccess,)
+    assert (a.get(y) == 1).all() and comm.device_index == 1
+
+
+def test_default_stream_of_another_device(environment: Mapping[str, str]) -> None:
+    """Its handle is that of the current device's, too: what was called before must not go there."""
+    with World(devices="rocm:1", env={**environment, "XVCOMM_DEVICE_INDEX": "1"}) as ranks:
+        ranks.run(averages_alone)
+
+
+@pytest.mark.parametrize("check", graphs.CHECKS)
+def test_graphs(alone: World, check: Callable[..., None]) -> None:
+    """Operations captured in a HIP graph, of the native library and across a border."""
+    alone.run(check)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_queue(job: Job, name: str) -> None:
+    """One hardware queue for all streams: nothing waits behind what waits for it."""
+    with job(name, GPU_MAX_HW_QUEUES="1") as ranks:
+        for check, args in queues.CHECKS:
+            ranks.run(check, *args)
+
+
+@pytest.mark.parametrize("late", ["recv", "broadcast"])
+def test_loading(job: Job, late: str) -> None:
+    """The library waits for the device, and who comes to a stream waits for the library: deadlines are kept all the same."""
+    with job("rocm:2", HIPHOST_LAZY="1") as ranks:
+        ranks.run(failures.check_deadline_beside_loading, late)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_death(job: Job, name: str) -> None:
+    """What waits for a rank that is killed ends with its name; the streams go on."""
+    with job(name) as ranks:
+        ranks.run(meet)
+        victim = ranks.size - 1
+        for rank in range(victim):
+            ranks.submit(rank, failures.wait_for_last)
+        ranks.submit(victim, failures.sleep)
+        time.sleep(0.5)
+        killed = time.monotonic()
+        ranks.kill(victim, signal.SIGKILL)
+        *outcomes, dead = ranks.collect()
+        assert time.monotonic() - killed < SOON
+        assert isinstance(dead, EOFError)
+        for errors in outcomes:
+            assert len(errors) == 3 and all(isinstance(e, PeerLost) and e.peer == victim for e in errors), errors

@@ -1,0 +1,133 @@
+"""Ranks on ROCm, as in test_rocm: what goes on behind the host, on streams that the user makes and destroys, and in threads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from xvcomm.comm.communicator import Communicator
+from xvcomm.engine import stream_collectives
+from xvcomm.memory import array
+from xvcomm.testing import World, repeated
+from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
+from xvcomm.testing.cases import SMALL_GPU_RINGS
+
+pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
+
+
+@pytest.fixture(scope="module", params=["a:2", "a,b"])
+def alone(rocm_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Two ranks, in one island and in two."""
+    env = {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "2", **SMALL_GPU_RINGS}
+    with World(devices="rocm:2", islands=request.param, env=env) as ranks:
+        yield ranks
+
+
+def test_unlike_deadlines(alone: World) -> None:
+    alone.run(repeated.check_unlike_deadlines)
+
+
+def dropped(comm: Communicator) -> None:
+    """Behind operations that the streams hold."""
+    a = arrays(comm)
+    x = a.put(np.ones(1000))
+    sub = comm.split(0)
+    for _ in range(4):
+        sub.all_reduce(x)
+    caller = weakref.ref(sub._caller)
+    del sub
+    gc.collect()
+    assert caller() is not None, "its memory would be somebody else's while they use it"
+    a.synchronize()
+
+
+def test_a_communicator_that_is_dropped(alone: World) -> None:
+    alone.run(dropped)
+
+
+def threads_that_receive(comm: Communicator) -> None:
+    """Several from one rank, each on a stream of its own, beside one that keeps the interpreter busy."""
+    a, count, rounds = arrays(comm), 4, 8
+    parts = [a.put(np.zeros(1000)) for _ in range(count)]
+    mine = [DeviceArrays(comm._context.device) for _ in range(count)]
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    def receive(number: int) -> None:
+        with on_device(comm):
+            comm.recv(parts[number], 1, stream=mine[number].handle)
+
+    a.synchronize()
+    with ThreadPoolExecutor(count + 1) as pool:
+        pool.submit(busy)
+        try:
+            for number in range(rounds):
+                if comm.rank == 0:
+                    list(pool.map(receive, range(count)))
+                for index in range(count):
+                    if comm.rank == 1:
+                        time.sleep(0.2 if number and index == count - 1 else 0)
+                        comm.send(parts[index], 0)
+                for stream in mine:
+                    stream.synchronize()
+                comm.check()
+                comm.barrier()
+        finally:
+            stop.set()
+
+
+def test_threads_that_receive(alone: World) -> None:
+    """None of their messages counts for another thread's."""
+    alone.run(threads_that_receive)
+
+
+def ever_new_kinds(comm: Communicator) -> int:
+    """How many calls are known again after twenty by arrays of one shape, each of a kind of its own."""
+    a = arrays(comm)
+    x = a.put(np.zeros(8))
+    a.synchronize()
+    with on_device(comm), mock.patch.object(stream_collectives, "_SHAPES_KEPT", 3):
+        for _ in range(20):
+            seen = array.view(x)
+            seen.kind = array.new_kind()
+            comm.all_reduce(seen)
+    return len(comm._caller._again)  # type: ignore[attr-defined]
+
+
+def test_little_is_kept_of_arrays_of_ever_new_kinds(alone: World) -> None:
+    kept = alone.run(ever_new_kinds)
+    assert all(0 < count <= 3 for count in kept), kept
+
+
+@contextlib.contextmanager
+def hip_stream() -> Iterator[int]:
+    """One of the user's, gone at the end."""
+    from rocm.bindings import hip
+
+    _, made = hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking)
+    yield int(made)
+    assert [hip.hipStreamSynchronize(made), hip.hipStreamDestroy(made)] == [(hip.hipError_t.hipSuccess,)] * 2
+
+
+def streams_that_end(comm: Communicator) -> None:
+    repeated.check_streams_that_end(comm, hip_stream)
+    if comm.size > 1:
+        repeated.check_late_messages_on_a_stream(comm, hip_stream)
+
+
+def test_streams_that_end(alone: World) -> None:
+    """Nobody touches a stream that the user may have destroyed."""
+    alone.run(streams_that_end)

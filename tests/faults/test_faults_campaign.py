@@ -1,0 +1,155 @@
+"""Random programs with a fault each: survivors end with the right error, soon, with right data, and leave nothing behind.
+
+A run is drawn from its seed alone. One run again, as many times as one likes:
+
+    pytest "tests/faults/test_faults_campaign.py::test_run[17]"
+"""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from campaign import AMPLE, Ending, Run, Stumble, play
+
+from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost, ResourceError
+from xvcomm.testing.processes import RankFailure
+from xvcomm.testing.world import World
+
+USUAL, ALL = 60, 1000
+SOON = 6.0
+"""Seconds; about two are promised, on a machine that does nothing else."""
+ROOM = 64 << 10
+"""Kilobytes of /dev/shm where a rank fills it, as much as Docker gives."""
+
+MINE = {
+    "exception": Stumble, "signal": Stumble, "leave": ClosedError, "abort": Aborted, "mismatch": MismatchError,
+    "stop": DeadlineExceeded, "missing": DeadlineExceeded, "no descriptors": (ResourceError, Aborted),
+}  # fmt: skip
+"""What the victim raises, where it lives. Of several asynchronous operations only the one that failed tells what was lacking."""
+OTHERS = {
+    "kill": PeerLost, "kill later": PeerLost, "exception": PeerLost, "leave": PeerLost, "signal": (PeerLost, Aborted),
+    "abort": Aborted, "mismatch": MismatchError, "stop": DeadlineExceeded, "missing": DeadlineExceeded,
+    "no descriptors": Aborted,
+}  # fmt: skip
+"""What the other ranks raise, which names the victim."""
+
+
+def settings(run, tmp_path, small_folder):
+    """Variables of the ranks; the folder of shared memory."""
+    folder = "/dev/shm"
+    if run.fault in ("full shm", "tiny shm"):
+        folder = str(small_folder(4 * run.room + 4 if run.fault == "tiny shm" else ROOM))
+    env = {"XVCOMM_SHM_DIR": folder}
+    if run.store == "rank 0":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            env["XVCOMM_STORE"] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    elif run.store == "file":
+        (tmp_path / "store").mkdir(mode=0o700)
+        env["XVCOMM_STORE"] = f"file://{tmp_path / 'store'}"
+    return env, folder
+
+
+def outcomes_of(run, env, folder):
+    """What each rank gave or raised."""
+    try:
+        with World(islands=run.topology, env=env, timeout=AMPLE) as world:
+            for rank in range(run.size):
+                world.submit(rank, play, run.seed, folder)
+            if run.fault == "stop":
+                others = [rank for rank in range(run.size) if rank != run.victim]
+                outcomes = world.collect(*others)
+                world.kill(run.victim, signal.SIGCONT)
+                return [*outcomes[: run.victim], *world.collect(run.victim), *outcomes[run.victim :]]
+            return world.collect()
+    except RankFailure as failure:
+        assert run.fault == "tiny shm", failure
+        return [Ending(error, getattr(error, "peer", None), 0.0, 0.0) for error in failure.outcomes]
+
+
+def check(run, outcomes, folder):
+    """Every rank that lives ended as the fault demands, and named the rank that it struck."""
+    endings = dict(enumerate(outcomes))
+    if run.fault.startswith("kill"):
+        assert isinstance(endings.pop(run.victim), EOFError)
+    for rank, ending in endings.items():
+        assert isinstance(ending, Ending), f"rank {rank}: {ending!r}"
+        assert ending.seconds < run.timeout + SOON and ending.leaving < SOON, f"rank {rank}: {ending}"
+    if run.fault in ("none", "fork"):
+        assert not any(ending.error for ending in endings.values())
+    elif run.fault.endswith("shm"):
+        check_without_room(endings, folder)
+    elif run.fault != "no descriptors" or any(ending.error for ending in endings.values()):
+        for rank, ending in endings.items():
+            assert explained(rank, endings, run), f"rank {rank}: {ending}"
+
+
+def explained(rank, endings, run):
+    """Whether a rank raised what the fault demands and named the victim.
+
+    A part's failure reaches the ranks outside of it, and its members that come later, only by members that leave or do
+    not come, each for itself: there an error may name such a rank, if those that the errors name lead to the victim.
+    """
+    error, mine = endings[rank].error, rank == run.victim
+    wanted = (MINE if mine else OTHERS)[run.fault]
+    if run.fault == "mismatch":
+        return isinstance(error, wanted) and f"rank {run.victim} on " in str(error)
+    if isinstance(error, wanted) and (mine or endings[rank].peer == run.victim):
+        return True
+    late = run.fault in ("stop", "missing")
+    if late and any(
+        isinstance(ending.error, DeadlineExceeded) and awaited(run, str(ending.error)) for ending in endings.values()
+    ):
+        return isinstance(error, (DeadlineExceeded, PeerLost) if run.parts else DeadlineExceeded)
+    follows = isinstance(error, (PeerLost, wanted)) if late else isinstance(error, PeerLost) and not mine
+    return run.parts and follows and run.victim in chain(rank, endings)
+
+
+def awaited(run, text):
+    """Whether an error names the victim among others.
+
+    A rank that waits for an asynchronous message looks like one that computes: its newest record is of what it began
+    after. Who serves a store that does not answer, rank 0 or the launcher, the others cannot know.
+    """
+    names = text.partition("was waiting for ")[2].partition(";")[0]
+    silent = run.store == "rank 0" and run.victim == 0 and "the process that serves it (rank 0, or" in text
+    return silent or (any(step.__name__ == "_messages" for step, _ in run.program) and f"rank {run.victim} on" in names)
+
+
+def chain(rank, endings):
+    """The ranks that an error names: the one that it gives, the one that this one's own error gives, and so on."""
+    found = []
+    while (ending := endings.get(rank)) and ending.peer is not None and ending.peer not in found:
+        rank = ending.peer
+        found.append(rank)
+    return found
+
+
+def check_without_room(endings, folder):
+    """All ranks came through, or one did not get what it wanted and the others were told, or saw it leave."""
+    failed = [
+        rank for rank, ending in endings.items()
+        # What was in the air after the operation that failed raises Aborted that names this rank.
+        if isinstance(ending.error, ResourceError) or (isinstance(ending.error, Aborted) and ending.peer == rank)
+    ]  # fmt: skip
+    assert failed or not any(ending.error for ending in endings.values()), f"no rank says what it lacked: {endings}"
+    for rank, ending in endings.items():
+        if isinstance(ending.error, PeerLost):
+            assert set(chain(rank, endings)) & set(failed), f"rank {rank}: {ending}"
+        elif failed:
+            assert isinstance(ending.error, (ResourceError, Aborted)), f"rank {rank}: {ending}"
+            assert f"{folder} is full" in str(ending.error), f"rank {rank}: {ending}"
+
+
+@pytest.mark.parametrize("seed", [*range(USUAL), *(pytest.param(n, marks=pytest.mark.slow) for n in range(USUAL, ALL))])
+def test_run(seed, tmp_path, small_folder):
+    run = Run.of(seed)
+    env, folder = settings(run, tmp_path, small_folder)
+    outcomes = outcomes_of(run, env, folder)
+    if run.fault == "full shm":
+        (Path(folder) / "of others").unlink(missing_ok=True)
+    told = [f"rank {rank}: {str(o.error) if isinstance(o, Ending) else o!r}" for rank, o in enumerate(outcomes)]
+    print(run, *told, f"again: pytest '{os.path.relpath(__file__)}::test_run[{seed}]'", sep="\n")
+    check(run, outcomes, folder)

@@ -1,0 +1,155 @@
+"""Arrays of a rank's device for `xvcomm bench`. Frameworks are imported only for GPUs."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xvcomm.errors import BackendUnavailable
+from xvcomm.types.dtype import DType
+
+if TYPE_CHECKING:  # it compiles kernels, which no command but the ranks of `bench` needs
+    from xvcomm.comm.communicator import Communicator
+
+
+class Memory(Protocol):
+    """Makes, fills and compares one-dimensional arrays.
+
+    Attributes:
+        kind: `host`, `cuda` or `rocm`.
+        name: of the device, for reports.
+        asynchronous: whether operations return before they are done.
+    """
+
+    kind: str
+    name: str
+    asynchronous: bool
+
+    def zeros(self, count: int, dtype: DType) -> Any:
+        """A new array; every page of it was touched."""
+
+    def tile(self, array: Any, values: NDArray[Any]) -> None:
+        """Fill an array with `values`, over and over."""
+
+    def differ(self, array: Any, values: NDArray[Any]) -> int:
+        """Number of elements that differ from `values`, over and over. Waits for the device."""
+
+    def synchronize(self) -> None:
+        """Block until the device has done all that was enqueued."""
+
+
+class HostMemory:
+    """numpy."""
+
+    kind = "host"
+    asynchronous = False
+
+    def __init__(self) -> None:
+        self.name = platform.machine()
+
+    def zeros(self, count: int, dtype: DType) -> Any:
+        """See `Memory.zeros`."""
+        made = np.empty(count, dtype.numpy)
+        made[...] = 0
+        return made
+
+    def tile(self, array: Any, values: NDArray[Any]) -> None:
+        """See `Memory.tile`."""
+        array[...] = np.resize(values, array.size)
+
+    def differ(self, array: Any, values: NDArray[Any]) -> int:
+        """See `Memory.differ`."""
+        return int(np.count_nonzero(array != np.resize(values, array.size)))
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class TorchMemory:
+    """CUDA's or ROCm's torch. Arrays are looked at as bytes, because torch cannot compute with every dtype."""
+
+    asynchronous = True
+
+    def __init__(self, kind: str, index: int) -> None:
+        import torch
+
+        self._torch, self.kind, self.index = torch, kind, index
+        torch.cuda.set_device(index)
+        self.device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+
+    def zeros(self, count: int, dtype: DType) -> Any:
+        """See `Memory.zeros`."""
+        made = self._torch.zeros(count * dtype.itemsize, dtype=self._torch.uint8, device=self.device)
+        return made.view(getattr(self._torch, dtype.name))
+
+    def tile(self, array: Any, values: NDArray[Any]) -> None:
+        """See `Memory.tile`."""
+        array.view(self._torch.uint8).copy_(self._bytes(values, array.nbytes))
+
+    def differ(self, array: Any, values: NDArray[Any]) -> int:
+        """See `Memory.differ`."""
+        unlike = array.view(self._torch.uint8) != self._bytes(values, array.nbytes)
+        return int(unlike.view(-1, array.itemsize).any(1).sum())
+
+    def _bytes(self, values: NDArray[Any], nbytes: int) -> Any:
+        once = self._torch.from_numpy(values.view(np.uint8)).to(self.device)
+        return once.repeat(-(-nbytes // once.numel()))[:nbytes]
+
+    def synchronize(self) -> None:
+        """See `Memory.synchronize`."""
+        self._torch.cuda.synchronize()
+
+
+class CupyMemory:
+    """CuPy, where there is no torch."""
+
+    asynchronous = True
+
+    def __init__(self, kind: str, index: int) -> None:
+        import cupy
+
+        self._cupy, self.kind = cupy, kind
+        device = cupy.cuda.Device(index)
+        device.use()
+        self.name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
+
+    def zeros(self, count: int, dtype: DType) -> Any:
+        """See `Memory.zeros`."""
+        return self._cupy.zeros(count, dtype.numpy)
+
+    def tile(self, array: Any, values: NDArray[Any]) -> None:
+        """See `Memory.tile`."""
+        array[...] = self._repeat(values, array.size)
+
+    def differ(self, array: Any, values: NDArray[Any]) -> int:
+        """See `Memory.differ`."""
+        return int((array != self._repeat(values, array.size)).sum())
+
+    def _repeat(self, values: NDArray[Any], count: int) -> Any:
+        return self._cupy.tile(self._cupy.asarray(values), -(-count // values.size))[:count]
+
+    def synchronize(self) -> None:
+        """See `Memory.synchronize`."""
+        self._cupy.cuda.Device().synchronize()
+
+
+def memory_of(comm: Communicator) -> Memory:
+    """Memory of this rank's device.
+
+    Raises:
+        BackendUnavailable: the device is a GPU, and neither torch nor CuPy is there to make arrays for it.
+    """
+    able = comm._context.device.capabilities()
+    if able.kind == "host":
+        return HostMemory()
+    reasons = []
+    for make in (TorchMemory, CupyMemory):
+        try:
+            return make(able.kind, able.index)
+        except (ImportError, RuntimeError, AssertionError) as error:  # torch without CUDA raises either of the latter
+            reasons.append(f"{make.__name__.removesuffix('Memory').lower()}: {error}")
+    raise BackendUnavailable(f"no arrays for {able.kind}: {'; '.join(reasons)}; install torch or CuPy for this GPU")

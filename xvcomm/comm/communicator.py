@@ -1,0 +1,445 @@
+"""The public interface: one communicator, arrays of any framework, blocking or asynchronous.
+
+Common to all operations. Arrays: numpy, torch, JAX, CuPy, anything with DLPack or the array interface; contiguous;
+any dtype of `xvcomm.types.dtype`. Mutable arrays are filled in place and also returned; for immutable ones (JAX) a new
+array of the same kind is returned. `timeout` is in seconds; left out, the communicator's own counts.
+
+On host memory a call blocks until its result is there, unless `async_op=True`, which gives a `Work`. On GPUs a call is
+ordered on a stream and the host does not wait: on `stream`, left out on the stream that the arrays' framework works on
+now; where that is not known, behind the default stream, and then the host waits. With `async_op=True` it goes on beside
+that stream until `Work.wait()`. Both may be captured in a graph, after one call outside of it.
+
+Every operation may raise: ArrayError or DTypeError before anything moves; MismatchError if ranks describe it
+differently; PeerLost if a rank dies; DeadlineExceeded; Aborted; ClosedError. After the last five but ClosedError the
+communicator is finished on all its ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, NoReturn, SupportsIndex
+
+from xvcomm.abc.store import Store
+from xvcomm.comm.objects import Objects
+from xvcomm.comm.point_to_point import PointToPoint
+from xvcomm.comm.subgroups import Meetings, subgroups
+from xvcomm.config import Config
+from xvcomm.engine.collectives import Call, Caller, Key
+from xvcomm.engine.context import Context
+from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.session.session import Session
+from xvcomm.engine.staging import Staging
+from xvcomm.engine.stream_collectives import StreamCaller
+from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
+from xvcomm.memory import array
+from xvcomm.memory.array import ArrayView
+from xvcomm.memory.ring import Reason
+from xvcomm.trace.recorder import Record
+from xvcomm.types.deadline import Deadline, checked
+from xvcomm.types.dtype import UINT8, ReduceOp, Reduction, reduction_on
+from xvcomm.types.opcode import OpCode
+from xvcomm.types.topology import Topology
+
+Op = str | ReduceOp | Reduction
+# Looked up once: members of enumerations take longer to find than most of what a small operation does.
+_BROADCAST, _ALL_REDUCE = OpCode.BROADCAST, OpCode.ALL_REDUCE
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = OpCode.ALL_GATHER, OpCode.REDUCE_SCATTER, OpCode.ALL_TO_ALL
+
+
+class Communicator(PointToPoint, Objects):
+    """Ranks 0 to size - 1 that work together. Made by `xvcomm.init`, `split` and `subgroup`.
+
+    Attributes:
+        rank: this process's number.
+        size: number of ranks.
+        topology: islands and hosts.
+        device, device_index: kind of this rank's device, `"host"`, `"cuda"`, `"rocm"`, and which of this host's.
+        devices: every rank's kind of device.
+        timeout: seconds an operation may take unless it says otherwise.
+    """
+
+    def __init__(self, context: Context, timeout: float) -> None:
+        self._context = context
+        self._caller = StreamCaller(context) if context.asynchronous else Caller(context)
+        self._staging = Staging(context.device)
+        self.rank: int = context.rank
+        self.size: int = len(context.ranks)
+        self.topology: Topology = context.topology
+        self.device: str = context.kind
+        self.device_index: int = context.index
+        self.devices: tuple[str, ...] = tuple(context.session.infos[r].device for r in context.ranks)
+        self.timeout = timeout
+        self._splits = 0
+        self._meetings = Meetings(context)
+        self._init_point_to_point()
+
+    @classmethod
+    def join(
+        cls, store: Store, rank: int, size: int, *, config: Config, deadline: Deadline, on_close: Callable[[], None]
+    ) -> Communicator:
+        """Meet the other ranks through a store; `xvcomm.init` finds the store and calls this.
+
+        Args:
+            deadline: for meeting; operations have `config.timeout` seconds each.
+            on_close: called once, when everything is closed.
+
+        Raises:
+            DeadlineExceeded: names the ranks that did not come.
+            ConfigError: two processes have one number.
+            ResourceError: shared memory cannot be had.
+        """
+        session = Session(store, rank, size, config, deadline, on_close)
+        try:
+            context = Context(session, "0", tuple(range(size)), deadline)
+        except BaseException as error:
+            session.give_up(error)
+            raise
+        return cls(context, config.timeout)
+
+    @property
+    def store(self) -> Store:
+        """The store that the ranks met through, under a prefix of this communicator."""
+        return self._context.store
+
+    def __repr__(self) -> str:
+        islands = ", ".join(f"{i.label} x {i.size}" for i in self.topology.islands)
+        return f"<xvcomm.Communicator rank {self.rank} of {self.size}: {islands}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise NotPicklable(
+            "a communicator cannot be pickled or copied, because it belongs to its process; pass numbers (comm.rank, comm.size) "
+            "or the arguments of xvcomm.init, and let each process make its own",
+            rank=self.rank,
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def broadcast(
+        self, x: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None, stream: Any = None
+    ) -> Any:
+        """Give every rank the root's array.
+
+        Args:
+            x: the array on the root, a buffer of equal shape and dtype elsewhere.
+        """
+        self._check_rank("root", root)
+        mine = self.rank == root
+        src = array.view(x, output=not mine)
+        key = _key(_BROADCAST, root, src, src, async_op)
+        if key and self._caller.again(key, src, src, self.timeout if timeout is None else checked(timeout), stream):
+            return src.array
+        dst = src if mine or not src.immutable else self._empty_like(src, src.shape)
+        call = Call(_BROADCAST, src, dst, src.dtype, count=src.count, root=root, key=key)
+        return self._call(call, async_op, timeout, stream)
+
+    def all_reduce(
+        self, x: Any, op: Op = "sum", *, out: Any = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Reduce elementwise over all ranks; every rank gets the same bits.
+
+        Args:
+            x: the input; also the output unless `out` is given or `x` is immutable.
+            op: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`, `xvcomm.premul_sum(factor)`.
+            out: output of equal shape and dtype.
+        """
+        src, given = array.view(x, output=out is None), None if out is None else array.view(out, output=True)
+        dst = given or src
+        key = _key(_ALL_REDUCE, op, src, dst, async_op)
+        if key and self._caller.again(key, src, dst, self.timeout if timeout is None else checked(timeout), stream):
+            return dst.array
+        how = reduction_on(op, src.dtype)
+        if given or src.immutable:
+            dst = self._output(src, given, None, src.count)
+        call = Call(_ALL_REDUCE, src, dst, src.dtype, how, count=src.count, key=key)
+        return self._call(call, async_op, timeout, stream)
+
+    def reduce(
+        self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Reduce elementwise over all ranks; only the root gets the result. Elsewhere `x` is unchanged and returned."""
+        self._check_rank("root", root)
+        mine = self.rank == root
+        src = array.view(x, output=mine and out is None)
+        how = reduction_on(op, src.dtype)
+        dst = None
+        if mine:
+            dst = src if out is None and not src.immutable else self._output(src, out, None, src.count)
+        call = Call(OpCode.REDUCE, src, dst, src.dtype, how, count=src.count, root=root)
+        return self._call(call, async_op, timeout, stream)
+
+    def reduce_scatter(
+        self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Reduce over all ranks and give rank i the i-th block of rows.
+
+        Args:
+            x: as many rows (axis 0) as `sum(counts)`; rows must divide by `size` if `counts` is left out.
+            out: this rank's block; made if left out.
+            counts: rows a rank.
+        """
+        src, given = array.view(x), None if out is None else array.view(out, output=True)
+        key = _key(_REDUCE_SCATTER, op, src, given, async_op or counts is not None)
+        if (
+            key
+            and given
+            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+        ):
+            return given.array
+        how = reduction_on(op, src.dtype)
+        rows, elements = self._blocks(src, counts)
+        dst = self._output(src, given, rows, elements[self.rank])
+        call = Call(_REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None, key=key)
+        return self._call(call, async_op, timeout, stream)
+
+    def all_gather(
+        self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Give every rank all blocks, one after the other along axis 0.
+
+        Args:
+            x: this rank's block; `counts[rank]` rows. A scalar counts as one row.
+            out: room for all rows; made if left out.
+            counts: rows a rank; equal if left out.
+        """
+        src, given = array.view(x), None if out is None else array.view(out, output=True)
+        key = _key(_ALL_GATHER, None, src, given, async_op or counts is not None)
+        if (
+            key
+            and given
+            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+        ):
+            return given.array
+        rows, elements = self._own_block(src, counts)
+        dst = self._output(src, given, rows, sum(elements))
+        call = Call(_ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None, key=key)
+        return self._call(call, async_op, timeout, stream)
+
+    def gather(
+        self, x: Any, root: int = 0, *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Give the root all blocks, one after the other along axis 0; None elsewhere. Arguments as in `all_gather`."""
+        self._check_rank("root", root)
+        src = array.view(x)
+        rows, elements = self._own_block(src, counts)
+        dst = self._output(src, out, rows, sum(elements)) if self.rank == root else None
+        call = Call(OpCode.GATHER, src, dst, src.dtype, counts=elements, root=root, uneven=counts is not None)
+        return self._call(call, async_op, timeout, stream)
+
+    def scatter(
+        self, x: Any, root: int = 0, *, out: Any = None, counts: Sequence[int] | None = None,
+        async_op: bool = False, timeout: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Give rank i the i-th block of the root's rows.
+
+        Args:
+            x: all rows on the root; elsewhere None, or what tells shape and dtype if `out` is left out.
+            out: this rank's block; needed where `x` is None.
+            counts: rows a rank; equal if left out. All ranks give the same.
+        """
+        self._check_rank("root", root)
+        mine = self.rank == root
+        if x is None and (mine or out is None):
+            raise ArgumentError("scatter: the root needs the array x, the other ranks need out (or x for its shape)")
+        src = None if x is None else array.view(x)
+        if src is not None:
+            rows, elements = self._blocks(src, counts)
+            dst = self._output(src, out, rows, elements[self.rank])
+        else:
+            dst = array.view(out, output=True)
+            _, elements = self._own_block(dst, counts)
+            dst = self._empty_like(dst, dst.shape) if dst.immutable else dst
+        call = Call(
+            OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=elements, root=root, uneven=counts is not None
+        )  # fmt: skip
+        return self._call(call, async_op, timeout, stream)
+
+    def all_to_all(
+        self, x: Any, *, out: Any = None, send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None, async_op: bool = False, timeout: float | None = None,
+        stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Send the i-th block of rows to rank i and get one block from each, in rank order.
+
+        Args:
+            x: `sum(send_counts)` rows along axis 0.
+            out: `sum(recv_counts)` rows; made if left out. May not overlap `x`.
+            send_counts, recv_counts: rows for and from each rank; equal if left out. Give both or none.
+        """
+        if (send_counts is None) != (recv_counts is None):
+            raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
+        src, given = array.view(x), None if out is None else array.view(out, output=True)
+        special = async_op or send_counts is not None or (given is not None and given.address == src.address)
+        key = _key(_ALL_TO_ALL, None, src, given, special)
+        if (
+            key
+            and given
+            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+        ):
+            return given.array
+        _, elements = self._blocks(src, send_counts)
+        rows, back = src.shape[0], elements
+        if recv_counts is not None:
+            counts = _whole("recv_counts", recv_counts)
+            if len(counts) != self.size or min(counts) < 0:
+                raise ArgumentError(f"recv_counts {counts}: expected {self.size} numbers of rows")
+            rows, back = sum(counts), _in_elements(counts, src.shape)
+        dst = self._output(src, given, rows, sum(back))
+        if dst.address == src.address and src.nbytes:
+            raise ArrayError("all_to_all: out may not be x; leave it out or pass another array")
+        uneven = send_counts is not None
+        call = Call(_ALL_TO_ALL, src, dst, src.dtype, counts=elements, recv_counts=back, uneven=uneven, key=key)
+        return self._call(call, async_op, timeout, stream)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None, stream: Any = None) -> Work | None:
+        """Wait until every rank is here."""
+        token = self._caller.token()
+        call = Call(OpCode.BARRIER, token, token, UINT8, Reduction(ReduceOp.MAX), count=1)
+        result = self._call(call, async_op, timeout, stream)
+        return result if async_op else None
+
+    def split(
+        self, color: SupportsIndex | str | None, key: SupportsIndex = 0, *, timeout: float | None = None
+    ) -> Communicator | None:
+        """Make a communicator of the ranks that give the same `color`, ordered by (key, rank).
+
+        Blocks until all ranks of this communicator call it. `color=None` takes no part and gets None (as MPI's
+        MPI_UNDEFINED). Bools and numpy's integers are ints. A group within one island uses its native library alone.
+
+        Raises:
+            MismatchError: colours of different types; names two ranks.
+        """
+        deadline = self._deadline(timeout)
+        self._splits += 1
+        members = subgroups(self, color, key, deadline)
+        if members is None:
+            return None
+        path = f"{self._context.path}.{self._splits}.{members[0]}"
+        world = tuple(self._context.ranks[m] for m in members)
+        return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
+
+    def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Communicator:
+        """Make a communicator of some ranks, which alone call this (as MPI's MPI_Comm_create_group).
+
+        Blocks until all of them do. Nothing is exchanged over this communicator, whose other ranks may do what they like.
+
+        Args:
+            ranks: ranks of this communicator, this one among them, in the group's order; the same on all members.
+            name: tells apart groups that have ranks in common and are made at the same time; the same on all members. It
+                may be used again.
+
+        Raises:
+            ArgumentError: a rank is listed twice, or out of range; this rank is not listed.
+            MismatchError: members that wait for each other give different `ranks`.
+            DeadlineExceeded: names the members that did not call it. This communicator goes on.
+        """
+        deadline = self._deadline(timeout)
+        path, world = self._meetings.meet(ranks, name, deadline)
+        return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
+
+    def check(self) -> None:
+        """Raise what has finished this communicator, if anything has: PeerLost, Aborted, ... Never blocks."""
+        self._context.check()
+
+    def abort(self, reason: str = "") -> None:
+        """Make every rank leave what it is in and raise Aborted, which gives the reason. Safe from any thread."""
+        self._context.abort(Reason.ABORTED.word(self.rank, self.rank), reason)
+
+    def history(self) -> list[Record]:
+        """What this process did last, oldest first, by all its communicators of the job: its flight recorder. Never blocks.
+
+        Returns:
+            At most `XVCOMM_TRACE_RECORDS` records; `describe()` of one says it in words. None after `close`.
+        """
+        return self._context.session.recorder.history()
+
+    def close(self) -> None:
+        """Leave, and free everything: of the whole job if this is what `xvcomm.init` made. Idempotent.
+
+        Asynchronous operations that are not done end with an error: wait for them first.
+        """
+        if self._context.path == "0":
+            self._context.session.close()
+        else:
+            self._context.close()
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self.timeout if timeout is None else timeout)
+
+    def _call(self, call: Call, async_op: bool, timeout: float | None, stream: Any) -> Any:
+        deadline = Deadline(monotonic() + (self.timeout if timeout is None else checked(timeout)))
+        handle = None if stream is None else array.stream_handle(stream)
+        return (self._caller.start if async_op else self._caller.run)(call, deadline, handle)
+
+    def _check_rank(self, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ArgumentError(f"{what} {rank}: ranks of this communicator go from 0 to {self.size - 1}")
+
+    def _empty_like(self, x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+        return array.empty_like(x, shape, self._context.device.empty)
+
+    def _output(self, src: ArrayView, out: Any, rows: int | None, count: int) -> ArrayView:
+        """The output of so many elements: of the input's shape, but for the number of rows if there is one."""
+        dst = None if out is None else array.view(out, output=True)
+        if dst is not None and dst.dtype is src.dtype and dst.count == count:
+            return self._empty_like(dst, dst.shape) if dst.immutable else dst
+        shape = src.shape if rows is None else (rows, *src.shape[1:])
+        if dst is not None:
+            raise ArrayError(f"out has {dst.count} x {dst.dtype}, needed are {count} x {src.dtype} (shape {shape})")
+        return self._empty_like(src, shape)
+
+    def _blocks(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
+        """This rank's rows of an array that holds everybody's, and elements a rank."""
+        if not src.shape:
+            raise ArrayError("a scalar has no rows to divide; pass an array of at least one dimension")
+        total, size = src.shape[0], self.size
+        if counts is None:
+            if total % size:
+                raise ArrayError(f"{total} rows do not divide by {size} ranks; pass counts=")
+            return total // size, (src.count // size,) * size
+        rows = _whole("counts", counts)
+        if len(rows) != size or min(rows) < 0 or sum(rows) != total:
+            raise ArgumentError(f"counts {rows}: expected {size} numbers that add up to {total} rows")
+        return rows[self.rank], _in_elements(rows, src.shape)
+
+    def _own_block(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
+        """All ranks' rows where an array holds this rank's block, and elements a rank."""
+        mine, size = src.shape[0] if src.shape else 1, self.size
+        if counts is None:
+            return mine * size, (src.count,) * size
+        rows = _whole("counts", counts)
+        if len(rows) != size or min(rows) < 0 or rows[self.rank] != mine:
+            raise ArgumentError(f"counts {rows}: expected {size} numbers, the one of rank {self.rank} being {mine}")
+        return sum(rows), _in_elements(rows, src.shape)
+
+
+def _key(op: OpCode, how: object, src: ArrayView, dst: ArrayView | None, special: bool) -> Key | None:
+    """What a collective is to be known by when it comes again; None if it is asynchronous, uneven, or makes its output."""
+    if special or not src.kind or dst is None or not dst.kind:
+        return None
+    return op, how, src.kind, 0 if dst is src else dst.kind
+
+
+def _in_elements(rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows of an array as elements."""
+    row = math.prod(shape[1:])
+    return tuple(n * row for n in rows)
+
+
+def _whole(what: str, counts: Sequence[int]) -> tuple[int, ...]:
+    """Counts as plain integers, so that a list and a numpy array of the same numbers are the same call."""
+    try:
+        return tuple(operator.index(n) for n in counts)
+    except TypeError:
+        raise ArgumentError(f"{what} {counts!r}: expected whole numbers, one a rank") from None

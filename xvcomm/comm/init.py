@@ -1,0 +1,313 @@
+"""`init()`: from an environment to a communicator."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.config import Config
+from xvcomm.errors import ArgumentError, ConfigError
+from xvcomm.rendezvous.environment import Launch, discover, slurm_address
+from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
+from xvcomm.rendezvous.store.hosting import loopback, meet, own_address, protect, serve_or_join
+from xvcomm.rendezvous.store.wrappers import JaxStore, TorchStore, mpi_store, torch_store, world
+from xvcomm.system import interrupts, limits
+from xvcomm.types.deadline import Deadline
+
+if TYPE_CHECKING:
+    from xvcomm.comm.communicator import Communicator
+
+_PROCESS = uuid.uuid4().hex
+_LINGER_SECONDS = 3.0
+# How many communicators this process has had at a meeting place, as one rank. The next one meets there under that
+# number, so that it cannot join the store of one that others have not closed yet.
+_epochs: Counter[tuple[str, int]] = Counter()
+
+
+@limits.told("join the job")
+def init(
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    store: Any = None,
+    island: str | None = None,
+    device: str | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Communicator:
+    """Join the job and give its communicator back; every rank calls this, as often as every other.
+
+    Who this process is and where the ranks meet is taken from the arguments, else from `XVCOMM_*`, else from the
+    launcher: torchrun, mpirun, SLURM, JAX. Without any of them the job is this process alone.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        store: where ranks meet: a `Store`, a `torch.distributed` store, an mpi4py communicator, the client of
+            `jax.distributed`, or an address as `XVCOMM_STORE` has it. Objects stay the caller's.
+        island: label of the native island of this rank, instead of the one found.
+        device: kind of device of this rank, `"cuda"`, or with its number, `"cuda:1"`.
+        timeout: seconds to join, and for each operation after that.
+        env: instead of `os.environ`.
+
+    Raises:
+        ConfigError: a variable is missing or wrong, or two processes have one number; on all ranks.
+        ArgumentError: `store` is none of the above, or `device` not a kind and a number.
+        DeadlineExceeded: names the ranks that did not join; on all that did.
+        StoreError: the store cannot be reached, or its port is taken.
+        AuthenticationError: the store has another secret.
+        ResourceError: a limit of the system is reached; says how to raise it.
+    """
+    interrupts.print_shortly()
+    # Compiled code comes with it, which `import xvcomm` must not wait for.
+    from xvcomm.comm.communicator import Communicator
+
+    env = os.environ if env is None else env
+    config = _configure(env, rank=rank, size=size, store=store, island=island, device=device, timeout=timeout)
+    launch = _launched(env, config)
+    config = replace(
+        config, rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size
+    )
+    deadline = Deadline.after(config.timeout)
+    if store is None or isinstance(store, str):
+        base, place = rendezvous(launch, config, env, deadline), _place(launch, config)
+    else:
+        base, place = _wrap(store, launch, env, deadline, config.secret), None
+
+    try:
+        space = _namespace(base, launch.rank, env, deadline)
+        comm = Communicator.join(space, launch.rank, launch.size, config=config, deadline=deadline, on_close=base.close)
+    except BaseException as error:
+        if isinstance(error, ConfigError) and launch.rank == 0 and launch.size > 1:
+            # Ranks that come a moment later shall read what is wrong instead of waiting at a port without a server.
+            time.sleep(_LINGER_SECONDS)
+        base.close()
+        raise
+    if place is not None:
+        _epochs[place, launch.rank] += 1
+    return comm
+
+
+def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
+    """The store in which the ranks of a job meet, as configuration or launcher say. Closing it ends what it serves.
+
+    `XVCOMM_STORE=tcp://host:port` is served by rank 0, with `?hosted=launcher` by whoever started the ranks;
+    `file:///folder` by nobody. Without it torchrun's and MPI's own means carry the address of a TCP store that rank 0
+    serves on a free port, SLURM's variables give its address, and JAX's coordination service is the store itself.
+
+    Args:
+        launch: who this process is.
+        config: settings; `store` and `secret` matter here.
+        env: environment of the process.
+        deadline: for all of it.
+
+    Raises:
+        ConfigError: nothing says where to meet, or the secret is missing.
+        DeadlineExceeded: rank 0 did not come in time.
+        StoreError: the store cannot be reached, or its port is taken.
+        AuthenticationError: the store has another secret.
+    """
+    if config.store is not None:
+        return _by_address(launch, config, deadline)
+    if launch.size == 1:
+        return MemoryStore()
+    jax = _jax_state()
+    if jax is not None and (jax.process_id, jax.num_processes) == (launch.rank, launch.size):
+        board = PrefixStore(f"xvcomm-{_epochs[_place(launch, config), launch.rank]}", JaxStore(jax.client))
+        return protect(board, launch.rank, _host(launch), deadline, config.secret)
+    if launch.launcher == "torchrun":
+        return _by_torchrun(launch, config, env, deadline)
+    if launch.launcher == "mpi":
+        return mpi_store(_checked_world(launch), _host(launch), deadline, config.secret)
+    if launch.launcher == "slurm":
+        host, port = slurm_address(env)
+        host = loopback() if _is_loopback(host) else host
+        epoch = _epochs[_place(launch, config), launch.rank]
+        return serve_or_join(host, port, need_secret(config.secret), launch.rank, deadline, epoch)
+    if launch.launcher == "jax":
+        raise ConfigError(
+            "JAX_PROCESS_ID is set but jax.distributed does not run with these numbers: call "
+            "jax.distributed.initialize() before xvcomm.init(), or set XVCOMM_STORE and XVCOMM_SECRET"
+        )
+    raise ConfigError(
+        f"rank {launch.rank} of {launch.size} does not know where the ranks meet: set XVCOMM_STORE=tcp://host:port, where "
+        "host is that of rank 0, and XVCOMM_SECRET, both the same on all ranks"
+    )
+
+
+def _configure(env: Mapping[str, str], *, store: Any, **given: Any) -> Config:
+    """The settings of the environment, replaced by what the caller gave."""
+    given = {name: value for name, value in given.items() if value is not None}
+    kind, colon, index = str(given.get("device", "")).partition(":")
+    if colon:
+        if not index.isdigit():
+            raise ArgumentError(f"device={given['device']!r}: expected a kind and a number, like 'cuda:1'")
+        given |= {"device": kind, "device_index": int(index)}
+    if isinstance(store, str):
+        given["store"] = store
+    elif _is_mpi(store):
+        given = {"rank": store.Get_rank(), "size": store.Get_size(), **given}
+    return replace(Config.from_env(env), **given)
+
+
+def _by_address(launch: Launch, config: Config, deadline: Deadline) -> Store:
+    assert config.store is not None
+    address = StoreAddress.parse(config.store)
+    epoch = _epochs[_place(launch, config), launch.rank]
+    if address.folder is not None:
+        FileStore(address.folder)  # refuses one that others can change
+        store = FileStore(address.folder / str(epoch), ranks=launch.size)
+        store.enter(launch.size, deadline)
+        return store
+    secret = need_secret(config.secret)
+    if address.hosted:
+        return TcpStore(address.host, address.port, secret, deadline)
+    return serve_or_join(address.host, address.port, secret, launch.rank, deadline, epoch)
+
+
+def _by_torchrun(launch: Launch, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
+    place = f"xvcomm-{_epochs[_place(launch, config), launch.rank]}"
+    folder = _agent_folder(launch, env)
+    if folder is not None:
+        return meet(FileStore(folder / place, ranks=1), launch.rank, loopback(), deadline, config.secret)
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            f"MASTER_ADDR={host or ''!r} and MASTER_PORT={port!r} do not say where rank 0 is; start the ranks with "
+            "torchrun, set both, or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
+        )
+    if launch.rank == 0 and not config.secret:
+        _warn_of_torchs_store(f"{host}:{port}", launch)
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    board = torch_store(host, int(port), launch.rank == 0 and not agent, deadline)
+    run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{_attempt(env)}/{launch.size}"
+    return meet(PrefixStore(f"{place}/{run}", board), launch.rank, host, deadline, config.secret)
+
+
+def _warn_of_torchs_store(address: str | None, launch: Launch) -> None:
+    """Say what is open where a job over several hosts has no XVCOMM_SECRET."""
+    if address is None or _is_loopback(address) or launch.local_size == launch.size:
+        return
+    warnings.warn(
+        f"the ranks meet through torch's store at {address}, which asks nobody for a password: who reaches it can read "
+        "and change what the ranks of this job tell each other there. Set XVCOMM_SECRET to the same random text on all "
+        "ranks, for instance the output of `openssl rand -hex 16`",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith(("localhost", "::1", "127."))
+
+
+def _agent_folder(launch: Launch, env: Mapping[str, str]) -> Path | None:
+    """A folder of this attempt alone, if one torchrun started all ranks; it spares them the import of torch.
+
+    torchrun keeps `attempt_N/LOCAL_RANK/error.json` for each rank. All ranks come to the same answer, because all are
+    told the same sizes by the same torchrun.
+    """
+    error_file = Path(env.get("TORCHELASTIC_ERROR_FILE") or "/")
+    rank_folder, attempt_folder = error_file.parent, error_file.parent.parent
+    alone = launch.local_size == launch.size
+    usual = rank_folder.name == str(launch.local_rank) and attempt_folder.name == f"attempt_{_attempt(env)}"
+    return attempt_folder if alone and usual else None
+
+
+def _checked_world(launch: Launch) -> Any:
+    comm = world()
+    if (comm.Get_rank(), comm.Get_size()) != (launch.rank, launch.size):
+        raise ConfigError(
+            f"mpirun says rank {launch.rank} of {launch.size}, but mpi4py says rank {comm.Get_rank()} of "
+            f"{comm.Get_size()}: it belongs to another MPI than this mpirun; install mpi4py for it, use its own mpirun, "
+            "or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
+        )
+    return comm
+
+
+def _launched(env: Mapping[str, str], config: Config) -> Launch:
+    launch = discover(env, config)
+    jax = _jax_state()
+    if launch.launcher == "single" and jax is not None:
+        return Launch(jax.process_id, jax.num_processes, None, None, "jax")
+    return launch
+
+
+def _jax_state() -> Any:
+    """The state of `jax.distributed` if this process has joined one; never imports jax."""
+    module = sys.modules.get("jax._src.distributed")
+    state = getattr(module, "global_state", None)
+    return None if state is None or state.client is None else state
+
+
+def _wrap(store: Any, launch: Launch, env: Mapping[str, str], deadline: Deadline, secret: str | None) -> Store:
+    """The caller's object as a Store whose `close` leaves the object open.
+
+    The stores of torch and JAX ask nobody for a password: with a secret they only tell where rank 0 serves another one.
+    """
+    if isinstance(store, Store):
+        return PrefixStore("init", store)
+    if _is_mpi(store):
+        return mpi_store(store, _host(launch), deadline, secret)
+    board: Store
+    if hasattr(store, "key_value_set_bytes"):
+        board = JaxStore(store)
+    elif all(hasattr(store, name) for name in ("set", "get", "add", "check")):
+        board = TorchStore(store)
+        if launch.rank == 0 and not secret:
+            _warn_of_torchs_store(getattr(_underlying(store), "host", None), launch)
+    else:
+        raise _no_store(store)
+    return protect(_namespace(board, launch.rank, env, deadline), launch.rank, _host(launch), deadline, secret)
+
+
+def _underlying(store: Any) -> Any:
+    """What torch's `PrefixStore` is around."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _no_store(store: Any) -> ArgumentError:
+    return ArgumentError(
+        f"store={store!r}: expected an xvcomm Store, a torch.distributed store, an mpi4py communicator, the client of "
+        "jax.distributed, or an address such as tcp://host:port"
+    )
+
+
+def _is_mpi(store: Any) -> bool:
+    return hasattr(store, "Get_rank") and hasattr(store, "Ibcast")
+
+
+def _host(launch: Launch) -> str:
+    """How the other ranks reach this host."""
+    return loopback() if launch.local_size == launch.size else own_address()
+
+
+def _place(launch: Launch, config: Config) -> str:
+    return config.store or launch.launcher
+
+
+def _attempt(env: Mapping[str, str]) -> str:
+    return env.get("TORCHELASTIC_RESTART_COUNT") or "0"
+
+
+def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline) -> Store:
+    """A part of the store that no earlier communicator has used.
+
+    A store may outlive many communicators. Every rank counts its own in the store; processes are told apart so that
+    a second one of the same number still begins at the first part, where it is found out.
+    """
+    place = f"xvcomm/{_attempt(env)}"
+    key = f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}"  # a fork has the parent's text
+    turn = store.add(key, 1, deadline)
+    return PrefixStore(f"{place}/{turn}", store)

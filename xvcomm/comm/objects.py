@@ -1,0 +1,101 @@
+"""Operations on Python objects, by pickle: only between ranks that proved the job's secret to each other."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xvcomm.engine.staging import Staging
+from xvcomm.errors import ArgumentError
+from xvcomm.types.dtype import INT64, UINT8
+
+Array = NDArray[Any]
+
+
+class Objects:
+    """Part of Communicator. Convenient, not fast: every object is pickled and its length sent first."""
+
+    rank: int
+    size: int
+    send: Any
+    recv: Any
+    broadcast: Any
+    all_gather: Any
+    gather: Any
+    scatter: Any
+    _staging: Staging
+
+    def send_object(self, obj: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None) -> None:
+        """Send a picklable object to rank `dst`, as two messages: its length, and its bytes."""
+        data, up = _pickled(obj), self._staging.up
+        self.send(up(np.array([data.size], np.int64)), dst, tag, channel=channel, timeout=timeout)
+        self.send(up(data), dst, tag, channel=channel, timeout=timeout)
+
+    def recv_object(self, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None) -> Any:
+        """Receive an object from rank `src`; blocks until it is there."""
+        empty, down = self._staging.empty, self._staging.down
+        length = down(self.recv(empty((1,), INT64), src, tag, channel=channel, timeout=timeout))
+        room = empty((int(length[0]),), UINT8)
+        return _unpickled(down(self.recv(room, src, tag, channel=channel, timeout=timeout)))
+
+    def broadcast_object(self, obj: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
+        """Give every rank the root's object; what the others pass does not matter."""
+        up, down = self._staging.up, self._staging.down
+        data = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
+        length = down(self.broadcast(up(np.array([data.size], np.int64)), root, timeout=timeout))
+        room = up(data) if self.rank == root else self._staging.empty((int(length[0]),), UINT8)
+        return _unpickled(down(self.broadcast(room, root, timeout=timeout)))
+
+    def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> list[Any]:
+        """Give every rank the list of all ranks' objects, in rank order."""
+        data, counts = gather_bytes(self, _pickled(obj), None, timeout)
+        return _cut(data, counts)
+
+    def gather_object(self, obj: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
+        """Give the root the list of all ranks' objects, in rank order; None elsewhere."""
+        data, counts = gather_bytes(self, _pickled(obj), root, timeout)
+        return _cut(data, counts) if self.rank == root else None
+
+    def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None) -> Any:
+        """Give rank i the i-th of the root's objects; what the others pass does not matter."""
+        parts = [np.empty(0, np.uint8)] * self.size
+        if self.rank == root:
+            if objs is None or len(objs) != self.size:
+                raise ArgumentError(f"scatter_object: the root must pass {self.size} objects, one a rank")
+            parts = [_pickled(o) for o in objs]
+        up, down = self._staging.up, self._staging.down
+        sizes = up(np.array([p.size for p in parts], np.int64))
+        counts = down(self.broadcast(sizes, root, timeout=timeout)).tolist()
+        everything = up(np.concatenate(parts)) if self.rank == root else None
+        mine = self._staging.empty((counts[self.rank],), UINT8)
+        return _unpickled(down(self.scatter(everything, root, out=mine, counts=counts, timeout=timeout)))
+
+
+def gather_bytes(comm: Objects, data: Array, root: int | None, timeout: float | None) -> tuple[Array, list[int]]:
+    """Every rank's bytes one after the other, at the root or everywhere (None), and how many each has."""
+    staging = comm._staging
+    up, down, empty = staging.up, staging.down, staging.empty
+    sizes = comm.all_gather(up(np.array([data.size], np.int64)), out=empty((comm.size,), INT64), timeout=timeout)
+    counts = down(sizes).tolist()
+    if root is None:
+        return down(comm.all_gather(up(data), out=empty((sum(counts),), UINT8), counts=counts, timeout=timeout)), counts
+    room = empty((sum(counts),), UINT8) if comm.rank == root else None
+    comm.gather(up(data), root, out=room, counts=counts, timeout=timeout)
+    return (data if room is None else down(room)), counts
+
+
+def _pickled(obj: Any) -> Array:
+    return np.frombuffer(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+
+
+def _unpickled(data: Array) -> Any:
+    return pickle.loads(data.tobytes())
+
+
+def _cut(data: Array, counts: list[int]) -> list[Any]:
+    ends = np.cumsum(counts)
+    return [_unpickled(data[end - count : end]) for end, count in zip(ends, counts, strict=True)]

@@ -1,0 +1,260 @@
+"""Which ranks go together: in a split by the colours and keys of all, in a subgroup by who meets under its name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import operator
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, SupportsIndex
+
+import msgspec
+import numpy as np
+
+from xvcomm.abc.store import NotSet, PrefixStore, Store
+from xvcomm.comm.objects import Objects, gather_bytes
+from xvcomm.errors import Aborted, ArgumentError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.types.deadline import Deadline
+
+if TYPE_CHECKING:
+    from xvcomm.engine.context import Context
+
+_SETTLE_SECONDS = 5.0
+_LOOKS = 8
+"""Members whose cards a waiting one reads at a time: each is a question to the store."""
+_NAMED = 16
+_Choice = tuple[int | str | None, int]
+
+
+def subgroups(
+    comm: Objects, color: SupportsIndex | str | None, key: SupportsIndex, deadline: Deadline
+) -> list[int] | None:
+    """This rank's group, as ranks of `comm` in the group's order; None where `color` is None.
+
+    Raises:
+        ArgumentError: a colour is neither int, str nor None, or a key no int.
+        MismatchError: one rank's colour is an int, another's a str; on all ranks.
+    """
+    if not isinstance(color, str) and color is not None:
+        color = _whole("color", color, "an int, a str, or None")
+    mine = np.frombuffer(msgspec.msgpack.encode((color, _whole("key", key, "an int"))), np.uint8)
+    gathered, counts = gather_bytes(comm, mine, None, deadline.left())
+    packed = gathered.tobytes()
+    choices, start = [], 0
+    for count in counts:
+        choices.append(msgspec.msgpack.decode(packed[start : start + count], type=_Choice))
+        start += count
+    _check_types(comm, choices)
+    if color is None:
+        return None
+    members = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color]
+    return [rank for _, rank in sorted(members)]
+
+
+def _whole(what: str, value: SupportsIndex, wanted: str) -> int:
+    """A whole number as a plain int, which bools and numpy's integers are not."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise ArgumentError(f"split: {what} {value!r} is {type(value).__name__}; use {wanted}") from None
+
+
+def _check_types(comm: Objects, choices: list[_Choice]) -> None:
+    first: dict[type, int] = {}
+    for rank, (color, _) in enumerate(choices):
+        if color is not None:
+            first.setdefault(type(color), rank)
+    if len(first) > 1:
+        said = "; ".join(f"rank {r} gave the {t.__name__} {choices[r][0]!r}" for t, r in first.items())
+        raise MismatchError(f"split: colours must all be of one type: {said}", rank=comm.rank, op="split")
+
+
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """How a meeting ended, for all that came: well, or why not; `peer` is the rank that is gone or late."""
+
+    late: str = ""
+    differs: str = ""
+    failed: str = ""
+    gone: str = ""
+    peer: int | None = None
+
+
+class _Card(msgspec.Struct, frozen=True, array_like=True):
+    """What a member that has waited for a while is waiting for: group `number` of those with these members."""
+
+    members: tuple[int, ...]
+    number: int
+
+
+class Meetings:
+    """Where the members of subgroups meet: in the store, so that the parent's other ranks need not know. Any thread.
+
+    Args:
+        context: the parent's.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._held: dict[tuple[tuple[int, ...], str], int] = {}
+        self._gate = threading.Lock()
+
+    def meet(self, ranks: Sequence[int], name: str, deadline: Deadline) -> tuple[str, tuple[int, ...]]:
+        """Wait until all members are here; gives the group's path, and its members as ranks of the whole job.
+
+        Raises:
+            ArgumentError: `ranks` are not distinct ranks of the parent with this one among them; `name` is no text.
+            MismatchError: a member waits under this name for other ranks, this one among them. On all that came.
+            DeadlineExceeded: names the members that did not come. On all that came.
+            PeerLost: a member died, or closed the parent, before it came. On all that came.
+            Aborted: a member failed meanwhile, or the parent was aborted.
+        """
+        context = self._context
+        members = self._checked(ranks, name)
+        context.check()
+        with self._gate:
+            number = self._held[members, name] = self._held.get((members, name), 0) + 1
+        path = f"{context.path}.{_digest(repr(members), name)}.{number}"
+        if len(members) > 1:
+            self._await(_Card(members, number), name, path, deadline)
+        return path, tuple(context.ranks[m] for m in members)
+
+    def _checked(self, ranks: Sequence[int], name: str) -> tuple[int, ...]:
+        if not isinstance(name, str):
+            raise ArgumentError(f"subgroup: name {name!r} is {type(name).__name__}; use a str")
+        try:
+            members = tuple(operator.index(rank) for rank in ranks)
+        except TypeError:
+            raise ArgumentError(f"subgroup: ranks {ranks!r}: expected whole numbers") from None
+        size, me = len(self._context.ranks), self._context.rank
+        wrong = next((m for m in members if not 0 <= m < size), None)
+        if wrong is not None:
+            raise ArgumentError(f"subgroup: rank {wrong}: ranks of this communicator go from 0 to {size - 1}")
+        twice = next((m for i, m in enumerate(members) if m in members[:i]), None)
+        if twice is not None:
+            raise ArgumentError(f"subgroup: rank {twice} is twice in ranks {_listed(members)}")
+        if me not in members:
+            raise ArgumentError(
+                f"subgroup: this rank, {me}, is not in ranks {_listed(members)}; only the members of a group call this"
+            )
+        return members
+
+    def _await(self, mine: _Card, name: str, path: str, deadline: Deadline) -> None:
+        """Wait for all members. One verdict ends it for everybody that came, as in `join_barrier`."""
+        context, store = self._context, self._context.session.store
+        cards = PrefixStore(f"comm/{context.path}/{_digest(name)}", store)
+        plain = PrefixStore(f"comm/{path}", store)
+        looks = 0
+
+        def look() -> None:
+            """What a member that waits does now and then; members that come in time never get here."""
+            nonlocal looks
+            context.check()
+            self._miss(mine, name, plain)
+            if not looks:
+                cards.set(str(context.rank), msgspec.msgpack.encode(mine), deadline)
+            self._compare(mine, name, cards, looks)
+            looks += 1
+
+        place = context.session.guarded(f"comm/{path}", look)
+        try:
+            place.set(f"here/{context.rank}", b"", deadline)
+            if place.add("here", 1, deadline) == len(mine.members):
+                verdict = _decide(place, _Verdict())
+            else:
+                verdict = msgspec.msgpack.decode(place.get("verdict", deadline), type=_Verdict)
+        except (NotSet, MismatchError) as error:
+            context.check()  # the parent, if it is finished, is the reason, and all members know it
+            late = isinstance(error, NotSet)
+            why = _late(place, mine.members, name) if late else _Verdict(differs=str(error))
+            verdict = _decide(place, why)
+        except DeadlineExceeded:
+            context.check()
+            raise  # the store does not answer, so nobody can be told
+        except BaseException as error:
+            if isinstance(error, PeerLost) and error.peer is not None:
+                why = _Verdict(gone=str(error), peer=error.peer)
+            else:
+                why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}")
+            with contextlib.suppress(XvcommError):
+                _decide(place, why)
+            raise
+        for text, kind in (
+            (verdict.gone, PeerLost), (verdict.late, DeadlineExceeded), (verdict.differs, MismatchError),
+            (verdict.failed, Aborted),
+        ):  # fmt: skip
+            if text:
+                raise kind(text, rank=context.rank, peer=verdict.peer, op="subgroup")
+
+    def _miss(self, mine: _Card, name: str, place: Store) -> None:
+        """Raise PeerLost for a member that closed the parent and has not come, so never will."""
+        context = self._context
+        for member in context.departed.intersection(mine.members):
+            try:
+                place.get(f"here/{member}", Deadline.after(0))
+            except DeadlineExceeded:
+                info = context.session.infos[context.ranks[member]]
+                raise PeerLost(
+                    f"subgroup {name!r} of ranks {_listed(mine.members)}: rank {member} on {info.hostname} closed the "
+                    f"communicator and will not come; {context.session.last_words(info.rank)}",
+                    rank=context.rank, peer=member, op="subgroup",
+                ) from None  # fmt: skip
+
+    def _compare(self, mine: _Card, name: str, cards: Store, looks: int) -> None:
+        """Raise if a member certainly waits for another group than this one, which so neither will ever leave."""
+        me, members = self._context.rank, mine.members
+        for i in range(min(_LOOKS, len(members))):
+            other = members[(looks * _LOOKS + i) % len(members)]
+            try:
+                theirs = msgspec.msgpack.decode(cards.get(str(other), Deadline.after(0)), type=_Card)
+            except DeadlineExceeded:
+                continue
+            with self._gate:
+                came = self._held.get((theirs.members, name), 0) >= theirs.number
+            if me in theirs.members and theirs.members != members and not came:
+                raise MismatchError(
+                    f"subgroup {name!r}: rank {me} gave ranks {_listed(members)}, rank {other} gave "
+                    f"{_listed(theirs.members)}; all members must give equal ranks, and make groups of one name in the "
+                    "same order"
+                )
+
+
+def _decide(place: Store, verdict: _Verdict) -> _Verdict:
+    """Make this the verdict unless there is one; what counts is given back."""
+    settling = Deadline.after(_SETTLE_SECONDS)
+    if place.add("decided", 1, settling) == 1:
+        place.set("verdict", msgspec.msgpack.encode(verdict), settling)
+        return verdict
+    try:
+        # Not guarded: whoever looks would find again what it is about to say.
+        return msgspec.msgpack.decode(place.get("verdict", settling), type=_Verdict)
+    except NotSet as error:
+        raise DeadlineExceeded(
+            "subgroup: a member that was about to tell the others how it ended is stopped or very slow, or has ended; look for "
+            "one that is stopped"
+        ) from error
+
+
+def _late(place: Store, members: Sequence[int], name: str) -> _Verdict:
+    absent = []
+    for rank in members:
+        try:
+            place.wait([f"here/{rank}"], Deadline.after(0))
+        except DeadlineExceeded:
+            absent.append(rank)
+    who = f"{'rank' if len(absent) == 1 else 'ranks'} {_listed(absent)}"
+    text = (
+        f"subgroup {name!r} of ranks {_listed(members)}: {who} did not come in time; all members, and only they, must "
+        "call subgroup() with equal ranks and name, equally often"
+    )
+    return _Verdict(late=text, peer=absent[0] if absent else None)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return ", ".join(map(str, ranks[:_NAMED])) + more
+
+
+def _digest(*texts: str) -> str:
+    """A short name for texts of any length."""
+    return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]

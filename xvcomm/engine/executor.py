@@ -1,0 +1,366 @@
+"""Carries out a schedule on a device: turns spans into addresses and steps into calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from xvcomm.abc.collective import CollectiveForm
+from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, MessageForm, Queue, Stream
+from xvcomm.engine.context import Context
+from xvcomm.engine.inflight.log import Ends
+from xvcomm.engine.launch import EnqueuedStep, Place
+from xvcomm.engine.planner import Plan
+from xvcomm.engine.session.rings import Use
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.schedule.steps import (
+    Buf,
+    Copy,
+    Factor,
+    Get,
+    GetReduce,
+    Lane,
+    Native,
+    NativeOp,
+    Put,
+    Reduce,
+    Scale,
+    Schedule,
+    Span,
+    Step,
+)
+from xvcomm.trace.operation import Operation
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import FLOAT32, DType, Reduction
+from xvcomm.types.opcode import OpCode
+
+_LANES = tuple(Lane)
+_ALIGN = 64
+
+SERIAL_BYTES = 4 << 20
+"""Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Addresses of input and output; 0 where this rank has none."""
+
+    src: int
+    dst: int
+
+    def bases(self, scratch: int, wide: int = 0) -> dict[Buf, int]:
+        """Where everything lies that spans speak of."""
+        return {Buf.IN: self.src, Buf.OUT: self.dst, Buf.TMP: scratch, Buf.WIDE: wide}
+
+
+class Executor:
+    """Runs the schedules of one communicator, one at a time; keeps streams and scratch memory between runs."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._device = context.device
+        self._streams = dict(zip(_LANES, self._device.streams(len(_LANES)), strict=True))
+        self._scratch: Allocation | None = None
+        self._last: Mark | None = None
+        self._user: Stream | None = None
+        self._captured: set[Allocation | None] = set()
+        self._serial: dict[Queue, list[Allocation]] = {}
+
+    def run(
+        self,
+        schedule: Schedule,
+        buffers: Buffers,
+        dtype: DType,
+        op: Reduction,
+        operation: Operation,
+        deadline: Deadline,
+    ) -> None:
+        """Run all steps and wait for them.
+
+        Raises:
+            RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.fail`.
+        """
+        narrow = -(-schedule.scratch * dtype.itemsize // _ALIGN) * _ALIGN
+        scratch = self._scratch_address(narrow + schedule.wide * FLOAT32.itemsize)
+        bases = buffers.bases(scratch, scratch + narrow)
+        self._enqueue(schedule, bases, dtype, op, operation, deadline)
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def launch(
+        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        user: Stream,
+    ) -> tuple[Mark | None, Ends]:  # fmt: skip
+        """Enqueue all steps behind what `user` holds, which goes on behind them.
+
+        Returns:
+            A mark there, if one was needed, and the ring ends.
+
+        Raises:
+            CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
+        """
+        enqueue = self._enqueue_serially if self._fits(plan) else self._enqueue_on_lanes
+        mark, ends = enqueue(plan, buffers, dtype, op, operation, deadline, user)
+        return mark, [(end, sequence, operation) for end, sequence in ends.items()]
+
+    def _enqueue_serially(
+        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        user: Stream,
+    ) -> tuple[None, dict[RingEnd, int]]:  # fmt: skip
+        bases = buffers.bases(self.serial_scratch(plan.schedule.scratch * dtype.itemsize, user.queue))
+        run = _Run(self._context, dict.fromkeys(_LANES, user), bases, dtype, op, operation, deadline)
+        user.deadline = deadline
+        for steps in plan.runs:
+            run.steps(steps, user)
+        return None, run.ends
+
+    def _enqueue_on_lanes(
+        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
+        user: Stream,
+    ) -> tuple[Mark | None, dict[RingEnd, int]]:  # fmt: skip
+        nbytes, captured = plan.schedule.scratch * dtype.itemsize, user.capturing()
+        bases = buffers.bases(self._scratch_address(nbytes))
+        # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
+        last = None if captured or self._user is user else self._last
+        lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
+        begin = user.mark() if lanes else None
+        for stream in lanes:
+            stream.wait(begin)
+            if last is not None:
+                stream.wait(last)
+        ends = self._enqueue(plan.schedule, bases, dtype, op, operation, deadline)
+        for stream in lanes:
+            user.wait(stream.mark())
+        if nbytes and captured:
+            self._captured.add(self._scratch)  # the graph uses it as often as it runs
+        elif nbytes:
+            self._last, self._user = cast(Mark, user.mark()), user
+            return self._last, ends
+        return None, ends
+
+    def serial_scratch(self, nbytes: int, queue: Queue) -> int:
+        """Address of scratch memory that only collectives on one stream use, where one step runs after the other.
+
+        What compiled code or a graph was given before stays theirs; memory at least doubles where it does not suffice.
+        A graph captured from a stream that has none uses another stream's: whoever launches it orders it with all calls.
+
+        Args:
+            queue: the stream's `Stream.queue`.
+        """
+        if not nbytes:
+            return 0
+        kept = self._serial.get(queue, [])
+        if kept and kept[-1].nbytes >= nbytes:
+            return kept[-1].address
+        if self._device.adopt(queue[0]).capturing():  # when nothing can be allocated
+            for newest in (memories[-1] for memories in self._serial.values()):
+                if newest.nbytes >= nbytes:
+                    return newest.address
+        self._serial.setdefault(queue, kept).append(self._device.empty(max([nbytes, *(2 * m.nbytes for m in kept)])))
+        return kept[-1].address
+
+    def enqueued(
+        self, plan: Plan, dtype: DType, op: Reduction, message: Message, in_place: bool, deadline: Deadline
+    ) -> list[EnqueuedStep] | None:
+        """The steps of a plan that `launch` has run before, for compiled code; None if not all of them are for that.
+
+        They use what `serial_scratch` gives.
+
+        Args:
+            message: what all ranks must agree on.
+            in_place: whether input and output are the same array.
+        """
+        if not self._fits(plan):
+            return None
+        runs = [steps for steps in plan.runs if not (in_place and _moves_nothing(steps[0]))]
+        run = _Run(self._context, {}, {}, dtype, op, Operation(OpCode.INIT, 0, message), deadline)
+        found = [run.enqueued(steps) for steps in runs]
+        complete = [step for step in found if step is not None]
+        # Messages look at the stream before anything is enqueued, and so does a native call, but only for itself.
+        looked = any(step.rings for step in complete) or [type(steps[0]) for steps in runs] == [Native]
+        return complete if looked and len(complete) == len(found) else None
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan may run one step after the other: no message may have to wait for the other end."""
+        layout = self._context.links.gpu_collective_layout
+        return not plan.segment and plan.nbytes <= min(SERIAL_BYTES, layout.at_once(plan.messages))
+
+    def _enqueue(
+        self, schedule: Schedule, bases: dict[Buf, int], dtype: DType, op: Reduction, operation: Operation,
+        deadline: Deadline,
+    ) -> dict[RingEnd, int]:  # fmt: skip
+        """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
+        streams = self._streams
+        run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
+        for stream in streams.values():
+            stream.deadline = deadline
+        awaited = {earlier for step in schedule.steps for earlier in step.after}
+        marks: dict[int, object] = {}
+        for index, step in enumerate(schedule.steps):
+            stream = streams[step.lane]
+            for earlier in step.after:
+                stream.wait(marks[earlier])
+            run.step(step)
+            if index in awaited:
+                marks[index] = stream.mark()
+        return run.ends
+
+    def _scratch_address(self, nbytes: int) -> int:
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = self._device.empty(nbytes)
+        return self._scratch.address
+
+
+def _moves_nothing(step: Step) -> bool:
+    """Whether a step copies to where it copies from, if input and output are the same array."""
+    return isinstance(step, Copy) and Buf.TMP not in (step.src.buf, step.dst.buf) and step.src.start == step.dst.start
+
+
+class _Run:
+    """One run of one schedule."""
+
+    def __init__(
+        self, context: Context, streams: dict[Lane, Stream], bases: dict[Buf, int], dtype: DType, op: Reduction,
+        operation: Operation, deadline: Deadline,
+    ) -> None:  # fmt: skip
+        self._context, self._device = context, context.device
+        self._streams, self._bases = streams, bases
+        self._dtype, self._op = dtype, op
+        self._operation, self._deadline = operation, deadline
+        self.ends: dict[RingEnd, int] = {}
+
+    def step(self, step: Step) -> None:
+        """Enqueue one step on its lane."""
+        stream = self._streams[step.lane]
+        match step:
+            case Put(peer=peer, src=src):
+                self._device.put(self._end(peer, producer=True), self._at(src), self._message(src), stream)
+            case Get(peer=peer, dst=dst):
+                self._device.get(self._end(peer, producer=False), self._at(dst), self._message(dst), stream)
+            case GetReduce(peer=peer, dst=dst, remote_first=first):
+                end = self._end(peer, producer=False)
+                self._device.get(end, self._at(dst), self._message(dst), stream, self._op.base, remote_first=first)
+            case Copy(src=src, dst=dst):
+                if (src.buf is Buf.WIDE) is not (dst.buf is Buf.WIDE):
+                    self._convert(src, dst, 1.0, 0, stream)
+                elif self._at(src) != self._at(dst):
+                    self._device.copy(self._at(dst), self._at(src), self._nbytes(src), stream)
+            case Reduce(srcs=srcs, dst=dst, average=average):
+                addresses, dtype, divisor = [self._at(s) for s in srcs], self._of(dst), self._divisor(average=average)
+                self._device.reduce(self._at(dst), addresses, dst.count, dtype, self._op.base, stream, divisor=divisor)
+            case Scale(src=src, dst=dst, factor=factor):
+                divisor = self._divisor(average=factor is Factor.AVERAGE)
+                if (src.buf is Buf.WIDE) is not (dst.buf is Buf.WIDE):
+                    self._convert(src, dst, self._op.factor, divisor, stream)
+                else:
+                    places = self._at(dst), self._at(src)
+                    self._device.scale(*places, src.count, self._of(src), self._op.factor, divisor, stream)
+            case Native():
+                self._native(step, stream)
+
+    def steps(self, steps: Sequence[Step], stream: Stream) -> None:
+        """Enqueue a run of steps, see `Plan.runs`, on one stream."""
+        if len(steps) > 1:
+            stream.together()
+        for step in steps:
+            self.step(step)
+        if len(steps) > 1:
+            stream.mark()
+
+    def enqueued(self, steps: Sequence[Step]) -> EnqueuedStep | None:
+        """The same for compiled code, which has the addresses; None if it is not for that."""
+        match steps[0]:
+            case Put() | Get() | GetReduce():
+                return self._enqueued_messages(steps)
+            case Copy(src=src, dst=dst):
+                return self._enqueued_call(self._device.enqueued_copy(src.count * self._dtype.itemsize), src, dst)
+            case Scale(src=src, dst=dst, factor=factor):
+                divisor = self._divisor(average=factor is Factor.AVERAGE)
+                found = self._device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor)
+                return self._enqueued_call(found, src, dst)
+            case Reduce(srcs=(first, second), dst=dst, average=average) if dst in (first, second):
+                divisor, base = self._divisor(average=average), self._op.base
+                found = self._device.enqueued_reduce(dst.count, self._dtype, base, divisor, src_first=second == dst)
+                return self._enqueued_call(found, first if second == dst else second, dst)
+            case Native(op=op, src=src, dst=dst, counts=counts, recv_counts=recv_counts, root=root):
+                sizes, how = counts or (max(src.count, dst.count),), Reduction(self._op.base)
+                form = CollectiveForm(OpCode[op.name], sizes, recv_counts, self._dtype, how, root)
+                return self._enqueued_call(self._context.native(self._deadline).enqueued(form), src, dst)
+        return None
+
+    def _convert(self, src: Span, dst: Span, factor: float, divisor: int, stream: Stream) -> None:
+        places, widens = (self._at(dst), self._at(src)), dst.buf is Buf.WIDE
+        self._device.convert(*places, src.count, self._dtype, factor, divisor, stream, widens=widens)
+
+    def _divisor(self, *, average: bool) -> int:
+        return self._context.topology.size if average else 0
+
+    def _enqueued_call(self, call: EnqueuedCall | None, src: Span, dst: Span) -> EnqueuedStep | None:
+        return EnqueuedStep(call, (self._place(src), self._place(dst))) if call is not None else None
+
+    def _enqueued_messages(self, steps: Sequence[Step]) -> EnqueuedStep | None:
+        forms, places = [], []
+        for step in steps:
+            match step:
+                case Put(peer=peer, src=span):
+                    forms.append(self._form(peer, span, producer=True))
+                case Get(peer=peer, dst=span):
+                    forms.append(self._form(peer, span, producer=False))
+                case GetReduce(peer=peer, dst=span, remote_first=first):
+                    forms.append(self._form(peer, span, producer=False)._replace(op=self._op.base, remote_first=first))
+                case _:
+                    return None
+            places.append(self._place(span))
+        found = self._device.enqueued(forms)
+        return EnqueuedStep(found, places, [form.end for form in forms]) if found is not None else None
+
+    def _form(self, peer: int, span: Span, *, producer: bool) -> MessageForm:
+        return MessageForm(self._end(peer, producer=producer), self._message(span)._replace(tag=0))
+
+    def _place(self, span: Span) -> Place:
+        return Place(span.buf, span.start * self._dtype.itemsize)
+
+    def _end(self, peer: int, *, producer: bool) -> RingEnd:
+        """The ring end for the next message to or from a peer."""
+        end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=producer)
+        self.ends[end] = end.sequence + 1
+        return end
+
+    def _at(self, span: Span) -> int:
+        return self._bases[span.buf] + span.start * self._of(span).itemsize
+
+    def _of(self, span: Span) -> DType:
+        return FLOAT32 if span.buf is Buf.WIDE else self._dtype
+
+    def _nbytes(self, span: Span) -> int:
+        return span.count * self._of(span).itemsize
+
+    def _message(self, span: Span) -> Message:
+        m, dtype = self._operation.message, FLOAT32.code if span.buf is Buf.WIDE else self._operation.message.dtype
+        return Message(m.op, dtype, self._nbytes(span), self._operation.sequence, m.detail)
+
+    def _native(self, step: Native, stream: Stream) -> None:
+        native = self._context.native(self._deadline)
+        src, dst, dtype = self._at(step.src), self._at(step.dst), self._of(step.src)
+        # Scaling is steps of its own here: to the library an average is a sum.
+        op = Reduction(self._op.base)
+        match step.op:
+            case NativeOp.ALL_REDUCE:
+                native.all_reduce(src, dst, step.src.count, dtype, op, stream)
+            case NativeOp.REDUCE:
+                native.reduce(src, dst, step.src.count, dtype, op, step.root, stream)
+            case NativeOp.REDUCE_SCATTER if self._of(step.dst) is not dtype:
+                native.partial_sums(src, dst, step.counts, dtype, op, stream)
+            case NativeOp.REDUCE_SCATTER:
+                native.reduce_scatter(src, dst, step.counts, dtype, op, stream)
+            case NativeOp.ALL_GATHER:
+                native.all_gather(src, dst, step.counts, dtype, stream)
+            case NativeOp.BROADCAST:
+                native.broadcast(src, dst, max(step.src.count, step.dst.count), dtype, step.root, stream)
+            case NativeOp.GATHER:
+                native.gather(src, dst, step.counts, dtype, step.root, stream)
+            case NativeOp.SCATTER:
+                native.scatter(src, dst, step.counts, dtype, step.root, stream)
+            case NativeOp.ALL_TO_ALL:
+                native.all_to_all(src, dst, step.counts, step.recv_counts, dtype, stream)

@@ -1,0 +1,230 @@
+"""Operations that compiled code has put on a device's stream, noted in words until somebody looks after their end.
+
+Nothing of Python is made of an operation that goes well: its record ends by its number. Only who has to tell of one
+makes an `Operation` of its words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import math
+import struct
+from array import array
+from collections.abc import Mapping
+
+from numba.extending import register_jitable
+
+from xvcomm.abc.device import EnqueuedMarks, Mark
+from xvcomm.jit.atomics import copy_bytes, load, store
+from xvcomm.jit.ccall import bits_of, call_3, float_of
+from xvcomm.jit.compile import brief, compiling
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.trace.operation import NO_PEER, Operation
+from xvcomm.types.opcode import OpCode
+
+ROOM = 64
+"""Operations that share a mark on their stream: marks take time."""
+
+APART = 0.2
+"""Seconds between the deadlines of operations that share a mark, at the most: the soonest is that of all."""
+
+_SEATS = 2 * ROOM
+"""A collective and messages may both find room, each under a lock of its own, before either is aboard."""
+
+
+class Word(enum.IntEnum):
+    """Words of an operation that is aboard."""
+
+    RECORD = 0
+    SEQUENCE = 1
+    NAME = 2
+    PEER = 3
+    CHANNEL = 4
+    COUNTER = 5  # of a ring end that it uses: `RingEnd.counter`; else 0
+    FOLLOWING = 6  # and the number of the next message there
+    MESSAGE = 7  # five
+
+
+_SIZE = Word.MESSAGE + 5
+_MARK, _ARGUMENT, _EVENT, _COUNT, _DEADLINE, _FIRST = range(0, 48, 8)
+_FLOAT = struct.Struct("=d")
+_NEVER = struct.unpack("=q", _FLOAT.pack(math.inf))[0]
+_MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
+_MESSAGE = 8 * int(Word.MESSAGE)
+_TAG = _MESSAGE + 24
+_BLANK = array("q", bytes(8 * (1 + _SEATS * _SIZE)))
+_RECORD, _PEER = int(Word.RECORD), int(Word.PEER)
+_COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
+
+
+@register_jitable
+def fits(boarding: int, seats: int, deadline: float) -> bool:
+    """Whether there is room for so many, among operations that must be over at about the same time."""
+    count, soonest = load(boarding + _COUNT), load(boarding + _DEADLINE)
+    if count + seats > ROOM:
+        return False
+    free = count == 0 and soonest == _NEVER
+    return free or soonest == bits_of(deadline) or abs(deadline - float_of(soonest)) < APART
+
+
+@register_jitable
+def trailed(boarding: int, stream: int) -> int:
+    """Mark a stream that may be gone before somebody else does, behind what is to be noted now; 0, or what the device said."""
+    function = load(boarding + _MARK)
+    if function == 0:
+        return 0
+    while True:
+        event = load(boarding + _EVENT)
+        code: int = call_3(function, load(boarding + _ARGUMENT), event, stream)
+        if code != 0 or event == load(boarding + _EVENT):  # else all that were aboard have left with it meanwhile
+            return code
+
+
+@register_jitable
+def aboard(boarding, record, sequence, name, peer, channel, counter, message, tag, deadline):  # type: ignore[no-untyped-def]
+    """Note an operation, where there is room; gives how many there are now.
+
+    Args:
+        counter: of its ring end, or 0.
+        message: address of the words of a `Message`, but for the tag.
+        deadline: the bits of `Deadline.at`; later ones are greater words, too.
+    """
+    count = load(boarding + _COUNT)
+    entry = boarding + _FIRST + count * _ENTRY
+    following = load(counter) if counter != 0 else 0
+    for i, value in enumerate((record, sequence, name, peer, channel, counter, following)):
+        store(entry + 8 * i, value)
+    copy_bytes(entry + _MESSAGE, message, _MESSAGE_BYTES)
+    store(entry + _TAG, tag)
+    if deadline < load(boarding + _DEADLINE):
+        store(boarding + _DEADLINE, deadline)
+    store(boarding + _COUNT, count + 1)
+    return count + 1
+
+
+def _read(boarding: int, into: int, take: bool, event: int) -> int:
+    count = load(boarding + _COUNT)
+    copy_bytes(into, boarding + _DEADLINE, _FIRST - _DEADLINE + count * _ENTRY)
+    if take:
+        store(boarding + _COUNT, 0)
+        store(boarding + _DEADLINE, _NEVER)
+        store(boarding + _EVENT, event)
+    return count
+
+
+with compiling():
+    _read_kernel = brief("int64(int64, int64, boolean, int64)")(_read)
+
+
+Ends = list[tuple[RingEnd, int, Operation]]
+"""Ring ends that operations use: each with its sequence number behind the operation, and the operation."""
+
+
+class Passengers:
+    """Operations that were aboard together, in order; a collective over a border once more for each of its ring ends.
+
+    Args:
+        words: the bits of their soonest deadline, then the words of each of them, `count` in all.
+
+    Attributes:
+        mark: behind them, if compiled code has marked the stream.
+        deadline: the soonest of theirs, on the monotonic clock.
+        records: their numbers in the flight recorder.
+        collective: whether any of them is a collective.
+    """
+
+    __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "mark", "records")
+
+    def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd], mark: Mark | None) -> None:
+        self._words, self._end, self._rings, self.mark = words, 1 + count * _SIZE, rings, mark
+        (self.deadline,) = _FLOAT.unpack_from(words)
+        self._counters = self._each(_COUNTER)
+        entries = zip(self._each(_RECORD), self._each(_PEER), self._counters, strict=True)
+        self.records = array("q", [record for record, peer, counter in entries if peer != NO_PEER or not counter])
+        self.collective = 0 in self._counters
+
+    def operations(self) -> list[Operation]:
+        """What they are."""
+        return [
+            Operation(OpCode(name), sequence, Message(*message), peer, record, channel)
+            for record, sequence, name, peer, channel, _, _, *message in self._entries()
+        ]
+
+    def ends(self) -> Ends:
+        """The ring ends that they use."""
+        uses = zip(self._entries(), self.operations(), strict=True)
+        return [
+            (self._rings[entry[Word.COUNTER]], entry[Word.FOLLOWING], operation)
+            for entry, operation in uses if entry[Word.COUNTER]
+        ]  # fmt: skip
+
+    def arrived(self) -> bool:
+        """Whether their ring ends are through with all of them."""
+        if not any(self._counters):
+            return True
+        last = dict(zip(self._counters, self._each(_FOLLOWING), strict=True))
+        last.pop(0, None)
+        return all(self._rings[counter].finished()[0] >= following for counter, following in last.items())
+
+    def _each(self, word: int) -> array[int]:
+        """One word of all of them."""
+        return self._words[1 + word : self._end : _SIZE]
+
+    def _entries(self) -> list[array[int]]:
+        return [self._words[at : at + _SIZE] for at in range(1, self._end, _SIZE)]
+
+
+class Boarding:
+    """Where compiled code notes operations on one stream; it and `take` run with the interpreter lock.
+
+    Args:
+        rings: the ring ends of messages, by `RingEnd.counter`.
+        marks: of the stream, if compiled code is to mark it.
+
+    Attributes:
+        address: what `aboard` takes.
+        marks: as above.
+    """
+
+    __slots__ = ("_mark", "_rings", "_words", "address", "marks")
+
+    def __init__(self, rings: Mapping[int, RingEnd], marks: EnqueuedMarks | None = None) -> None:
+        self._rings, self.marks = rings, marks
+        self._mark = mark = self._another()
+        head = (0, 0, 0) if marks is None or mark is None else (marks.mark, marks.argument, mark.event)
+        self._words = (ctypes.c_int64 * (_FIRST // 8 + _SEATS * _SIZE))(*head, 0, _NEVER)
+        self.address = ctypes.addressof(self._words)
+
+    def __bool__(self) -> bool:
+        """Whether anybody is aboard."""
+        return self._words[_COUNT // 8] > 0
+
+    @property
+    def deadline(self) -> float:
+        """The soonest of all that will share the mark, on the monotonic clock."""
+        found: float = _FLOAT.unpack_from(self._words, _DEADLINE)[0]
+        return found
+
+    def accompany(self, deadline: float) -> None:
+        """Hear of an operation that is not noted here, and will share the mark."""
+        if deadline < self.deadline:
+            _FLOAT.pack_into(self._words, _DEADLINE, deadline)
+
+    def look(self) -> Passengers | None:
+        """All that are aboard; None if nobody is."""
+        return self._read(self._mark, take=False)
+
+    def take(self) -> Passengers | None:
+        """The same, who are then no more; the next ones have another mark."""
+        mark, self._mark = self._mark, self._another()
+        return self._read(mark, take=True)
+
+    def _another(self) -> Mark | None:
+        return None if self.marks is None else self.marks.take()
+
+    def _read(self, mark: Mark | None, *, take: bool) -> Passengers | None:
+        words, following = _BLANK[:], self._mark
+        event = 0 if following is None else following.event
+        count = _read_kernel(self.address, words.buffer_info()[0], take, event)
+        return Passengers(words, count, self._rings, mark) if count else None

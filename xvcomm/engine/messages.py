@@ -1,0 +1,285 @@
+"""How point-to-point messages move: enqueued in order on the rings, then waited for or left to go on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from xvcomm.abc.device import Courier, RingStalled, RingStopped, Stream
+from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.session.rings import Use
+from xvcomm.memory import array
+from xvcomm.memory.array import ArrayView
+from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.system.forking import ProcessFuture
+from xvcomm.trace.operation import Operation
+from xvcomm.trace.recorder import State, call_site
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import DType
+from xvcomm.types.opcode import OpCode
+
+if TYPE_CHECKING:
+    from xvcomm.engine.context import Context
+
+# Looked up once: members of enumerations take longer to find than the rest of some lines below.
+_SEND, _P2P = OpCode.SEND, Use.POINT_TO_POINT
+_INSIDE = 2  # functions of xvcomm that are under way when `run_alone` asks for the call site
+
+
+class Transfer(msgspec.Struct, eq=False):
+    """One message that this rank sends or receives.
+
+    Attributes:
+        stream: handle of the stream that it is ordered on; None where nobody knows.
+        channel: which of the pair's rings it takes.
+        promise: what its Work waits for, if it has one.
+        site: where the user called it, if that is not the thread's caller when it is enqueued; see `trace.call_site`.
+        operation, end: once it is enqueued.
+    """
+
+    name: OpCode
+    view: ArrayView
+    peer: int
+    tag: int
+    deadline: Deadline
+    stream: int | None = None
+    channel: int = 0
+    promise: Any = None
+    site: int = 0
+    operation: Operation | None = None
+    end: RingEnd | None = None
+
+    def message(self) -> Message:
+        """What both ends must agree on."""
+        return _message(self.view.dtype, self.view.nbytes, self.tag)
+
+
+@lru_cache(maxsize=1024)
+def _message(dtype: DType, nbytes: int, tag: int) -> Message:
+    return Message(int(OpCode.SEND), dtype.code, nbytes, tag)
+
+
+class Transfers(ABC):
+    """Moves the messages of one communicator."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    @abstractmethod
+    def run_alone(self, t: Transfer) -> None:
+        """`run` for one message, the usual case."""
+
+    @abstractmethod
+    def run(self, transfers: Sequence[Transfer]) -> None:
+        """Move messages at the same time; returns when their arrays may be used."""
+
+    @abstractmethod
+    def work(self, t: Transfer) -> Work:
+        """The Work of a message that will be started or given up."""
+
+    def start_alone(self, t: Transfer) -> Work:
+        """Move one message without waiting for it; gives its Work."""
+        work = self.work(t)
+        self.start([t])
+        return work
+
+    @abstractmethod
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """Move messages of one channel at the same time, without waiting for them; each has a Work."""
+
+    def start_group(self, transfers: Sequence[Transfer]) -> None:
+        """`start` for messages of any channels: none of them waits for another channel's, and nor does its Work."""
+        channels: dict[int, list[Transfer]] = {}
+        for t in transfers:
+            channels.setdefault(t.channel, []).append(t)
+        parts = list(channels.values())
+        for number, part in enumerate(parts):
+            try:
+                self.start(part)
+            except BaseException as error:
+                for later in parts[number + 1 :]:
+                    self.give_up(later, error)
+                raise
+
+    @abstractmethod
+    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+        """Move messages of this rank to itself: what is sent, and where to; those that `waits` is false for have Works."""
+
+    @abstractmethod
+    def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+        """Let the Works of messages that will never move raise an error."""
+
+    @abstractmethod
+    def settle(self, peers: Collection[int], channel: int) -> None:
+        """Let all receives of a channel that were posted be counted by the rings, before somebody looks what is left."""
+
+    def _begin(self, t: Transfer) -> RingEnd:
+        """Begin the operation of one transfer; gives its ring end."""
+        self._note(t)
+        end = t.end = self._context.links.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
+        return end
+
+    def _note(self, t: Transfer) -> Operation:
+        """Begin the operation of one transfer, that of a message to this rank itself too, which has no ring."""
+        operation = t.operation = self._context.begin(t.name, t.message(), t.peer, t.site)
+        operation.channel = t.channel
+        return operation
+
+    def _enqueue(self, t: Transfer, stream: Stream) -> RingEnd:
+        """Put one transfer on a stream, and begin it if need be; the caller holds `Context.enqueueing`."""
+        end = t.end if t.end is not None else self._begin(t)
+        assert t.operation is not None
+        device = self._context.device
+        move = device.put if end.producer else device.get
+        move(end, t.view.address, t.operation.message, stream)
+        return end
+
+    def _fail(self, transfers: Sequence[Transfer], error: BaseException) -> NoReturn:
+        """Raise the user's error; the Works get the same."""
+        culprits = (
+            (error.end,) if isinstance(error, RingStopped) else error.ends if isinstance(error, RingStalled) else ()
+        )
+        begun = [t for t in transfers if t.operation is not None]
+        blamed = next((t for t in begun if t.end in culprits), begun[0] if begun else None)
+        raised = error
+        if blamed is not None and blamed.operation is not None:
+            raised = self._context.fail(error, blamed.operation)
+        for t in begun:
+            if t is not blamed and t.operation is not None:
+                self._context.end(t.operation, State.FAILED)
+        self.give_up(transfers, raised)
+        if raised is error:
+            raise error
+        raise raised from None
+
+
+class HostTransfers(Transfers):
+    """On host memory whoever waits moves them, and a thread of the device's those that nobody waits for."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
+        self._free: list[Stream] = []
+        # The same of couriers, for each direction, peer and channel.
+        self._couriers: dict[tuple[OpCode, int, int], list[Courier]] = defaultdict(list)
+
+    def run_alone(self, t: Transfer) -> None:
+        """See `Transfers.run_alone`; by courier, but the first message of a ring end, which makes it."""
+        context, view, couriers = self._context, t.view, self._couriers[t.name, t.peer, t.channel]
+        if not couriers:
+            self.run([t])
+            assert t.end is not None
+            couriers.append(context.courier(t.end, t.name))
+            return
+        courier = couriers.pop()
+        site = t.site or call_site(_INSIDE)
+        try:
+            collective = context.enter(courier, t.name)
+            if not courier.begin(collective, view.address, view.dtype.code, view.nbytes, t.tag, site):
+                courier.finish(t.deadline)
+        except BaseException as error:
+            self._lose(t, courier, error)
+        context.leave(courier)
+        couriers.append(courier)
+
+    def _lose(self, t: Transfer, courier: Courier, error: BaseException) -> NoReturn:
+        """Raise the user's error when a courier was stopped, or interrupted."""
+        if not courier.discard():
+            self._context.leave(courier, moved=False)
+            raise error
+        t.end = courier.end
+        t.operation = self._context.replace(courier, t.name, t.message(), t.peer)
+        t.operation.channel = t.channel
+        self._fail([t], error)
+
+    def run(self, transfers: Sequence[Transfer]) -> None:
+        """See `Transfers.run`."""
+        stream = self._take_stream()
+        try:
+            self._enqueue_all(transfers, stream)
+            stream.synchronize()
+        except BaseException as error:
+            stream.discard()
+            self._fail(transfers, error)
+        self._free.append(stream)
+        self._complete(transfers)
+
+    def work(self, t: Transfer) -> Work:
+        """See `Transfers.work`."""
+        t.promise = ProcessFuture()
+        return Work(t.promise, f"{t.name} with rank {t.peer}")
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """See `Transfers.start`."""
+        stream = self._take_stream()
+        try:
+            self._enqueue_all(transfers, stream)
+            pending = stream.flush()
+        except BaseException as error:
+            stream.discard()
+            self._fail(transfers, error)
+        self._free.append(stream)
+        if isinstance(pending, ProcessFuture):
+            for t in transfers:
+                t.promise.help = pending.help
+        pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
+
+    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+        """See `Transfers.copy`."""
+        for pair in pairs:
+            sent, received = pair
+            stream = self._take_stream()
+            try:
+                for t in pair:
+                    self._note(t)
+                self._context.device.copy(received.view.address, sent.view.address, sent.view.nbytes, stream)
+                stream.synchronize()
+            except BaseException as error:
+                stream.discard()
+                self._fail(pair, error)
+            self._free.append(stream)
+            self._complete(pair)
+
+    def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+        """See `Transfers.give_up`."""
+        for t in transfers:
+            if t.promise is not None and not t.promise.done():
+                t.promise.set_exception(error)
+
+    def settle(self, peers: Collection[int], channel: int) -> None:
+        """See `Transfers.settle`: they are counted when they are posted."""
+
+    def _take_stream(self) -> Stream:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._context.device.streams(1)[0]
+
+    def _enqueue_all(self, transfers: Sequence[Transfer], stream: Stream) -> None:
+        stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
+        with self._context.enqueueing:
+            for t in transfers:
+                self._enqueue(t, stream)
+
+    def _end(self, transfers: Sequence[Transfer], error: BaseException | None) -> None:
+        """What runs on the mover's thread when transfers that nobody waited for are through."""
+        try:
+            if error is None:
+                self._complete(transfers)
+            else:
+                self._fail(transfers, error)
+        except BaseException as raised:
+            self.give_up(transfers, raised)
+
+    def _complete(self, transfers: Sequence[Transfer]) -> None:
+        for t in transfers:
+            assert t.operation is not None
+            self._context.end(t.operation)
+        for t in transfers:
+            if t.promise is not None:
+                t.promise.set_result(array.finish(t.view))

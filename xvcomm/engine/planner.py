@@ -1,0 +1,99 @@
+"""From a request to the plan that one rank carries out, made once and kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from xvcomm.config import Config
+from xvcomm.engine.session.rings import at_once
+from xvcomm.schedule import build
+from xvcomm.schedule.describe import lines
+from xvcomm.schedule.runs import runs
+from xvcomm.schedule.steps import Lane, Put, Request, Schedule, Step
+from xvcomm.schedule.tuning import tune
+from xvcomm.types.topology import Topology
+
+_KEPT = 256  # plans; a training step uses a few dozen
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank does for one request.
+
+    Attributes:
+        request: the collective.
+        rank: whose plan.
+        nbytes: size of the whole array.
+        segment, short: how it is carried out; see `schedule.build`.
+        schedule: the steps.
+        runs: of one segment the same, messages that may start together as one.
+        lanes: those that the steps are on.
+        messages: the most that one rank is sent.
+    """
+
+    request: Request
+    rank: int
+    nbytes: int
+    segment: int
+    short: bool
+    schedule: Schedule
+    runs: tuple[tuple[Step, ...], ...]
+    lanes: frozenset[Lane]
+    messages: int
+
+    def explain(self) -> list[str]:
+        """The plan as lines of text: what is asked for, then one line a step."""
+        request = self.request
+        wide = f", {self.schedule.wide} in float32" if self.schedule.wide else ""
+        cut = f"segments of {self.segment}" if self.segment else "one segment"
+        return [
+            f"{request.op.value} of {_elements(request)} elements of {request.itemsize} bytes on rank {self.rank}: "
+            f"{len(self.schedule.steps)} steps, {cut}, scratch {self.schedule.scratch}{wide}",
+            *lines(self.schedule),
+        ]
+
+
+class Planner:
+    """Makes the plans of one rank. Thread-safe; equal requests get the same Plan.
+
+    Args:
+        topology: the ranks and their islands.
+        rank: whose plans.
+        config: settings; all ranks must have equal ones.
+        gpus: whether any of the ranks has one.
+    """
+
+    def __init__(self, topology: Topology, rank: int, config: Config, gpus: bool = False) -> None:
+        self._topology = topology
+        self._rank = rank
+        # Among processes of one host, which share its cores, less work counts for more than fewer calls.
+        self._gpus = gpus
+        self._at_once = at_once(config) if gpus else 0
+        self._link_bytes = config.gpu_segment_bytes if gpus else config.segment_bytes
+        self._kept = lru_cache(maxsize=_KEPT)(self._make)
+
+    def plan(self, request: Request) -> Plan:
+        """The plan for a request.
+
+        Raises:
+            ArgumentError: the request does not fit the topology.
+        """
+        return self._kept(request)
+
+    def _make(self, request: Request) -> Plan:
+        nbytes = _elements(request) * request.itemsize
+        tuning = tune(request.op, nbytes, self._topology, self._link_bytes, self._at_once)
+        segment = tuning.segment_bytes // request.itemsize
+        wide = not self._gpus  # whose libraries round what an island adds
+        schedule = build(request, self._topology, self._rank, segment, tuning.short, wide)
+        lanes = frozenset(step.lane for step in schedule.steps)
+        messages = Counter(step.peer for step in schedule.steps if isinstance(step, Put))
+        most = max(messages.values(), default=0)
+        together = runs(schedule.steps) if not segment else ()
+        return Plan(request, self._rank, nbytes, segment, tuning.short, schedule, together, lanes, most)
+
+
+def _elements(request: Request) -> int:
+    return request.count or sum(request.counts)

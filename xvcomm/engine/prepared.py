@@ -1,0 +1,224 @@
+"""Collectives that compiled code runs by itself, from its number to its end, without Python and its lock.
+
+For what was called before in the same shape, and for whoever calls from compiled code, as the handlers of a compiler of
+arrays do. Nothing is left out: `run` numbers the collective, notes it in the flight recorder, posts and compares it on the
+board, runs the native library's kernel, and watches abort words. What it cannot end, Python ends: `PreparedCall.finish`
+waits on, looks at the deadline, raises.
+
+Compiled code and Python take turns at a gate, one word a communicator. Python opens it to compiled code with the first
+prepared call; before, it costs nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+import time
+
+from numba import types
+from numba.extending import register_jitable
+
+from xvcomm.abc.collective import CollectiveStopped, PreparedCollective
+from xvcomm.engine.context import Context
+from xvcomm.jit.atomics import READY, STOPPED, as_pointer, compare_and_swap, load, load_acquire, store, store_release
+from xvcomm.jit.ccall import call_3
+from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.memory.ring import Message
+from xvcomm.trace.contract import end, post
+from xvcomm.trace.operation import Operation
+from xvcomm.trace.recorder import hooks
+from xvcomm.types.deadline import NEVER, Deadline
+from xvcomm.types.opcode import OpCode
+
+BUSY = 3
+"""What `run` gives beside READY, PENDING and STOPPED: it has begun nothing, and Python must run the collective."""
+
+_PAUSE_SECONDS = 0.00002
+_CLOSE_SECONDS = 1.0
+_FREE, _TAKEN = 0, 1
+_python_list_size = types.ExternalFunction("PyList_Size", types.intp(types.voidptr))
+
+
+class GateWord(enum.IntEnum):
+    """Words of a gate."""
+
+    STATE = 0  # free or taken
+    SEQUENCE = 1  # of the next collective, while Python is not at it
+    QUEUED = 2  # asynchronous collectives that have not ended
+    PLACE = 3  # `Board.place`
+    HOOKS = 4  # the list of hooks: while there are any, Python runs everything
+
+
+class Word(enum.IntEnum):
+    """Words of a prepared call."""
+
+    GATE = 0
+    OP = 1  # these five: the message
+    DTYPE = 2
+    NBYTES = 3
+    TAG = 4
+    DETAIL = 5
+    SITE = 6
+    FUNCTION = 7
+    ARGUMENT = 8
+    BEGUN = 9  # the number of the collective that `run` could not end
+    RECORD = 10  # and what `post` gave for it
+
+
+# Plain integers: numba reads an enum's members as constants only by way of globals.
+_STATE, _SEQUENCE, _QUEUED, _PLACE, _HOOKS = (8 * int(w) for w in GateWord)
+_GATE, _OP, _DTYPE, _NBYTES, _TAG, _DETAIL, _SITE, _FUNCTION, _ARGUMENT, _BEGUN, _RECORD = (8 * int(w) for w in Word)
+
+
+@register_jitable
+def run(call: int, src: int, dst: int, site: int) -> int:
+    """Run a prepared collective on these addresses; `site` as in `Board.post`, 0 for the one it was prepared at.
+
+    Returns:
+        READY; BUSY if Python must run it from the beginning, PENDING or STOPPED if Python must `finish` it.
+    """
+    gate = load(call + _GATE)
+    if load_acquire(gate + _QUEUED) != 0 or _python_list_size(as_pointer(load(gate + _HOOKS))) != 0:
+        return BUSY
+    if compare_and_swap(gate + _STATE, _FREE, _TAKEN) != _FREE:
+        return BUSY
+    sequence = load(gate + _SEQUENCE)
+    store(gate + _SEQUENCE, sequence + 1)
+    number = post(
+        load(gate + _PLACE), sequence, load(call + _OP), load(call + _DTYPE), load(call + _NBYTES), load(call + _TAG),
+        load(call + _DETAIL), site if site != 0 else load(call + _SITE),
+    )  # fmt: skip
+    code = STOPPED if number < 0 else call_3(load(call + _FUNCTION), load(call + _ARGUMENT), src, dst)
+    if code != READY:
+        store(call + _BEGUN, sequence)
+        store(call + _RECORD, number)
+        return code
+    end(load(gate + _PLACE), number)
+    store_release(gate + _STATE, _FREE)
+    return READY
+
+
+def _take(gate: int) -> bool:
+    return compare_and_swap(gate + _STATE, _FREE, _TAKEN) == _FREE
+
+
+with compiling():
+    _take_gate = brief("boolean(int64)")(_take)
+    _run_kernel = kernel("int64(int64, int64, int64, int64)")(run)
+
+
+class Gate:
+    """Lets one collective of a communicator run at a time: a lock, which compiled code takes too once it is open to it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._lock, self._counting = threading.Lock(), threading.Lock()
+        self._words = (ctypes.c_int64 * len(GateWord))()
+        self._open = False
+        # While the gate is open, compiled code may be inside at any time: an operation that keeps memory mapped.
+        self._standing = Operation(OpCode.INIT, -1, Message(0, 0, 0, 0))
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._open:
+            try:
+                self._take(NEVER)
+            except BaseException:
+                self._lock.release()
+                raise
+            self._context.sequence = self._words[GateWord.SEQUENCE]
+
+    def __exit__(self, *error: object) -> None:
+        if self._open:
+            self.free(self._context.sequence)
+        self._lock.release()
+
+    def queue(self, change: int) -> None:
+        """An asynchronous collective was queued (1), or has ended (-1): compiled code overtakes none."""
+        with self._counting:
+            self._words[GateWord.QUEUED] += change
+
+    def admit(self, op: OpCode, message: Message, site: int, prepared: PreparedCollective) -> PreparedCall:
+        """A collective for compiled code; opens the gate to it.
+
+        Raises:
+            ClosedError: this rank has closed the communicator.
+        """
+        with self._lock:
+            if not self._open:
+                self._words[GateWord.SEQUENCE] = self._context.enter(self._standing, op)
+                self._words[GateWord.PLACE], self._words[GateWord.HOOKS] = self._context.place, id(hooks)
+                self._context.closing.append(self._close)
+                self._open = True
+        return PreparedCall(self._context, self, op, message, site, prepared)
+
+    @property
+    def address(self) -> int:
+        """Of the words."""
+        return ctypes.addressof(self._words)
+
+    def free(self, sequence: int) -> None:
+        """Let the next one in."""
+        self._words[GateWord.SEQUENCE] = sequence
+        self._words[GateWord.STATE] = _FREE
+
+    def _take(self, deadline: Deadline) -> bool:
+        """Wait until compiled code is not inside; False if it is in the end, or if the gate was closed."""
+        while self._open and not _take_gate(self.address):
+            if deadline.expired():
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return self._open
+
+    def _close(self) -> None:
+        """Let no compiled code in any more; memory stays mapped if some does not come out."""
+        if self._take(Deadline.after(_CLOSE_SECONDS)):
+            self._context.leave(self._standing, moved=False)
+        self._open = False
+
+
+class PreparedCall:
+    """A collective as compiled code runs it; kept as long as compiled code may.
+
+    Attributes:
+        address: what `run` takes.
+    """
+
+    def __init__(
+        self, context: Context, gate: Gate, op: OpCode, message: Message, site: int, prepared: PreparedCollective
+    ) -> None:
+        self._context, self._gate, self._op, self._message, self._prepared = context, gate, op, message, prepared
+        self._words = (ctypes.c_int64 * len(Word))(
+            gate.address, *message, site, prepared.function, prepared.argument, 0, 0
+        )
+        self._stream = context.device.streams(1)[0]
+        self.address = ctypes.addressof(self._words)
+
+    def run(self, src: int, dst: int, site: int) -> int:
+        """`run` for Python."""
+        code: int = _run_kernel(self.address, src, dst, site)
+        return code
+
+    def finish(self, src: int, dst: int, deadline: Deadline) -> None:
+        """End the collective that `run` has begun on these addresses and could not end. Blocks.
+
+        Raises:
+            MismatchError, PeerLost, DeadlineExceeded, Aborted, ClosedError: as operations of the communicator do.
+        """
+        sequence, number = self._words[Word.BEGUN], self._words[Word.RECORD]
+        operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
+        self._stream.deadline = deadline
+        try:
+            if number < 0:
+                raise CollectiveStopped(self._context.word())
+            self._prepared.resume(src, dst, self._stream)
+        except BaseException as error:
+            raised = self._context.fail(error, operation)
+            if raised is error:
+                raise
+            raise raised from None
+        else:
+            self._context.end(operation)
+        finally:
+            self._gate.free(sequence + 1)

@@ -1,0 +1,208 @@
+"""Looking for messages that no receive was posted for: by the descriptions that senders put into the rings' ledgers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from numba.extending import register_jitable
+
+from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.engine.session.rings import Use
+from xvcomm.jit.atomics import PENDING, READY, STOPPED, full_fence, load, load_acquire, relax, store
+from xvcomm.jit.compile import compiling, kernel
+from xvcomm.memory.ring import ABORT, CONSUMED, ENTRY, LEDGER, Message, Reason, RingEnd
+from xvcomm.trace.operation import ANY_PEER, Operation
+from xvcomm.trace.recorder import State, call_site
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import BY_CODE, DType
+from xvcomm.types.opcode import OpCode
+
+if TYPE_CHECKING:
+    from xvcomm.engine.context import Context
+
+_GONE = 3  # beside READY, PENDING and STOPPED: nothing is there, and nothing will come
+_LEFT = int(Reason.LEFT)
+_FIELDS = 5
+_ROW_BYTES = 24
+_BUDGET = 20_000_000  # nanoseconds that compiled code may be off the core before Python looks at signals and deadlines
+_SPINS_PER_US = 100  # a look costs about 10 ns; the figure needs no precision
+_ONCE = -1
+_INSIDE = 2  # functions of xvcomm that are under way when `wait` asks for the call site
+_NOTHING = Message(int(OpCode.PROBE), 0, 0, -1)
+
+
+class Probe(NamedTuple):
+    """A message that can be received.
+
+    Attributes:
+        src: rank that sent it.
+        tag: as the sender gave it.
+        nbytes: its length.
+        dtype: of its elements.
+    """
+
+    src: int
+    tag: int
+    nbytes: int
+    dtype: DType
+
+
+@register_jitable
+def _next(row: int) -> int:
+    """Number of the first message that no receive was posted for; those of graphs count when they have run."""
+    return max(load_acquire(load(row + 16)), load_acquire(load(row) + CONSUMED))
+
+
+@register_jitable
+def _look(row: int, found: int) -> int:
+    """Look at one ring; if a message is there, its description comes to `found`."""
+    word = load_acquire(load(row) + ABORT)  # first: what was published before it is still delivered
+    if word & 0xFF != 0 and word & 0xFF != _LEFT:
+        return STOPPED
+    number = _next(row)
+    entry = load(row + 8) + number % LEDGER * ENTRY
+    if load_acquire(entry) != number + 1:
+        return PENDING if word == 0 else _GONE
+    for i in range(_FIELDS):
+        store(found + 8 * i, load(entry + 8 + 8 * i))
+    full_fence()
+    # A receive of another thread may have taken it meanwhile, and a later one be written in its place.
+    return READY if _next(row) == number else PENDING
+
+
+def _await(rows: int, count: int, first: int, found: int, spins: int, budget: int) -> int:
+    """Look at rings in turns, from row `first` on, until a message is there.
+
+    Args:
+        rows: address of `count` rows: addresses of the ring, its producer's ledger, and the counter of receives posted.
+        found: address of five words for the description.
+        spins: rounds before yielding the core.
+        budget: nanoseconds off the core in all before coming back; one round only if negative.
+
+    Returns:
+        READY or STOPPED, with the row's index from bit 8 on, or PENDING.
+    """
+    idle = slept = 0
+    while True:
+        gone = 0
+        for i in range(count):
+            at = (first + i) % count
+            code = _look(rows + _ROW_BYTES * at, found)
+            if code == READY or code == STOPPED:
+                return code | at << 8
+            gone += code == _GONE
+        if gone == count:
+            return STOPPED | first << 8
+        if slept > budget:
+            return PENDING
+        slept += relax(idle, spins)
+        idle += 1
+
+
+with compiling():
+    _await_kernel = kernel("int64(int64, int64, int64, int64, int64, int64)")(_await)
+
+
+_Description = ctypes.c_int64 * _FIELDS
+
+
+class Sources:
+    """Consumers' ends of rings that are looked at together, in turns: none starves the others. Any thread."""
+
+    def __init__(self, ends: Sequence[RingEnd], spin_us: float) -> None:
+        self.ends = tuple(ends)
+        words = [w for end in ends for w in (end.address, end.address + end.layout.ledger, end.counter)]
+        self._rows = (ctypes.c_int64 * len(words))(*words)
+        self._address = ctypes.addressof(self._rows)
+        self._spins = int(spin_us * _SPINS_PER_US) // len(ends)
+        self._first = 0
+
+    def look(self, budget: int) -> Probe | None:
+        """What is there next; None if there is nothing after `budget` nanoseconds off the core, at once if negative.
+
+        Raises:
+            RingStopped: a ring says that all is over, or all that their ranks have left.
+        """
+        found = _Description()
+        code = _await_kernel(self._address, len(self.ends), self._first, ctypes.addressof(found), self._spins, budget)
+        if code == PENDING:
+            return None
+        at = code >> 8
+        end = self.ends[at]
+        if code & 0xFF == STOPPED:
+            raise RingStopped(end, end.abort_word(), end.sequence)
+        self._first = (at + 1) % len(self.ends)
+        _, dtype, nbytes, tag, _ = found
+        return Probe(end.peer, tag, nbytes, BY_CODE[dtype])
+
+
+class Probing:
+    """Looks for messages of one communicator. Any thread."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._sources: dict[tuple[int, int], Sources] = {}
+
+    def look(self, src: int, channel: int, deadline: Deadline) -> Probe | None:
+        """What can be received now from `src`, or ANY_PEER, on a channel; None if there is nothing. Does not wait.
+
+        Args:
+            deadline: for rings that are opened.
+
+        Raises:
+            PeerLost, Aborted, DeadlineExceeded, MismatchError: nothing can come any more, and why.
+            ClosedError: this rank has closed the communicator.
+            ResourceError: no memory for a ring.
+        """
+        context = self._context
+        operation = Operation(OpCode.PROBE, -1, _NOTHING, src, channel=channel)
+        context.enter(operation, OpCode.PROBE)
+        try:
+            return self._find(src, channel, deadline).look(_ONCE)
+        except RingStopped as stopped:
+            if not Reason.bad(stopped.word):
+                # To ask is not to wait: that a rank has left finishes the communicator only for who needs it.
+                # Where it aborted the communicator before, that is the reason.
+                raise context._blame.error(context.word() or stopped.word, operation) from None
+        finally:
+            context.leave(operation, moved=False)
+        return self.wait(src, channel, deadline)
+
+    def wait(self, src: int, channel: int, deadline: Deadline, site: int = 0) -> Probe:
+        """The same, but blocks the host until there is something.
+
+        Args:
+            site: where the user called, if that is not the thread's caller; see `trace.call_site`.
+
+        Raises:
+            DeadlineExceeded: names the ranks that sent nothing.
+        """
+        context, site = self._context, site or call_site(_INSIDE)
+        operation = context.begin(OpCode.PROBE, _NOTHING, src, site)
+        operation.channel = channel
+        try:
+            sources = self._find(src, channel, deadline)
+            while (found := sources.look(_BUDGET)) is None:
+                if deadline.expired():
+                    raise RingStalled([end for end in sources.ends if not end.abort_word()])
+        except (RingStalled, RingStopped) as error:
+            raise context.fail(error, operation) from None
+        except BaseException:
+            context.end(operation, State.FAILED)
+            raise
+        context.end(operation)
+        return found
+
+    def _find(self, src: int, channel: int, deadline: Deadline) -> Sources:
+        """The rings from a rank, or from all; opens them on first use."""
+        sources = self._sources.get((src, channel))
+        if sources is None:
+            context = self._context
+            peers = [r for r in range(len(context.ranks)) if r != context.rank] if src == ANY_PEER else [src]
+            ends = [
+                context.links.end(peer, Use.POINT_TO_POINT, deadline, producer=False, channel=channel) for peer in peers
+            ]
+            sources = self._sources[src, channel] = Sources(ends, context.session.config.spin_us)
+        return sources

@@ -1,0 +1,153 @@
+"""Why a communicator stopped: who is at fault, and the error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from xvcomm.engine.session.rings import Links
+from xvcomm.engine.session.session import Session
+from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.memory.ring import Message, Reason, RingEnd
+from xvcomm.trace.contract import Board
+from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation, describe
+from xvcomm.trace.recorder import State
+from xvcomm.types.opcode import OpCode
+
+_NAMED = 4
+"""How many late ranks are named with what they did last."""
+
+
+class Blame:
+    """Turns abort words into errors; reads the board, the rings' ledgers, and the flight recorders of this host.
+
+    Args:
+        ranks: the communicator's ranks as numbers of the whole job.
+        rank: this process's number in the communicator.
+        ident: the communicator's number in flight recorders.
+
+    Attributes:
+        board: the communicator's, once it is mapped.
+    """
+
+    def __init__(self, session: Session, ranks: tuple[int, ...], rank: int, ident: int, links: Links) -> None:
+        self._session, self._ranks, self._rank, self._ident, self._links = session, ranks, rank, ident, links
+        self.board: Board | None = None
+
+    def error(self, word: int, operation: Operation) -> XvcommError:
+        """What an operation raises on a communicator that was stopped for the reason `word`."""
+        reason, about = Reason.parse(word)
+        sequence = operation.sequence if operation.sequence >= 0 else None
+        known: dict[str, Any] = {"rank": self._rank, "op": str(operation.name), "seq": sequence}
+        what = f"{operation} on {self.name(self._rank)}"
+        if reason is Reason.MISMATCH:
+            text, peer = self._mismatch(about)
+            site = self._session.site(operation.record) if sequence is not None else ""
+            here = f" (raised in {operation} at {site})" if site else ""
+            return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
+        if reason is Reason.DEADLINE:
+            witness = Reason.witness(word)
+            text, peer = self._lateness(about, witness), None if about == witness else about  # no rank waits for itself
+            return DeadlineExceeded(
+                f"{what}: {text}; the communicator is finished: close it and make a new one", peer=peer, **known
+            )
+        if reason is Reason.ABORTED:
+            why = self._told(Reason.witness(word))
+            text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")
+            return Aborted(f"{text}; close it and make a new one", peer=about, **known)
+        if reason is Reason.SERVER_LOST:
+            return PeerLost(
+                f"{what}: {self._session.server_lost()}; close the communicator, and restart the job", **known
+            )
+        left = reason is Reason.LEFT or self._session.left(self._ranks[about])
+        text = f"{what}: {self.name(about)} {'left' if left else 'was lost'}; {self._last_words(about)}"
+        return PeerLost(f"{text}; close the communicator, and restart the job", peer=about, **known)
+
+    def passed_on(self, error: PeerLost | Aborted) -> int:
+        """The abort word for an error that names another rank, by its number in the whole job."""
+        assert error.peer is not None
+        if error.peer not in self._ranks:  # of those outside a communicator it only needs the one that serves the store
+            return Reason.SERVER_LOST.word(error.peer, self._rank)
+        reason = Reason.PEER_LOST if isinstance(error, PeerLost) else Reason.ABORTED
+        return reason.word(self._ranks.index(error.peer), self._rank)
+
+    def name(self, rank: int) -> str:
+        """`rank 1 on node7`, with the number in the whole job where that differs."""
+        world = self._ranks[rank]
+        other = f" (rank {world} of the job)" if world != rank else ""
+        return f"rank {rank}{other} on {self._session.infos[world].hostname}"
+
+    def dispute(self) -> tuple[str, int] | None:
+        """A message that the two ends of one of this rank's rings described differently, in words; the other rank."""
+        for end in self._links.ends():
+            found = end.dispute()
+            if found is not None:
+                return self._tell(end, *found), end.peer
+        return None
+
+    def waited(self, operation: Operation, late: Sequence[int]) -> str:
+        """For whom an operation waited in vain, and what they did last."""
+        details = "; ".join(f"rank {r}: {self._last_words(r)}" for r in late[:_NAMED])
+        return f"{operation} was waiting for {', '.join(map(self.name, late))}; {details}"
+
+    def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
+        """Who really keeps an operation waiting.
+
+        Of those that have not come to a collective, as far as the board tells, else of the suspects: the rank that each
+        waits for itself, if it does.
+        """
+        absent = self._absent(operation.sequence) if operation.peer == NO_PEER else []
+        return tuple(dict.fromkeys(r for s in (absent or suspects) for r in self._follow(s)))
+
+    def _mismatch(self, about: int) -> tuple[str, int | None]:
+        quarrel = self.board.quarrel() if self.board is not None else None
+        if quarrel is not None:
+            (a, one), (b, other) = quarrel
+            text = f"{self.name(a)} called {describe(one)}; {self.name(b)} called {describe(other)}"
+            return text, {a: b, b: a}.get(self._rank)
+        own = self.dispute()
+        if own is not None:
+            return own
+        return self._told(about) or "two other ranks described the same message differently", None
+
+    def _told(self, rank: int) -> str:
+        """What a rank said in words when it stopped everybody."""
+        return self.board.explanation(rank) if self.board is not None else ""
+
+    def _tell(self, end: RingEnd, mine: Message, theirs: Message) -> str:
+        me, peer = self.name(self._rank), self.name(end.peer)
+        if mine.op != OpCode.SEND or theirs.op != OpCode.SEND:
+            return f"{me} called {describe(mine)}; {peer} called {describe(theirs)}"
+        channel = f" (channel {end.channel})" if end.channel else ""
+        if end.producer:
+            return f"{me} sent {mine.describe()}; {peer} expected {theirs.describe()}{channel}"
+        return f"{peer} sent {theirs.describe()}; {me} expected {mine.describe()}{channel}"
+
+    def _lateness(self, about: int, witness: int) -> str:
+        told = self._told(witness)
+        if witness == self._rank:
+            return f"did not finish in time: {told}"
+        whom = "" if about == witness else "for this rank " if about == self._rank else "for another "
+        return f"{self.name(witness)} waited {whom}until its deadline: {told}"
+
+    def _last_words(self, rank: int) -> str:
+        return self._session.last_words(self._ranks[rank])
+
+    def _absent(self, sequence: int) -> list[int]:
+        found = self.board.absent(sequence) if self.board is not None else []
+        return [r for r in found if r != self._rank]
+
+    def _follow(self, suspect: int) -> list[int]:
+        """The end of a chain of ranks of which each waits for the next; the suspect itself where they go in a circle."""
+        seen, rank = {self._rank}, suspect
+        while rank not in seen:
+            seen.add(rank)
+            record = self._session.last_record(self._ranks[rank])
+            if record is None or record.state != State.POSTED or record.communicator != self._ident:
+                return [rank]
+            if record.peer == ANY_PEER:
+                return [rank]
+            if record.peer == NO_PEER:
+                return self._absent(record.sequence) or [suspect]
+            rank = record.peer
+        return [suspect]

@@ -1,0 +1,440 @@
+"""What one process has once for all its communicators: device, transports, flight recorder, watch over the others."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from xvcomm.abc.backend import Backend
+from xvcomm.abc.device import Device, PeerMemory
+from xvcomm.abc.store import NotSet, PrefixStore, Store
+from xvcomm.abc.transport import Capabilities, Transport
+from xvcomm.config import Config
+from xvcomm.engine.session import plugins
+from xvcomm.engine.session.peer_rings import Lending
+from xvcomm.engine.session.presence import Presence
+from xvcomm.engine.session.rings import Member
+from xvcomm.engine.session.supervised import Supervised
+from xvcomm.engine.session.watchdog import Rounds, Watch, Watched
+from xvcomm.errors import (
+    Aborted,
+    BackendUnavailable,
+    ConfigError,
+    DeadlineExceeded,
+    PeerLost,
+    ResourceError,
+    XvcommError,
+)
+from xvcomm.memory.ring import Reason
+from xvcomm.memory.segment import Segment, sweep, unusable
+from xvcomm.rendezvous.store.guarded import GuardedStore
+from xvcomm.rendezvous.store.join import join_barrier, refuse
+from xvcomm.system import forking, limits
+from xvcomm.trace import recorder
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.topology import RankInfo
+
+_LOOK_SECONDS = 0.1
+
+
+class Joining(msgspec.Struct, frozen=True):
+    """What a rank posts when it joins.
+
+    Attributes:
+        job: what the names of its shared memory begin with; of this session alone.
+        processes: its namespace of process numbers.
+        byte: where its process holds a lock as long as it lives; see `Presence`.
+        memory: with whom its device shares memory.
+    """
+
+    info: RankInfo
+    offers: list[Capabilities]
+    job: str
+    processes: str
+    byte: int
+    memory: PeerMemory | None
+
+
+def host_identity(folder: str) -> str:
+    """What two processes have in common exactly if they can share memory: the boot and the tmpfs itself.
+
+    Raises:
+        ConfigError: there is no such folder, or this process may not write to it.
+        ResourceError: the same of the folder that is used where the settings name none.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    wrong = unusable(folder)
+    if wrong and folder != Config().shm_dir:
+        raise ConfigError(
+            f"XVCOMM_SHM_DIR={folder!r}: {wrong}; unset it, or name a folder that this process can write to"
+        )
+    if wrong:
+        raise ResourceError(
+            f"{folder}, where ranks of one host share memory: {wrong}; mount a tmpfs there (mount -t tmpfs -o mode=1777 tmpfs "
+            f"{folder}, docker run --tmpfs {folder}:mode=1777,size=1g), or set XVCOMM_SHM_DIR to a folder, on a tmpfs for "
+            "speed, to which all ranks of the host can write"
+        )
+    place = os.stat(folder)
+    return f"{boot}/{place.st_dev}/{place.st_ino}"
+
+
+class Session:
+    """A process's part in one job.
+
+    Attributes:
+        rank, size: in the whole job.
+        infos: every rank's RankInfo, in rank order.
+        recorder: this rank's flight recorder.
+        lending: for rings with slots in a GPU's memory.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, config: Config, deadline: Deadline, on_close: Callable[[], None]
+    ) -> None:
+        """Meet all the other ranks; blocks until they are there.
+
+        Raises:
+            DeadlineExceeded: names the ranks that are missing.
+            BackendUnavailable: this rank's device does not work, with the remedy.
+            PeerLost, Aborted: another rank died or failed meanwhile; says why.
+        """
+        self.store, self.rank, self.size, self.config = store, rank, size, config
+        self._contexts: set[Supervised] = set()
+        self._lock = threading.RLock()  # a signal handler may close the session in the middle of anything
+        self._lost: dict[int, str] = {}
+        self._seen_left: set[int] = set()
+        self._regions: dict[int, memoryview] = {}
+        self._closed = False
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(on_close)
+        self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
+        mine = self._introduce(PrefixStore("join", store))
+        everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
+        self._joined = [msgspec.msgpack.decode(data, type=Joining) for data in everybody]
+        self.infos = tuple(j.info for j in self._joined)
+        self.lending = Lending(self.device, self.gone)
+        self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
+        atexit.register(self.close)
+        forking.register(self)
+        self._start(mine, deadline)
+
+    def _introduce(self, join: Store) -> Joining:
+        """Find out what this rank has; if it lacks something, the others need not wait for it."""
+        config = self.config
+        try:
+            with limits.told("join the job"):
+                host = host_identity(config.shm_dir)
+                self.backend = self._choose_backend(config)
+                self.device: Device = self.backend.device(config)
+                self._presence = Presence.take(config.shm_dir)
+                self.transports = self._open_transports(host)
+        except (XvcommError, OSError) as error:
+            refuse(join, self.rank, error)
+            raise
+        return Joining(
+            self._describe(host), [t.capabilities() for t in self.transports], self.job,
+            os.readlink("/proc/self/ns/pid"), self._presence.byte, self.device.capabilities().peers,
+        )  # fmt: skip
+
+    def _start(self, mine: Joining, deadline: Deadline) -> None:
+        self._place = self.guarded(f"journal/{self.neighbours[0]}", self._check_neighbours)
+        following = self.guarded("comm/0", self._check_neighbours)
+        for transport in self.transports:
+            self._cleanup.callback(transport.close)
+        try:
+            with self.telling(following), limits.told("join the job"):
+                others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
+                watch = Watch([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
+                with contextlib.ExitStack() as failing:
+                    failing.callback(watch.close)
+                    self._record(self._open_journal(self._place, deadline))
+                    self._cleanup.callback(watch.close)
+                    if self.device.capabilities().asynchronous:
+                        self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
+                    failing.pop_all()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._cleanup.callback(self.lending.linger)
+
+    @staticmethod
+    def _watched(other: Joining, mine: Joining) -> Watched:
+        pid = other.info.pid if other.processes == mine.processes else None
+        return Watched(other.info.rank, pid, other.byte)
+
+    def _record(self, journal: Segment) -> None:
+        """Begin to write this rank's flight recorder."""
+        self._cleanup.callback(journal.close)
+        size = recorder.region_bytes(self.config.trace_records)
+        self._regions = {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
+        self.recorder = recorder.Recorder(self._regions[self.rank])
+        self.recorder.live(recorder.Life.RUNNING)
+        for region in self._regions.values():
+            self._cleanup.callback(region.release)
+        self._cleanup.callback(self.recorder.close)
+        self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave a job that did not begin, and of which nobody will map any more what this rank has made."""
+        with contextlib.suppress(XvcommError):  # they learn why before names are gone
+            self._place.fail(self._cause(error))
+        for rank in self.neighbours:
+            if rank == self.rank or rank in self._lost:
+                self.sweep(rank)
+        self.close()
+
+    @staticmethod
+    def _choose_backend(config: Config) -> Backend:
+        if config.device is not None:
+            return plugins.backend(config.device)
+        usable = [f for f in plugins.backends() if f.usable]
+        # A GPU is what the user bought the machine for; host memory is the fallback.
+        usable.sort(key=lambda f: f.name == "host")
+        return plugins.backend(usable[0].name if usable else "host")
+
+    def _open_transports(self, host: str) -> list[Transport]:
+        found = [f.load()(self.config, host) for f in plugins.transports() if f.usable]
+        if not found:
+            raise BackendUnavailable("no transport works here; `xvcomm doctor` says why")
+        return found
+
+    def _describe(self, host: str) -> RankInfo:
+        able = self.device.capabilities()
+        label = self.config.island
+        return RankInfo(
+            rank=self.rank, host=host, hostname=socket.gethostname(), pid=os.getpid(),
+            device=able.kind, island=label or able.island, rehearsal=label is not None,
+        )  # fmt: skip
+
+    def _open_journal(self, place: GuardedStore, deadline: Deadline) -> Segment:
+        """The host's flight recorders, in one piece of shared memory made by its lowest rank."""
+        first = self.neighbours[0]
+        if self.rank != first:
+            segment = self.attach(place, "name", first, deadline)
+        else:
+            size = len(self.neighbours) * recorder.region_bytes(self.config.trace_records)
+            segment = Segment.create(self.config.shm_dir, self.job, size)
+            with segment.named():
+                place.set("name", segment.name.encode())
+        if place.add("mapped", 1) == len(self.neighbours):
+            segment.unlink()
+        return segment
+
+    def attach(self, place: GuardedStore, key: str, maker: int, deadline: Deadline) -> Segment:
+        """Map a segment whose name another rank puts into the store.
+
+        Args:
+            maker: that rank.
+
+        Raises:
+            PeerLost, Aborted: that rank is gone, and the segment's name with it.
+            DeadlineExceeded: it did not make the segment in time.
+            ResourceError: it cannot be mapped for another reason.
+        """
+        where = f"rank {maker} on {self.infos[maker].hostname}"
+        while True:
+            left = self.left(maker)  # asked before the store, where it may have put the name just before it left
+            try:
+                name = place.get(key, Deadline.after(deadline.sooner(_LOOK_SECONDS))).decode()
+                break
+            except NotSet as error:
+                words = self.last_words(maker)
+                if left:
+                    text = f"{where} left before it made its shared memory; {words}"
+                    raise PeerLost(text, rank=self.rank, peer=maker) from error
+                if deadline.expired():
+                    text = f"{where} did not make its shared memory in time; it is stopped or very slow; {words}"
+                    raise DeadlineExceeded(text, rank=self.rank, peer=maker) from error
+        try:
+            return Segment.attach(self.config.shm_dir, name)
+        except ResourceError:
+            place.settle()
+            raise
+
+    def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:
+        """A part of the job's store in which waiting ends when `check` raises, or the rank that serves the store dies."""
+        return GuardedStore(prefix, self.store, check, self._check_server)
+
+    def _check_server(self) -> None:
+        """Raise if rank 0 is gone, which serves the store unless the launcher does; called when it cannot be reached."""
+        if self.gone(0):
+            raise PeerLost(f"{self.server_lost()}; restart the job", rank=self.rank, peer=0)
+
+    def server_lost(self) -> str:
+        """That rank 0 is gone, in words."""
+        where, words, how = self.infos[0].hostname, self.last_words(0), "left" if self.left(0) else "was lost"
+        return f"rank 0 of the job on {where}, which served the job's store, {how}; {words}"
+
+    @contextlib.contextmanager
+    def telling(self, place: GuardedStore) -> Iterator[None]:
+        """Let the others know, in the part of the store where they wait, what goes wrong here."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(XvcommError):
+                place.fail(self._cause(error))
+            raise
+
+    def _cause(self, error: BaseException) -> XvcommError:
+        """What the others raise for what went wrong here: the same if another rank is its cause."""
+        if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, self.rank):
+            return error
+        where = self.infos[self.rank].hostname
+        return Aborted(f"rank {self.rank} on {where} failed: {type(error).__name__}: {error}", peer=self.rank)
+
+    def _check_neighbours(self) -> None:
+        with self._lock:
+            for rank in self._lost:
+                where = self.infos[rank].hostname
+                raise PeerLost(f"rank {rank} on {where} died while it joined", rank=self.rank, peer=rank)
+
+    def collective_label(self, rank: int) -> str:
+        """The island label of a rank, made distinct where ranks with equal labels cannot join natively."""
+        info = self.infos[rank]
+        if info.device == "host" and len({i.host for i in self.infos}) > 1:
+            return f"{info.island}@{info.hostname}"
+        return info.island
+
+    def member(self, rank: int) -> Member:
+        """What decides about rings to and from a rank."""
+        joined = self._joined[rank]
+        return Member(rank, joined.offers, joined.info.device, self.collective_label(rank), joined.memory)
+
+    def add(self, context: Supervised) -> None:
+        """Watch over a communicator from now on, and close it with the session."""
+        with self._lock:
+            self._contexts.add(context)
+            gone = [*self._lost, *self._seen_left]
+        for rank in gone:
+            context.lose(rank)
+
+    def remove(self, context: Supervised) -> None:
+        """Forget a communicator that is closed."""
+        with self._lock:
+            self._contexts.discard(context)
+
+    def _open_contexts(self) -> list[Supervised]:
+        with self._lock:
+            return list(self._contexts)
+
+    def _on_exit(self, rank: int) -> None:
+        """A process of this host ended; every communicator that it belonged to stops."""
+        if not self.left(rank):
+            # Of who left in good order, messages may still be read and abort words found.
+            with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves sweeps, too
+                self.sweep(rank)
+        words = self.last_words(rank)
+        with self._lock:
+            self._lost[rank] = words
+        self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        self._watch_over(lambda context: context.lose(rank))
+
+    def _look(self) -> None:
+        for rank in self.neighbours:
+            # A rank that left before it had mapped a communicator's board could not say so there.
+            if rank != self.rank and rank not in self._seen_left and self.left(rank):
+                with self._lock:
+                    self._seen_left.add(rank)
+                self._lose(rank)
+        self._watch_over(lambda context: context.look())
+
+    def _look_at_device(self) -> None:
+        self._watch_over(lambda context: context.pending.look())
+
+    def _watch_over(self, look: Callable[[Supervised], None]) -> None:
+        """Look after every communicator; one that this fails for stops, because nobody would find out what it waits for."""
+        for context in self._open_contexts():
+            try:
+                look(context)
+            except Exception as error:
+                why = f"a thread that watches over the job failed: {type(error).__name__}: {error}"
+                context.abort(Reason.ABORTED.word(context.rank, context.rank), why)
+
+    def sweep(self, rank: int, part: str = "") -> None:
+        """Take away the names of the segments that a rank of this host made; `part` tells a communicator."""
+        sweep(self.config.shm_dir, self._joined[rank].job + part)
+
+    def sweep_if_last(self, ranks: Iterable[int], left: Collection[int], part: str = "") -> None:
+        """Take away the names of segments that not all ranks have mapped, once no rank is there to map them.
+
+        Args:
+            ranks: who may have mapped them.
+            left: those of them that have left.
+            part: tells a communicator.
+        """
+        # Of who died a moment ago the watch may not have told yet, and at the end of the session will not.
+        if all(r in left or self.gone(r) or not self._presence.held(self._joined[r].byte) for r in ranks):
+            with contextlib.suppress(
+                OSError
+            ):  # out of descriptors: a rank that leaves in good order does not fail by it
+                for rank in ranks:
+                    self.sweep(rank, part)
+
+    def gone(self, rank: int) -> bool:
+        """Whether a rank of this host died or closed its communicators."""
+        return rank in self._lost or self.left(rank)
+
+    def last_record(self, rank: int) -> recorder.Record | None:
+        """What a rank of this host did last, if it did anything and can be seen from here."""
+        region = self._regions.get(rank)
+        try:
+            return None if region is None else recorder.last(region)
+        except ValueError:  # released
+            return None
+
+    def site(self, record: int) -> str:
+        """Where the user called an operation of this rank, by its number in the flight recorder; nothing if unknown."""
+        try:
+            return recorder.read(self._regions[self.rank], record).site
+        except ValueError:  # released
+            return ""
+
+    def last_words(self, rank: int) -> str:
+        """The same in words, for messages."""
+        if rank in self._lost:
+            return self._lost[rank]
+        if rank not in self.neighbours:
+            return "it runs on another host"
+        record = self.last_record(rank)
+        return f"its last operation: {record.describe()}" if record else "it had not called any operation"
+
+    def left(self, rank: int) -> bool:
+        """Whether a rank of this host closed its communicators rather than died."""
+        region = self._regions.get(rank)
+        try:
+            return region is not None and recorder.life(region) is recorder.Life.CLOSED
+        except ValueError:  # released
+            return False
+
+    def after_fork(self) -> None:
+        """End every communicator in a forked child, without a word to the other ranks."""
+        self._closed = True
+        self._lock = threading.RLock()  # a thread that the child does not have may hold the parent's
+        self._cleanup.pop_all()
+        for context in self._contexts:
+            context.after_fork()
+
+    def close(self) -> None:
+        """Leave the job: close every communicator, stop the threads, unmap. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        # Every step is taken, even if an interrupt ends one of them.
+        with self._cleanup:
+            if self._regions:
+                # After the communicators: until then others may wait for what this rank has begun.
+                self._cleanup.callback(self.recorder.live, recorder.Life.CLOSED)
+            for context in self._open_contexts():
+                self._cleanup.callback(context.close)

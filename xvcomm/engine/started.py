@@ -1,0 +1,284 @@
+"""Asynchronous operations that compiled code starts on a stream beside the users', and how each of them ended.
+
+They are looked after together, as blocking ones are: see `Pending`. So a Work does not wait for that, but asks for its own
+mark, and costs little where nobody asks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+from xvcomm.abc.collective import Collective, CollectiveStopped
+from xvcomm.abc.device import Mark, Stream
+from xvcomm.engine.collectives import Call
+from xvcomm.engine.context import Context
+from xvcomm.engine.gate import Door
+from xvcomm.engine.inflight.batch import Flight
+from xvcomm.engine.inflight.work import Work, nobody_calls_back
+from xvcomm.engine.launch import Branch, CollectiveCall, MessageCall
+from xvcomm.engine.messages import Transfer
+from xvcomm.errors import DeadlineExceeded
+from xvcomm.jit.ccall import call_3
+from xvcomm.jit.compile import brief, compiling
+from xvcomm.memory import array
+from xvcomm.memory.array import ArrayView
+from xvcomm.memory.ring import Reason, RingEnd
+from xvcomm.trace.operation import Operation
+from xvcomm.types.deadline import NEVER, Deadline
+
+Come = Callable[[Callable[[], bool], Deadline], None]
+_SPINS = 200
+_PAUSE_SECONDS = 0.00005
+
+
+def _three(function: int, a: int, b: int, c: int) -> int:
+    return call_3(function, a, b, c)  # type: ignore[no-any-return]
+
+
+with compiling():
+    _call = brief("int64(int64, int64, int64, int64)")(_three)
+
+
+class Beside:
+    """A stream beside the users', on which compiled code starts operations.
+
+    Args (of the constructor):
+        stream: that stream.
+
+    Attributes:
+        lock: under which collectives are started there. Messages of a ring have their turns instead.
+        branch: of the newest operation there, until the next one.
+        mark: the same, behind it.
+    """
+
+    def __init__(self, context: Context, door: Door, stream: Stream) -> None:
+        self.context, self.stream, self.handle, self.lock = context, stream, stream.handle, threading.Lock()
+        self._door, self._marks = door, context.device.enqueued_marks(stream)
+        self.branch, self.mark = Branch(self._marks), self._marks.take()
+        self._known: set[int] = set()
+
+    def start(
+        self, ready: CollectiveCall, call: Call, user: int | None, given: int | None, site: int, deadline: Deadline
+    ) -> StartedCollective | None:
+        """Start a collective behind what a user's stream holds now; None if nothing has begun.
+
+        Args:
+            user: the stream's handle; None for the default one.
+            given: the same where the user said it, and not the arrays' framework.
+
+        Raises:
+            MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
+        """
+        with self.lock:
+            if not ready.run(self._begin(user), self.handle, call.src, call.dst, site, deadline.at, self.branch):
+                return None
+            return StartedCollective(self, call, given)
+
+    def move(
+        self,
+        ready: MessageCall,
+        transfers: Sequence[Transfer],
+        items: list[int],
+        deadline: Deadline,
+        user: int,
+        come: Come,
+    ) -> list[StartedMessage] | None:
+        """The same for messages whose turn it is, each with a ring of its own.
+
+        Args:
+            items: see `MessageCall.run`.
+            come: see `Promise`.
+        """
+        if not ready.run(self._begin(user), self.handle, items, deadline, self.branch):
+            return None
+        return [StartedMessage(self, t, *ring, come) for t, ring in zip(transfers, self.branch.ends, strict=True)]
+
+    def _begin(self, user: int | None) -> int:
+        """Take a mark for what comes behind a user's stream; gives the place to note it."""
+        mark = self.mark = self._marks.take()
+        self.branch.between(user or 0, mark.event)
+        return self._door.places.get(self.handle) or self._door.place(self.handle, blocking=False)
+
+    def follow(self, handle: int | None, mark: Mark, over: Callable[[], bool]) -> None:
+        """Let what comes next on a user's stream wait for a mark on this one, unless that is `over` already."""
+        marks, stream = self._marks, handle or 0
+        if stream in self._known and _call(marks.follow, marks.argument, mark.event, stream) == 0:
+            return
+        if not over():  # which a graph could not wait for
+            self.context.device.adopt(handle).wait(mark)
+            self._known.add(stream)
+
+
+class Started(Work):
+    """The Work of an operation that was started on a stream beside; made while it is the newest there.
+
+    Args (of the constructor):
+        ends: its ring ends, each with the number of the next message there.
+        key: what tells it from others on the stream.
+        keep: what must live until it is over.
+        given: handle of the stream that it comes behind, where the user said it, and not the arrays' framework.
+    """
+
+    def __init__(
+        self, beside: Beside, ends: list[tuple[RingEnd, int]], key: object, keep: object, given: int | None
+    ) -> None:
+        self._beside, self._mark, self._key, self._given = beside, beside.mark, key, given
+        self._sequence, self._ends = beside.branch.sequence, ends
+        company = self._company = beside.context.pending.company(beside.handle)
+        company.keep[key] = keep
+        self._well = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """See `Work.wait`."""
+        view = self._view()
+        if view is not None and view.staged:
+            return self.synchronize(timeout)
+        self.order(array.stream_now(view, self._given))
+        return self._result()
+
+    def order(self, stream: int | None) -> None:
+        """See `Work.order`."""
+        if self._beside.context.word() and self.done():
+            self._raise()
+        if not self._well:
+            self._beside.follow(stream, self._mark, self.done)
+            self._raise()
+        if self._at_home(stream):  # whatever the array's framework does with the memory comes behind
+            self._company.keep.pop(self._key, None)
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        """See `Work.synchronize`."""
+        deadline, spins = Deadline.after(timeout), 0
+        while not self.done():
+            if deadline.expired():
+                raise DeadlineExceeded(f"{self._operation()} was not done after {timeout} s; wait longer, or abort()")
+            spins += 1
+            time.sleep(0 if spins < _SPINS else _PAUSE_SECONDS)
+        self._raise()
+        return self._result()
+
+    result = synchronize
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        if self._well or self._error is not None:
+            return True
+        together = self._company.flight
+        if together is not None and together.over and together.error is None:
+            self._well = True
+            return True
+        context, flight = self._beside.context, self._flight()
+        failure: tuple[Exception, Operation] | None
+        if flight.stream.reached(self._mark):
+            failure = flight.outcome(context.stopped)
+        elif Reason.bad(word := context.word()):
+            failure = CollectiveStopped(word), flight.operations[0]
+        else:
+            return False
+        if failure is None:
+            self._well = True
+        else:
+            self._error = context.explain(*failure)
+        return True
+
+    def exception(self) -> BaseException | None:
+        """See `Work.exception`."""
+        return self._error if self.done() else None
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
+        """See `nobody_calls_back`."""
+        nobody_calls_back(str(self._operation()))
+
+    def _at_home(self, stream: int | None) -> bool:
+        """Whether that is the stream that the array's framework works on."""
+        view = self._view()
+        return stream is not None and view is not None and view.stream == stream
+
+    def _flight(self) -> Flight:
+        """What it would be alone."""
+        operation = self._operation()
+        ends = [(end, following, operation) for end, following in self._ends]
+        return Flight([operation], NEVER, ends, stream=self._beside.stream, mark=self._mark, native=self._native())
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    @abstractmethod
+    def _view(self) -> ArrayView | None:
+        """The array whose stream comes behind it."""
+
+    @abstractmethod
+    def _result(self) -> Any:
+        """The user's result array."""
+
+    @abstractmethod
+    def _operation(self) -> Operation:
+        """What it is, for who tells of it."""
+
+    @abstractmethod
+    def _native(self) -> Collective | None:
+        """The native library, if it uses that."""
+
+
+class StartedCollective(Started):
+    """The Work of a collective that was started so."""
+
+    def __init__(self, beside: Beside, call: Call, given: int | None) -> None:
+        super().__init__(beside, beside.branch.ends, beside.branch.sequence, call, given)
+        self._call = call
+
+    def order(self, stream: int | None) -> None:
+        """See `Work.order`."""
+        super().order(stream)
+        if self._call.dst is not None and self._at_home(stream):
+            self._call.src = None  # which may be as large, and whose memory nobody else may hold
+
+    def _view(self) -> ArrayView | None:
+        return self._call.src if self._call.dst is None else self._call.dst
+
+    def _result(self) -> Any:
+        return self._call.result()
+
+    def _operation(self) -> Operation:
+        return Operation(self._call.op, self._sequence, self._call.message())
+
+    def _native(self) -> Collective | None:
+        return self._beside.context.joined_native()
+
+
+class StartedMessage(Started):
+    """The Work of a message that was started so.
+
+    Args (of the constructor):
+        end: its ring end.
+        following: number of the next message there.
+    """
+
+    def __init__(self, beside: Beside, t: Transfer, end: RingEnd, following: int, come: Come) -> None:
+        super().__init__(beside, [(end, following)], (end, following), t.view, t.stream)
+        self._transfer, self._come = t, come
+
+    def order(self, stream: int | None) -> None:
+        """See `Work.order`."""
+        self._come(self.done, NEVER)
+        super().order(stream)
+
+    def _view(self) -> ArrayView:
+        return self._transfer.view
+
+    def _result(self) -> Any:
+        return array.finish(self._transfer.view)
+
+    def _operation(self) -> Operation:
+        t = self._transfer
+        return Operation(t.name, self._sequence, t.message(), t.peer, channel=t.channel)
+
+    def _native(self) -> Collective | None:
+        return None

@@ -1,0 +1,236 @@
+"""How a collective runs on a device whose streams go on behind the host: enqueued by the caller, looked after later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import Any, cast
+
+import numpy as np
+
+from xvcomm.abc.collective import Collective
+from xvcomm.abc.device import Mark, Stream
+from xvcomm.engine.collectives import Call, Caller, Key
+from xvcomm.engine.context import Context
+from xvcomm.engine.executor import Buffers, Executor
+from xvcomm.engine.gate import Door
+from xvcomm.engine.inflight.batch import Flight
+from xvcomm.engine.inflight.log import Ends
+from xvcomm.engine.inflight.stream_work import StreamWork
+from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.launch import CollectiveCall, EnqueuedStep, Place
+from xvcomm.engine.staging import Staging
+from xvcomm.engine.started import Beside
+from xvcomm.memory import array
+from xvcomm.memory.array import ArrayView
+from xvcomm.schedule.steps import Buf
+from xvcomm.trace.operation import Operation
+from xvcomm.trace.recorder import call_site
+from xvcomm.types.deadline import NEVER, Deadline
+from xvcomm.types.opcode import OpCode
+
+_Shape = tuple[OpCode, int, int, float, int, tuple[int, ...], tuple[int, ...], int, bool, bool]
+_SHAPES_KEPT = 1000
+_INSIDE, _INSIDE_AGAIN = 3, 2
+"""Functions of xvcomm that are under way at the least when a collective asks for the call site."""
+_BARRIER = OpCode.BARRIER
+
+
+class StreamCaller(Caller):
+    """Runs a communicator's collectives: blocking ones on the arrays' stream, asynchronous ones on one of their own."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._kind, self._index = context, context.kind, context.index
+        self._order = threading.Lock()
+        self._door = Door(context, self._order)
+        self._places = self._door.places
+        self._native_only = context.topology.homogeneous and context.topology.size > 1
+        self._executor = Executor(context)
+        self._beside = Beside(context, self._door, context.device.streams(1)[0])
+        self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
+        self._once: set[object] = set()
+        self._calls: dict[_Shape, CollectiveCall | None] = {}
+        self._again: dict[Key, CollectiveCall] = {}
+        context.closing.append(self._close)  # so that its memory lives as long as what is on the streams
+
+    def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
+        """See `Caller.again`: what compiled code starts, before a Call is made, which takes as long."""
+        ready = self._again.get(key)
+        if ready is None:
+            return False
+        handle = dst.stream if stream is None else array.stream_handle(stream)
+        if handle is None:
+            return False
+        if not (dst.trusted and src.trusted):
+            self._context.device.adopt(handle, *_untrusted(src, dst))
+        place, site = self._places.get(handle) or self._door.place(handle), call_site(_INSIDE_AGAIN)
+        return place != 0 and ready.run(place, handle, src, dst, site, monotonic() + timeout)
+
+    def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
+        """Enqueue a collective on the arrays' stream, and give the result array.
+
+        The host waits only for a barrier, where nobody knows the arrays' stream, and for memory that is lent for a result.
+        """
+        handle, trusted = self._look_at(call, stream)
+        waits = handle is None or call.op is _BARRIER or (call.dst is not None and call.dst.staged)
+        if handle is not None and not waits:
+            ready = self._ready(call)
+            if ready is not None:
+                if not trusted:
+                    self._user(call, handle, trusted)
+                place, site = self._places.get(handle) or self._door.place(handle), call.site or call_site(_INSIDE)
+                if place and ready.run(place, handle, call.src, call.dst, site, deadline.at):
+                    self._remember(call.key, ready)
+                    return call.result()
+        user = self._user(call, handle, trusted)
+        self._context.pending.part(handle or 0, deadline)
+        operation, mark, ends = self._launch(call, deadline, user)
+        pending = self._context.pending
+        if handle is None or waits:
+            mark = mark or cast(Mark, user.mark())
+            flight = Flight([operation], deadline, ends, stream=user, mark=mark, native=self._joined())
+            pending.wait_for(pending.add(flight))
+        elif user.capturing():
+            self._context.end(operation)
+        else:
+            pending.board([operation], handle, deadline, ends)
+        return call.result()
+
+    def _remember(self, key: Key | None, ready: CollectiveCall) -> None:
+        """Let `again` find it. Arrays of the same shape may come by ever new keys."""
+        if key is not None:
+            if len(self._again) >= _SHAPES_KEPT:
+                self._again.clear()
+            self._again[key] = ready
+
+    def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
+        """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
+        handle, trusted = self._look_at(call, stream)
+        beside, ready = self._beside, self._ready(call)
+        if ready is not None:
+            if not trusted:
+                self._user(call, handle, trusted)
+            started = beside.start(ready, call, handle, stream, call.site or call_site(_INSIDE), deadline)
+            if started is not None:
+                return started
+        own = beside.stream
+        with beside.lock:
+            self._context.pending.part(beside.handle, deadline)
+            self._context.pending.join(own, cast(Mark, self._user(call, handle, trusted).mark()))
+            operation, mark, ends = self._launch(call, deadline, own)
+            mark = mark or cast(Mark, own.mark())
+            native = self._joined()
+            flight = Flight(
+                [operation], deadline, ends, stream=own, mark=mark, native=native, blocking=False, keep=call
+            )
+        pending = self._context.pending
+        pending.add(flight)
+
+        view = call.src if call.dst is None else call.dst
+        now = None if view is not None and view.staged else partial(array.stream_now, view, stream)
+        return StreamWork(pending, now, call.result, str(call.op), flight)
+
+    def _look_at(self, call: Call, given: int | None) -> tuple[int | None, bool]:
+        """The stream that a collective is ordered on, None where neither the user nor the arrays' framework tells; and
+        whether the frameworks vouch for their memory. Raises if that is not this rank's."""
+        src, dst = call.src, call.dst
+        main = src if dst is None else dst
+        if main is None:
+            return given, True
+        handle, trusted = main.stream if given is None else given, main.trusted
+        if main.device != self._kind or main.index != self._index:
+            self._context.admit(main)
+        if src is not main and src is not None:
+            trusted = trusted and src.trusted
+            if src.device != self._kind or src.index != self._index:
+                self._context.admit(src)
+        return handle, trusted
+
+    def _user(self, call: Call, handle: int | None, trusted: bool) -> Stream:
+        """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""
+        adopt = self._context.device.adopt
+        if trusted:
+            return adopt(handle)
+        return adopt(handle, *_untrusted(call.src, call.dst))
+
+    def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Mark | None, Ends]:
+        """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
+        context = self._context
+        with self._order:
+            operation = context.begin(call.op, call.message(), site=call.site)
+            try:
+                if self._native_only:
+                    self._native(call, deadline, carrier)
+                    return operation, None, []
+                plan = context.planner.plan(call.request())
+                buffers = Buffers(array.address(call.src), array.address(call.dst))
+                mark, ends = self._executor.launch(plan, buffers, call.dtype, call.how(), operation, deadline, carrier)
+            except BaseException as error:
+                raised = context.fail(error, operation)
+                if raised is error:
+                    raise
+                raise raised from None
+        return operation, mark, ends
+
+    def _ready(self, call: Call) -> CollectiveCall | None:
+        """A call of this shape for compiled code; None before one has run, or if it is not for compiled code."""
+        how = call.reduction
+        shape = (
+            call.op, call.dtype.code, 0 if how is None else how.op, 0.0 if how is None else how.factor, call.count,
+            call.counts, call.recv_counts, call.root, call.uneven, call.src is call.dst,
+        )  # fmt: skip
+        try:
+            return self._calls[shape]
+        except KeyError:
+            return self._prepare(call, shape)
+
+    def _prepare(self, call: Call, shape: _Shape) -> CollectiveCall | None:
+        """The second call of a shape, which may then find all that it needs."""
+        if shape not in self._once:
+            if len(self._once) >= _SHAPES_KEPT:
+                for kept in (self._once, self._calls, self._again):
+                    kept.clear()
+            self._once.add(shape)
+            return None
+        ready = self._calls[shape] = self._compiled_native(call) if self._native_only else self._compiled_plan(call)
+        return ready
+
+    def _compiled_plan(self, call: Call) -> CollectiveCall | None:
+        """A collective that has run over a border, if all its steps are for compiled code."""
+        plan, executor = self._context.planner.plan(call.request()), self._executor
+        steps = executor.enqueued(plan, call.dtype, call.how(), call.message(), call.src is call.dst, NEVER)
+        nbytes = plan.schedule.scratch * call.dtype.itemsize
+
+        def scratch(handle: int) -> int:
+            return executor.serial_scratch(nbytes, (handle, 0))  # of a thread's own stream Python starts everything
+
+        return self._compiled(call, steps, scratch if nbytes else None)
+
+    def _compiled_native(self, call: Call) -> CollectiveCall | None:
+        """A collective inside an island, if the native library does all of it."""
+        native = self._joined()
+        found = native.enqueued(call.form()) if native is not None else None
+        places = Place(Buf.IN, 0), Place(Buf.OUT, 0)
+        return self._compiled(call, [EnqueuedStep(found, places)] if found is not None else None)
+
+    def _compiled(
+        self, call: Call, steps: list[EnqueuedStep] | None, scratch: Callable[[int], int] | None = None
+    ) -> CollectiveCall | None:
+        if steps is None:
+            return None
+        with self._order:
+            self._door.admit(call.op)
+        return CollectiveCall(self._context, self._door, call.op, call.message(), steps, scratch)
+
+    def _joined(self) -> Collective | None:
+        return self._context.joined_native()
+
+    def _close(self) -> None:
+        """Nothing: streams end by themselves."""
+
+
+def _untrusted(*views: ArrayView | None) -> list[int]:
+    """Where arrays are that the device is to look at."""
+    return [v.address for v in views if v is not None and v.count and not v.trusted]

@@ -1,0 +1,384 @@
+"""How point-to-point messages move on a device whose streams go on behind the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, cast
+
+from xvcomm.abc.device import Mark, MessageForm, Stream
+from xvcomm.engine.gate import Door
+from xvcomm.engine.inflight.admission import Start, Turns
+from xvcomm.engine.inflight.batch import Flight
+from xvcomm.engine.inflight.deferred import Promise
+from xvcomm.engine.inflight.log import Ends
+from xvcomm.engine.inflight.stream_work import StreamWork
+from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.launch import EnqueuedTransfer, MessageCall
+from xvcomm.engine.messages import Transfer, Transfers
+from xvcomm.engine.started import Beside
+from xvcomm.memory import array
+from xvcomm.memory.ring import RingEnd
+from xvcomm.trace.recorder import call_site
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.opcode import OpCode
+
+if TYPE_CHECKING:
+    from xvcomm.engine.context import Context
+
+_Shape = tuple[OpCode, int, int, int, int]
+_SHAPES_KEPT = 1000
+_UNPREPARED = object()
+_INSIDE, _INSIDE_START = 2, 3
+"""Functions of xvcomm that are under way when `run_alone` and `run`, or `start_alone`, ask for the call site."""
+_RING_STREAMS = 64
+"""Rings, and sets of them, that keep a stream: a device has only so many that were made before anything ran."""
+
+
+class StreamTransfers(Transfers):
+    """Blocking messages go on their arrays' stream; asynchronous ones, in turns, on their ring's or on one that is free."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._free: list[Stream] = []
+        self._of_rings: dict[frozenset[RingEnd], Stream] = {}
+        self._besides: dict[frozenset[RingEnd], Beside] = {}
+        self._door = Door(context, context.enqueueing)
+        self._calls: dict[tuple[_Shape, ...], MessageCall | None] = {}
+        self._turns = Turns(context.pending, self._go)
+        context.closing.append(self._turns.close)
+
+    def run_alone(self, t: Transfer) -> None:
+        """See `Transfers.run_alone`."""
+        handle = t.stream
+        if handle is None or t.view.staged:
+            self.run([t])
+            return
+        view, key = t.view, _key([t])
+        user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
+        call = self._calls.get(key, _UNPREPARED)
+        if isinstance(call, MessageCall) and not self._turns:
+            place = self._door.places.get(handle) or self._door.place(handle)
+            if place and call.run(place, handle, [view.address, t.tag, t.site or call_site(_INSIDE)], t.deadline):
+                return
+        self._run_alone(t, handle, user or self._context.device.adopt(handle))
+        if call is _UNPREPARED:
+            self._prepare([t], key)
+
+    def _run_alone(self, t: Transfer, handle: int, user: Stream) -> None:
+        """Put one message on its array's stream."""
+        context = self._context
+        try:
+            end = self._begin(t)
+            waiting = bool(self._turns)
+            if waiting:
+                self._make_way([end], t.deadline, user)
+            context.pending.part(handle, t.deadline)
+            with context.enqueueing:
+                self._enqueue(t, user)
+                following = end.sequence
+        except BaseException as error:
+            user.discard()
+            self._fail([t], error)
+        assert t.operation is not None
+        if user.capturing():
+            context.end(t.operation)
+        else:
+            context.pending.board([t.operation], handle, t.deadline, [(end, following, t.operation)])
+            if waiting:
+                self._turns.see_through([end], t.deadline)
+
+    def _make_way(self, ends: Collection[RingEnd], deadline: Deadline, user: Stream) -> None:
+        """Let go first what waits for rings; a graph has that at once."""
+        if user.capturing():
+            self._turns.let_go(ends)
+        else:
+            self._turns.come_next(ends, deadline)
+
+    def _prepare(self, transfers: Sequence[Transfer], key: tuple[_Shape, ...]) -> None:
+        """Let compiled code put further messages of these shapes on streams, where the device has that."""
+        if len(self._calls) >= _SHAPES_KEPT:
+            self._calls.clear()
+        parts = [
+            EnqueuedTransfer(t.name, t.end, t.operation.message._replace(tag=0))
+            for t in transfers if t.end is not None and t.operation is not None
+        ]  # fmt: skip
+        found = self._context.device.enqueued([MessageForm(part.end, part.message) for part in parts])
+        if found is None:
+            self._calls[key] = None
+            return
+        with self._context.enqueueing:
+            self._door.admit(transfers[0].name)
+        self._calls[key] = MessageCall(self._context, self._door, parts, found)
+
+    def run(self, transfers: Sequence[Transfer]) -> None:
+        """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for memory lent for results."""
+        handle = transfers[0].stream
+        if handle is None or not all(t.stream == handle and not t.view.staged for t in transfers):
+            self._run_together(transfers)
+            return
+        if len(transfers) == 1:
+            self.run_alone(transfers[0])
+            return
+        key = _key(transfers)
+        call = self._calls.get(key, _UNPREPARED)
+        if isinstance(call, MessageCall) and not self._turns:
+            unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
+            if unknown:
+                self._context.device.adopt(handle, *unknown)
+            place = self._door.places.get(handle) or self._door.place(handle)
+            site = transfers[0].site or call_site(_INSIDE)
+            if place and call.run(place, handle, _items(transfers, site), _soonest(transfers)):
+                return
+        self._run_together(transfers)
+        if call is _UNPREPARED:
+            rings, channels = {(t.name, t.peer) for t in transfers}, {t.channel for t in transfers}
+            if len(rings) == len(transfers) and len(channels) == 1:
+                self._prepare(transfers, key)
+            else:
+                self._calls[key] = None
+
+    def _run_together(self, transfers: Sequence[Transfer]) -> None:
+        """Put messages on one of their arrays' streams, with the others before and behind them."""
+        user, *others = self._streams(transfers)
+        self._begin_all(transfers)
+        ends, deadline, waiting = _ends(transfers), _soonest(transfers), bool(self._turns)
+        if waiting:
+            self._make_way(ends, deadline, user)
+        for other in others:
+            user.wait(other.mark())
+        self._context.pending.part(transfers[0].stream or 0, deadline)
+        flight = self._launch(transfers, user)
+        for other in others:
+            other.wait(flight.mark)
+        pending, handle = self._context.pending, transfers[0].stream
+        if any(t.stream is None or t.view.staged for t in transfers):
+            pending.wait_for(pending.add(flight))
+        elif handle is not None and flight.landed is None and not flight.mark.captured:
+            pending.board(flight.operations, handle, flight.deadline, flight.ends)
+        else:
+            pending.add(flight)
+        if waiting and not flight.mark.captured:
+            self._turns.see_through(ends, deadline)
+
+    def work(self, t: Transfer) -> Work:
+        """See `Transfers.work`."""
+        t.promise = promise = Promise(_what(t))
+        return promise
+
+    def start_alone(self, t: Transfer) -> Work:
+        """See `Transfers.start_alone`; by compiled code, if it need not wait for its turn."""
+        started = self._start_at_once([t], t.site or call_site(_INSIDE_START))
+        if started is not None:
+            return started[0]
+        work = self.work(t)
+        self._start_in_turn([t])
+        return work
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """See `Transfers.start`; the same for each channel's."""
+        started = self._start_at_once(transfers, 0)
+        if started is None:
+            self._start_in_turn(transfers)
+            return
+        for t, work in zip(transfers, started, strict=True):
+            t.promise.work = work
+
+    def _start_at_once(self, transfers: Sequence[Transfer], site: int) -> Sequence[Work] | None:
+        """Have compiled code start messages, if none of them would wait; None if it has not."""
+        handle = transfers[0].stream
+        call = self._calls.get(_key(transfers))
+        if handle is None or call is None or not all(t.stream == handle for t in transfers):
+            return None
+        ends = call.ends
+        beside = self._besides.get(ends)
+        if beside is None:
+            return None
+        unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
+        if unknown:
+            self._context.device.adopt(handle, *unknown)
+        come, items = partial(self._turns.come_behind, ends), _items(transfers, site)
+        return self._turns.at_once(
+            ends, partial(beside.move, call, transfers, items, _soonest(transfers), handle, come)
+        )
+
+    def _start_in_turn(self, transfers: Sequence[Transfer]) -> None:
+        """Start messages when it is their turn; what goes into a graph at once."""
+        users = self._streams(transfers)
+        self._begin_all(transfers)
+        ends = _ends(transfers)
+        launch = Start(transfers, [cast(Mark, user.mark()) for user in users], ends, _soonest(transfers))
+        if any(mark.captured for mark in launch.behind):
+            self._turns.let_go(ends)
+            self._go(launch)
+            return
+        for t in transfers:
+            t.promise.come = partial(self._turns.come, ends)
+        self._turns.add(launch)
+        if all(t.promise.work is not None for t in transfers):  # else not all rings may be pinned yet
+            self._know(transfers, ends)
+
+    def _know(self, transfers: Sequence[Transfer], ends: frozenset[RingEnd]) -> None:
+        """Let compiled code start further messages of these shapes."""
+        stream, key = self._of_rings.get(ends), _key(transfers)
+        if stream is not None and ends not in self._besides:
+            self._besides[ends] = Beside(self._context, self._door, stream)
+        if key not in self._calls and len(ends) == len(transfers):
+            self._prepare(transfers, key)
+
+    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+        """See `Transfers.copy`; on the arrays' stream also those that have Works."""
+        context = self._context
+        for pair in pairs:
+            sent, received = pair
+            user, *others = self._streams(pair)
+            deadline = _soonest(pair)
+            try:
+                operations = [self._note(t) for t in pair]
+                context.pending.part(sent.stream or 0, deadline)
+                with context.enqueueing:
+                    for other in others:
+                        user.wait(other.mark())
+                    context.device.copy(received.view.address, sent.view.address, sent.view.nbytes, user)
+                    mark = cast(Mark, user.mark())
+                    for other in others:
+                        other.wait(mark)
+            except BaseException as error:
+                user.discard()
+                self._fail(pair, error)
+            flight = Flight(
+                operations, deadline, [], stream=user, mark=mark, blocking=waits, keep=[t.view for t in pair]
+            )
+            context.pending.add(flight)
+            if waits and any(t.stream is None or t.view.staged for t in pair):
+                context.pending.wait_for(flight)
+            for t in pair:
+                self._become(t, flight)
+
+    def settle(self, peers: Collection[int], channel: int) -> None:
+        """See `Transfers.settle`."""
+        if self._turns:
+            self._turns.let_go_to(peers, channel)
+
+    def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+        """See `Transfers.give_up`."""
+        for t in transfers:
+            if t.promise is not None:
+                t.promise.give_up(error)
+
+    def _streams(self, transfers: Sequence[Transfer]) -> list[Stream]:
+        """The streams that the arrays are on, each once."""
+        adopt = self._context.device.adopt
+        found = {}
+        for t in transfers:
+            look = () if t.view.trusted or not t.view.count else (t.view.address,)
+            found[adopt(t.stream, *look)] = t
+        return list(found)
+
+    def _begin_all(self, transfers: Sequence[Transfer]) -> None:
+        try:
+            for t in transfers:
+                self._begin(t)
+        except BaseException as error:
+            self._fail(transfers, error)
+
+    def _take_stream(self) -> Stream:
+        return self._free.pop() if self._free else self._context.device.streams(1)[0]
+
+    def _go(self, launch: Start[Transfer]) -> None:
+        """Let asynchronous messages start."""
+        stream = self._stream_of(launch.ends)
+        taken = stream is None
+        self._launch(launch.transfers, stream or self._take_stream(), launch.behind, background=True, taken=taken)
+
+    def _stream_of(self, ends: frozenset[RingEnd]) -> Stream | None:
+        """The stream of rings, on which a launch need not be told to follow the one before; not all get one."""
+        found = self._of_rings.get(ends)
+        if found is None and len(self._of_rings) < _RING_STREAMS:
+            found = self._of_rings[ends] = self._context.device.streams(1)[0]
+        return found
+
+    def _launch(
+        self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Mark] = (), *, background: bool = False,
+        taken: bool = False,
+    ) -> Flight:  # fmt: skip
+        """Let messages go on a stream, those of further channels each on one beside it.
+
+        Messages of one ring follow one another, in several launches; on one stream they would wait for other channels'.
+
+        Args:
+            behind: what comes first.
+            background: whether they have Works, and are looked after from now on.
+            taken: whether the stream is one of `_take_stream`.
+        """
+        ends: Ends = []
+        further = {t.channel for t in transfers if t.channel != transfers[0].channel}
+        beside = {channel: self._take_stream() for channel in further}
+        try:
+            with self._context.enqueueing:  # threads may have messages for one ring
+                for before in behind:
+                    self._context.pending.join(stream, before)
+                if beside:
+                    start = stream.mark()
+                for other in beside.values():
+                    other.wait(start)
+                    other.together()
+                if len(transfers) > 1:
+                    stream.together()
+                for t in transfers:
+                    end = self._enqueue(t, beside.get(t.channel, stream))
+                    assert t.operation is not None
+                    ends.append((end, end.sequence, t.operation))
+                for through in [other.mark() for other in beside.values()]:
+                    stream.wait(through)
+                mark = cast(Mark, stream.mark())
+                flight = self._flight(transfers, ends, stream, mark, background)
+                back = [stream, *beside.values()] if taken else list(beside.values())
+                flight.landed = partial(self._free.extend, back) if back else None
+                if background:
+                    self._context.pending.add(flight)
+        except BaseException as error:
+            for used in (stream, *beside.values()):
+                used.discard()
+            self._fail(transfers, error)
+        for t in transfers:
+            self._become(t, flight)
+        return flight
+
+    def _become(self, t: Transfer, flight: Flight) -> None:
+        """Let the Work of a message, if it has one, stand for a flight."""
+        if t.promise is not None:
+            now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
+            finish = partial(array.finish, t.view)
+            t.promise.work = StreamWork(self._context.pending, now, finish, _what(t), flight)
+
+    @staticmethod
+    def _flight(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Flight:
+        operations = [operation for _, _, operation in ends]
+        keep = [t.view for t in transfers] if background else None
+        return Flight(
+            operations, _soonest(transfers), ends, stream=stream, mark=mark, blocking=not background, keep=keep
+        )
+
+
+def _key(transfers: Sequence[Transfer]) -> tuple[_Shape, ...]:
+    """What messages are to be known by when they come again."""
+    return tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
+
+
+def _items(transfers: Sequence[Transfer], site: int) -> list[int]:
+    """See `MessageCall.run`; `site` is where those were called that do not say so themselves."""
+    return [word for t in transfers for word in (t.view.address, t.tag, t.site or site)]
+
+
+def _what(t: Transfer) -> str:
+    return f"{t.name} with rank {t.peer}"
+
+
+def _ends(transfers: Sequence[Transfer]) -> frozenset[RingEnd]:
+    return frozenset(t.end for t in transfers if t.end is not None)
+
+
+def _soonest(transfers: Sequence[Transfer]) -> Deadline:
+    return transfers[0].deadline if len(transfers) == 1 else min((t.deadline for t in transfers), key=attrgetter("at"))

@@ -1,0 +1,344 @@
+"""The ring: where things lie in its memory, how a message is cut, and what both ends write about it.
+
+    page 0   line 0: magic, protocol version, lanes, slots, slot bytes, whether the slots are apart
+             line 1: abort word (0, or why everybody must stop)
+             line 2: messages consumed
+             lines 3, 4: turn of the producer, of the consumer: the messages n it has finished; -1 - n once it gave up
+                         the next one
+             line 5: who has mapped slots that are apart; see `lending`
+             lines 6, 7: where the producer's process is, the consumer's; line 8: which chunks of a message that goes
+                         straight between the ends' arrays are claimed; all of ends in host memory only
+    then     head[lane], tail[lane]: slots produced and consumed since the start, each alone on its line
+    then     ledger: LEDGER entries of the producer, LEDGER of the consumer, one cache line each
+    then     slots, page-aligned, lane by lane; or apart from all this, in a GPU's memory
+
+Counters only grow. A line is 128 bytes: neighbouring counters never share what a core or a GPU fetches at once.
+`header()` gives the same numbers to kernels written in C++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from xvcomm.errors import ResourceError
+from xvcomm.memory.segment import PAGE, Segment, round_up
+from xvcomm.types.dtype import BY_CODE
+
+MAGIC = 0x78_76_63_6F_6D_6D
+VERSION = 4
+LINE = 128
+ABORT = LINE
+CONSUMED = 2 * LINE
+TURNS = 3 * LINE
+BORROWER = 5 * LINE
+MEETING = 6 * LINE
+CLAIMS = 8 * LINE
+COUNTERS = PAGE
+MAX_LANES = 64
+LEDGER = 64
+ENTRY = 64
+ALIGN = 16
+LEAST_CHUNK = 16 << 10
+LEAST_APART_CHUNK = 32 << 10
+"""The same of slots in a GPU's memory, where copying is fast and the hand-over through host memory is not."""
+
+_PIECES = 4
+"""Slots of a lane that a message takes, if they are large enough: so both ends copy at the same time."""
+
+
+class EntryWord(enum.IntEnum):
+    """Words of a ledger entry behind the message's number, from 1 on, and the fields of `Message`."""
+
+    OFFER = 6  # address of the end's array, if the other may touch it; else 0
+    TOOK = 7  # nanoseconds of the consumer's newest message for which it offered its array
+
+
+class Reason(enum.IntEnum):
+    """Low byte of an abort word; above it lie the rank concerned, in 24 bits, and who found out, where that matters."""
+
+    PEER_LOST = 1
+    MISMATCH = 2
+    DEADLINE = 3
+    ABORTED = 4
+    LEFT = 5
+    SERVER_LOST = 6  # the rank is the number in the whole job of who served the store
+
+    def word(self, rank: int, witness: int = 0) -> int:
+        """The abort word that blames `rank`, as `witness` found out."""
+        return self | (rank << 8) | (witness << 32)
+
+    @staticmethod
+    def bad(word: int) -> bool:
+        """Whether a word says that all is over; it is not when a rank merely left."""
+        return word & 0xFF not in (0, Reason.LEFT)
+
+    @classmethod
+    def parse(cls, word: int) -> tuple[Reason, int]:
+        """Reason and rank of an abort word."""
+        return cls(word & 0xFF), (word >> 8) & 0xFFFFFF
+
+    @staticmethod
+    def witness(word: int) -> int:
+        """The rank that found out."""
+        return word >> 32
+
+
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """The shape of a ring; both ends use the one of whoever made it.
+
+    Attributes:
+        apart: whether the slots lie in a GPU's memory instead of behind the ledger.
+        fixed: whether whoever makes the ring must keep to it, because somebody counts on what the ring takes at once; else
+            the ring may be smaller where memory is short.
+    """
+
+    lanes: int
+    slots: int
+    slot_bytes: int
+    apart: bool = False
+    fixed: bool = field(default=False, compare=False)
+
+    @property
+    def ledger(self) -> int:
+        """Offset of the producer's entries; the consumer's follow."""
+        return COUNTERS + round_up(2 * self.lanes * LINE, PAGE)
+
+    @property
+    def data(self) -> int:
+        """Offset of the first slot."""
+        return self.ledger + round_up(2 * LEDGER * ENTRY, PAGE)
+
+    @property
+    def size(self) -> int:
+        """Bytes of shared memory."""
+        return self.data if self.apart else self.data + self.capacity
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of all slots."""
+        return self.lanes * self.slots * self.slot_bytes
+
+    def at_once(self, messages: int) -> int:
+        """Bytes of so many messages, all together, that an empty ring takes before any of them is received."""
+        if messages < 2 and self.slots >= _PIECES:
+            return self.capacity
+        # Of each message but one, a lane's last slot may be nearly empty.
+        return self.lanes * max(0, self.slots - max(0, messages - 1)) * min(self.slot_bytes, LEAST_CHUNK)
+
+    def smaller(self) -> RingLayout | None:
+        """About half of it, in as many lanes; None if it is as small as a ring should be, or fixed."""
+        if self.fixed or self.apart:
+            return None
+        if self.slot_bytes > LEAST_CHUNK:  # smaller slots cost less speed than fewer
+            return replace(self, slot_bytes=max(LEAST_CHUNK, round_up(self.slot_bytes // 2, PAGE)))
+        return replace(self, slots=max(_PIECES, self.slots // 2)) if self.slots > _PIECES else None
+
+    def head(self, lane: int) -> int:
+        """Offset of a lane's count of produced slots."""
+        return COUNTERS + 2 * lane * LINE
+
+    def tail(self, lane: int) -> int:
+        """Offset of a lane's count of consumed slots."""
+        return COUNTERS + (2 * lane + 1) * LINE
+
+
+def header() -> str:
+    """C++ constants for kernels, so that no number is written down twice."""
+    names = {
+        "ABORT": ABORT, "CONSUMED": CONSUMED, "TURNS": TURNS, "COUNTERS": COUNTERS, "LINE": LINE, "LEDGER": LEDGER,
+        "ENTRY": ENTRY, "ALIGN": ALIGN, "MISMATCH": Reason.MISMATCH,
+    }  # fmt: skip
+    return "".join(f"constexpr long long XV_{name} = {+value};\n" for name, value in names.items())
+
+
+def chunk_bytes(nbytes: int, lanes: int, slot_bytes: int, least: int = LEAST_CHUNK) -> int:
+    """Bytes of a message that one slot carries: a quarter of a lane's part, but no less than is worth a hand-over.
+    Movers compile this very function."""
+    pieces = _PIECES * lanes
+    quarter = (nbytes + pieces * PAGE - 1) // (pieces * PAGE) * PAGE
+    return min(slot_bytes, max(least, quarter))
+
+
+def lanes_used(nbytes: int, lanes: int, chunk: int) -> int:
+    """Lanes that carry a part of a message; one that fits a chunk takes one. Movers compile this very function."""
+    return min(lanes, max(1, (nbytes + chunk - 1) // chunk))
+
+
+def part_bytes(nbytes: int, used: int) -> int:
+    """Bytes of each lane's part but the last, a multiple of 16. Movers compile this very function."""
+    return ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
+
+
+def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
+    """How a message is cut: (first byte, one past the last) for each lane that carries a part, in order."""
+    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, lanes, slot_bytes))
+    part = part_bytes(nbytes, used)
+    return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
+
+
+class Message(NamedTuple):
+    """What an end says of a message in the ledger; all fields must agree. Plain integers: compiled code takes them.
+
+    Attributes:
+        op: `OpCode.SEND` for point-to-point, else the code of the collective it belongs to.
+        dtype: code of the element type.
+        nbytes: length.
+        tag: the user's tag, or the sequence number of the collective.
+        detail: root and reduction of a collective, packed; 0 for point-to-point.
+    """
+
+    op: int
+    dtype: int
+    nbytes: int
+    tag: int
+    detail: int = 0
+
+    def describe(self) -> str:
+        """`4096 x float32, tag 7`."""
+        dtype = BY_CODE.get(self.dtype)
+        if dtype is None:
+            return f"{self.nbytes} bytes of dtype {self.dtype}, tag {self.tag}"
+        return f"{self.nbytes // dtype.itemsize} x {dtype}, tag {self.tag}"
+
+
+class RingEnd:
+    """One end of a ring in this process.
+
+    Attributes:
+        peer: rank at the other end.
+        producer: whether this end fills the ring.
+        channel: which of the pair's channels of messages it is, as `Links` opened it.
+        counter: address of the number of the next message, for compiled code; `sequence` in memory.
+        geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
+        slots: where this process's device sees the slots, if they are apart; else 0.
+        made: whether this end made the ring.
+        stuck: whether something on the device may still use the ring when it is closed.
+        turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
+        replayed: whether graphs have messages of it, which count when they run: `sequence` may then be too low.
+        kept: what the movers of this process's device keep with the end.
+        gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
+        closing: called before the memory is unmapped, by whoever pinned it.
+        dispose: unmaps it, at once or later.
+    """
+
+    def __init__(self, segment: Segment, layout: RingLayout, *, peer: int, producer: bool, made: bool = False) -> None:
+        self._segment = segment
+        self.made = made
+        self.stuck = False
+        self.dispose: Callable[[Segment], None] = Segment.close
+        self.layout = layout
+        self.peer = peer
+        self.producer = producer
+        self.channel = 0
+        self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
+        self.slots = 0
+        self._sequence = ctypes.c_int64()
+        self.counter = ctypes.addressof(self._sequence)
+        self.address = segment.address
+        self.turn = segment.address + TURNS + (0 if producer else LINE)
+        self.kept: Any = None
+        self.replayed = False
+        self.gave_up: Callable[[], None] | None = None
+        self._leaving = threading.RLock()  # a signal handler may close in the middle of anything
+        self.closing: list[Callable[[], None]] = []
+
+    @classmethod
+    def create(cls, segment: Segment, layout: RingLayout, *, peer: int, producer: bool) -> RingEnd:
+        """An end in a fresh segment; writes page 0."""
+        words = (ctypes.c_int64 * 6).from_address(segment.address)
+        words[1:] = [VERSION, layout.lanes, layout.slots, layout.slot_bytes, layout.apart]
+        words[0] = MAGIC
+        return cls(segment, layout, peer=peer, producer=producer, made=True)
+
+    @classmethod
+    def open(cls, segment: Segment, *, peer: int, producer: bool) -> RingEnd:
+        """An end of a ring that the other rank made.
+
+        Raises:
+            ResourceError: the segment holds no ring, or one of another protocol version, or is too small for it.
+        """
+        magic, version, lanes, slots, slot_bytes, apart = (ctypes.c_int64 * 6).from_address(segment.address)
+        if (magic, version) != (MAGIC, VERSION):
+            raise ResourceError(
+                f"rank {peer} offers ring protocol {version}, this rank speaks {VERSION}; install one xvcomm everywhere"
+            )
+        layout = RingLayout(lanes, slots, slot_bytes, bool(apart))
+        if not 0 < lanes <= MAX_LANES or slots < 1 or slot_bytes < 1 or layout.size > segment.size:
+            raise ResourceError(f"rank {peer} offers a ring that does not fit its shared memory: {layout}")
+        return cls(segment, layout, peer=peer, producer=producer)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the next message."""
+        return self._sequence.value
+
+    @sequence.setter
+    def sequence(self, number: int) -> None:
+        self._sequence.value = number
+
+    def abort(self, word: int) -> None:
+        """Tell both ends to stop; the first reason stays."""
+        if self.address:
+            cell = ctypes.c_int64.from_address(self.address + ABORT)
+            if not cell.value:
+                cell.value = word
+
+    def abort_word(self) -> int:
+        """0, or why the ring stopped."""
+        return ctypes.c_int64.from_address(self.address + ABORT).value if self.address else 0
+
+    def give_up(self) -> None:
+        """Say that a message of this end will never be finished; those behind it stop as soon as the ring does.
+
+        The array is the caller's again afterwards. May block for a second if the other end is stuck in it. Any thread.
+        """
+        with self._leaving:  # of several threads none returns before the first one need not wait any more
+            if self.address and self.finished()[1]:
+                ctypes.c_int64.from_address(self.turn).value ^= -1
+                if self.gave_up is not None:
+                    self.gave_up()
+
+    def finished(self) -> tuple[int, bool]:
+        """How many messages this end has finished, and whether it goes on: not if it gave one up, or was closed."""
+        if not self.address:
+            return 0, False
+        turn = ctypes.c_int64.from_address(self.turn).value
+        return (turn, True) if turn >= 0 else (-1 - turn, False)
+
+    def dispute(self) -> tuple[Message, Message] | None:
+        """The newest message that both ends described, and differently: (this end's words, the other's).
+
+        Only of those that were not received: an entry of an older one may hold words of the next one there already, which
+        its end then gave up before it made them valid.
+        """
+        if not self.address:
+            return None
+        consumed = ctypes.c_int64.from_address(self.address + CONSUMED).value
+        pairs = [(self._entry(i, self.producer), self._entry(i, not self.producer)) for i in range(LEDGER)]
+        differing = [(mine, theirs) for mine, theirs in pairs if mine[0] == theirs[0] > consumed and mine != theirs]
+        if not differing:
+            return None
+        mine, theirs = max(differing)
+        return Message(*mine[1:]), Message(*theirs[1:])
+
+    def _entry(self, index: int, producer: bool) -> tuple[int, ...]:
+        """Number and fields of an entry; the number grows with every message, and is 0 where there was none."""
+        offset = self.layout.ledger + ((0 if producer else LEDGER) + index) * ENTRY
+        return tuple((ctypes.c_int64 * 6).from_address(self.address + offset))
+
+    def close(self) -> None:
+        """Unmap this end. After a good end the other one can still open the ring and read what was sent. Idempotent."""
+        while self.closing:
+            self.closing.pop()()
+        if not self.address:
+            return
+        if Reason.bad(self.abort_word()):
+            self._segment.unlink()
+        self.address = 0
+        self.dispose(self._segment)

@@ -1,0 +1,92 @@
+"""The folder of a file store: whose it may be, its lock, and which processes use it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from xvcomm.abc.store import ANSWER_SECONDS
+from xvcomm.errors import ConfigError, DeadlineExceeded
+from xvcomm.rendezvous.store import processes
+from xvcomm.system.private import taken, trusted
+from xvcomm.types.deadline import Deadline, poll
+
+LOCK = "lock"
+_MEMBERS = "members"
+
+
+def make(folder: Path) -> None:
+    """Make the folder if it is not there, readable by this user alone.
+
+    Raises:
+        OSError: it cannot be made.
+        ConfigError: others than this user and root can change what is in it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for found in (folder.lstat(), folder.stat()):
+        if not trusted(found):
+            raise ConfigError(
+                f"the folder {folder} of the file store belongs to another user (uid {found.st_uid}), who could change the "
+                "job's messages: name a folder of your own in XVCOMM_STORE, for instance one that does not exist yet"
+            )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"every user can write to the folder {folder} of the file store (mode {stat.S_IMODE(found.st_mode):o}) and so "
+            f"change the job's messages: run `chmod 700 {folder}`, or name another folder in XVCOMM_STORE"
+        )
+
+
+def hold(folder: Path, lock: int, deadline: Deadline) -> None:
+    """Take the folder's lock, which goes with the open file and so holds between threads as well as processes.
+
+    Raises:
+        DeadlineExceeded: another process has it.
+    """
+    if poll(partial(taken, lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
+        raise DeadlineExceeded(
+            f"another process holds the lock of the store in {folder} ({folder / LOCK}) and did not let go of it in time; "
+            "a rank of the job is stopped, or a program outside the job holds the lock"
+        )
+
+
+def enter(folder: Path, ranks: int) -> None:
+    """Count this process among those that use the folder, whose lock it holds.
+
+    What a job left whose processes are all dead is removed before: the next job may use the folder at once.
+
+    Raises:
+        ConfigError: as many as the job has ranks are in it, and none of them is known to run.
+    """
+    file = folder / _MEMBERS
+    members = file.read_text().splitlines() if file.exists() else []
+    states = [_state(member) for member in members]
+    if states and all(state == "dead" for state in states):
+        _clear(folder)
+        members = []
+    elif len(members) >= ranks and "alive" not in states:
+        raise ConfigError(
+            f"{len(members)} processes of another job or another host used the folder {folder} of the file store and did "
+            f"not remove it: where none of them runs any more, remove it (`rm -r {folder}`), or name another folder in "
+            "XVCOMM_STORE"
+        )
+    with file.open("a") as out:
+        out.write(f"{processes.place()} {os.getpid()} {processes.started(os.getpid())}\n")
+
+
+def _state(member: str) -> Literal["alive", "dead", "unknown"]:
+    """Whether the process of this line runs; those of other hosts and process namespaces cannot be seen."""
+    place, _, process = member.partition(" ")
+    pid, _, started = process.partition(" ")
+    if not place or place != processes.place() or not pid.isdigit():
+        return "unknown"
+    return "alive" if processes.started(int(pid)) == started else "dead"
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the lock, which others may wait for."""
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            path.unlink(missing_ok=True)

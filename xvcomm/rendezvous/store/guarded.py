@@ -1,0 +1,159 @@
+"""A part of the store in which waiting ends early: when the communicator does, or when a rank says that it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from xvcomm.abc.store import NotSet, PrefixStore, Store
+from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError, XvcommError
+from xvcomm.types.deadline import NEVER, Deadline
+
+_SETTLE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.02
+_LOOK_SECONDS = 0.1
+_FAILURE_SECONDS = 1.0
+_NAMED = 16
+"""How many late ranks are named."""
+_FAILURE = "failure"
+_KINDS: dict[str, type[XvcommError]] = {kind.__name__: kind for kind in (PeerLost, DeadlineExceeded, Aborted)}
+
+T = TypeVar("T")
+
+
+class _Failure(msgspec.Struct, frozen=True, array_like=True):
+    """What `fail` was given: one of `_KINDS`, its text, and the number of the rank that it names in the whole job."""
+
+    kind: str
+    text: str
+    peer: int | None = None
+
+
+class GuardedStore(PrefixStore):
+    """A view of another store in which every key begins with `prefix/`.
+
+    Args:
+        check: raises when waiting has become vain; called now and then while a key is waited for, and when the store
+            cannot be reached.
+        unreachable: called, after `check`, when the store cannot be reached; raises if the rank that serves it has died.
+    """
+
+    def __init__(
+        self, prefix: str, store: Store, check: Callable[[], None], unreachable: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(prefix, store)
+        self._check, self._unreachable = check, unreachable
+
+    def fail(self, error: XvcommError) -> None:
+        """Make everybody who waits in this part of the store, now or later, raise this error.
+
+        Args:
+            error: PeerLost, DeadlineExceeded, or Aborted; its text and `peer` go with it.
+        """
+        kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+        failure = msgspec.msgpack.encode(_Failure(kind, str(error), error.peer))
+        super().set(_FAILURE, failure, Deadline.after(_FAILURE_SECONDS))
+
+    def check(self) -> None:
+        """Raise what was given to `fail`, and what `check` does; who failed may have left, or died, since it told why."""
+        try:
+            found = super().get(_FAILURE, Deadline.after(0))
+        except DeadlineExceeded:
+            self._check()
+            return
+        failure = msgspec.msgpack.decode(found, type=_Failure)
+        raise _KINDS[failure.kind](failure.text, peer=failure.peer)
+
+    def settle(self) -> None:
+        """See `Store.settle`; raises what `check` does, which may come to know a moment later."""
+        settling = Deadline.after(_SETTLE_SECONDS)
+        while not settling.expired():
+            self._reach(self.check)
+            time.sleep(_PAUSE_SECONDS)
+
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        """See `Store.set`; also raises what `check` and `unreachable` do where the store cannot be reached."""
+        self._reach(partial(super().set, key, value, deadline))
+
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
+        """See `Store.add`; also raises what `check` and `unreachable` do where the store cannot be reached."""
+        return self._reach(partial(super().add, key, amount, deadline))
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`; also raises what `check` does, and what was given to `fail`."""
+        return self._patiently(partial(super().get, key), deadline)
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`; also raises what `check` does, and what was given to `fail`."""
+        self._patiently(partial(super().wait, list(keys)), deadline)
+
+    def assemble(
+        self, rank: int, ranks: Sequence[int], deadline: Deadline, departed: Callable[[], Iterable[int]]
+    ) -> None:
+        """Wait until all of these ranks have come, once: one that fails before shall not leave the others in an operation.
+
+        Args:
+            rank: of this process; all are numbers of the whole job.
+            departed: gives those that have left, as far as this process knows.
+
+        Raises:
+            PeerLost: a rank left before it had come.
+            DeadlineExceeded: names those that did not come. Also what `check` does, and what was given to `fail`.
+        """
+        self.set(f"begun/{rank}", b"", deadline)
+        if self.add("begun", 1, deadline) == len(ranks):
+            with contextlib.suppress(StoreError):  # who served it may have got this and ended before it answered
+                super().set("all begun", b"", deadline)
+            return
+
+        def look() -> None:
+            for other in departed():
+                if not self._begun(other):
+                    text = f"rank {other} of the job left before it opened shared memory; restart the job"
+                    raise PeerLost(text, rank=rank, peer=other)
+
+        try:
+            self._patiently(partial(super().get, "all begun"), deadline, look)
+        except NotSet as error:
+            late = [r for r in ranks if not self._begun(r)] or [rank]
+            names = ", ".join(f"rank {r} of the job" for r in late[:_NAMED])
+            raise DeadlineExceeded(
+                f"{names} did not open shared memory in time; stopped or very slow", rank=rank, peer=late[0]
+            ) from error
+
+    def _begun(self, rank: int) -> bool:
+        try:
+            self.wait([f"begun/{rank}"], Deadline.after(0))
+        except DeadlineExceeded:
+            return False
+        return True
+
+    def _patiently(
+        self, call: Callable[[Deadline], T], deadline: Deadline, look: Callable[[], None] = lambda: None
+    ) -> T:
+        while True:
+            try:
+                return self._reach(partial(call, Deadline.after(deadline.sooner(_LOOK_SECONDS))))
+            except DeadlineExceeded:
+                self._reach(self.check)
+                look()
+                if deadline.expired():
+                    raise
+
+    def _reach(self, call: Callable[[], T]) -> T:
+        """Call the store. If it cannot be reached, say why: a process's death is seen a moment later than its socket's."""
+        try:
+            return call()
+        except StoreError:
+            settling = Deadline.after(_SETTLE_SECONDS)
+            while not settling.expired():
+                with contextlib.suppress(StoreError):
+                    self._check()
+                self._unreachable()
+                time.sleep(_PAUSE_SECONDS)
+            raise

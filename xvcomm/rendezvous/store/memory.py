@@ -1,0 +1,47 @@
+"""The store of a job with one process."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+
+from xvcomm.abc.store import NotSet, Store
+from xvcomm.types.deadline import NEVER, Deadline
+
+
+class MemoryStore(Store):
+    """A store that the threads of one process share."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        """See `Store.set`."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`."""
+        self.wait([key], deadline)
+        return self._values[key]
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`."""
+        missing = set(keys)
+        with self._changed:
+            while missing := missing - self._values.keys():
+                left = deadline.left()
+                if not left:
+                    raise NotSet(f"nobody set {', '.join(map(repr, sorted(missing)))} in this process in time")
+                self._changed.wait(None if math.isinf(left) else left)
+
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
+        """See `Store.add`. `get` gives the sum in decimal digits."""
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = b"%d" % total
+            self._changed.notify_all()
+        return total

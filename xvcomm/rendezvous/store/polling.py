@@ -1,0 +1,37 @@
+"""Stores that can only be asked whether a key is there yet."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from functools import partial
+
+from xvcomm.abc.store import NotSet, Store
+from xvcomm.types.deadline import NEVER, Deadline, poll
+
+
+class PollingStore(Store):
+    """Base of stores that wait by looking again and again."""
+
+    @abstractmethod
+    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
+        """The value of `key`, or None if nobody has set it.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`."""
+        found = poll(partial(self.look, key, deadline), deadline)
+        if found is None:
+            raise NotSet(f"nobody set {key!r} in {self} in time; a rank is late or missing")
+        return found
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`."""
+        missing = [key for key in keys if poll(partial(self.look, key, deadline), deadline) is None]
+        if missing:
+            names = ", ".join(map(repr, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise NotSet(f"nobody set {names} in {self} in time; a rank is late or missing")

@@ -1,0 +1,387 @@
+"""The server of a TCP store: one thread that holds the map and parks those who wait for a key."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+import socket
+import threading
+from typing import cast
+
+from xvcomm.errors import StoreError
+from xvcomm.rendezvous.store import processes, wire
+from xvcomm.system import forking, limits
+from xvcomm.system.threads import Daemon
+
+_SERVING = "serve the store"
+_LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
+"""What an event loop opens, and a client in this process: both ends of its connection."""
+_BACKLOG = 4096
+_ACCEPT_PAUSE = 0.1
+_STRANGERS = 256
+"""Connections at a time that have not proved the secret."""
+_CROWDED_SECONDS = 0.5
+"""For how long one of them may go on while as many are there and more come."""
+_CROWDED_PAUSE = 0.02
+_STILL_SECONDS, _LOOK_SECONDS = 1.0, 0.1
+"""For how long clients that are stopped are waited for, and how often it is looked whether they are."""
+_UNKNOWN = "unknown"
+_LOOPBACK = ("localhost", "::1")
+
+
+class TcpServer:
+    """Serves a store from a thread of this process until it is closed.
+
+    Attributes:
+        host: as given.
+        port: the port taken, also where 0 was asked for.
+        address: `tcp://host:port`, as `XVCOMM_STORE` takes it.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, *, epoch: int | None = None) -> None:
+        """Take the port and start to serve.
+
+        Args:
+            host: a loopback address serves this host alone; every other name serves on all interfaces, because the
+                name that others reach this host by may be loopback here.
+            port: 0 for any free one.
+            secret: of the job; not empty.
+            epoch: serve only clients that name this number; None serves all. Ranks that meet at a fixed address
+                again and again count up, and so never join a server that is about to close.
+
+        Raises:
+            StoreError: the port is taken or not allowed.
+            ConfigError: the secret is empty.
+            ResourceError: too many files are open.
+        """
+        wire.need_secret(secret)
+        listener = _listen(host, port)
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
+        self._hall = _Hall(secret, epoch)
+        self._listener = listener
+        self._grace = 0.0
+        self._open = True
+        self._stop = asyncio.Event()
+        self._closing = threading.Lock()
+        try:
+            with limits.told(_SERVING):
+                _need(listener, _LOOP_FILES + _FIRST_CLIENT_FILES)
+                self._loop = asyncio.new_event_loop()
+        except BaseException:
+            listener.close()
+            raise
+        self._thread = Daemon("xvcomm-store", self._run)
+        forking.register(self)
+        self._thread.start()
+
+    def close(self, grace: float = 0.0) -> None:
+        """Stop serving and free the port; idempotent.
+
+        Args:
+            grace: seconds to go on serving while clients are connected; less where all of these are stopped processes of
+                this host.
+        """
+        with self._closing:
+            if self._thread.is_alive():
+                self._grace = grace
+                self._loop.call_soon_threadsafe(self._stop.set)
+                self._thread.join()
+
+    def after_fork(self) -> None:
+        """Serve nobody in the child: clients notice the parent's death, and its port is free then."""
+        self._closing = threading.Lock()  # a thread that the child does not have may hold the parent's
+        for descriptor in (
+            self._listener.fileno(),
+            *(connection.descriptor() for connection in self._hall.connections),
+        ):
+            if descriptor >= 0:
+                forking.leave_to_parent(descriptor)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(self._listener))
+        finally:
+            self._loop.close()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        accepting = self._loop.create_task(self._accept(listener))
+        await self._stop.wait()
+        await self._hall.farewell(self._grace)
+        self._open = False
+        _shutdown(listener)
+        await accepting
+        listener.close()
+        for connection in list(self._hall.connections):
+            connection.end()
+        await asyncio.sleep(0)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Let clients in until the listener is shut down. asyncio's own server may lose some that come meanwhile."""
+        listener.setblocking(False)
+        while self._open:
+            try:
+                await self._hall.room()
+                sock, _ = await self._loop.sock_accept(listener)
+                await self._loop.connect_accepted_socket(lambda: _Connection(self._hall), sock)
+            except OSError:
+                # Shut down, or out of file descriptors for now.
+                await asyncio.sleep(_ACCEPT_PAUSE if self._open else 0)
+
+
+class _Hall:
+    """The map, and the connections in the hall: all of them, and those that wait for a key."""
+
+    def __init__(self, secret: str, epoch: int | None) -> None:
+        self.secret = secret
+        self.epoch = epoch
+        self.values: dict[str, bytes] = {}
+        self.waiting: dict[str, set[_Connection]] = {}
+        self.connections: set[_Connection] = set()
+        self.strangers: dict[_Connection, float] = {}
+        self.guests = 0
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    async def room(self) -> None:
+        """Wait until one more stranger may come in. Where too many are there, the one that came first has to go.
+
+        So silent connections use up no descriptors, and hold up clients of the job for a moment only.
+        """
+        while len(self.strangers) >= _STRANGERS:
+            first, since = next(iter(self.strangers.items()))
+            over = since + _CROWDED_SECONDS - asyncio.get_running_loop().time()
+            if over > 0:
+                await asyncio.sleep(min(over, _CROWDED_PAUSE))
+            else:
+                first.end()
+
+    async def farewell(self, grace: float) -> None:
+        """Wait until all clients have left; for `grace` seconds, or until those that have not have been stopped for a while."""
+        loop = asyncio.get_running_loop()
+        end, moved = loop.time() + grace, loop.time()
+        while self.guests and loop.time() < min(end, moved + _STILL_SECONDS):
+            try:
+                async with asyncio.timeout(min(_LOOK_SECONDS, end - loop.time())):
+                    await self.empty.wait()
+            except TimeoutError:
+                if not all(processes.stopped(c.process) for c in self.connections if c.process):
+                    moved = loop.time()
+
+    def enter(self) -> None:
+        """Count a client that has proved the secret."""
+        self.guests += 1
+        self.empty.clear()
+
+    def leave(self) -> None:
+        """Uncount it."""
+        self.guests -= 1
+        if not self.guests:
+            self.empty.set()
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+        for connection in self.waiting.pop(key, ()):
+            connection.arrived(key)
+
+    def add(self, key: str, amount: int) -> wire.Reply:
+        try:
+            total = int(self.values.get(key, b"0")) + amount
+        except ValueError:
+            return wire.Failed(f"the value of {key!r} is no integer; add() needs a key that only add() writes")
+        if not -(1 << 63) <= total < 1 << 63:
+            return wire.Failed(f"the sum under {key!r} leaves 64 bits")
+        self.put(key, b"%d" % total)
+        return wire.Total(total)
+
+
+class _Connection(asyncio.Protocol):
+    """One client: strictly a request and its reply in turn."""
+
+    def __init__(self, hall: _Hall) -> None:
+        self._hall = hall
+        self._inbox = bytearray()
+        self._nonce = secrets.token_bytes(wire.NONCE)
+        self._trusted = False
+        self.process = ""  # that it says it is; empty until it has proved the secret
+        self._theirs: wire.Seal | None = None
+        self._ours: wire.Seal | None = None
+        self._missing: set[str] = set()
+        self._wanted: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(wire.HANDSHAKE_SECONDS, self.end)
+        self._hall.connections.add(self)
+        self._hall.strangers[self] = self._loop.time()
+        self._send(wire.Challenge(self._nonce))
+
+    def data_received(self, data: bytes) -> None:
+        self._inbox += data
+        try:
+            if self._missing:
+                raise _Rude
+            if (payload := self._next()) is not None:
+                if self._theirs is not None:
+                    self._handle(wire.decode_request(self._theirs.open(payload)))
+                else:
+                    self._admit(wire.decode_answer(payload))
+        except (wire.Malformed, wire.Forged, _Rude):
+            self.end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unpark()
+        self._inbox.clear()
+        self._hall.connections.discard(self)
+        self._hall.strangers.pop(self, None)
+        if self._trusted:
+            self._trusted = False
+            self._hall.leave()
+
+    def descriptor(self) -> int:
+        """Of the socket; negative once it is closed."""
+        number: int = self._transport.get_extra_info("socket").fileno()
+        return number
+
+    def end(self) -> None:
+        """Cut the connection, also for copies of it in forked processes."""
+        self._hall.strangers.pop(self, None)
+        _shutdown(self._transport.get_extra_info("socket"))
+        self._transport.abort()
+
+    def arrived(self, key: str) -> None:
+        """A key that this client waits for was set."""
+        self._missing.discard(key)
+        if not self._missing:
+            self._grant()
+
+    def _next(self) -> bytes | None:
+        if len(self._inbox) < wire.HEADER:
+            return None
+        end = wire.HEADER + int.from_bytes(self._inbox[: wire.HEADER], "big")
+        if end > wire.HEADER + (wire.FRAME_LIMIT if self._trusted else wire.HELLO_LIMIT):
+            raise _Rude
+        if len(self._inbox) < end:
+            return None
+        payload = bytes(self._inbox[wire.HEADER : end])
+        del self._inbox[:end]
+        if self._inbox:
+            raise _Rude
+        return payload
+
+    def _send(self, message: wire.Message) -> None:
+        self._transport.write(wire.frame(message) if self._ours is None else self._ours.frame(wire.encode(message)))
+
+    def _admit(self, answer: wire.Answer) -> None:
+        hall = self._hall
+        if len(answer.nonce) != wire.NONCE:
+            raise _Rude
+        if not wire.proven(hall.secret, "client", self._nonce, answer.nonce, answer.epoch, answer.proof):
+            self._refuse(wire.Refused("secret"))
+        elif hall.epoch is not None and hall.epoch != answer.epoch:
+            self._refuse(wire.Refused("epoch"))
+        else:
+            self._cancel_timer()
+            self._trusted, self.process = True, answer.process or _UNKNOWN
+            hall.strangers.pop(self, None)
+            hall.enter()
+            self._send(wire.Welcome(wire.prove(hall.secret, "server", answer.nonce, self._nonce, answer.epoch)))
+            self._theirs = wire.Seal(hall.secret, "client", self._nonce, answer.nonce)
+            self._ours = wire.Seal(hall.secret, "server", self._nonce, answer.nonce)
+
+    def _refuse(self, refusal: wire.Refused) -> None:
+        self._send(refusal)
+        self._transport.close()
+
+    def _handle(self, request: wire.Request) -> None:
+        match request:
+            case wire.Set(key, value):
+                self._hall.put(key, value)
+                self._send(wire.Done())
+            case wire.Add(key, amount):
+                self._send(self._hall.add(key, amount))
+            case wire.Get(key, seconds):
+                self._park([key], key, seconds)
+            case wire.Wait(keys, seconds):
+                self._park(keys, None, seconds)
+
+    def _park(self, keys: list[str], wanted: str | None, seconds: float | None) -> None:
+        self._wanted = wanted
+        self._missing = {key for key in keys if key not in self._hall.values}
+        if not self._missing:
+            self._grant()
+        elif seconds is not None and seconds <= 0:
+            self._expire()
+        else:
+            for key in self._missing:
+                self._hall.waiting.setdefault(key, set()).add(self)
+            self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
+
+    def _grant(self) -> None:
+        self._cancel_timer()
+        self._send(wire.Done() if self._wanted is None else wire.Value(self._hall.values[self._wanted]))
+
+    def _expire(self) -> None:
+        missing = sorted(self._missing)
+        self._unpark()
+        self._send(wire.Missing(missing))
+
+    def _unpark(self) -> None:
+        self._cancel_timer()
+        for key in self._missing:
+            others = self._hall.waiting.get(key, set())
+            others.discard(self)
+            if not others:
+                self._hall.waiting.pop(key, None)
+        self._missing = set()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Rude(Exception):
+    """The client does not speak the protocol."""
+
+
+def _need(sock: socket.socket, files: int) -> None:
+    """Raise OSError unless this process can open so many files: a loop half made complains when it is freed."""
+    copies: list[socket.socket] = []
+    try:
+        for _ in range(files):
+            copies.append(sock.dup())
+    finally:
+        for copy in copies:
+            copy.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 1 << 16:
+        raise StoreError(f"cannot serve on port {port}: ports lie between 0 and 65535")
+    try:
+        if host in _LOOPBACK or host.startswith("127."):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StoreError(
+                f"port {port} of {host} is taken: another job or program serves there; choose another port in "
+                f"XVCOMM_STORE (`ss -ltnp 'sport = :{port}'` shows who has it)"
+            ) from None
+        what = f"cannot serve on {host}:{port}: {error.strerror}; choose another address or port"
+        raise limits.reached(error, _SERVING) or StoreError(what) from None
+
+
+def _shutdown(sock: socket.socket) -> None:
+    """End a socket for all copies of it: a forked child that holds one would keep the other side waiting."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass

@@ -1,0 +1,316 @@
+"""The client of a TCP store."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from xvcomm.abc.store import ANSWER_SECONDS, NotSet, Store
+from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
+from xvcomm.rendezvous.store import processes, wire
+from xvcomm.rendezvous.store.server import TcpServer
+from xvcomm.system import forking, limits
+from xvcomm.types.deadline import NEVER, Deadline
+
+__all__ = ["TcpServer", "TcpStore"]
+
+_REPLY_SECONDS = 1.0
+"""For how long the answer to a request may take after the deadline."""
+_LEAST_SECONDS = 0.01
+"""For an attempt to connect; sockets take 0 for non-blocking."""
+_CONNECTING = "connect to the store"
+_PIECE = 1 << 18
+_FIRST_RETRY, _LAST_RETRY = 0.002, 0.1
+
+
+class TcpStore(Store):
+    """A store behind a `TcpServer`, here or on another host.
+
+    Each thread that calls at the same time gets a connection of its own, so one that waits holds up no other.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        deadline: Deadline,
+        *,
+        epoch: int = 0,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        """Connect; goes on trying until the deadline, because the server may come later.
+
+        Args:
+            host, port: where the server is.
+            secret: of the job.
+            deadline: for the first connection.
+            epoch: see `TcpServer`.
+            on_close: called once, after this store has let go of its connections.
+
+        Raises:
+            StoreError: nobody serves there, or something that is not a store of this version.
+            AuthenticationError: the server has another secret.
+        """
+        self._host, self._port, self._secret, self._epoch = host, port, secret, epoch
+        self._on_close = on_close
+        self._lock = threading.Lock()
+        self._closed = False
+        self._links: set[_Link] = set()
+        self._idle: list[_Link] = [self._connect(deadline, patient=True)]
+
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        """See `Store.set`."""
+        self._call(wire.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """See `Store.get`."""
+        reply = self._call(wire.Get(key, _seconds(deadline)), deadline, f"get {key!r}")
+        assert isinstance(reply, wire.Value)
+        return reply.value
+
+    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
+        """See `Store.wait`; one request, however many keys."""
+        self._call(wire.Wait(list(keys), _seconds(deadline)), deadline, "wait")
+
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
+        """See `Store.add`. `get` gives the sum in decimal digits."""
+        reply = self._call(wire.Add(key, amount), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"add to {key!r}")
+        assert isinstance(reply, wire.Total)
+        return reply.total
+
+    def close(self) -> None:
+        """Let go of all connections; calls under way in other threads raise StoreError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = list(self._links)
+            idle, self._idle = self._idle, []
+        for link in links:
+            link.hang_up()
+        for link in idle:
+            self._discard(link)
+        if self._on_close is not None:
+            self._on_close()
+
+    def _call(self, request: wire.Request, deadline: Deadline, what: str) -> wire.Reply:
+        payload = wire.encode(request)
+        if len(payload) + wire.CODE > wire.FRAME_LIMIT:
+            raise StoreError(f"{what}: {len(payload)} bytes are too many; a store carries {wire.FRAME_LIMIT} at a time")
+        until = Deadline(deadline.at + _REPLY_SECONDS)
+        link = self._take(until, what)
+        try:
+            reply = link.ask(payload, until)
+        except (wire.Forged, wire.Malformed):
+            self._discard(link)
+            raise AuthenticationError(
+                f"the answer to {what} from the store at {self._host}:{self._port} was altered, repeated or reordered on "
+                "its way: something between this host and the store changes its messages; check XVCOMM_STORE and the network"
+            ) from None
+        except TimeoutError:
+            self._discard(link)
+            raise self._silent(what) from None
+        except OSError as error:
+            self._discard(link)
+            raise StoreError(
+                f"the store at {self._host}:{self._port} was lost during {what} ({error}): the process that serves "
+                "it (rank 0, or the launcher) has ended, or this store was closed"
+            ) from None
+        except BaseException:
+            self._discard(link)
+            raise
+        self._give_back(link)
+        if isinstance(reply, wire.Missing):
+            keys = ", ".join(map(repr, reply.keys[:8])) + (", ..." if len(reply.keys) > 8 else "")
+            raise NotSet(
+                f"nobody set {keys} in the store at {self._host}:{self._port} in time; a rank is late or missing"
+            )
+        if isinstance(reply, wire.Failed):
+            raise StoreError(f"{what}: {reply.reason}")
+        return reply
+
+    def _silent(self, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the store at {self._host}:{self._port} did not answer {what} in time: the process that serves it (rank 0, "
+            "or the launcher) is stopped, or its host is out of reach"
+        )
+
+    def _take(self, deadline: Deadline, what: str) -> _Link:
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._connect(deadline, patient=False)
+        except StoreError:
+            if deadline.expired():
+                raise self._silent(what) from None
+            raise
+
+    def _give_back(self, link: _Link) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(link)
+                return
+        self._discard(link)
+
+    def _discard(self, link: _Link) -> None:
+        with self._lock:
+            self._links.discard(link)
+        link.hang_up()
+        link.close()
+
+    def _connect(self, deadline: Deadline, *, patient: bool) -> _Link:
+        """One more connection; only a patient caller takes it that nobody serves yet."""
+        pause = _FIRST_RETRY
+        while True:
+            try:
+                link = _dial(self._host, self._port, self._secret, self._epoch, deadline)
+                break
+            except (OSError, _NotYet) as error:
+                if isinstance(error, (AuthenticationError, StoreError)):
+                    raise
+                refusal = limits.reached(error, _CONNECTING) if isinstance(error, OSError) else None
+                if refusal is not None:
+                    raise refusal from error
+                reason = str(error)
+            if not patient or deadline.expired():
+                raise StoreError(
+                    f"no store answers at {self._host}:{self._port} ({reason}); is the process that serves it (rank 0, "
+                    "or the launcher) running, and is the address right (XVCOMM_STORE)?"
+                )
+            time.sleep(deadline.sooner(pause))
+            pause = min(pause * 1.5, _LAST_RETRY)
+        with self._lock:
+            if not self._closed:
+                self._links.add(link)
+                return link
+        link.close()
+        raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
+
+
+class _NotYet(Exception):
+    """What answers is not yet the server of this communicator."""
+
+
+class _Link:
+    """One connection, used by one thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        forking.register(self)
+        self._seals: tuple[wire.Seal, wire.Seal] | None = None
+
+    def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
+        """Authenticate all that follows; once both sides have proved the secret."""
+        self._seals = wire.Seal(secret, "client", theirs, own), wire.Seal(secret, "server", theirs, own)
+
+    def ask(self, request: bytes, deadline: Deadline) -> wire.Reply:
+        """Send an encoded request and give the reply; raises what `exchange` does, wire.Forged and wire.Malformed."""
+        assert self._seals is not None
+        ours, theirs = self._seals
+        return wire.decode_reply(theirs.open(self.exchange(ours.frame(request), wire.FRAME_LIMIT, deadline)))
+
+    def exchange(self, frame: bytes, limit: int, deadline: Deadline) -> bytes:
+        """Send a frame and give the payload of the next one back; raises OSError, at the deadline TimeoutError."""
+        self._until(deadline)
+        self._sock.sendall(frame)
+        return self.receive(limit, deadline)
+
+    def receive(self, limit: int, deadline: Deadline) -> bytes:
+        """The payload of the next frame; raises OSError, also for a frame over the limit, TimeoutError at the deadline."""
+        length = int.from_bytes(self._exactly(wire.HEADER, deadline), "big")
+        if length > limit:
+            raise StoreError(f"the answer has {length} bytes where {limit} are allowed")
+        return self._exactly(length, deadline)
+
+    def after_fork(self) -> None:
+        """Leave the connection to the parent; what a forked child asks fails."""
+        self._sock.close()
+
+    def hang_up(self) -> None:
+        """End the connection, also under a thread that waits on it."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _until(self, deadline: Deadline) -> None:
+        left = deadline.left()
+        if not left:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(None if math.isinf(left) else left)
+
+    def _exactly(self, count: int, deadline: Deadline) -> bytes:
+        # Memory is taken for what has come, not for what was announced.
+        data = bytearray()
+        while len(data) < count:
+            # Each piece anew: the socket's own limit begins again with every byte.
+            self._until(deadline)
+            piece = self._sock.recv(min(count - len(data), _PIECE))
+            if not piece:
+                raise ConnectionResetError("connection closed")
+            data += piece
+        return bytes(data)
+
+
+def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> _Link:
+    """One attempt to connect and to prove the secret both ways."""
+    until = Deadline.after(max(deadline.sooner(wire.HANDSHAKE_SECONDS), _LEAST_SECONDS))
+    sock = socket.create_connection((host, port), timeout=until.left() or _LEAST_SECONDS)
+    try:
+        if sock.getsockname() == sock.getpeername():
+            # Where nobody listens, Linux may pick the port itself as the source and connect the socket to itself.
+            raise _NotYet("nobody listens")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _keep_alive(sock)
+        link = _Link(sock)
+        _handshake(link, host, port, secret, epoch, until)
+        return link
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> None:
+    own = secrets.token_bytes(wire.NONCE)
+    try:
+        theirs = wire.decode_challenge(link.receive(wire.HELLO_LIMIT, deadline)).nonce
+        if len(theirs) != wire.NONCE:
+            raise wire.Malformed
+        answer = wire.Answer(own, wire.prove(secret, "client", theirs, own, epoch), epoch, processes.own())
+        verdict = wire.decode_verdict(link.exchange(wire.frame(answer), wire.HELLO_LIMIT, deadline))
+    except (wire.Malformed, StoreError):
+        raise StoreError(
+            f"what answers at {host}:{port} is no xvcomm store of this version; check XVCOMM_STORE"
+        ) from None
+    match verdict:
+        case wire.Refused("epoch"):
+            raise _NotYet("it still serves an earlier communicator of this job")
+        case wire.Welcome(proof) if wire.proven(secret, "server", own, theirs, epoch, proof):
+            link.trust(secret, theirs, own)
+            return
+    raise AuthenticationError(
+        f"the store at {host}:{port} has another secret: set XVCOMM_SECRET to the same text on all ranks of the job, "
+        "or choose another address if the store belongs to another job"
+    )
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Notice within half a minute that the server's host is gone, also in a wait without deadline."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _seconds(deadline: Deadline) -> float | None:
+    return None if math.isinf(deadline.at) else deadline.left()

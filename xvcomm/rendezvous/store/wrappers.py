@@ -1,0 +1,266 @@
+"""Stores made of what a framework or launcher already has.
+
+The only file of the store that may import a framework, and only inside a function that its launcher's user calls:
+under torchrun and mpirun the launcher itself implies that the package is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from xvcomm.abc.store import ANSWER_SECONDS
+from xvcomm.errors import ConfigError, DeadlineExceeded, ResourceError, StoreError
+from xvcomm.rendezvous.store.hosting import Invitation, invite
+from xvcomm.rendezvous.store.polling import PollingStore
+from xvcomm.rendezvous.store.tcp import TcpStore
+from xvcomm.system.threads import Daemon
+from xvcomm.types.deadline import NEVER, Deadline, poll
+
+T = TypeVar("T")
+
+_REPLY_SECONDS = 1.0
+"""For how long an answer may take after the deadline, as in `TcpStore`."""
+_LONGEST = timedelta(days=1)
+_NOTE_BYTES = 512
+_INCREMENT_LIMIT = 1 << 31  # JAX's own counters have 32 bits; a key of larger amounts takes only such
+_unfinished: list[tuple[Any, bytearray]] = []
+
+
+class _TorchLike(Protocol):
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: Sequence[str], /) -> bool: ...
+
+
+class _LibraryStore(PollingStore):
+    """Base of stores whose calls know no deadline: a thread makes them, one at a time, and who asked can stop waiting."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def _ask(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
+        """What a call of the library gives or raises.
+
+        Raises:
+            DeadlineExceeded: it did not come back in time, or one before it is still under way.
+        """
+        until = Deadline.after(deadline.sooner(ANSWER_SECONDS) + _REPLY_SECONDS)
+        if not self._turn.acquire(timeout=until.left()):
+            raise self._silent(what)
+        answer: Future[T] = Future()
+        try:
+            Daemon("xvcomm-ask", partial(self._answer, call, answer)).start()
+        except ResourceError:  # no thread: at the end of the interpreter, for instance
+            self._answer(call, answer)
+        except BaseException:  # a signal handler's; the thread may run nevertheless
+            if answer.cancel():
+                self._turn.release()
+            raise
+        try:
+            answer.exception(until.left())
+        except TimeoutError:
+            raise self._silent(what) from None
+        return answer.result()
+
+    def _answer(self, call: Callable[[], T], answer: Future[T]) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            given = call()
+        except BaseException as error:
+            self._turn.release()
+            answer.set_exception(error)
+        else:
+            self._turn.release()
+            answer.set_result(given)
+
+    def _silent(self, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self} did not answer {what} in time: the process that serves it (rank 0, or the launcher) is stopped, or its "
+            "host is out of reach"
+        )
+
+
+class TorchStore(_LibraryStore):
+    """A `torch.distributed.Store`. Its own `wait` holds up every other call on it, so it is asked instead."""
+
+    def __init__(self, store: _TorchLike) -> None:
+        super().__init__()
+        self._store = store
+
+    def __str__(self) -> str:
+        return f"torch's {type(self._store).__name__}"
+
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        """See `Store.set`."""
+        with _reported(self):
+            self._ask(partial(self._store.set, key, value), f"set {key!r}", deadline)
+
+    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
+        """See `PollingStore.look`."""
+        with _reported(self):
+            return self._ask(partial(self._look, key), f"get {key!r}", deadline)
+
+    def _look(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
+        """See `Store.add`. `get` gives the sum in decimal digits."""
+        with _reported(self):
+            return int(self._ask(partial(self._store.add, key, amount), f"add to {key!r}", deadline))
+
+
+class JaxStore(_LibraryStore):
+    """The key-value service of `jax.distributed`.
+
+    Args (of the constructor):
+        client: `jax._src.distributed.global_state.client`.
+    """
+
+    def __init__(self, client: Any) -> None:
+        super().__init__()
+        self._client = client
+
+    def __str__(self) -> str:
+        return "JAX's coordination service"
+
+    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        """See `Store.set`."""
+        with _reported(self):
+            self._ask(
+                partial(self._client.key_value_set_bytes, key, value, allow_overwrite=True), f"set {key!r}", deadline
+            )
+
+    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
+        """See `PollingStore.look`."""
+        with _reported(self):
+            try:
+                return bytes(self._ask(partial(self._client.key_value_try_get_bytes, key), f"get {key!r}", deadline))
+            except RuntimeError as error:
+                if "NOT_FOUND" in str(error):
+                    return None
+                raise
+
+    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
+        """See `Store.add`. `get` gives the sum in decimal digits."""
+        with _reported(self):
+            if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
+                return int(
+                    self._ask(partial(self._client.key_value_increment, key, amount), f"add to {key!r}", deadline)
+                )
+            return self._add_locked(key, amount, deadline)
+
+    def _add_locked(self, key: str, amount: int, deadline: Deadline) -> int:
+        """Before jaxlib 0.8 the service cannot add; but it lets only one of many claim a key."""
+        lock = f"{key}/lock"
+        if poll(partial(self._claim, lock, deadline), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
+            raise DeadlineExceeded(
+                f"a rank that adds to {key!r} in {self} did not let go of its lock in time; it is stopped or has died"
+            )
+        try:
+            total = int(self.look(key, deadline) or b"0") + amount
+            self.set(key, b"%d" % total, deadline)
+        finally:
+            self._ask(partial(self._client.key_value_delete, lock), f"delete {lock!r}", deadline)
+        return total
+
+    def _claim(self, key: str, deadline: Deadline) -> bool | None:
+        try:
+            claim = partial(self._client.key_value_set_bytes, key, b"", allow_overwrite=False)
+            self._ask(claim, f"set {key!r}", deadline)
+        except RuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return None
+            raise
+        return True
+
+
+@contextmanager
+def _reported(store: PollingStore) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise StoreError(f"{store} failed: {first}; is the process that serves it still there?") from error
+
+
+def torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> TorchStore:
+    """torch's own TCP store at `MASTER_ADDR` and `MASTER_PORT`.
+
+    Args:
+        serve: this process is the one that serves it. `init_process_group` may share it, before or after.
+
+    Raises:
+        ConfigError: torch is not installed.
+        StoreError: the address cannot be reached or served.
+    """
+    try:
+        distributed = importlib.import_module("torch.distributed")
+    except ImportError:
+        raise ConfigError(
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT ask to meet through torch's store, but torch is not "
+            "installed here; set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks instead"
+        ) from None
+    left = deadline.left()
+    timeout = _LONGEST if math.isinf(left) else timedelta(seconds=max(left, 1.0))
+    try:
+        store = distributed.TCPStore(
+            host, port, is_master=serve, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        verb = "serve" if serve else "reach"
+        raise StoreError(f"cannot {verb} torch's store at MASTER_ADDR={host} MASTER_PORT={port}: {first}") from None
+    return TorchStore(store)
+
+
+def world() -> Any:
+    """`mpi4py.MPI.COMM_WORLD`; starts MPI.
+
+    Raises:
+        ConfigError: mpi4py is not installed, or does not load.
+    """
+    try:
+        return importlib.import_module("mpi4py.MPI").COMM_WORLD
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"the ranks were started by mpirun but mpi4py does not load ({error}); `pip install xvcomm[mpi]`, or set "
+            "XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
+        ) from None
+
+
+def mpi_store(comm: Any, host: str, deadline: Deadline, secret: str | None = None) -> TcpStore:
+    """A TCP store that rank 0 of an mpi4py communicator serves; all its ranks must call this.
+
+    Args:
+        comm: carries the address, and a fresh secret where there is none.
+        host: name or address of rank 0's host as the others reach it; read on rank 0 only.
+        deadline: for all of it.
+        secret: XVCOMM_SECRET.
+
+    Raises:
+        ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
+        DeadlineExceeded: rank 0 did not call this in time.
+        StoreError: rank 0 cannot be reached.
+    """
+    note = bytearray(_NOTE_BYTES)
+    served = None
+    if comm.Get_rank() == 0:
+        served, invitation = invite(host, deadline, secret=secret)
+        text = invitation.pack()
+        note[: len(text)] = text
+    request = comm.Ibcast(note, root=0)
+    if poll(lambda: request.Test() or None, deadline) is None:
+        # MPI may still write into the note, and a broadcast cannot be cancelled.
+        _unfinished.append((request, note))
+        raise DeadlineExceeded("rank 0 has not joined: it did not send the store's address through MPI in time")
+    return served or Invitation.unpack(bytes(note).rstrip(b"\0")).accept(deadline, secret)

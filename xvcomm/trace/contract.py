@@ -1,0 +1,211 @@
+"""The board: shared memory in which a communicator's ranks of one host describe each collective before it starts.
+
+Whoever posts second compares; nobody waits. So two ranks that call different things both find out, even when the
+calls would not meet in any message. Each rank also says here that it left, and why it stopped everybody.
+
+    page 0   line 1: abort word; line 2: ranks that have mapped the board; line 3: ranks that have left
+    then     for each rank: LEDGER entries of its collectives; a page of notes: left or not, length of a text, the text
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from numba.extending import register_jitable
+
+from xvcomm.jit.atomics import compare_and_swap, fetch_add, full_fence, load, load_acquire, store, store_release
+from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.memory.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
+from xvcomm.memory.segment import PAGE, Segment
+from xvcomm.trace.recorder import DONE, Recorder, note, note_end
+
+_ATTACHED, _DEPARTURES = 2 * LINE, 3 * LINE
+_NOTES = LEDGER * ENTRY
+_ROW = _NOTES + PAGE
+_LEFT, _LENGTH, _TEXT = _NOTES, _NOTES + 8, _NOTES + 16
+_TEXT_BYTES = 2048
+_MISMATCH = int(Reason.MISMATCH)
+_ROWS = 1 << 62
+"""Set in an abort word that tells two rows and an entry instead of one rank."""
+_FIELDS = 5
+
+
+@register_jitable
+def _compare(board, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: ignore[no-untyped-def]
+    """Publish a description and compare it with those that are there; False if the board is or becomes aborted."""
+    if load_acquire(board + ABORT) != 0:
+        return False
+    mine = board + PAGE + me * _ROW + sequence % LEDGER * ENTRY
+    for i, value in enumerate((op, dtype, nbytes, tag, detail)):
+        store(mine + 8 + 8 * i, value)
+    store_release(mine, sequence + 1)
+    full_fence()
+    for other in range(ranks):
+        entry = board + PAGE + other * _ROW + sequence % LEDGER * ENTRY
+        if other != me and load_acquire(entry) == sequence + 1:
+            for i in range(_FIELDS):
+                if load(entry + 8 + 8 * i) != load(mine + 8 + 8 * i):
+                    rows = (me << 8) | (other << 24) | ((sequence % LEDGER) << 40)
+                    compare_and_swap(board + ABORT, 0, _MISMATCH | rows | _ROWS)
+                    return False
+    return True
+
+
+@register_jitable
+def post(place, sequence, op, dtype, nbytes, tag, detail, site):  # type: ignore[no-untyped-def]
+    """Note a collective in the flight recorder and post it; the record's number, inverted if the board is aborted."""
+    board, ranks, me = load(place), load(place + 8), load(place + 16)
+    recorder, communicator = load(place + 24), load(place + 32)
+    number = note(recorder, communicator, sequence, op, dtype, nbytes, -1, tag, site)
+    return number if _compare(board, ranks, me, sequence, op, dtype, nbytes, tag, detail) else ~number
+
+
+@register_jitable
+def end(place: int, number: int) -> None:
+    """Note the end of a collective that was posted."""
+    note_end(load(place + 24), number, DONE)
+
+
+def _count(counter: int) -> int:
+    return fetch_add(counter, 1)
+
+
+def _abort(cell: int, word: int) -> None:
+    compare_and_swap(cell, 0, word)
+
+
+with compiling():
+    _post_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(post)
+    _count_kernel = kernel("int64(int64)")(_count)
+    _abort_kernel = kernel("void(int64, int64)")(_abort)
+
+
+class Board:
+    """One communicator's board on this host, seen from one rank. After `close` no method may be called.
+
+    Attributes:
+        ranks: the communicator's ranks on this host; they index the board's rows.
+        stop: address of the abort word.
+        place: address of what compiled code needs for `post` and `end`.
+    """
+
+    def __init__(
+        self, segment: Segment, ranks: tuple[int, ...], rank: int, recorder: Recorder, communicator: int
+    ) -> None:
+        """Take part; the last rank to come takes the segment's name away.
+
+        Args:
+            recorder: where collectives are noted when they are posted.
+            communicator: its number there.
+        """
+        self._segment, self._recorder = segment, recorder  # compiled code knows them by address
+        self.ranks = ranks
+        self._me = ranks.index(rank)
+        self._address = segment.address
+        self.stop = segment.address + ABORT
+        self._place = (ctypes.c_int64 * 5)(segment.address, len(ranks), self._me, recorder.handle, communicator)
+        self.place = ctypes.addressof(self._place)
+        self._word = ctypes.c_int64.from_address(self.stop)
+        self._departures = ctypes.c_int64.from_address(segment.address + _DEPARTURES)
+        if _count_kernel(self._address + _ATTACHED) == len(ranks) - 1:
+            segment.unlink()
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Bytes for a board of so many ranks."""
+        return PAGE + ranks * _ROW
+
+    def post(self, sequence: int, message: Message, site: int) -> int:
+        """Note collective number `sequence` in the flight recorder and describe it here.
+
+        Returns:
+            The record's number, inverted (and so negative) if the board is aborted, also by a different description.
+        """
+        number: int = _post_kernel(self.place, sequence, *message, site)
+        return number
+
+    def abort(self, word: int) -> None:
+        """Stop the communicator on this host; the first reason stays."""
+        _abort_kernel(self.stop, word)
+
+    def abort_word(self) -> int:
+        """0, or the reason."""
+        return self._word.value
+
+    def stopped(self, number: Callable[[], int]) -> int:
+        """The abort word, as far as it concerns a collective: a rank that left may have come to it before.
+
+        Args:
+            number: gives the collective's, which is seldom needed.
+        """
+        word = self.abort_word()
+        merely_left = word and not Reason.bad(word)
+        return 0 if merely_left and Reason.parse(word)[1] not in self.absent(number()) else word
+
+    def explain(self, text: str) -> None:
+        """Say in words why this rank is about to abort."""
+        data = text.encode()[:_TEXT_BYTES]
+        row = self._row(self._me)
+        ctypes.memmove(row + _TEXT, data, len(data))
+        ctypes.c_int64.from_address(row + _LENGTH).value = len(data)
+
+    def explanation(self, rank: int) -> str:
+        """What a rank said in words, or nothing."""
+        if rank not in self.ranks:
+            return ""
+        row = self._row(self.ranks.index(rank))
+        length = ctypes.c_int64.from_address(row + _LENGTH).value
+        return ctypes.string_at(row + _TEXT, length).decode(errors="ignore")
+
+    def leave(self) -> None:
+        """Say that this rank closes the communicator."""
+        ctypes.c_int64.from_address(self._row(self._me) + _LEFT).value = 1
+        _count_kernel(self._address + _DEPARTURES)
+
+    def departures(self) -> int:
+        """How many ranks closed the communicator; cheaper to ask than which."""
+        return self._departures.value
+
+    def departed(self) -> list[int]:
+        """The ranks that closed the communicator."""
+        return [r for i, r in enumerate(self.ranks) if ctypes.c_int64.from_address(self._row(i) + _LEFT).value]
+
+    def absent(self, sequence: int) -> list[int]:
+        """The ranks of this host that have not come to collective number `sequence`."""
+        index = sequence % LEDGER * ENTRY
+        return [
+            rank for i, rank in enumerate(self.ranks)
+            if ctypes.c_int64.from_address(self._row(i) + index).value <= sequence
+        ]  # fmt: skip
+
+    def newest(self, following: int) -> tuple[int, Message]:
+        """Number and description of the collective that this rank posted last.
+
+        Args:
+            following: number of the next one, or its own if it is just being started.
+        """
+        for sequence in (following, following - 1):
+            posted, *message = (ctypes.c_int64 * 6).from_address(self._row(self._me) + sequence % LEDGER * ENTRY)
+            if posted == sequence + 1:
+                break
+        return sequence, Message(*message)
+
+    def quarrel(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
+        """After a mismatch of collectives: the two ranks that differ and what each wrote."""
+        word = self.abort_word()
+        if not word & _ROWS:
+            return None
+        index = (word >> 40) & 0xFFFF
+        found = []
+        for row in ((word >> 8) & 0xFFFF, (word >> 24) & 0xFFFF):
+            fields = (ctypes.c_int64 * 6).from_address(self._row(row) + index * ENTRY)
+            found.append((self.ranks[row], Message(*fields[1:])))
+        return found[0], found[1]
+
+    def close(self) -> None:
+        """Unmap. Idempotent."""
+        self._segment.close()
+
+    def _row(self, index: int) -> int:
+        return self._address + PAGE + index * _ROW
