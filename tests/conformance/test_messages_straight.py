@@ -27,7 +27,7 @@ CONTEST = 4
 
 
 def ends(comm):
-    return [end for end in comm._context.links.ends() if end.kept is not None]
+    return [end for end in comm._context.rings.ends() if end.kept is not None]
 
 
 def settle(comm, way):

@@ -89,7 +89,7 @@ def send_and_leave(comm: Communicator) -> None:
     """End the job with a message in this rank's GPU that nobody has received yet."""
     a = arrays(comm)
     comm.send(a.put(np.arange(1000.0)), 1)
-    assert comm._context.links.ends()[0].made
+    assert comm._context.rings.ends()[0].made
     comm.close()
 
 

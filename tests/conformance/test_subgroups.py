@@ -306,7 +306,7 @@ def interrupted(comm, kind, victim):
     if comm.rank != victim:
         return [raised(lambda: make().all_reduce(np.ones(4)))]
     with pytest.raises(Interrupted), comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context.Context, "_open_board", refuse)
+        patch.setattr(context.Context, "_open_contract", refuse)
         patch.setattr(Session, "telling", contextlib.nullcontext)
         make()
     return [None]

@@ -187,7 +187,7 @@ def full(outcomes, folder):
     ("kilobytes", "use"), [(4, "barrier"), (20, "barrier"), (100, "all_reduce"), (100, "send_ring"), (64, "split")]
 )
 def test_no_room_for_shared_memory(processes, small_folder, kilobytes, use):
-    """For the journal, the board, the library's arena, a ring, and another communicator's board."""
+    """For the journal, the contract, the library's arena, a ring, and another communicator's contract."""
     folder = str(small_folder(kilobytes))
     stage = "4096" if use == "split" else "262144"
     env = {"XVCOMM_SHM_DIR": folder, "XVCOMM_TRACE_RECORDS": "16", "XVCOMM_STAGE_BYTES": stage}
@@ -319,7 +319,7 @@ class Blind:
 
 def leave_while_rank_0_dies(comm, env, pid):
     """Rank 0 dies with the arena of its native library half joined; the others leave before they are told."""
-    xvcomm.engine.session.session.Watch = Blind
+    xvcomm.engine.session.session.Watchdog = Blind
     with xvcomm.init(env=env) as other:
         if other.rank == 0:
             create = Segment.create

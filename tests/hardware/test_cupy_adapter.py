@@ -225,7 +225,7 @@ def freed_while_under_way(comm: Communicator) -> None:
 
         def given_back(place: int = place, everything: int = everything) -> bool:
             group._kept.add(None)
-            comm._context.pending.poll()
+            comm._context.tracker.poll()
             gc.collect()
             return place in [y.data.ptr for y in [cupy.empty(LARGE, "float32") for _ in range(everything)]]
 
@@ -279,7 +279,7 @@ def pool_empties(comm: Communicator) -> None:
             sending.synchronize()
 
     def settle() -> int:
-        comm._context.pending.poll()
+        comm._context.tracker.poll()
         gc.collect()
         used: int = pool.used_bytes()
         return used

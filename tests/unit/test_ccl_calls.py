@@ -17,13 +17,13 @@ import pytest
 
 from xvcomm.abc.collective import CollectiveForm, CollectiveStalled, CollectiveStopped
 from xvcomm.backends.ccl.collective import CclCollective
-from xvcomm.engine.inflight.log import ROOM, Boarding, Passengers
+from xvcomm.engine.inflight.log import ROOM, LaunchLog, LoggedOperations
 from xvcomm.engine.launch import CollectiveCall, EnqueuedStep, Place
 from xvcomm.errors import Aborted
 from xvcomm.memory.ring import Message, Reason
 from xvcomm.memory.segment import Segment
 from xvcomm.schedule.steps import Buf
-from xvcomm.trace.contract import Board
+from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.operation import Operation
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import BY_NAME, DType, ReduceOp, Reduction
@@ -37,15 +37,15 @@ Native = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 7)
 
 
 class Caller:
-    """Makes compiled code post collectives on a board of one rank, and enqueue them on a stream."""
+    """Makes compiled code post collectives on a contract of one rank, and enqueue them on a stream."""
 
     def __init__(self) -> None:
-        self._board = Board(Segment.create("/dev/shm", "ccl", Board.size(1)), (0,), 0, _nobody(), 0)
-        self.boarding, self.ended, self.departures = Boarding({}), list[Operation](), list[int]()
-        self._door: Any = SimpleNamespace(lock=threading.Lock(), open=True)
+        self._contract = ContractCheck(Segment.create("/dev/shm", "ccl", ContractCheck.size(1)), (0,), 0, _nobody(), 0)
+        self.boarding, self.ended, self.departures = LaunchLog({}), list[Operation](), list[int]()
+        self._launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True)
         self._context: Any = SimpleNamespace(
-            place=self._board.place, sequence=0, word=self._board.abort_word, end=self.ended.append,
-            fail=lambda error, operation: error, pending=SimpleNamespace(
+            place=self._contract.place, sequence=0, word=self._contract.abort_word, end=self.ended.append,
+            fail=lambda error, operation: error, tracker=SimpleNamespace(
                 depart_from=self.departures.append, rings={}, marks=lambda handle: self.boarding.marks,
             ),
         )  # fmt: skip
@@ -59,7 +59,7 @@ class Caller:
         ready = comm.enqueued(CollectiveForm(op, counts or even, recv_counts or even, dtype, how, root))
         assert ready is not None
         steps = [EnqueuedStep(ready, (Place(Buf.IN, 0), Place(Buf.OUT, 0)))]
-        made = CollectiveCall(self._context, self._door, op, Message(int(op), 0, 0, 0), steps)
+        made = CollectiveCall(self._context, self._launch_gate, op, Message(int(op), 0, 0, 0), steps)
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:
             arrays: Any = SimpleNamespace(address=src), SimpleNamespace(address=dst)
@@ -73,7 +73,7 @@ class Caller:
         return [operation.sequence for operation in taken.operations()] if taken is not None else []
 
     def close(self) -> None:
-        self._board.close()
+        self._contract.close()
 
 
 def _nobody() -> Any:
@@ -245,7 +245,7 @@ def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> Non
     for _ in range(ROOM - 1):
         call(16, 32)
     assert caller.departures == []
-    caller._door = SimpleNamespace(lock=threading.Lock(), open=True)
+    caller._launch_gate = SimpleNamespace(lock=threading.Lock(), open=True)
     other.append(caller.prepare(comm, OpCode.ALL_REDUCE))
     call(16, 32)
     assert caller.departures == [99, 99] and len(caller.aboard()) == ROOM + 1
@@ -254,7 +254,7 @@ def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> Non
 
 def test_what_boards_a_stream_that_may_be_gone_leaves_with_a_mark_behind_it(caller: Caller) -> None:
     """Also where others leave while the stream is marked, with the event that was on its way."""
-    events, marked, left = itertools.count(7), list[int](), list[Passengers | None]()
+    events, marked, left = itertools.count(7), list[int](), list[LoggedOperations | None]()
     leaving = False
 
     def mark(argument: int, event: int, stream: int) -> int:
@@ -268,7 +268,7 @@ def test_what_boards_a_stream_that_may_be_gone_leaves_with_a_mark_behind_it(call
 
     function, marks = Native(lambda *words: 0), ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(mark)
     take = lambda: SimpleNamespace(event=next(events), captured=0)  # noqa: E731
-    caller.boarding = Boarding({}, cast(Any, SimpleNamespace(mark=address(marks), argument=5, take=take)))
+    caller.boarding = LaunchLog({}, cast(Any, SimpleNamespace(mark=address(marks), argument=5, take=take)))
     comm = joined(a_library(address=address(function)))
     call = caller.prepare(comm, OpCode.ALL_REDUCE)
     call(16, 32)
@@ -295,7 +295,7 @@ def test_a_stream_that_cannot_be_marked_is_told_by_the_device(caller: Caller) ->
     )
     take = lambda: SimpleNamespace(event=7, captured=0)  # noqa: E731
     stream = SimpleNamespace(mark=address(marks), argument=5, take=take, failed=failed)
-    caller.boarding = Boarding({}, cast(Any, stream))
+    caller.boarding = LaunchLog({}, cast(Any, stream))
     comm = joined(a_library(address=address(function)))
     with pytest.raises(Aborted, match="the device's error"):
         caller.prepare(comm, OpCode.ALL_REDUCE)(16, 32)

@@ -171,7 +171,7 @@ def test_different_descriptions(ring: tuple[Side, Side], nbytes: int, tag: int) 
         sink.begin(np.empty(nbytes, np.uint8), tag)
     assert Reason.parse(stopped.value.word) == (Reason.MISMATCH, 0) and stopped.value.sequence == 0
     assert sink.courier.discard()
-    mine, theirs = sink.end.dispute() or (None, None)
+    mine, theirs = sink.end.mismatch() or (None, None)
     assert mine == Message(OpCode.SEND, UINT8.code, nbytes, tag) and theirs == Message(OpCode.SEND, UINT8.code, 10, 3)
 
 

@@ -1,4 +1,4 @@
-"""What stopping is made of: abort words, the board's notes, stores in which waiting ends, rings that keep their order."""
+"""What stopping is made of: abort words, the contract's notes, stores in which waiting ends, rings that keep their order."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from xvcomm.rendezvous.store import MemoryStore, join_barrier
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import refuse
 from xvcomm.trace import recorder as trace
-from xvcomm.trace.contract import Board
+from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.recorder import Recorder, State
 from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.dtype import UINT8
 from xvcomm.types.opcode import OpCode
 
-Boards = list[Board]
+Boards = list[ContractCheck]
 Ends = tuple[RingEnd, RingEnd]
 
 
@@ -51,55 +51,55 @@ def test_abort_words_tell_reason_rank_and_witness() -> None:
 
 @pytest.fixture
 def boards() -> Iterator[Boards]:
-    """The same board seen from ranks 1, 4 and 6."""
+    """The same contract seen from ranks 1, 4 and 6."""
     ranks = (1, 4, 6)
-    made = Segment.create("/dev/shm", "test_board", Board.size(len(ranks)))
+    made = Segment.create("/dev/shm", "test_board", ContractCheck.size(len(ranks)))
     segments = [made, *(Segment.attach("/dev/shm", made.name) for _ in ranks[1:])]
     recorders = [Recorder(memoryview(bytearray(trace.region_bytes(16)))) for _ in ranks]
-    found = [Board(s, ranks, r, recorder, 7) for s, r, recorder in zip(segments, ranks, recorders, strict=True)]
+    found = [ContractCheck(s, ranks, r, recorder, 7) for s, r, recorder in zip(segments, ranks, recorders, strict=True)]
     yield found
-    for board in found:
-        board.close()
+    for contract in found:
+        contract.close()
 
 
 def call(nbytes: int) -> Message:
     return Message(int(OpCode.ALL_REDUCE), UINT8.code, nbytes, 0, 0)
 
 
-def post(board: Board, sequence: int, message: Message) -> bool:
+def post(contract: ContractCheck, sequence: int, message: Message) -> bool:
     """Post a collective; whether nothing speaks against it."""
-    return board.post(sequence, message, trace.call_site(1)) >= 0
+    return contract.post(sequence, message, trace.call_site(1)) >= 0
 
 
 def test_a_board_compares_whoever_comes_second(boards: Boards) -> None:
     assert post(boards[0], 0, call(8)) and post(boards[1], 0, call(8))
     assert boards[0].absent(0) == [6] and boards[2].absent(0) == [6]
     assert not post(boards[2], 0, call(9))
-    for board in boards:
-        assert Reason.parse(board.abort_word())[0] is Reason.MISMATCH
-        assert board.quarrel() in (((6, call(9)), (1, call(8))), ((6, call(9)), (4, call(8))))
-        assert not post(board, 1, call(8))
+    for contract in boards:
+        assert Reason.parse(contract.abort_word())[0] is Reason.MISMATCH
+        assert contract.mismatch() in (((6, call(9)), (1, call(8))), ((6, call(9)), (4, call(8))))
+        assert not post(contract, 1, call(8))
 
 
 def test_a_post_is_noted_even_if_the_board_is_aborted() -> None:
-    made = Segment.create("/dev/shm", "test_board", Board.size(1))
+    made = Segment.create("/dev/shm", "test_board", ContractCheck.size(1))
     memory = memoryview(bytearray(trace.region_bytes(16)))
-    board = Board(made, (0,), 0, Recorder(memory), 7)
-    first = board.post(5, call(8), trace.call_site(0))
-    board.abort(Reason.ABORTED.word(0))
-    second = board.post(6, call(16), trace.call_site(0))
+    contract = ContractCheck(made, (0,), 0, Recorder(memory), 7)
+    first = contract.post(5, call(8), trace.call_site(0))
+    contract.abort(Reason.ABORTED.word(0))
+    second = contract.post(6, call(16), trace.call_site(0))
     assert (first, ~second) == (0, 1)
     noted = [(r.communicator, r.sequence, r.op, r.nbytes, r.peer, r.state) for r in trace.history(memory)]
     assert noted == [(7, n, OpCode.ALL_REDUCE, size, -1, State.POSTED) for n, size in ((5, 8), (6, 16))]
     assert trace.history(memory)[0].site.startswith("test_faults_parts.py:")
-    board.close()
+    contract.close()
 
 
 def test_a_board_keeps_the_first_reason_and_its_words(boards: Boards) -> None:
     boards[1].explain("é" * 5000)
     boards[1].abort(Reason.ABORTED.word(4))
     boards[0].abort(Reason.PEER_LOST.word(6))
-    assert {board.abort_word() for board in boards} == {Reason.ABORTED.word(4)}
+    assert {contract.abort_word() for contract in boards} == {Reason.ABORTED.word(4)}
     assert boards[2].explanation(4) == "é" * 1024
     assert boards[2].explanation(1) == "" and boards[2].explanation(5) == ""
 

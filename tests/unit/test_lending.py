@@ -20,7 +20,7 @@ from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.backends.shm import ShmTransport
 from xvcomm.config import Config
 from xvcomm.engine.session.peer_rings import Lending
-from xvcomm.engine.session.rings import Links, Member, Use
+from xvcomm.engine.session.rings import Member, Rings, Use
 from xvcomm.errors import DeadlineExceeded, ResourceError
 from xvcomm.memory.ring import ABORT, BORROWER, CONSUMED, TURNS, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment, sweep
@@ -85,21 +85,21 @@ class Pair:
         self.lending = [Lending(cast(Device, pool), self.gone.__contains__) for pool in self.pools]
         self.renew()
 
-    def _links(self, rank: int) -> Links:
+    def _links(self, rank: int) -> Rings:
         members = [Member(10 + n, [Capabilities("shm", "here", 0)], "counting", "a", MEMORY) for n in range(2)]
         transport = ShmTransport(Config(), "here")
-        return Links(Config(), JOB, self.store, rank, [transport], self.lending[rank], members)
+        return Rings(Config(), JOB, self.store, rank, [transport], self.lending[rank], members)
 
     def renew(self) -> None:
         """Another communicator of the same ranks."""
         self.store = MemoryStore()
-        self.links = [self._links(rank) for rank in range(2)]
+        self.rings = [self._rings(rank) for rank in range(2)]
 
     def end(self, rank: int, *, producer: bool, deadline: Deadline = NEVER) -> RingEnd:
-        return self.links[rank].end(1 - rank, Use.POINT_TO_POINT, deadline, producer=producer)
+        return self.rings[rank].end(1 - rank, Use.POINT_TO_POINT, deadline, producer=producer)
 
     def close(self) -> None:
-        for links in self.links:
+        for links in self.rings:
             links.close()
 
 

@@ -342,7 +342,7 @@ def test_differing_descriptions_deliver_nothing(bench: Bench, first: str) -> Non
     assert set(target) == {7}
     word = ring.producer.abort_word()
     assert Reason.parse(word)[0] is Reason.MISMATCH and Reason.parse(word)[1] in (0, 1)
-    assert ring.producer.dispute() is not None
+    assert ring.producer.mismatch() is not None
     assert ring.consumer.finished() == (0, False)
     ring.move(False, target, message(5))
     assert ring.consumer.finished() == (0, False)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from xvcomm.engine.session.presence import NOWHERE, Presence
-from xvcomm.engine.session.watchdog import Watch, Watched
+from xvcomm.engine.session.watchdog import Watchdog, WatchedProcess
 
 HOLDER = """
 import sys
@@ -97,7 +97,7 @@ def test_a_watch_notices_the_end(monkeypatch, why):
 
     with process:
         pid = None if why == "another namespace" else process.pid
-        watch = Watch([Watched(3, pid, byte)], Presence.take("/dev/shm"), on_exit, lambda: None)
+        watch = Watchdog([WatchedProcess(3, pid, byte)], Presence.take("/dev/shm"), on_exit, lambda: None)
         try:
             assert not over.wait(0.3)
             process.kill()
@@ -111,6 +111,8 @@ def test_a_number_that_another_process_has_by_now():
     with process:
         process.kill()
     ended = threading.Event()
-    watch = Watch([Watched(3, os.getppid(), byte)], Presence.take("/dev/shm"), lambda _: ended.set(), lambda: None)
+    watch = Watchdog(
+        [WatchedProcess(3, os.getppid(), byte)], Presence.take("/dev/shm"), lambda _: ended.set(), lambda: None
+    )
     assert ended.wait(20)
     watch.close()

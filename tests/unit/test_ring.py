@@ -168,25 +168,25 @@ def test_disputes(ends: tuple[RingEnd, RingEnd]) -> None:
         post(producer, sequence, MESSAGE)
         post(consumer, sequence, MESSAGE if sequence != 69 else other)
     producer.sequence = consumer.sequence = 70
-    assert producer.dispute() == (MESSAGE, other)
-    assert consumer.dispute() == (other, MESSAGE)
+    assert producer.mismatch() == (MESSAGE, other)
+    assert consumer.mismatch() == (other, MESSAGE)
     post(consumer, 69, MESSAGE)
-    assert producer.dispute() is None
+    assert producer.mismatch() is None
     producer.close()
-    assert producer.dispute() is None
+    assert producer.mismatch() is None
 
 
 def test_words_of_a_message_that_was_given_up_are_no_dispute(ends: tuple[RingEnd, RingEnd]) -> None:
     producer, consumer = ends
     first_entry = (ctypes.c_int64 * 6).from_address(producer.address + producer.layout.ledger)
     first_entry[1:] = MESSAGE  # no number: it is not valid yet
-    assert producer.dispute() is None and consumer.dispute() is None
+    assert producer.mismatch() is None and consumer.mismatch() is None
     for sequence in range(LEDGER):
         post(producer, sequence, MESSAGE)
         post(consumer, sequence, MESSAGE)
     ctypes.c_int64.from_address(consumer.address + CONSUMED).value = LEDGER
     first_entry[1:] = MESSAGE._replace(nbytes=8)
-    assert producer.dispute() is None and consumer.dispute() is None
+    assert producer.mismatch() is None and consumer.mismatch() is None
 
 
 def test_messages_are_told_in_words() -> None:

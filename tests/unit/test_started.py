@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from xvcomm.engine.collectives import Call
-from xvcomm.engine.inflight.batch import Flight
-from xvcomm.engine.inflight.tracker import Company
+from xvcomm.engine.inflight.batch import Batch
+from xvcomm.engine.inflight.tracker import AsyncGroup
 from xvcomm.engine.messages import Transfer
 from xvcomm.engine.started import Beside, StartedCollective, StartedMessage
 from xvcomm.errors import ArgumentError, DeadlineExceeded, PeerLost
@@ -54,7 +54,7 @@ class Job:
         self.through, self.stop, self.received, self.followed = False, 0, 1, list[int | None]()
         self.native: Any = SimpleNamespace(error=lambda: 0)
         self.context, self.stream = self, SimpleNamespace(reached=lambda mark: self.through)
-        self.pending, self.handle, self.mark, self.companions = self, 48, None, Company()
+        self.tracker, self.handle, self.mark, self.companions = self, 48, None, AsyncGroup()
         view, part = (self.view() for _ in range(2))
         self.call = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
         self.branch = SimpleNamespace(sequence=7, ends=[(cast(RingEnd, End(self)), 1)])
@@ -64,7 +64,7 @@ class Job:
     def view() -> ArrayView:
         return ArrayView(0, (3,), BY_NAME["int32"], 3, 12, object(), "cuda", 0, stream=HOME)
 
-    def company(self, handle: int) -> Company:
+    def async_group(self, handle: int) -> AsyncGroup:
         assert handle == self.handle
         return self.companions
 
@@ -96,7 +96,7 @@ class Job:
     def end_all(self, error: Exception | None = None) -> None:
         """What everything aboard became is over."""
         where: Any = self.stream
-        self.companions.flight = Flight([], NEVER, stream=where, mark=where, error=error, over=True)
+        self.companions.batch = Batch([], NEVER, stream=where, mark=where, error=error, over=True)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One communicator's inside: its rings, board and native library, and how they all stop together."""
+"""One communicator's inside: its rings, contract and native library, and how they all stop together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Courier, RingStalled, RingStopped
-from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.planner import Planner
-from xvcomm.engine.session.diagnosis import Blame
-from xvcomm.engine.session.rings import Links
+from xvcomm.engine.session.diagnosis import Diagnosis
+from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import Aborted, ArrayError, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.memory.array import ArrayView
@@ -20,7 +20,7 @@ from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.memory.segment import Segment
 from xvcomm.system import limits
 from xvcomm.system.forking import FORKED
-from xvcomm.trace.contract import Board
+from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.trace.recorder import DONE, State, call_site, hooks
 from xvcomm.types.deadline import Deadline
@@ -44,10 +44,10 @@ class Context:
         rank: this process's number in it.
         enqueueing: held while transfers are put in order on rings, not while they move.
         index, recorder: number of this rank's device, as DLPack has it; the rank's flight recorder.
-        asynchronous: whether operations go on behind the host; `pending` are those that do.
+        asynchronous: whether operations go on behind the host; `tracker` has those that do.
         departed: the ranks of this host that have closed it, as far as this rank has seen.
         sequence: number of the next collective.
-        place: address of the board for compiled code; see `Board.place`.
+        place: address of the contract for compiled code; see `ContractCheck.place`.
         closing: called by `close` when operations have been stopped and before memory is unmapped.
     """
 
@@ -63,7 +63,7 @@ class Context:
         self._closed = ""  # or why, in words
         self.departed: set[int] = set()
         self.sequence = self._word = 0
-        self._board: Board | None = None
+        self._contract: ContractCheck | None = None
         self._native: Collective | None = None
         self.store = session.guarded(f"comm/{path}", self.check)
         labels = [session.collective_label(r) for r in ranks]
@@ -73,39 +73,39 @@ class Context:
         self.planner = Planner(self.topology, self.rank, session.config, gpus=set(kinds) != {"host"})
         able = session.device.capabilities()
         self.index, self.asynchronous = able.index, able.asynchronous
-        self.pending = Pending(self)
+        self.tracker = Tracker(self)
         self.device, self.recorder, self.kind = session.device, session.recorder, session.backend.kind
         self._part = f"-{self.ident:x}"
-        self.links = Links(
+        self.rings = Rings(
             session.config, session.job + self._part, self.store, self.rank, session.transports, session.lending,
             [session.member(r) for r in ranks],
         )  # fmt: skip
-        self._blame = Blame(session, ranks, self.rank, self.ident, self.links)
+        self.diagnosis = Diagnosis(session, ranks, self.rank, self.ident, self.rings)
         session.add(self)
         try:
             with session.telling(self.store):
-                self._open_board(deadline)
+                self._open_contract(deadline)
                 self.store.assemble(session.rank, ranks, deadline, lambda: [ranks[r] for r in sorted(self.departed)])
         except BaseException:
             self.close()
             raise
 
-    def _open_board(self, deadline: Deadline) -> None:
+    def _open_contract(self, deadline: Deadline) -> None:
         infos = self.session.infos
         here = tuple(i for i, r in enumerate(self.ranks) if infos[r].host == infos[self.session.rank].host)
         config, key = self.session.config, f"board/{here[0]}"
         if self.rank == here[0]:
-            segment = Segment.create(config.shm_dir, self.session.job + self._part, Board.size(len(here)))
+            segment = Segment.create(config.shm_dir, self.session.job + self._part, ContractCheck.size(len(here)))
             with segment.named():
                 self.store.set(key, segment.name.encode(), deadline)
         else:
             segment = self.session.attach(self.store, key, self.ranks[here[0]], deadline)
-        board = Board(segment, here, self.rank, self.recorder, self.ident)
-        self.place = board.place
+        contract = ContractCheck(segment, here, self.rank, self.recorder, self.ident)
+        self.place = contract.place
         with self._gate:
-            self._board = self._blame.board = board
+            self._contract = self.diagnosis.contract = contract
             if self._word:
-                board.abort(self._word)
+                contract.abort(self._word)
 
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""
@@ -161,8 +161,8 @@ class Context:
 
     def courier(self, end: RingEnd, name: OpCode) -> Courier:
         """What sends (`name` SEND) or receives single messages of a ring end; for its use see `enter`."""
-        assert self._board is not None
-        return self.device.courier(end, +name, self.recorder.handle, self.ident, self._board.stop)
+        assert self._contract is not None
+        return self.device.courier(end, +name, self.recorder.handle, self.ident, self._contract.stop)
 
     def enter(self, courier: Courier | Operation, name: OpCode) -> int:
         """Let a courier, or a look, go on: until it leaves nothing is unmapped. Gives the number of the next collective.
@@ -203,24 +203,24 @@ class Context:
         site = site or call_site(_INSIDE_COLLECTIVE if peer == NO_PEER else _INSIDE_SEND)
         operation = Operation(name, self.sequence, message, peer)
         self._active.add(operation)
-        board = self._board
-        if self._closed or board is None:
+        contract = self._contract
+        if self._closed or contract is None:
             self._active.discard(operation)
             self.ensure_open(name)
-        assert board is not None
+        assert contract is not None
         if peer != NO_PEER:
             _, dtype, nbytes, tag, _ = message
             operation.record = self.recorder.begin(self.ident, self.sequence, +name, dtype, nbytes, peer, tag, site)
-            stopped = board.abort_word() != 0
+            stopped = contract.abort_word() != 0
         else:
             self.sequence += 1
-            number = board.post(operation.sequence, message, site)
+            number = contract.post(operation.sequence, message, site)
             stopped = number < 0
             operation.record = ~number if stopped else number
         if stopped:
-            word = board.abort_word()
+            word = contract.abort_word()
             self.abort(word)
-            failure = self._blame.error(word, operation)
+            failure = self.diagnosis.error(word, operation)
             self.end(operation, State.FAILED)
             raise failure
         return operation
@@ -256,26 +256,26 @@ class Context:
             self.abort(known)
         elif isinstance(error, (RingStopped, CollectiveStopped)):
             # A dispute says more than that its rank left since.
-            differs = isinstance(error, RingStopped) and error.end.dispute()
+            differs = isinstance(error, RingStopped) and error.end.mismatch()
             self._pass_on(Reason.MISMATCH.word(self.rank) if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
-            late = self._blame.late(operation, self._suspects(error))
-            why = self._blame.waited(operation, late) if late else f"{operation}: {error}"
+            late = self.diagnosis.late(operation, self._suspects(error))
+            why = self.diagnosis.waited(operation, late) if late else f"{operation}: {error}"
             self.abort(Reason.DEADLINE.word(late[0] if late else self.rank, self.rank), why)
         elif isinstance(error, (PeerLost, Aborted)) and error.peer is not None:  # the store told of another rank
-            self.abort(self._blame.passed_on(error), str(error))
+            self.abort(self.diagnosis.passed_on(error), str(error))
         else:
             # It went wrong here, so that this rank has the story and the others need to be told.
             error = limits.named(error, f"do {operation}")
             self.abort(Reason.ABORTED.word(self.rank, self.rank), f"{type(error).__name__}: {error}")
             return error
         below = (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled, XvcommError)
-        return error if not isinstance(error, below) else self._blame.error(self.word(), operation)
+        return error if not isinstance(error, below) else self.diagnosis.error(self.word(), operation)
 
     def _pass_on(self, word: int) -> None:
         """Tell all that a ring, or the native library, was stopped; they were the first to know why."""
         if Reason.parse(word)[0] is Reason.MISMATCH:
-            found = self._blame.dispute()
+            found = self.diagnosis.mismatch()
             self.abort(Reason.MISMATCH.word(self.rank), found[0] if found else "")
         elif self._native is not None and self._native.failure:
             self.abort(Reason.ABORTED.word(self.rank, self.rank), self._native.failure)
@@ -291,9 +291,9 @@ class Context:
         return [r for r, world in enumerate(self.ranks) if isinstance(error, XvcommError) and error.peer == world]
 
     def word(self) -> int:
-        """0, or the abort word that says why the communicator is finished; the board was told first."""
+        """0, or the abort word that says why the communicator is finished; the contract was told first."""
         with self._gate:
-            return (self._board.abort_word() if self._board is not None else 0) or self._word
+            return (self._contract.abort_word() if self._contract is not None else 0) or self._word
 
     def check(self) -> None:
         """Raise if the communicator is finished.
@@ -305,35 +305,35 @@ class Context:
         word, name = self.word(), OpCode.INIT if self.path == "0" else OpCode.SPLIT
         self.ensure_open(name)
         if word:
-            raise self._blame.error(word, Operation(name, -1, _NOTHING))
+            raise self.diagnosis.error(word, Operation(name, -1, _NOTHING))
 
     def look(self) -> None:
-        """Pass on what the other ranks said on the board. Safe from any thread; never waits for the device."""
+        """Pass on what the other ranks said on the contract. Safe from any thread; never waits for the device."""
         with self._gate:
-            if self._closed or self._board is None:
+            if self._closed or self._contract is None:
                 return
-            word = self._board.abort_word()
+            word = self._contract.abort_word()
             if word and not self._word:
                 self.abort(word)
-            if self._board.departures() != len(self.departed):
-                for rank in self._board.departed():
+            if self._contract.departures() != len(self.departed):
+                for rank in self._contract.departed():
                     self._depart(rank)
             if self.asynchronous:
                 self._look_beside_device()
 
     def _look_beside_device(self) -> None:
         """Find out what no host thread waits for: rings and libraries that stopped, and what is late."""
-        self.pending.stop_late()
-        for end in self.links.ends():
+        self.tracker.stop_late()
+        for end in self.rings.ends():
             word = end.abort_word()
             if Reason.bad(word) and not self._word:
                 self._pass_on(word)
-        native, board = self._native, self._board
-        if native is not None and board is not None and Reason.bad(native.error()) and not self._word:
+        native, contract = self._native, self._contract
+        if native is not None and contract is not None and Reason.bad(native.error()) and not self._word:
             if native.failure:
                 self.abort(Reason.ABORTED.word(self.rank, self.rank), native.failure)
             else:  # the host is in a call of it past the deadline
-                sequence, message = board.newest(self.sequence)
+                sequence, message = contract.newest(self.sequence)
                 self.explain(CollectiveStalled(()), Operation(OpCode(message.op), sequence, message))
 
     def lose(self, world_rank: int) -> None:
@@ -351,17 +351,19 @@ class Context:
 
     def awaits(self, operation: Operation) -> bool:
         """Whether a rank has not come to a collective yet, as far as this host can tell."""
-        return operation.peer == NO_PEER and self._board is not None and bool(self._board.absent(operation.sequence))
+        return (
+            operation.peer == NO_PEER and self._contract is not None and bool(self._contract.absent(operation.sequence))
+        )
 
     def stopped(self, newest: Callable[[], Operation]) -> int:
         """0, or the abort word that says that a native collective gave no result, however its kernels ended."""
         with self._gate:
-            return self._board.stopped(lambda: newest().sequence) if self._board is not None else self._word
+            return self._contract.stopped(lambda: newest().sequence) if self._contract is not None else self._word
 
     def miss(self, newest: Callable[[], Operation]) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""
-        if self.departed and self._board is not None:
-            missing = self.departed.intersection(self._board.absent(newest().sequence))
+        if self.departed and self._contract is not None:
+            missing = self.departed.intersection(self._contract.absent(newest().sequence))
             if missing:
                 self.abort(Reason.LEFT.word(min(missing)))
                 if self._native is not None:  # for a mere departure it lets those finish who still can
@@ -373,7 +375,7 @@ class Context:
             return
         self.departed.add(rank)
         word = Reason.LEFT.word(rank)
-        self.links.lose(rank, word)
+        self.rings.lose(rank, word)
         if self._native is not None and rank in self.topology.island_of(self.rank).ranks:
             self._native.abort(word)
 
@@ -389,16 +391,16 @@ class Context:
         with self._gate:
             if self._closed:
                 return
-            if self._board is not None:
+            if self._contract is not None:
                 if why and not self._word:
-                    self._board.explain(why)
-                self._board.abort(word)
-                word = self._board.abort_word()
+                    self._contract.explain(why)
+                self._contract.abort(word)
+                word = self._contract.abort_word()
             self._word = self._word or word
             self._stop(word)
 
     def _stop(self, word: int) -> None:
-        self.links.abort(word)
+        self.rings.abort(word)
         if self._native is not None:
             self._native.abort(word)
 
@@ -409,13 +411,13 @@ class Context:
         the process ends by an error.
         """
         if not self._closed and not self._word:
-            self.pending.drain(Deadline.after(_DRAIN_SECONDS))
+            self.tracker.drain(Deadline.after(_DRAIN_SECONDS))
         with self._gate:
             if self._closed:
                 return
             self._closed = _CLOSED
-            if self._board is not None:
-                self._board.leave()
+            if self._contract is not None:
+                self._contract.leave()
             self._stop(Reason.LEFT.word(self.rank))
         self.session.remove(self)
         for callback in self.closing:
@@ -423,28 +425,28 @@ class Context:
         if not self._settled():
             return  # a thread, or the device, is still inside; what it may touch stays mapped as long as the process lives
         with self._gate:
-            self.links.close()
+            self.rings.close()
             if self._native is not None:
                 self._native.close()
-            if self._board is not None:
-                left = {self.ranks[r] for r in self._board.departed()}
-                self.session.sweep_if_last([self.ranks[r] for r in self._board.ranks], left, self._part)
-                self._board.close()
-            self._board = self._blame.board = self._native = None
+            if self._contract is not None:
+                left = {self.ranks[r] for r in self._contract.departed()}
+                self.session.sweep_if_last([self.ranks[r] for r in self._contract.ranks], left, self._part)
+                self._contract.close()
+            self._contract = self.diagnosis.contract = self._native = None
 
     def after_fork(self) -> None:
-        """End in a forked child, whose shared memory is its own by now: compiled code finds the board stopped."""
+        """End in a forked child, whose shared memory is its own by now: compiled code finds the contract stopped."""
         self._closed = FORKED
         self._gate, self.enqueueing = threading.RLock(), threading.Lock()  # threads of the parent's may hold its own
-        if self._board is not None:
-            self._board.abort(Reason.LEFT.word(self.rank))
+        if self._contract is not None:
+            self._contract.abort(Reason.LEFT.word(self.rank))
 
     def _settled(self) -> bool:
         """Wait until no operation is under way; whether that came about."""
         deadline = Deadline.after(_SETTLE_SECONDS)
-        while self._active or self.pending:
+        while self._active or self.tracker:
             if deadline.expired():
                 return False
-            self.pending.look()
+            self.tracker.look()
             time.sleep(_PAUSE_SECONDS)
         return True

@@ -183,7 +183,7 @@ class Executor:
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
-        layout = self._context.links.gpu_collective_layout
+        layout = self._context.rings.gpu_collective_layout
         return not plan.segment and plan.nbytes <= min(SERIAL_BYTES, layout.at_once(plan.messages))
 
     def _enqueue(
@@ -323,7 +323,7 @@ class _Run:
 
     def _end(self, peer: int, *, producer: bool) -> RingEnd:
         """The ring end for the next message to or from a peer."""
-        end = self._context.links.end(peer, Use.COLLECTIVE, self._deadline, producer=producer)
+        end = self._context.rings.end(peer, Use.COLLECTIVE, self._deadline, producer=producer)
         self.ends[end] = end.sequence + 1
         return end
 

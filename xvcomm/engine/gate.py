@@ -12,11 +12,11 @@ from xvcomm.types.opcode import OpCode
 _CLOSE_SECONDS = 1.0
 
 
-class Door:
+class LaunchGate:
     """Lets compiled code at a communicator's memory, under a lock, from its first operation until `Context.close`.
 
     Attributes:
-        lock: under which operations are put in order; whoever makes a call holds it, and has looked whether the door is open.
+        lock: under which operations are put in order; whoever makes a call holds it, and has looked whether the gate is open.
         open: whether calls may be made.
         places: what `place` gave, by handle.
     """
@@ -25,7 +25,7 @@ class Door:
         self._context, self.lock = context, lock
         self.open = False
         self.places: dict[int, int] = {}
-        # While the door is open, compiled code may be inside: an operation that keeps memory mapped.
+        # While the gate is open, compiled code may be inside: an operation that keeps memory mapped.
         self._standing = Operation(OpCode.INIT, -1, Message(0, 0, 0, 0))
 
     def admit(self, op: OpCode) -> None:
@@ -40,13 +40,13 @@ class Door:
             self.open = True
 
     def place(self, handle: int, *, blocking: bool = True) -> int:
-        """Where operations on a stream are noted, see `Pending.boarding`; the stream is looked at.
+        """Where operations on a stream are noted, see `Tracker.log`; the stream is looked at.
 
         0 for a thread's own stream: only that thread could mark it.
         """
         if self._context.device.adopt(handle).queue[1]:
             return 0
-        found = self.places[handle] = self._context.pending.boarding(handle, blocking=blocking)
+        found = self.places[handle] = self._context.tracker.log_address(handle, blocking=blocking)
         return found
 
     def _close(self) -> None:

@@ -1,7 +1,7 @@
 """Operations on a device's stream that one compiled call starts: from its record to the note that it must end.
 
-For what was called before in the same shape. Nothing is left out: a collective is posted and compared on the board, a
-message waits for none that must come before it, both are looked after by `Pending`. Where compiled code cannot do it, it
+For what was called before in the same shape. Nothing is left out: a collective is posted and compared on the contract, a
+message waits for none that must come before it, both are looked after by `Tracker`. Where compiled code cannot do it, it
 says so before it has begun anything.
 """
 
@@ -17,8 +17,8 @@ from numba.extending import register_jitable
 from xvcomm.abc.collective import CollectiveStopped
 from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMarks, EnqueuedMessages
 from xvcomm.engine.context import Context
-from xvcomm.engine.gate import Door
-from xvcomm.engine.inflight.log import ROOM, aboard, fits, trailed
+from xvcomm.engine.gate import LaunchGate
+from xvcomm.engine.inflight.log import ROOM, fits, log_operation, record_event
 from xvcomm.jit.atomics import load, load_acquire, store
 from xvcomm.jit.ccall import bits_of, call_3, call_5
 from xvcomm.jit.compile import brief, compiling
@@ -111,14 +111,14 @@ class CollectiveWord(enum.IntEnum):
 
     PLACE = 0  # `Context.place`
     MESSAGE = 1  # five
-    RECORD = 6  # what became of the newest: its record's number, inverted if the board was aborted
+    RECORD = 6  # what became of the newest: its record's number, inverted if the contract was aborted
     RESULT = 7  # and what a function gave
     INPUT = 8  # these three are where steps find their places
     OUTPUT = 9
     SCRATCH = 10
     AT = 11  # the step that is under way; behind the last one the mark of a stream beside
     STEPS = 12  # how many there are
-    SEATS = 13  # entries that it needs aboard
+    ENTRIES = 13  # entries that it needs aboard
     FIRST = 14  # the words of the steps, behind which those of the places are, and then the items
 
 
@@ -145,12 +145,12 @@ _, _RESULT, _READY, _FUNCTION, _ARGUMENT, _ITEMS, _COUNT, _MESSAGES = (8 * int(w
 _NAME, _PEER, _CHANNEL, _COUNTER, _RECORD, _MESSAGE = (8 * int(w) for w in MessageWord)
 _ENTRY, _ITEM = _MESSAGE + 40, 24
 _, _C_MESSAGE, _C_RECORD, _C_RESULT, _INPUT, _OUTPUT, _SCRATCH = (8 * int(w) for w in list(CollectiveWord)[:7])
-_AT, _STEPS, _SEATS, _FIRST = (8 * int(w) for w in list(CollectiveWord)[7:])
+_AT, _STEPS, _ENTRIES, _FIRST = (8 * int(w) for w in list(CollectiveWord)[7:])
 _BASES = {Buf.IN: _INPUT, Buf.OUT: _OUTPUT, Buf.TMP: _SCRATCH}
 _S_READY, _S_FUNCTION, _S_ARGUMENT, _S_PLACES, _S_COUNT, _S_ITEMS = (8 * int(w) for w in StepWord)
 _P_BUF, _P_BYTES, _P_COUNTER = (8 * int(w) for w in PlaceWord)
 _STEP, _PLACE = 8 * len(StepWord), 8 * len(PlaceWord)
-_BOARD, _RECORDER, _COMMUNICATOR = 0, 24, 32  # words of `Board.place`
+_CONTRACT, _RECORDER, _COMMUNICATOR = 0, 24, 32  # words of `ContractCheck.place`
 
 
 @register_jitable
@@ -173,16 +173,16 @@ def _do(call: int, step: int, sequence: int, stream: int, bits: int) -> int:
 
 
 @register_jitable
-def _marked(boarding: int, stream: int, beside: int, event: int) -> int:
+def _marked(log: int, stream: int, beside: int, event: int) -> int:
     """Mark a stream beside, or one that may be gone later, behind what was enqueued; 0, or what the device said."""
     if beside == 0:
-        return trailed(boarding, stream)
+        return record_event(log, stream)
     return call_3(load(beside + 8), load(beside + 16), event, stream)
 
 
-def _collective(call, boarding, sequence, site, src, dst, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
+def _collective(call, log, sequence, site, src, dst, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     first, end = call + _FIRST, call + _FIRST + load(call + _STEPS) * _STEP
-    if not fits(boarding, load(call + _SEATS), deadline):
+    if not fits(log, load(call + _ENTRIES), deadline):
         return _FULL
     for step in range(first, end, _STEP):
         ready = load(step + _S_READY)
@@ -205,25 +205,25 @@ def _collective(call, boarding, sequence, site, src, dst, stream, deadline, besi
             store(call + _C_RESULT, code)
             store(call + _AT, (step - first) // _STEP)
             return CAPTURED if code == CAPTURED else _FAILED
-    code = _marked(boarding, stream, beside, event)
+    code = _marked(log, stream, beside, event)
     if code != 0:
         store(call + _C_RESULT, code)
         store(call + _AT, load(call + _STEPS))
         return _FAILED
-    seats = aboard(boarding, number, sequence, op, NO_PEER, 0, 0, message, tag, bits)
+    entries = log_operation(log, number, sequence, op, NO_PEER, 0, 0, message, tag, bits)
     for step in range(first, end, _STEP):
         if load(step + _S_ITEMS) != 0:
             for place in range(load(step + _S_COUNT)):
                 counter = load(load(step + _S_PLACES) + place * _PLACE + _P_COUNTER)
-                seats = aboard(boarding, number, sequence, op, NO_PEER, 0, counter, message, tag, bits)
-    return seats
+                entries = log_operation(log, number, sequence, op, NO_PEER, 0, counter, message, tag, bits)
+    return entries
 
 
-def _messages(call, boarding, sequence, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
+def _messages(call, log, sequence, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     place, argument, count, items = load(call), load(call + _ARGUMENT), load(call + _COUNT), load(call + _ITEMS)
-    if not fits(boarding, count, deadline):
+    if not fits(log, count, deadline):
         return _FULL
-    if load_acquire(load(place + _BOARD) + ABORT) != 0 or call_3(load(call + _READY), argument, stream, 0) == 0:
+    if load_acquire(load(place + _CONTRACT) + ABORT) != 0 or call_3(load(call + _READY), argument, stream, 0) == 0:
         return _UNREADY
     if beside != 0 and call_3(load(beside), load(beside + 16), user, stream) != 0:
         return _UNREADY
@@ -236,17 +236,17 @@ def _messages(call, boarding, sequence, stream, deadline, beside, user, event): 
         store(entry + _RECORD, number)
     code = call_5(load(call + _FUNCTION), argument, items, 0, stream, 0)
     if code == 0:
-        code = _marked(boarding, stream, beside, event)
+        code = _marked(log, stream, beside, event)
     if code != 0:
         store(call + _RESULT, code)
         return _FAILED
-    seats, bits = 0, bits_of(deadline)
+    entries, bits = 0, bits_of(deadline)
     for i in range(count):
         entry, tag = first + i * _ENTRY, load(items + i * _ITEM + 8)
         record, name, peer = load(entry + _RECORD), load(entry + _NAME), load(entry + _PEER)
         channel, counter = load(entry + _CHANNEL), load(entry + _COUNTER)
-        seats = aboard(boarding, record, sequence, name, peer, channel, counter, entry + _MESSAGE, tag, bits)
-    return seats
+        entries = log_operation(log, record, sequence, name, peer, channel, counter, entry + _MESSAGE, tag, bits)
+    return entries
 
 
 with compiling():
@@ -264,16 +264,16 @@ class CollectiveCall:
     """
 
     def __init__(
-        self, context: Context, door: Door, op: OpCode, message: Message, steps: Sequence[EnqueuedStep],
+        self, context: Context, gate: LaunchGate, op: OpCode, message: Message, steps: Sequence[EnqueuedStep],
         scratch: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
-        self._context, self._door, self._op, self._message, self._scratch = context, door, op, message, scratch
+        self._context, self._launch_gate, self._op, self._message, self._scratch = context, gate, op, message, scratch
         self._calls = [step.call for step in steps]  # compiled code knows them by address
         self._rings = rings = [ring for step in steps for ring in step.rings]
-        context.pending.rings.update((ring.counter, ring) for ring in rings)
-        seats = 1 + len(rings)
-        self._most = ROOM - seats
-        self._words = _pack([context.place, *message, *[0] * 6, len(steps), seats], steps)
+        context.tracker.rings.update((ring.counter, ring) for ring in rings)
+        entries = 1 + len(rings)
+        self._most = ROOM - entries
+        self._words = _pack([context.place, *message, *[0] * 6, len(steps), entries], steps)
         self._address = ctypes.addressof(self._words)
 
     def run(
@@ -283,7 +283,7 @@ class CollectiveCall:
         """Enqueue it on a stream.
 
         Args:
-            place: `Door.place` of the stream.
+            place: `LaunchGate.place` of the stream.
             deadline: `Deadline.at`.
             branch: how it goes on that stream, if that is beside the user's.
 
@@ -293,11 +293,11 @@ class CollectiveCall:
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
         """
-        context, door = self._context, self._door
+        context, gate = self._context, self._launch_gate
         reads, writes = 0 if src is None else src.address, 0 if dst is None else dst.address
         beside, user, event = _NOT_BESIDE if branch is None else branch.words
-        with door.lock:
-            if not door.open:
+        with gate.lock:
+            if not gate.open:
                 return False
             sequence = context.sequence
             if self._scratch is not None:
@@ -305,17 +305,17 @@ class CollectiveCall:
             call = self._address, place, sequence, site, reads, writes, handle, deadline, beside, user, event
             code = _collective_kernel(*call)
             if code == _FULL:
-                context.pending.depart_from(handle)
+                context.tracker.seal(handle)
                 code = _collective_kernel(*call)
             if code in (_FULL, _UNREADY):
                 return False
             context.sequence = sequence + 1
             if code < 0:
-                self._end(sequence, code, branch or context.pending.marks(handle))
+                self._end(sequence, code, branch or context.tracker.marks(handle))
             if branch is not None:
                 branch.sequence, branch.ends = sequence, [(ring, ring.sequence) for ring in self._rings]
         if code > self._most:
-            context.pending.depart_from(handle)
+            context.tracker.seal(handle)
         return True
 
     def _end(self, sequence: int, code: int, marking: Branch | EnqueuedMarks | None) -> None:
@@ -369,14 +369,14 @@ class MessageCall:
     """
 
     def __init__(
-        self, context: Context, door: Door, transfers: Sequence[EnqueuedTransfer], device: EnqueuedMessages
+        self, context: Context, gate: LaunchGate, transfers: Sequence[EnqueuedTransfer], device: EnqueuedMessages
     ) -> None:
-        self._context, self._door, self._transfers, self._device = context, door, transfers, device
+        self._context, self._launch_gate, self._transfers, self._device = context, gate, transfers, device
         self.ends = frozenset(transfer.end for transfer in transfers)
         words = [context.place, 0, *device[:3], 0, len(transfers)]
         for name, end, message in transfers:
             words += +name, end.peer, end.channel, end.counter, 0, *message
-            context.pending.rings[end.counter] = end
+            context.tracker.rings[end.counter] = end
         self._at, self._most = len(words), ROOM - len(transfers)
         words += [0] * 3 * len(transfers)
         self._words = (ctypes.c_int64 * len(words))(*words)
@@ -389,16 +389,16 @@ class MessageCall:
         Args:
             items: of each message the array's address, the tag, and where the user called it.
         """
-        context, door = self._context, self._door
+        context, gate = self._context, self._launch_gate
         beside, user, event = _NOT_BESIDE if branch is None else branch.words
-        with door.lock:
-            if not door.open:
+        with gate.lock:
+            if not gate.open:
                 return False
             self._words[self._at :] = items  # type: ignore[assignment]
             call = self._address, place, context.sequence, handle, deadline.at, beside, user, event
             code = _messages_kernel(*call)
             if code == _FULL:
-                context.pending.depart_from(handle)
+                context.tracker.seal(handle)
                 code = _messages_kernel(*call)
             if code in (_FULL, _UNREADY):
                 return False
@@ -407,7 +407,7 @@ class MessageCall:
             if branch is not None:
                 branch.sequence, branch.ends = context.sequence, [(t.end, t.end.sequence) for t in self._transfers]
         if code > self._most:
-            context.pending.depart_from(handle)
+            context.tracker.seal(handle)
         return True
 
     def _fail(self) -> NoReturn:

@@ -37,7 +37,7 @@ class Transfer(msgspec.Struct, eq=False):
     Attributes:
         stream: handle of the stream that it is ordered on; None where nobody knows.
         channel: which of the pair's rings it takes.
-        promise: what its Work waits for, if it has one.
+        deferred: what its Work waits for, if it has one.
         site: where the user called it, if that is not the thread's caller when it is enqueued; see `trace.call_site`.
         operation, end: once it is enqueued.
     """
@@ -49,7 +49,7 @@ class Transfer(msgspec.Struct, eq=False):
     deadline: Deadline
     stream: int | None = None
     channel: int = 0
-    promise: Any = None
+    deferred: Any = None
     site: int = 0
     operation: Operation | None = None
     end: RingEnd | None = None
@@ -121,7 +121,7 @@ class Transfers(ABC):
     def _begin(self, t: Transfer) -> RingEnd:
         """Begin the operation of one transfer; gives its ring end."""
         self._note(t)
-        end = t.end = self._context.links.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
+        end = t.end = self._context.rings.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
         return end
 
     def _note(self, t: Transfer) -> Operation:
@@ -211,8 +211,8 @@ class HostTransfers(Transfers):
 
     def work(self, t: Transfer) -> Work:
         """See `Transfers.work`."""
-        t.promise = ProcessFuture()
-        return Work(t.promise, f"{t.name} with rank {t.peer}")
+        t.deferred = ProcessFuture()
+        return Work(t.deferred, f"{t.name} with rank {t.peer}")
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.start`."""
@@ -226,7 +226,7 @@ class HostTransfers(Transfers):
         self._free.append(stream)
         if isinstance(pending, ProcessFuture):
             for t in transfers:
-                t.promise.help = pending.help
+                t.deferred.help = pending.help
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
 
     def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
@@ -248,8 +248,8 @@ class HostTransfers(Transfers):
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
         """See `Transfers.give_up`."""
         for t in transfers:
-            if t.promise is not None and not t.promise.done():
-                t.promise.set_exception(error)
+            if t.deferred is not None and not t.deferred.done():
+                t.deferred.set_exception(error)
 
     def settle(self, peers: Collection[int], channel: int) -> None:
         """See `Transfers.settle`: they are counted when they are posted."""
@@ -281,5 +281,5 @@ class HostTransfers(Transfers):
             assert t.operation is not None
             self._context.end(t.operation)
         for t in transfers:
-            if t.promise is not None:
-                t.promise.set_result(array.finish(t.view))
+            if t.deferred is not None:
+                t.deferred.set_result(array.finish(t.view))

@@ -2,7 +2,7 @@
 
 For what was called before in the same shape, and for whoever calls from compiled code, as the handlers of a compiler of
 arrays do. Nothing is left out: `run` numbers the collective, notes it in the flight recorder, posts and compares it on the
-board, runs the native library's kernel, and watches abort words. What it cannot end, Python ends: `PreparedCall.finish`
+contract, runs the native library's kernel, and watches abort words. What it cannot end, Python ends: `PreparedCall.finish`
 waits on, looks at the deadline, raises.
 
 Compiled code and Python take turns at a gate, one word a communicator. Python opens it to compiled code with the first
@@ -46,7 +46,7 @@ class GateWord(enum.IntEnum):
     STATE = 0  # free or taken
     SEQUENCE = 1  # of the next collective, while Python is not at it
     QUEUED = 2  # asynchronous collectives that have not ended
-    PLACE = 3  # `Board.place`
+    PLACE = 3  # `ContractCheck.place`
     HOOKS = 4  # the list of hooks: while there are any, Python runs everything
 
 
@@ -73,7 +73,7 @@ _GATE, _OP, _DTYPE, _NBYTES, _TAG, _DETAIL, _SITE, _FUNCTION, _ARGUMENT, _BEGUN,
 
 @register_jitable
 def run(call: int, src: int, dst: int, site: int) -> int:
-    """Run a prepared collective on these addresses; `site` as in `Board.post`, 0 for the one it was prepared at.
+    """Run a prepared collective on these addresses; `site` as in `ContractCheck.post`, 0 for the one it was prepared at.
 
     Returns:
         READY; BUSY if Python must run it from the beginning, PENDING or STOPPED if Python must `finish` it.

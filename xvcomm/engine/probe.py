@@ -165,7 +165,7 @@ class Probing:
             if not Reason.bad(stopped.word):
                 # To ask is not to wait: that a rank has left finishes the communicator only for who needs it.
                 # Where it aborted the communicator before, that is the reason.
-                raise context._blame.error(context.word() or stopped.word, operation) from None
+                raise context.diagnosis.error(context.word() or stopped.word, operation) from None
         finally:
             context.leave(operation, moved=False)
         return self.wait(src, channel, deadline)
@@ -202,7 +202,7 @@ class Probing:
             context = self._context
             peers = [r for r in range(len(context.ranks)) if r != context.rank] if src == ANY_PEER else [src]
             ends = [
-                context.links.end(peer, Use.POINT_TO_POINT, deadline, producer=False, channel=channel) for peer in peers
+                context.rings.end(peer, Use.POINT_TO_POINT, deadline, producer=False, channel=channel) for peer in peers
             ]
             sources = self._sources[src, channel] = Sources(ends, context.session.config.spin_us)
         return sources

@@ -1,6 +1,6 @@
 """Asynchronous operations that compiled code starts on a stream beside the users', and how each of them ended.
 
-They are looked after together, as blocking ones are: see `Pending`. So a Work does not wait for that, but asks for its own
+They are looked after together, as blocking ones are: see `Tracker`. So a Work does not wait for that, but asks for its own
 mark, and costs little where nobody asks.
 """
 
@@ -17,8 +17,8 @@ from xvcomm.abc.collective import Collective, CollectiveStopped
 from xvcomm.abc.device import Mark, Stream
 from xvcomm.engine.collectives import Call
 from xvcomm.engine.context import Context
-from xvcomm.engine.gate import Door
-from xvcomm.engine.inflight.batch import Flight
+from xvcomm.engine.gate import LaunchGate
+from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.work import Work, nobody_calls_back
 from xvcomm.engine.launch import Branch, CollectiveCall, MessageCall
 from xvcomm.engine.messages import Transfer
@@ -56,9 +56,9 @@ class Beside:
         mark: the same, behind it.
     """
 
-    def __init__(self, context: Context, door: Door, stream: Stream) -> None:
+    def __init__(self, context: Context, gate: LaunchGate, stream: Stream) -> None:
         self.context, self.stream, self.handle, self.lock = context, stream, stream.handle, threading.Lock()
-        self._door, self._marks = door, context.device.enqueued_marks(stream)
+        self._launch_gate, self._marks = gate, context.device.enqueued_marks(stream)
         self.branch, self.mark = Branch(self._marks), self._marks.take()
         self._known: set[int] = set()
 
@@ -92,7 +92,7 @@ class Beside:
 
         Args:
             items: see `MessageCall.run`.
-            come: see `Promise`.
+            come: see `DeferredWork`.
         """
         if not ready.run(self._begin(user), self.handle, items, deadline, self.branch):
             return None
@@ -102,7 +102,7 @@ class Beside:
         """Take a mark for what comes behind a user's stream; gives the place to note it."""
         mark = self.mark = self._marks.take()
         self.branch.between(user or 0, mark.event)
-        return self._door.places.get(self.handle) or self._door.place(self.handle, blocking=False)
+        return self._launch_gate.places.get(self.handle) or self._launch_gate.place(self.handle, blocking=False)
 
     def follow(self, handle: int | None, mark: Mark, over: Callable[[], bool]) -> None:
         """Let what comes next on a user's stream wait for a mark on this one, unless that is `over` already."""
@@ -129,8 +129,8 @@ class Started(Work):
     ) -> None:
         self._beside, self._mark, self._key, self._given = beside, beside.mark, key, given
         self._sequence, self._ends = beside.branch.sequence, ends
-        company = self._company = beside.context.pending.company(beside.handle)
-        company.keep[key] = keep
+        group = self._group = beside.context.tracker.async_group(beside.handle)
+        group.keep[key] = keep
         self._well = False
         self._error: BaseException | None = None
 
@@ -150,7 +150,7 @@ class Started(Work):
             self._beside.follow(stream, self._mark, self.done)
             self._raise()
         if self._at_home(stream):  # whatever the array's framework does with the memory comes behind
-            self._company.keep.pop(self._key, None)
+            self._group.keep.pop(self._key, None)
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
@@ -169,16 +169,16 @@ class Started(Work):
         """See `Work.done`."""
         if self._well or self._error is not None:
             return True
-        together = self._company.flight
+        together = self._group.batch
         if together is not None and together.over and together.error is None:
             self._well = True
             return True
-        context, flight = self._beside.context, self._flight()
+        context, batch = self._beside.context, self._batch()
         failure: tuple[Exception, Operation] | None
-        if flight.stream.reached(self._mark):
-            failure = flight.outcome(context.stopped)
+        if batch.stream.reached(self._mark):
+            failure = batch.outcome(context.stopped)
         elif Reason.bad(word := context.word()):
-            failure = CollectiveStopped(word), flight.operations[0]
+            failure = CollectiveStopped(word), batch.operations[0]
         else:
             return False
         if failure is None:
@@ -200,11 +200,11 @@ class Started(Work):
         view = self._view()
         return stream is not None and view is not None and view.stream == stream
 
-    def _flight(self) -> Flight:
+    def _batch(self) -> Batch:
         """What it would be alone."""
         operation = self._operation()
         ends = [(end, following, operation) for end, following in self._ends]
-        return Flight([operation], NEVER, ends, stream=self._beside.stream, mark=self._mark, native=self._native())
+        return Batch([operation], NEVER, ends, stream=self._beside.stream, mark=self._mark, native=self._native())
 
     def _raise(self) -> None:
         if self._error is not None:

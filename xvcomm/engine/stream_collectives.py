@@ -15,8 +15,8 @@ from xvcomm.abc.device import Mark, Stream
 from xvcomm.engine.collectives import Call, Caller, Key
 from xvcomm.engine.context import Context
 from xvcomm.engine.executor import Buffers, Executor
-from xvcomm.engine.gate import Door
-from xvcomm.engine.inflight.batch import Flight
+from xvcomm.engine.gate import LaunchGate
+from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.inflight.stream_work import StreamWork
 from xvcomm.engine.inflight.work import Work
@@ -44,11 +44,11 @@ class StreamCaller(Caller):
     def __init__(self, context: Context) -> None:
         self._context, self._kind, self._index = context, context.kind, context.index
         self._order = threading.Lock()
-        self._door = Door(context, self._order)
-        self._places = self._door.places
+        self._launch_gate = LaunchGate(context, self._order)
+        self._places = self._launch_gate.places
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
-        self._beside = Beside(context, self._door, context.device.streams(1)[0])
+        self._beside = Beside(context, self._launch_gate, context.device.streams(1)[0])
         self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
@@ -65,7 +65,7 @@ class StreamCaller(Caller):
             return False
         if not (dst.trusted and src.trusted):
             self._context.device.adopt(handle, *_untrusted(src, dst))
-        place, site = self._places.get(handle) or self._door.place(handle), call_site(_INSIDE_AGAIN)
+        place, site = self._places.get(handle) or self._launch_gate.place(handle), call_site(_INSIDE_AGAIN)
         return place != 0 and ready.run(place, handle, src, dst, site, monotonic() + timeout)
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
@@ -80,22 +80,25 @@ class StreamCaller(Caller):
             if ready is not None:
                 if not trusted:
                     self._user(call, handle, trusted)
-                place, site = self._places.get(handle) or self._door.place(handle), call.site or call_site(_INSIDE)
+                place, site = (
+                    self._places.get(handle) or self._launch_gate.place(handle),
+                    call.site or call_site(_INSIDE),
+                )
                 if place and ready.run(place, handle, call.src, call.dst, site, deadline.at):
                     self._remember(call.key, ready)
                     return call.result()
         user = self._user(call, handle, trusted)
-        self._context.pending.part(handle or 0, deadline)
+        self._context.tracker.seal_if_deadline_differs(handle or 0, deadline)
         operation, mark, ends = self._launch(call, deadline, user)
-        pending = self._context.pending
+        tracker = self._context.tracker
         if handle is None or waits:
             mark = mark or cast(Mark, user.mark())
-            flight = Flight([operation], deadline, ends, stream=user, mark=mark, native=self._joined())
-            pending.wait_for(pending.add(flight))
+            batch = Batch([operation], deadline, ends, stream=user, mark=mark, native=self._joined())
+            tracker.wait_for(tracker.add(batch))
         elif user.capturing():
             self._context.end(operation)
         else:
-            pending.board([operation], handle, deadline, ends)
+            tracker.add_blocking([operation], handle, deadline, ends)
         return call.result()
 
     def _remember(self, key: Key | None, ready: CollectiveCall) -> None:
@@ -117,20 +120,18 @@ class StreamCaller(Caller):
                 return started
         own = beside.stream
         with beside.lock:
-            self._context.pending.part(beside.handle, deadline)
-            self._context.pending.join(own, cast(Mark, self._user(call, handle, trusted).mark()))
+            self._context.tracker.seal_if_deadline_differs(beside.handle, deadline)
+            self._context.tracker.join(own, cast(Mark, self._user(call, handle, trusted).mark()))
             operation, mark, ends = self._launch(call, deadline, own)
             mark = mark or cast(Mark, own.mark())
             native = self._joined()
-            flight = Flight(
-                [operation], deadline, ends, stream=own, mark=mark, native=native, blocking=False, keep=call
-            )
-        pending = self._context.pending
-        pending.add(flight)
+            batch = Batch([operation], deadline, ends, stream=own, mark=mark, native=native, blocking=False, keep=call)
+        tracker = self._context.tracker
+        tracker.add(batch)
 
         view = call.src if call.dst is None else call.dst
         now = None if view is not None and view.staged else partial(array.stream_now, view, stream)
-        return StreamWork(pending, now, call.result, str(call.op), flight)
+        return StreamWork(tracker, now, call.result, str(call.op), batch)
 
     def _look_at(self, call: Call, given: int | None) -> tuple[int | None, bool]:
         """The stream that a collective is ordered on, None where neither the user nor the arrays' framework tells; and
@@ -221,8 +222,8 @@ class StreamCaller(Caller):
         if steps is None:
             return None
         with self._order:
-            self._door.admit(call.op)
-        return CollectiveCall(self._context, self._door, call.op, call.message(), steps, scratch)
+            self._launch_gate.admit(call.op)
+        return CollectiveCall(self._context, self._launch_gate, call.op, call.message(), steps, scratch)
 
     def _joined(self) -> Collective | None:
         return self._context.joined_native()

@@ -8,10 +8,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from xvcomm.abc.device import Mark, MessageForm, Stream
-from xvcomm.engine.gate import Door
-from xvcomm.engine.inflight.admission import Start, Turns
-from xvcomm.engine.inflight.batch import Flight
-from xvcomm.engine.inflight.deferred import Promise
+from xvcomm.engine.gate import LaunchGate
+from xvcomm.engine.inflight.admission import AdmissionQueue, Start
+from xvcomm.engine.inflight.batch import Batch
+from xvcomm.engine.inflight.deferred import DeferredWork
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.inflight.stream_work import StreamWork
 from xvcomm.engine.inflight.work import Work
@@ -44,10 +44,10 @@ class StreamTransfers(Transfers):
         self._free: list[Stream] = []
         self._of_rings: dict[frozenset[RingEnd], Stream] = {}
         self._besides: dict[frozenset[RingEnd], Beside] = {}
-        self._door = Door(context, context.enqueueing)
+        self._launch_gate = LaunchGate(context, context.enqueueing)
         self._calls: dict[tuple[_Shape, ...], MessageCall | None] = {}
-        self._turns = Turns(context.pending, self._go)
-        context.closing.append(self._turns.close)
+        self._admission = AdmissionQueue(context.tracker, self._go)
+        context.closing.append(self._admission.close)
 
     def run_alone(self, t: Transfer) -> None:
         """See `Transfers.run_alone`."""
@@ -58,8 +58,8 @@ class StreamTransfers(Transfers):
         view, key = t.view, _key([t])
         user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
         call = self._calls.get(key, _UNPREPARED)
-        if isinstance(call, MessageCall) and not self._turns:
-            place = self._door.places.get(handle) or self._door.place(handle)
+        if isinstance(call, MessageCall) and not self._admission:
+            place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
             if place and call.run(place, handle, [view.address, t.tag, t.site or call_site(_INSIDE)], t.deadline):
                 return
         self._run_alone(t, handle, user or self._context.device.adopt(handle))
@@ -71,10 +71,10 @@ class StreamTransfers(Transfers):
         context = self._context
         try:
             end = self._begin(t)
-            waiting = bool(self._turns)
+            waiting = bool(self._admission)
             if waiting:
                 self._make_way([end], t.deadline, user)
-            context.pending.part(handle, t.deadline)
+            context.tracker.seal_if_deadline_differs(handle, t.deadline)
             with context.enqueueing:
                 self._enqueue(t, user)
                 following = end.sequence
@@ -85,16 +85,16 @@ class StreamTransfers(Transfers):
         if user.capturing():
             context.end(t.operation)
         else:
-            context.pending.board([t.operation], handle, t.deadline, [(end, following, t.operation)])
+            context.tracker.add_blocking([t.operation], handle, t.deadline, [(end, following, t.operation)])
             if waiting:
-                self._turns.see_through([end], t.deadline)
+                self._admission.see_through([end], t.deadline)
 
     def _make_way(self, ends: Collection[RingEnd], deadline: Deadline, user: Stream) -> None:
         """Let go first what waits for rings; a graph has that at once."""
         if user.capturing():
-            self._turns.let_go(ends)
+            self._admission.let_go(ends)
         else:
-            self._turns.come_next(ends, deadline)
+            self._admission.come_next(ends, deadline)
 
     def _prepare(self, transfers: Sequence[Transfer], key: tuple[_Shape, ...]) -> None:
         """Let compiled code put further messages of these shapes on streams, where the device has that."""
@@ -109,8 +109,8 @@ class StreamTransfers(Transfers):
             self._calls[key] = None
             return
         with self._context.enqueueing:
-            self._door.admit(transfers[0].name)
-        self._calls[key] = MessageCall(self._context, self._door, parts, found)
+            self._launch_gate.admit(transfers[0].name)
+        self._calls[key] = MessageCall(self._context, self._launch_gate, parts, found)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for memory lent for results."""
@@ -123,11 +123,11 @@ class StreamTransfers(Transfers):
             return
         key = _key(transfers)
         call = self._calls.get(key, _UNPREPARED)
-        if isinstance(call, MessageCall) and not self._turns:
+        if isinstance(call, MessageCall) and not self._admission:
             unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
             if unknown:
                 self._context.device.adopt(handle, *unknown)
-            place = self._door.places.get(handle) or self._door.place(handle)
+            place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
             site = transfers[0].site or call_site(_INSIDE)
             if place and call.run(place, handle, _items(transfers, site), _soonest(transfers)):
                 return
@@ -143,29 +143,29 @@ class StreamTransfers(Transfers):
         """Put messages on one of their arrays' streams, with the others before and behind them."""
         user, *others = self._streams(transfers)
         self._begin_all(transfers)
-        ends, deadline, waiting = _ends(transfers), _soonest(transfers), bool(self._turns)
+        ends, deadline, waiting = _ends(transfers), _soonest(transfers), bool(self._admission)
         if waiting:
             self._make_way(ends, deadline, user)
         for other in others:
             user.wait(other.mark())
-        self._context.pending.part(transfers[0].stream or 0, deadline)
-        flight = self._launch(transfers, user)
+        self._context.tracker.seal_if_deadline_differs(transfers[0].stream or 0, deadline)
+        batch = self._launch(transfers, user)
         for other in others:
-            other.wait(flight.mark)
-        pending, handle = self._context.pending, transfers[0].stream
+            other.wait(batch.mark)
+        tracker, handle = self._context.tracker, transfers[0].stream
         if any(t.stream is None or t.view.staged for t in transfers):
-            pending.wait_for(pending.add(flight))
-        elif handle is not None and flight.landed is None and not flight.mark.captured:
-            pending.board(flight.operations, handle, flight.deadline, flight.ends)
+            tracker.wait_for(tracker.add(batch))
+        elif handle is not None and batch.on_end is None and not batch.mark.captured:
+            tracker.add_blocking(batch.operations, handle, batch.deadline, batch.ends)
         else:
-            pending.add(flight)
-        if waiting and not flight.mark.captured:
-            self._turns.see_through(ends, deadline)
+            tracker.add(batch)
+        if waiting and not batch.mark.captured:
+            self._admission.see_through(ends, deadline)
 
     def work(self, t: Transfer) -> Work:
         """See `Transfers.work`."""
-        t.promise = promise = Promise(_what(t))
-        return promise
+        t.deferred = deferred = DeferredWork(_what(t))
+        return deferred
 
     def start_alone(self, t: Transfer) -> Work:
         """See `Transfers.start_alone`; by compiled code, if it need not wait for its turn."""
@@ -183,7 +183,7 @@ class StreamTransfers(Transfers):
             self._start_in_turn(transfers)
             return
         for t, work in zip(transfers, started, strict=True):
-            t.promise.work = work
+            t.deferred.work = work
 
     def _start_at_once(self, transfers: Sequence[Transfer], site: int) -> Sequence[Work] | None:
         """Have compiled code start messages, if none of them would wait; None if it has not."""
@@ -198,8 +198,8 @@ class StreamTransfers(Transfers):
         unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
         if unknown:
             self._context.device.adopt(handle, *unknown)
-        come, items = partial(self._turns.come_behind, ends), _items(transfers, site)
-        return self._turns.at_once(
+        come, items = partial(self._admission.come_behind, ends), _items(transfers, site)
+        return self._admission.at_once(
             ends, partial(beside.move, call, transfers, items, _soonest(transfers), handle, come)
         )
 
@@ -210,20 +210,20 @@ class StreamTransfers(Transfers):
         ends = _ends(transfers)
         launch = Start(transfers, [cast(Mark, user.mark()) for user in users], ends, _soonest(transfers))
         if any(mark.captured for mark in launch.behind):
-            self._turns.let_go(ends)
+            self._admission.let_go(ends)
             self._go(launch)
             return
         for t in transfers:
-            t.promise.come = partial(self._turns.come, ends)
-        self._turns.add(launch)
-        if all(t.promise.work is not None for t in transfers):  # else not all rings may be pinned yet
+            t.deferred.come = partial(self._admission.come, ends)
+        self._admission.add(launch)
+        if all(t.deferred.work is not None for t in transfers):  # else not all rings may be pinned yet
             self._know(transfers, ends)
 
     def _know(self, transfers: Sequence[Transfer], ends: frozenset[RingEnd]) -> None:
         """Let compiled code start further messages of these shapes."""
         stream, key = self._of_rings.get(ends), _key(transfers)
         if stream is not None and ends not in self._besides:
-            self._besides[ends] = Beside(self._context, self._door, stream)
+            self._besides[ends] = Beside(self._context, self._launch_gate, stream)
         if key not in self._calls and len(ends) == len(transfers):
             self._prepare(transfers, key)
 
@@ -236,7 +236,7 @@ class StreamTransfers(Transfers):
             deadline = _soonest(pair)
             try:
                 operations = [self._note(t) for t in pair]
-                context.pending.part(sent.stream or 0, deadline)
+                context.tracker.seal_if_deadline_differs(sent.stream or 0, deadline)
                 with context.enqueueing:
                     for other in others:
                         user.wait(other.mark())
@@ -247,25 +247,23 @@ class StreamTransfers(Transfers):
             except BaseException as error:
                 user.discard()
                 self._fail(pair, error)
-            flight = Flight(
-                operations, deadline, [], stream=user, mark=mark, blocking=waits, keep=[t.view for t in pair]
-            )
-            context.pending.add(flight)
+            batch = Batch(operations, deadline, [], stream=user, mark=mark, blocking=waits, keep=[t.view for t in pair])
+            context.tracker.add(batch)
             if waits and any(t.stream is None or t.view.staged for t in pair):
-                context.pending.wait_for(flight)
+                context.tracker.wait_for(batch)
             for t in pair:
-                self._become(t, flight)
+                self._become(t, batch)
 
     def settle(self, peers: Collection[int], channel: int) -> None:
         """See `Transfers.settle`."""
-        if self._turns:
-            self._turns.let_go_to(peers, channel)
+        if self._admission:
+            self._admission.let_go_to(peers, channel)
 
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
         """See `Transfers.give_up`."""
         for t in transfers:
-            if t.promise is not None:
-                t.promise.give_up(error)
+            if t.deferred is not None:
+                t.deferred.give_up(error)
 
     def _streams(self, transfers: Sequence[Transfer]) -> list[Stream]:
         """The streams that the arrays are on, each once."""
@@ -302,7 +300,7 @@ class StreamTransfers(Transfers):
     def _launch(
         self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Mark] = (), *, background: bool = False,
         taken: bool = False,
-    ) -> Flight:  # fmt: skip
+    ) -> Batch:  # fmt: skip
         """Let messages go on a stream, those of further channels each on one beside it.
 
         Messages of one ring follow one another, in several launches; on one stream they would wait for other channels'.
@@ -318,7 +316,7 @@ class StreamTransfers(Transfers):
         try:
             with self._context.enqueueing:  # threads may have messages for one ring
                 for before in behind:
-                    self._context.pending.join(stream, before)
+                    self._context.tracker.join(stream, before)
                 if beside:
                     start = stream.mark()
                 for other in beside.values():
@@ -333,31 +331,31 @@ class StreamTransfers(Transfers):
                 for through in [other.mark() for other in beside.values()]:
                     stream.wait(through)
                 mark = cast(Mark, stream.mark())
-                flight = self._flight(transfers, ends, stream, mark, background)
+                batch = self._batch(transfers, ends, stream, mark, background)
                 back = [stream, *beside.values()] if taken else list(beside.values())
-                flight.landed = partial(self._free.extend, back) if back else None
+                batch.on_end = partial(self._free.extend, back) if back else None
                 if background:
-                    self._context.pending.add(flight)
+                    self._context.tracker.add(batch)
         except BaseException as error:
             for used in (stream, *beside.values()):
                 used.discard()
             self._fail(transfers, error)
         for t in transfers:
-            self._become(t, flight)
-        return flight
+            self._become(t, batch)
+        return batch
 
-    def _become(self, t: Transfer, flight: Flight) -> None:
-        """Let the Work of a message, if it has one, stand for a flight."""
-        if t.promise is not None:
+    def _become(self, t: Transfer, batch: Batch) -> None:
+        """Let the Work of a message, if it has one, stand for a batch."""
+        if t.deferred is not None:
             now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
             finish = partial(array.finish, t.view)
-            t.promise.work = StreamWork(self._context.pending, now, finish, _what(t), flight)
+            t.deferred.work = StreamWork(self._context.tracker, now, finish, _what(t), batch)
 
     @staticmethod
-    def _flight(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Flight:
+    def _batch(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Batch:
         operations = [operation for _, _, operation in ends]
         keep = [t.view for t in transfers] if background else None
-        return Flight(
+        return Batch(
             operations, _soonest(transfers), ends, stream=stream, mark=mark, blocking=not background, keep=keep
         )
 

@@ -213,7 +213,7 @@ class RingEnd:
     Attributes:
         peer: rank at the other end.
         producer: whether this end fills the ring.
-        channel: which of the pair's channels of messages it is, as `Links` opened it.
+        channel: which of the pair's channels of messages it is, as `Rings` opened it.
         counter: address of the number of the next message, for compiled code; `sequence` in memory.
         geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
         slots: where this process's device sees the slots, if they are apart; else 0.
@@ -311,7 +311,7 @@ class RingEnd:
         turn = ctypes.c_int64.from_address(self.turn).value
         return (turn, True) if turn >= 0 else (-1 - turn, False)
 
-    def dispute(self) -> tuple[Message, Message] | None:
+    def mismatch(self) -> tuple[Message, Message] | None:
         """The newest message that both ends described, and differently: (this end's words, the other's).
 
         Only of those that were not received: an entry of an older one may hold words of the next one there already, which

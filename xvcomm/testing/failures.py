@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from xvcomm.comm.communicator import Communicator
-from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.inflight.work import Work
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.testing.arrays import SECONDS, arrays, on_device
@@ -129,11 +129,11 @@ def check_deadline(comm: Communicator) -> None:
 
 def check_deadline_behind_a_late_mark(comm: Communicator) -> None:
     """A deadline counts though earlier operations were marked behind the one that it is for."""
-    a, late, signals, board = arrays(comm), comm.size - 1, Signals(comm), Pending.board
+    a, late, signals, add = arrays(comm), comm.size - 1, Signals(comm), Tracker.add_blocking
 
-    def board_late(pending: Pending, *args: Any) -> None:
+    def add_late(tracker: Tracker, *args: Any) -> None:
         time.sleep(_PATIENCE / 2)  # the thread that looks after the device marks what is there
-        board(pending, *args)
+        add(tracker, *args)
 
     with _group(comm) as group:
         x = a.put(np.zeros(1000))
@@ -141,7 +141,7 @@ def check_deadline_behind_a_late_mark(comm: Communicator) -> None:
         if comm.rank == late:
             signals.hear("late", range(late))
         else:
-            with mock.patch.object(Pending, "board", board_late), contextlib.suppress(DeadlineExceeded):
+            with mock.patch.object(Tracker, "add_blocking", add_late), contextlib.suppress(DeadlineExceeded):
                 group.all_reduce(x, timeout=_PATIENCE)
             begin = time.monotonic()
             _raised_soon(DeadlineExceeded, group.barrier)

@@ -120,7 +120,7 @@ def check_graph_beside_repeated(comm: Communicator) -> None:
             check(replay)
             for _ in range(4):
                 check(exchange)
-    links, use = comm._context.links, Use.POINT_TO_POINT
+    links, use = comm._context.rings, Use.POINT_TO_POINT
     for end in (links.end(after, use, NEVER, producer=True), links.end(before, use, NEVER, producer=False)):
         assert end.sequence == end.finished()[0], "not all messages were counted"
 
@@ -256,7 +256,7 @@ def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], N
     a = arrays(comm)
     assert isinstance(a, DeviceArrays) and a.handle is not None
     a.synchronize()
-    comm._context.pending.drain(Deadline.after(SECONDS))  # who marks our own streams does not expect a capture there
+    comm._context.tracker.drain(Deadline.after(SECONDS))  # who marks our own streams does not expect a capture there
     return CAPTURES[a.kind](a.handle, enqueue)
 
 

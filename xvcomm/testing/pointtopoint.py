@@ -44,7 +44,7 @@ def rings_in_gpu_memory(comm: Communicator, count: int) -> list[int]:
                 comm.recv(room.array, peer)
             assert (a.get(room.array) == peer).all()
             room.check()
-            ends = [end for end in comm._context.links.ends() if end.peer == peer]
+            ends = [end for end in comm._context.rings.ends() if end.peer == peer]
             assert len({end.layout.apart for end in ends}) == 1
             assert all(bool(end.slots) == end.layout.apart for end in ends)
             found += [peer] if ends[0].layout.apart else []

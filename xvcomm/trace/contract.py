@@ -1,9 +1,9 @@
-"""The board: shared memory in which a communicator's ranks of one host describe each collective before it starts.
+"""The contract: shared memory in which a communicator's ranks of one host describe each collective before it starts.
 
 Whoever posts second compares; nobody waits. So two ranks that call different things both find out, even when the
 calls would not meet in any message. Each rank also says here that it left, and why it stopped everybody.
 
-    page 0   line 1: abort word; line 2: ranks that have mapped the board; line 3: ranks that have left
+    page 0   line 1: abort word; line 2: ranks that have mapped the contract; line 3: ranks that have left
     then     for each rank: LEDGER entries of its collectives; a page of notes: left or not, length of a text, the text
 """
 
@@ -32,33 +32,33 @@ _FIELDS = 5
 
 
 @register_jitable
-def _compare(board, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: ignore[no-untyped-def]
-    """Publish a description and compare it with those that are there; False if the board is or becomes aborted."""
-    if load_acquire(board + ABORT) != 0:
+def _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: ignore[no-untyped-def]
+    """Publish a description and compare it with those that are there; False if the contract is or becomes aborted."""
+    if load_acquire(contract + ABORT) != 0:
         return False
-    mine = board + PAGE + me * _ROW + sequence % LEDGER * ENTRY
+    mine = contract + PAGE + me * _ROW + sequence % LEDGER * ENTRY
     for i, value in enumerate((op, dtype, nbytes, tag, detail)):
         store(mine + 8 + 8 * i, value)
     store_release(mine, sequence + 1)
     full_fence()
     for other in range(ranks):
-        entry = board + PAGE + other * _ROW + sequence % LEDGER * ENTRY
+        entry = contract + PAGE + other * _ROW + sequence % LEDGER * ENTRY
         if other != me and load_acquire(entry) == sequence + 1:
             for i in range(_FIELDS):
                 if load(entry + 8 + 8 * i) != load(mine + 8 + 8 * i):
                     rows = (me << 8) | (other << 24) | ((sequence % LEDGER) << 40)
-                    compare_and_swap(board + ABORT, 0, _MISMATCH | rows | _ROWS)
+                    compare_and_swap(contract + ABORT, 0, _MISMATCH | rows | _ROWS)
                     return False
     return True
 
 
 @register_jitable
 def post(place, sequence, op, dtype, nbytes, tag, detail, site):  # type: ignore[no-untyped-def]
-    """Note a collective in the flight recorder and post it; the record's number, inverted if the board is aborted."""
-    board, ranks, me = load(place), load(place + 8), load(place + 16)
+    """Note a collective in the flight recorder and post it; the record's number, inverted if the contract is aborted."""
+    contract, ranks, me = load(place), load(place + 8), load(place + 16)
     recorder, communicator = load(place + 24), load(place + 32)
     number = note(recorder, communicator, sequence, op, dtype, nbytes, -1, tag, site)
-    return number if _compare(board, ranks, me, sequence, op, dtype, nbytes, tag, detail) else ~number
+    return number if _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail) else ~number
 
 
 @register_jitable
@@ -81,11 +81,11 @@ with compiling():
     _abort_kernel = kernel("void(int64, int64)")(_abort)
 
 
-class Board:
-    """One communicator's board on this host, seen from one rank. After `close` no method may be called.
+class ContractCheck:
+    """One communicator's contract on this host, seen from one rank. After `close` no method may be called.
 
     Attributes:
-        ranks: the communicator's ranks on this host; they index the board's rows.
+        ranks: the communicator's ranks on this host; they index the contract's rows.
         stop: address of the abort word.
         place: address of what compiled code needs for `post` and `end`.
     """
@@ -113,14 +113,14 @@ class Board:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes for a board of so many ranks."""
+        """Bytes for a contract of so many ranks."""
         return PAGE + ranks * _ROW
 
     def post(self, sequence: int, message: Message, site: int) -> int:
         """Note collective number `sequence` in the flight recorder and describe it here.
 
         Returns:
-            The record's number, inverted (and so negative) if the board is aborted, also by a different description.
+            The record's number, inverted (and so negative) if the contract is aborted, also by a different description.
         """
         number: int = _post_kernel(self.place, sequence, *message, site)
         return number
@@ -191,7 +191,7 @@ class Board:
                 break
         return sequence, Message(*message)
 
-    def quarrel(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
+    def mismatch(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
         """After a mismatch of collectives: the two ranks that differ and what each wrote."""
         word = self.abort_word()
         if not word & _ROWS:

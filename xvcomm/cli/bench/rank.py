@@ -43,7 +43,7 @@ def measure_all(options: Options) -> int:
         memory = memory_of(comm)
         devices = meeting.exchange(f"{memory.kind} {memory.name}")
         rehearsal = any(meeting.exchange(Config.from_env().island is not None))
-        setting = Setting.of(comm.topology, devices, rehearsal, comm._context.links.schemes())
+        setting = Setting.of(comm.topology, devices, rehearsal, comm._context.rings.schemes())
         with _rendezvous(meeting) as rendezvous:
             records = _run(options, comm, meeting, memory, setting, rendezvous)
     if comm.rank == 0 and options.csv:

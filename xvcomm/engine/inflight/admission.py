@@ -23,7 +23,7 @@ from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
-    from xvcomm.engine.inflight.tracker import Pending
+    from xvcomm.engine.inflight.tracker import Tracker
 
 T = TypeVar("T")
 """What the caller knows a message by."""
@@ -50,15 +50,15 @@ class Start(Generic[T]):
     deadline: Deadline
 
 
-class Turns(Generic[T]):
+class AdmissionQueue(Generic[T]):
     """The queue of one communicator. Any thread.
 
     Args:
         go: puts a Start on the device. What it raises, the messages' Works raise too.
     """
 
-    def __init__(self, pending: Pending, go: Callable[[Start[T]], None]) -> None:
-        self._pending, self._go = pending, go
+    def __init__(self, tracker: Tracker, go: Callable[[Start[T]], None]) -> None:
+        self._tracker, self._go = tracker, go
         self._arrived = threading.Condition()
         self._queue: list[Start[T]] = []
         self._under_way: dict[RingEnd, None] = {}
@@ -112,7 +112,7 @@ class Turns(Generic[T]):
                     break
             if over():
                 return
-            self._pending.poll()
+            self._tracker.poll()
             time.sleep(_PAUSE_SECONDS)
         self.let_go(rings)
 
@@ -151,7 +151,7 @@ class Turns(Generic[T]):
                         return
                     self._arrived.wait()
                 self._sweep()
-            self._pending.poll()
+            self._tracker.poll()
             time.sleep(_PAUSE_SECONDS)
 
     def _sweep(self) -> None:

@@ -9,28 +9,28 @@ from typing import Any
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import Mark, RingStalled, RingStopped, Stream
-from xvcomm.engine.inflight.log import Ends, Passengers
+from xvcomm.engine.inflight.log import Ends, LoggedOperations
 from xvcomm.memory.ring import Reason, RingEnd
 from xvcomm.trace.operation import Operation
 from xvcomm.types.deadline import Deadline
 
 
 @dataclass(slots=True, eq=False)
-class Manifest:
+class Contents:
     """Operations that are on a stream, or about to be.
 
     Attributes:
         operations: what the context has begun.
         deadline: until when they must be over.
         ends: see `Ends`.
-        passengers: what compiled code has begun.
+        logged: what compiled code has begun.
         error: what they raise.
     """
 
     operations: Sequence[Operation]
     deadline: Deadline
     ends: Ends = field(default_factory=list)
-    passengers: Passengers | None = None
+    logged: LoggedOperations | None = None
     error: BaseException | None = None
 
     def lateness(self, awaited: Callable[[Operation], bool]) -> tuple[Exception, Operation]:
@@ -47,7 +47,7 @@ class Manifest:
 
     def collective(self) -> bool:
         """Whether there are collectives among them."""
-        return any(o.peer < 0 for o in self.operations) or (self.passengers is not None and self.passengers.collective)
+        return any(o.peer < 0 for o in self.operations) or (self.logged is not None and self.logged.collective)
 
     def newest(self) -> Operation:
         """The last of its collectives."""
@@ -55,15 +55,15 @@ class Manifest:
 
     def all(self) -> list[Operation]:
         """All operations, by whomever they were begun."""
-        return [*self.operations, *(self.passengers.operations() if self.passengers is not None else ())]
+        return [*self.operations, *(self.logged.operations() if self.logged is not None else ())]
 
     def all_ends(self) -> Ends:
         """The ring ends that they use."""
-        return [*self.ends, *(self.passengers.ends() if self.passengers is not None else ())]
+        return [*self.ends, *(self.logged.ends() if self.logged is not None else ())]
 
 
 @dataclass(slots=True, eq=False)
-class Flight(Manifest):
+class Batch(Contents):
     """Operations that were enqueued together and end together.
 
     Attributes:
@@ -71,7 +71,7 @@ class Flight(Manifest):
         native: the native library, if they use it.
         blocking: whether the user's call says that it blocks, so that a Work does not tell its end.
         keep: arrays that must live as long.
-        landed: called when they are over, however they ended.
+        on_end: called when they are over, however they ended.
         over: whether they are over.
     """
 
@@ -81,7 +81,7 @@ class Flight(Manifest):
     native: Collective | None = None
     blocking: bool = True
     keep: Any = None
-    landed: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
     over: bool = False
 
     def under_way(self) -> bool:
@@ -89,13 +89,13 @@ class Flight(Manifest):
         return self.native is not None or bool(self.moving()) or any(end.replayed for end, _, _ in self.ends)
 
     def outcome(self, stopped: Callable[[Callable[[], Operation]], int]) -> tuple[Exception, Operation] | None:
-        """What went wrong, and in which operation, of a flight whose mark is reached.
+        """What went wrong, and in which operation, of a batch whose mark is reached.
 
         Args:
             stopped: gives the abort word, as far as it concerns the last of the collectives. Where other ranks stop the
                 native library before this one does, its kernels end here as if all were well, and leave rubbish.
         """
-        ends = self.ends if self.passengers is None or self.passengers.arrived() else self.all_ends()
+        ends = self.ends if self.logged is None or self.logged.arrived() else self.all_ends()
         for end, sequence, operation in ends:
             finished, goes_on = end.finished()
             if finished < sequence or (end.replayed and not goes_on):

@@ -11,7 +11,7 @@ from xvcomm.errors import ArgumentError
 from xvcomm.types.deadline import Deadline
 
 
-class Promise(Work):
+class DeferredWork(Work):
     """The Work of a message that starts later; what it became then answers for it.
 
     Attributes:

@@ -29,7 +29,7 @@ ROOM = 64
 APART = 0.2
 """Seconds between the deadlines of operations that share a mark, at the most: the soonest is that of all."""
 
-_SEATS = 2 * ROOM
+_ENTRIES = 2 * ROOM
 """A collective and messages may both find room, each under a lock of its own, before either is aboard."""
 
 
@@ -53,36 +53,36 @@ _NEVER = struct.unpack("=q", _FLOAT.pack(math.inf))[0]
 _MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
 _MESSAGE = 8 * int(Word.MESSAGE)
 _TAG = _MESSAGE + 24
-_BLANK = array("q", bytes(8 * (1 + _SEATS * _SIZE)))
+_BLANK = array("q", bytes(8 * (1 + _ENTRIES * _SIZE)))
 _RECORD, _PEER = int(Word.RECORD), int(Word.PEER)
 _COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
 
 
 @register_jitable
-def fits(boarding: int, seats: int, deadline: float) -> bool:
+def fits(log: int, entries: int, deadline: float) -> bool:
     """Whether there is room for so many, among operations that must be over at about the same time."""
-    count, soonest = load(boarding + _COUNT), load(boarding + _DEADLINE)
-    if count + seats > ROOM:
+    count, soonest = load(log + _COUNT), load(log + _DEADLINE)
+    if count + entries > ROOM:
         return False
     free = count == 0 and soonest == _NEVER
     return free or soonest == bits_of(deadline) or abs(deadline - float_of(soonest)) < APART
 
 
 @register_jitable
-def trailed(boarding: int, stream: int) -> int:
+def record_event(log: int, stream: int) -> int:
     """Mark a stream that may be gone before somebody else does, behind what is to be noted now; 0, or what the device said."""
-    function = load(boarding + _MARK)
+    function = load(log + _MARK)
     if function == 0:
         return 0
     while True:
-        event = load(boarding + _EVENT)
-        code: int = call_3(function, load(boarding + _ARGUMENT), event, stream)
-        if code != 0 or event == load(boarding + _EVENT):  # else all that were aboard have left with it meanwhile
+        event = load(log + _EVENT)
+        code: int = call_3(function, load(log + _ARGUMENT), event, stream)
+        if code != 0 or event == load(log + _EVENT):  # else all that were aboard have left with it meanwhile
             return code
 
 
 @register_jitable
-def aboard(boarding, record, sequence, name, peer, channel, counter, message, tag, deadline):  # type: ignore[no-untyped-def]
+def log_operation(log, record, sequence, name, peer, channel, counter, message, tag, deadline):  # type: ignore[no-untyped-def]
     """Note an operation, where there is room; gives how many there are now.
 
     Args:
@@ -90,26 +90,26 @@ def aboard(boarding, record, sequence, name, peer, channel, counter, message, ta
         message: address of the words of a `Message`, but for the tag.
         deadline: the bits of `Deadline.at`; later ones are greater words, too.
     """
-    count = load(boarding + _COUNT)
-    entry = boarding + _FIRST + count * _ENTRY
+    count = load(log + _COUNT)
+    entry = log + _FIRST + count * _ENTRY
     following = load(counter) if counter != 0 else 0
     for i, value in enumerate((record, sequence, name, peer, channel, counter, following)):
         store(entry + 8 * i, value)
     copy_bytes(entry + _MESSAGE, message, _MESSAGE_BYTES)
     store(entry + _TAG, tag)
-    if deadline < load(boarding + _DEADLINE):
-        store(boarding + _DEADLINE, deadline)
-    store(boarding + _COUNT, count + 1)
+    if deadline < load(log + _DEADLINE):
+        store(log + _DEADLINE, deadline)
+    store(log + _COUNT, count + 1)
     return count + 1
 
 
-def _read(boarding: int, into: int, take: bool, event: int) -> int:
-    count = load(boarding + _COUNT)
-    copy_bytes(into, boarding + _DEADLINE, _FIRST - _DEADLINE + count * _ENTRY)
+def _read(log: int, into: int, take: bool, event: int) -> int:
+    count = load(log + _COUNT)
+    copy_bytes(into, log + _DEADLINE, _FIRST - _DEADLINE + count * _ENTRY)
     if take:
-        store(boarding + _COUNT, 0)
-        store(boarding + _DEADLINE, _NEVER)
-        store(boarding + _EVENT, event)
+        store(log + _COUNT, 0)
+        store(log + _DEADLINE, _NEVER)
+        store(log + _EVENT, event)
     return count
 
 
@@ -121,7 +121,7 @@ Ends = list[tuple[RingEnd, int, Operation]]
 """Ring ends that operations use: each with its sequence number behind the operation, and the operation."""
 
 
-class Passengers:
+class LoggedOperations:
     """Operations that were aboard together, in order; a collective over a border once more for each of its ring ends.
 
     Args:
@@ -175,7 +175,7 @@ class Passengers:
         return [self._words[at : at + _SIZE] for at in range(1, self._end, _SIZE)]
 
 
-class Boarding:
+class LaunchLog:
     """Where compiled code notes operations on one stream; it and `take` run with the interpreter lock.
 
     Args:
@@ -183,7 +183,7 @@ class Boarding:
         marks: of the stream, if compiled code is to mark it.
 
     Attributes:
-        address: what `aboard` takes.
+        address: what `log_operation` takes.
         marks: as above.
     """
 
@@ -193,7 +193,7 @@ class Boarding:
         self._rings, self.marks = rings, marks
         self._mark = mark = self._another()
         head = (0, 0, 0) if marks is None or mark is None else (marks.mark, marks.argument, mark.event)
-        self._words = (ctypes.c_int64 * (_FIRST // 8 + _SEATS * _SIZE))(*head, 0, _NEVER)
+        self._words = (ctypes.c_int64 * (_FIRST // 8 + _ENTRIES * _SIZE))(*head, 0, _NEVER)
         self.address = ctypes.addressof(self._words)
 
     def __bool__(self) -> bool:
@@ -206,16 +206,16 @@ class Boarding:
         found: float = _FLOAT.unpack_from(self._words, _DEADLINE)[0]
         return found
 
-    def accompany(self, deadline: float) -> None:
+    def note_deadline(self, deadline: float) -> None:
         """Hear of an operation that is not noted here, and will share the mark."""
         if deadline < self.deadline:
             _FLOAT.pack_into(self._words, _DEADLINE, deadline)
 
-    def look(self) -> Passengers | None:
+    def look(self) -> LoggedOperations | None:
         """All that are aboard; None if nobody is."""
         return self._read(self._mark, take=False)
 
-    def take(self) -> Passengers | None:
+    def take(self) -> LoggedOperations | None:
         """The same, who are then no more; the next ones have another mark."""
         mark, self._mark = self._mark, self._another()
         return self._read(mark, take=True)
@@ -223,8 +223,8 @@ class Boarding:
     def _another(self) -> Mark | None:
         return None if self.marks is None else self.marks.take()
 
-    def _read(self, mark: Mark | None, *, take: bool) -> Passengers | None:
+    def _read(self, mark: Mark | None, *, take: bool) -> LoggedOperations | None:
         words, following = _BLANK[:], self._mark
         event = 0 if following is None else following.event
         count = _read_kernel(self.address, words.buffer_info()[0], take, event)
-        return Passengers(words, count, self._rings, mark) if count else None
+        return LoggedOperations(words, count, self._rings, mark) if count else None

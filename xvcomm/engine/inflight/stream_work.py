@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
-from xvcomm.engine.inflight.batch import Flight
-from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.engine.inflight.batch import Batch
+from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.inflight.work import Work, nobody_calls_back
 from xvcomm.errors import ArgumentError, DeadlineExceeded
 from xvcomm.types.deadline import Deadline
@@ -23,14 +23,14 @@ class StreamWork(Work):
 
     def __init__(
         self,
-        pending: Pending,
+        tracker: Tracker,
         now: Callable[[], int | None] | None,
         finish: Callable[[], Any],
         what: str,
-        flight: Flight,
+        batch: Batch,
     ) -> None:
-        self._pending, self._now, self._finish = pending, now, finish
-        self._what, self._flight = what, flight
+        self._tracker, self._now, self._finish = tracker, now, finish
+        self._what, self._batch = what, batch
 
     def wait(self, timeout: float | None = None) -> Any:
         """See `Work.wait`."""
@@ -41,16 +41,16 @@ class StreamWork(Work):
 
     def order(self, stream: int | None) -> None:
         """See `Work.order`."""
-        self._pending.poll()
+        self._tracker.poll()
         self._raise()
-        self._pending.follow(stream, self._flight)
+        self._tracker.follow(stream, self._batch)
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
-        flight = self._flight
-        if flight.mark.captured:
+        batch = self._batch
+        if batch.mark.captured:
             raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
-        if not self._pending.finish(flight, Deadline.after(timeout)):
+        if not self._tracker.finish(batch, Deadline.after(timeout)):
             raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()")
         self._raise()
         return self._finish()
@@ -59,17 +59,17 @@ class StreamWork(Work):
 
     def done(self) -> bool:
         """See `Work.done`."""
-        self._pending.poll()
-        return self._flight.over or self._flight.error is not None
+        self._tracker.poll()
+        return self._batch.over or self._batch.error is not None
 
     def exception(self) -> BaseException | None:
         """See `Work.exception`."""
-        return self._flight.error if self.done() else None
+        return self._batch.error if self.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
         """See `nobody_calls_back`."""
         nobody_calls_back(self._what)
 
     def _raise(self) -> None:
-        if self._flight.error is not None:
-            raise self._flight.error
+        if self._batch.error is not None:
+            raise self._batch.error

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xvcomm.engine.session.rings import Links
+from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.memory.ring import Message, Reason, RingEnd
-from xvcomm.trace.contract import Board
+from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation, describe
 from xvcomm.trace.recorder import State
 from xvcomm.types.opcode import OpCode
@@ -18,8 +18,8 @@ _NAMED = 4
 """How many late ranks are named with what they did last."""
 
 
-class Blame:
-    """Turns abort words into errors; reads the board, the rings' ledgers, and the flight recorders of this host.
+class Diagnosis:
+    """AdmissionQueue abort words into errors; reads the contract, the rings' ledgers, and the flight recorders of this host.
 
     Args:
         ranks: the communicator's ranks as numbers of the whole job.
@@ -27,12 +27,12 @@ class Blame:
         ident: the communicator's number in flight recorders.
 
     Attributes:
-        board: the communicator's, once it is mapped.
+        contract: the communicator's, once it is mapped.
     """
 
-    def __init__(self, session: Session, ranks: tuple[int, ...], rank: int, ident: int, links: Links) -> None:
-        self._session, self._ranks, self._rank, self._ident, self._links = session, ranks, rank, ident, links
-        self.board: Board | None = None
+    def __init__(self, session: Session, ranks: tuple[int, ...], rank: int, ident: int, rings: Rings) -> None:
+        self._session, self._ranks, self._rank, self._ident, self._rings = session, ranks, rank, ident, rings
+        self.contract: ContractCheck | None = None
 
     def error(self, word: int, operation: Operation) -> XvcommError:
         """What an operation raises on a communicator that was stopped for the reason `word`."""
@@ -77,10 +77,10 @@ class Blame:
         other = f" (rank {world} of the job)" if world != rank else ""
         return f"rank {rank}{other} on {self._session.infos[world].hostname}"
 
-    def dispute(self) -> tuple[str, int] | None:
+    def mismatch(self) -> tuple[str, int] | None:
         """A message that the two ends of one of this rank's rings described differently, in words; the other rank."""
-        for end in self._links.ends():
-            found = end.dispute()
+        for end in self._rings.ends():
+            found = end.mismatch()
             if found is not None:
                 return self._tell(end, *found), end.peer
         return None
@@ -93,26 +93,26 @@ class Blame:
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
         """Who really keeps an operation waiting.
 
-        Of those that have not come to a collective, as far as the board tells, else of the suspects: the rank that each
+        Of those that have not come to a collective, as far as the contract tells, else of the suspects: the rank that each
         waits for itself, if it does.
         """
         absent = self._absent(operation.sequence) if operation.peer == NO_PEER else []
         return tuple(dict.fromkeys(r for s in (absent or suspects) for r in self._follow(s)))
 
     def _mismatch(self, about: int) -> tuple[str, int | None]:
-        quarrel = self.board.quarrel() if self.board is not None else None
-        if quarrel is not None:
-            (a, one), (b, other) = quarrel
+        mismatch = self.contract.mismatch() if self.contract is not None else None
+        if mismatch is not None:
+            (a, one), (b, other) = mismatch
             text = f"{self.name(a)} called {describe(one)}; {self.name(b)} called {describe(other)}"
             return text, {a: b, b: a}.get(self._rank)
-        own = self.dispute()
+        own = self.mismatch()
         if own is not None:
             return own
         return self._told(about) or "two other ranks described the same message differently", None
 
     def _told(self, rank: int) -> str:
         """What a rank said in words when it stopped everybody."""
-        return self.board.explanation(rank) if self.board is not None else ""
+        return self.contract.explanation(rank) if self.contract is not None else ""
 
     def _tell(self, end: RingEnd, mine: Message, theirs: Message) -> str:
         me, peer = self.name(self._rank), self.name(end.peer)
@@ -134,7 +134,7 @@ class Blame:
         return self._session.last_words(self._ranks[rank])
 
     def _absent(self, sequence: int) -> list[int]:
-        found = self.board.absent(sequence) if self.board is not None else []
+        found = self.contract.absent(sequence) if self.contract is not None else []
         return [r for r in found if r != self._rank]
 
     def _follow(self, suspect: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Backends and transports, found by entry points and loaded only when asked for; refusals are data with a remedy.
 
-Third parties add theirs through the groups `xvcomm.backends` and `xvcomm.transports`; ours come in by the same door.
+Third parties add theirs through the groups `xvcomm.backends` and `xvcomm.transports`; ours come in by the same gate.
 """
 
 from __future__ import annotations

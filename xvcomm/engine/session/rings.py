@@ -73,7 +73,7 @@ def _gpu_collective_layout(config: Config) -> RingLayout:
     return RingLayout(min(MAX_LANES, 2 * full.lanes), full.slots, round_up(full.slot_bytes // 4, PAGE))
 
 
-class Links:
+class Rings:
     """Opens, keeps and closes ring ends.
 
     Args:

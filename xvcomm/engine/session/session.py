@@ -23,7 +23,7 @@ from xvcomm.engine.session.peer_rings import Lending
 from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.supervised import Supervised
-from xvcomm.engine.session.watchdog import Rounds, Watch, Watched
+from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
 from xvcomm.errors import (
     Aborted,
     BackendUnavailable,
@@ -152,11 +152,11 @@ class Session:
         try:
             with self.telling(following), limits.told("join the job"):
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
-                watch = Watch([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
+                watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
-                    failing.callback(watch.close)
+                    failing.callback(watchdog.close)
                     self._record(self._open_journal(self._place, deadline))
-                    self._cleanup.callback(watch.close)
+                    self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
                         self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
                     failing.pop_all()
@@ -166,9 +166,9 @@ class Session:
         self._cleanup.callback(self.lending.linger)
 
     @staticmethod
-    def _watched(other: Joining, mine: Joining) -> Watched:
+    def _watched(other: Joining, mine: Joining) -> WatchedProcess:
         pid = other.info.pid if other.processes == mine.processes else None
-        return Watched(other.info.rank, pid, other.byte)
+        return WatchedProcess(other.info.rank, pid, other.byte)
 
     def _record(self, journal: Segment) -> None:
         """Begin to write this rank's flight recorder."""
@@ -341,7 +341,7 @@ class Session:
 
     def _look(self) -> None:
         for rank in self.neighbours:
-            # A rank that left before it had mapped a communicator's board could not say so there.
+            # A rank that left before it had mapped a communicator's contract could not say so there.
             if rank != self.rank and rank not in self._seen_left and self.left(rank):
                 with self._lock:
                     self._seen_left.add(rank)
@@ -349,7 +349,7 @@ class Session:
         self._watch_over(lambda context: context.look())
 
     def _look_at_device(self) -> None:
-        self._watch_over(lambda context: context.pending.look())
+        self._watch_over(lambda context: context.tracker.look())
 
     def _watch_over(self, look: Callable[[Supervised], None]) -> None:
         """Look after every communicator; one that this fails for stops, because nobody would find out what it waits for."""

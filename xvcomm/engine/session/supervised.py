@@ -20,7 +20,7 @@ class Supervised(Protocol):
         """This process's number in it."""
 
     @property
-    def pending(self) -> Tracked:
+    def tracker(self) -> Tracked:
         """What it has on the device's streams."""
 
     def lose(self, world_rank: int) -> None:

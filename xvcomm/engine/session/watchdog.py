@@ -15,7 +15,7 @@ from xvcomm.system.threads import Daemon
 _LOOK_MS = 100
 
 
-class Watched(NamedTuple):
+class WatchedProcess(NamedTuple):
     """A rank of the host whose end is to be noticed.
 
     Attributes:
@@ -38,7 +38,7 @@ def refusal() -> str:
     return ""
 
 
-class Watch:
+class Watchdog:
     """A daemon thread that sleeps on process descriptors.
 
     A process whose descriptor the system does not give (a seccomp filter, another PID namespace, too many open files)
@@ -53,7 +53,11 @@ class Watch:
     """
 
     def __init__(
-        self, peers: Sequence[Watched], presence: Presence, on_exit: Callable[[int], None], look: Callable[[], None]
+        self,
+        peers: Sequence[WatchedProcess],
+        presence: Presence,
+        on_exit: Callable[[int], None],
+        look: Callable[[], None],
     ) -> None:
         self._presence, self._on_exit, self._look = presence, on_exit, look
         self._poll = select.poll()
@@ -71,7 +75,7 @@ class Watch:
             self.close()
             raise
 
-    def _add(self, peer: Watched) -> None:
+    def _add(self, peer: WatchedProcess) -> None:
         fd = None
         if peer.pid is not None:
             try:

@@ -11,8 +11,8 @@ import pytest
 
 from xvcomm.abc.device import RingStopped
 from xvcomm.engine.context import Context
-from xvcomm.engine.inflight.batch import Flight
-from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.engine.inflight.batch import Batch
+from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.types.deadline import Deadline
@@ -57,9 +57,9 @@ class Job:
         self.absent: set[int] = set()
         self.device = SimpleNamespace(adopt=lambda handle: Stream())
         self.told: list[Operation] = []
-        self.pending = Pending(cast(Context, self))
+        self.tracker = Tracker(cast(Context, self))
         self.begin = time.monotonic()
-        self.pending._looked = self.begin + looked
+        self.tracker._looked = self.begin + looked
 
     def awaits(self, operation: Operation) -> bool:
         return operation.sequence in self.absent
@@ -74,17 +74,17 @@ class Job:
     def deadline(self, seconds: float) -> Deadline:
         return Deadline(self.begin + seconds)
 
-    def add(self, seconds: float, sequence: int, *ends: End, peer: int = NO_PEER) -> Flight:
+    def add(self, seconds: float, sequence: int, *ends: End, peer: int = NO_PEER) -> Batch:
         """One operation, which is over when `ends` are through with one message."""
         name = OpCode.ALL_REDUCE if peer == NO_PEER else OpCode.RECV
         operation = Operation(name, sequence, Message(+name, 0, 0, 0, 0), peer)
         used = [(cast(RingEnd, end), 1, operation) for end in ends]
         stream = cast(Any, Stream())
-        return self.pending.add(Flight([operation], self.deadline(seconds), used, stream=stream, mark=stream))
+        return self.tracker.add(Batch([operation], self.deadline(seconds), used, stream=stream, mark=stream))
 
     def stopped(self) -> list[int]:
         """Number of the operation that the job was stopped for, if it was."""
-        self.pending.stop_late()
+        self.tracker.stop_late()
         return [operation.sequence for operation in self.told]
 
 
@@ -94,9 +94,9 @@ def job() -> Job:
 
 
 def test_a_message_that_is_late_stops_the_job(job: Job) -> None:
-    flight = job.add(LATE, 0, End(0), peer=1)
+    batch = job.add(LATE, 0, End(0), peer=1)
     job.add(IN_TIME, 1, End(0), peer=1)
-    assert job.stopped() == [0] and flight.error is not None
+    assert job.stopped() == [0] and batch.error is not None
     assert job.stopped() == [0], "said twice"
 
 
@@ -112,7 +112,7 @@ def test_nobody_is_late_while_the_device_is_looked_at() -> None:
 
 
 def test_what_a_look_has_seen_in_time_is_left_to_it(job: Job) -> None:
-    job.pending._looked = job.begin + LATE + 0.1
+    job.tracker._looked = job.begin + LATE + 0.1
     job.add(LATE, 0, End(0), peer=1)
     assert job.stopped() == []
 
@@ -139,13 +139,13 @@ def test_a_collective_that_a_rank_did_not_come_to_is_late_beside_a_message(job: 
     assert job.stopped() == [0]
 
 
-@pytest.mark.parametrize("place", ["aboard", "leaving"])
+@pytest.mark.parametrize("place", ["aboard", "sealed"])
 def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
-    job.pending.board([operation], 1, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
-    if place == "leaving":
-        (gathering,) = job.pending._gathering.values()
-        job.pending._leaving, _ = gathering.leave()
+    job.tracker.add_blocking([operation], 1, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
+    if place == "sealed":
+        (open_batch,) = job.tracker._open_batches.values()
+        job.tracker._sealing, _ = open_batch.take()
     assert job.stopped() == [5]
 
 
@@ -155,26 +155,26 @@ def test_a_threads_own_stream_is_marked_by_that_thread(job: Job, monkeypatch: py
     monkeypatch.setattr(Stream, "lasting", False)
     monkeypatch.setattr(Stream, "mark", lambda self: marked.append(threading.get_ident()) or self, raising=False)
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
-    job.pending.board([operation], 2, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
-    assert marked == [threading.get_ident()] and not job.pending._gathering
+    job.tracker.add_blocking([operation], 2, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
+    assert marked == [threading.get_ident()] and not job.tracker._open_batches
     assert job.stopped() == [5]
 
 
 def test_who_looks_in_the_middle_of_noting_an_operation_does_not_wait_for_it(job: Job) -> None:
     """A signal handler may, in the thread that would have to go on."""
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
-    job.pending.board([operation], 1, job.deadline(IN_TIME), [])
-    with job.pending._gate:
+    job.tracker.add_blocking([operation], 1, job.deadline(IN_TIME), [])
+    with job.tracker._gate:
         begin = time.monotonic()
-        job.pending.look()
-        assert time.monotonic() - begin < 1.0 and job.pending
+        job.tracker.look()
+        assert time.monotonic() - begin < 1.0 and job.tracker
 
 
 def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "held_up", False)
     job.add(IN_TIME, 0, End(0), peer=1)
     job.add(LATE, 1, End(0), peer=1)
-    job.pending.look()
+    job.tracker.look()
     assert [operation.sequence for operation in job.told] == [1]
 
 
@@ -184,36 +184,36 @@ def test_what_is_over_is_not_late_though_the_users_work_lies_before_its_mark(
     """On the default stream, which is marked later, behind what the user has put there meanwhile."""
     monkeypatch.setattr(Stream, "held_up", False)
     job.add(LATE, 0, End(1), peer=1)
-    job.pending.look()
+    job.tracker.look()
     assert job.told == []
     job.add(LATE, 1, End(0), peer=1)
-    job.pending.look()
+    job.tracker.look()
     assert [operation.sequence for operation in job.told] == [1]
 
 
 @pytest.mark.parametrize(("goes_on", "fails"), [(True, False), (False, True)])
 def test_messages_behind_a_graphs_are_not_over_where_the_ring_has_stopped(job: Job, goes_on: bool, fails: bool) -> None:
     """Nobody knows how often the graph runs, and so the number of the last one."""
-    flight = job.add(IN_TIME, 0, End(1, goes_on=goes_on, replayed=True), peer=1)
-    failure = flight.outcome(lambda newest: 0)
+    batch = job.add(IN_TIME, 0, End(1, goes_on=goes_on, replayed=True), peer=1)
+    failure = batch.outcome(lambda newest: 0)
     assert (failure is not None) == fails and (failure is None or isinstance(failure[0], RingStopped))
 
 
 @pytest.mark.parametrize("captured", [0, 5])
 def test_nobody_marks_a_stream_while_a_capture_takes_it_in(job: Job, captured: int) -> None:
     held: list[bool] = []
-    stream: Any = SimpleNamespace(wait=lambda mark: held.append(job.pending._gate.locked()))
-    job.pending.join(stream, cast(Any, SimpleNamespace(captured=captured)))
+    stream: Any = SimpleNamespace(wait=lambda mark: held.append(job.tracker._gate.locked()))
+    job.tracker.join(stream, cast(Any, SimpleNamespace(captured=captured)))
     assert held == [captured != 0]
 
 
 def test_operations_with_unlike_deadlines_do_not_share_a_mark(job: Job) -> None:
     operations = [Operation(OpCode.RECV, n, Message(+OpCode.RECV, 0, 0, 0, 0), 1) for n in range(3)]
     departed: list[int] = []
-    job.pending._depart = lambda handle, gathering: departed.append(len(gathering.operations))  # type: ignore[method-assign]
+    job.tracker._seal = lambda handle, open_batch: departed.append(len(open_batch.operations))  # type: ignore[method-assign]
     for operation, seconds in zip(operations, (1.0, 1.01, 15.0), strict=True):
-        job.pending.part(1, job.deadline(seconds))
-        job.pending.board([operation], 1, job.deadline(seconds), [])
+        job.tracker.seal_if_deadline_differs(1, job.deadline(seconds))
+        job.tracker.add_blocking([operation], 1, job.deadline(seconds), [])
     assert departed == [2]
 
 
@@ -221,9 +221,9 @@ def test_nothing_is_kept_of_a_stream_that_is_gone(job: Job, monkeypatch: pytest.
     """Each thread has streams of its own, and an application may make ever new threads."""
     monkeypatch.setattr(Stream, "held_up", False)
     kept = [job.add(IN_TIME, number, End(1), peer=1) for number in range(3)]
-    assert len(job.pending._streams) == 3 and job.pending
+    assert len(job.tracker._streams) == 3 and job.tracker
     monkeypatch.setattr(Stream, "reached", lambda self, mark: True)
-    job.pending.poll()
-    assert all(flight.over for flight in kept) and not job.pending
+    job.tracker.poll()
+    assert all(batch.over for batch in kept) and not job.tracker
     kept.clear()
-    assert not job.pending._streams
+    assert not job.tracker._streams

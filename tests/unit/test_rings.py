@@ -13,7 +13,7 @@ from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport, peer_refusal
 from xvcomm.config import Config
 from xvcomm.engine.session.peer_rings import Lending
-from xvcomm.engine.session.rings import CHANNELS, Links, Member, Use
+from xvcomm.engine.session.rings import CHANNELS, Member, Rings, Use
 from xvcomm.memory.ring import Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store.memory import MemoryStore
@@ -48,9 +48,9 @@ class Recording(Transport):
         pass
 
 
-def links(transport: Transport, rank: int, kinds: tuple[str, ...] = ("host", "host", "cuda"), **config: int) -> Links:
+def links(transport: Transport, rank: int, kinds: tuple[str, ...] = ("host", "host", "cuda"), **config: int) -> Rings:
     members = [Member(number, OFFERS, kind, kind) for number, kind in enumerate(kinds)]
-    return Links(Config(**config), "links", MemoryStore(), rank, [transport], LENDING, members)
+    return Rings(Config(**config), "links", MemoryStore(), rank, [transport], LENDING, members)
 
 
 def test_each_channel_has_a_ring_of_its_own() -> None:
@@ -107,7 +107,7 @@ def test_further_channels_have_less_memory() -> None:
 def shape(ours: Member, theirs: Member, rank: int, channel: int = 0) -> RingLayout:
     """What a ring between two ranks is asked to be."""
     transport = Recording()
-    mine = Links(Config(), "links", MemoryStore(), rank, [transport], LENDING, [ours, theirs])
+    mine = Rings(Config(), "links", MemoryStore(), rank, [transport], LENDING, [ours, theirs])
     mine.end(1 - rank, Use.POINT_TO_POINT, NEVER, producer=True, channel=channel)
     mine.close()
     return next(iter(transport.opened.values()))[1]

@@ -10,8 +10,8 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from xvcomm.engine.inflight.admission import AT_ONCE, Start, Turns
-from xvcomm.engine.inflight.tracker import Pending
+from xvcomm.engine.inflight.admission import AT_ONCE, AdmissionQueue, Start
+from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.inflight.work import Work
 from xvcomm.memory.ring import RingEnd
 from xvcomm.types.deadline import NEVER, Deadline
@@ -37,7 +37,7 @@ class Device:
         self.started: list[str] = []
         self.waited: list[str] = []
         self.fails: set[str] = set()
-        self.turns = Turns(create_autospec(Pending, instance=True), self._go)
+        self.turns = AdmissionQueue(create_autospec(Tracker, instance=True), self._go)
 
     def _go(self, launch: Start) -> None:
         (name,) = cast(list[str], launch.transfers)
