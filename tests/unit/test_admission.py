@@ -224,7 +224,7 @@ def test_closing_leaves_nothing_behind() -> None:
     device, end = Device(), End()
     for name in "abc":
         device.add(name, end)
-    thread = next(t for t in threading.enumerate() if t.name == "xvcomm-turns")
+    thread = next(t for t in threading.enumerate() if t.name == "xvcomm-admission")
     device.turns.close()
     assert device.started == ["a", "b", "c"]
     thread.join(SOON)

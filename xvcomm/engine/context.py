@@ -1,4 +1,4 @@
-"""One communicator's inside: its rings, contract and native library, and how they all stop together."""
+"""One communicator's state: its rings, contract check and native library, and how they stop together."""
 
 from __future__ import annotations
 
@@ -40,15 +40,13 @@ class Context:
 
     Attributes:
         path: name in the store, equal on all its ranks and used once.
-        ranks: this communicator's ranks as numbers of the whole job.
-        rank: this process's number in it.
-        enqueueing: held while transfers are put in order on rings, not while they move.
+        ranks, rank: its ranks as numbers of the whole job; this process's number in it.
+        enqueueing: lock that puts messages in order on rings; not held while they move.
         index, recorder: number of this rank's device, as DLPack has it; the rank's flight recorder.
-        asynchronous: whether operations go on behind the host; `tracker` has those that do.
+        asynchronous: whether the host enqueues operations without waiting; `tracker` has those under way.
         departed: the ranks of this host that have closed it, as far as this rank has seen.
-        sequence: number of the next collective.
-        place: address of the contract for compiled code; see `ContractCheck.place`.
-        closing: called by `close` when operations have been stopped and before memory is unmapped.
+        sequence, place: number of the next collective; address of the contract check, see `ContractCheck.place`.
+        closing: functions that `close` calls after it has stopped operations and before it unmaps memory.
     """
 
     def __init__(self, session: Session, path: str, ranks: tuple[int, ...], deadline: Deadline) -> None:
@@ -57,7 +55,7 @@ class Context:
         self.ident = zlib.crc32(path.encode()) & 0x7FFFFFFF
         self.enqueueing = threading.Lock()
         self.closing: list[Callable[[], None]] = []
-        # Taken by whoever stops the communicator or unmaps it: no thread may write where nothing is mapped any more.
+        # Held to stop the communicator or to unmap it, so that no thread writes to unmapped memory.
         self._gate = threading.RLock()
         self._active: set[Operation | Courier] = set()
         self._closed = ""  # or why, in words
@@ -291,7 +289,7 @@ class Context:
         return [r for r, world in enumerate(self.ranks) if isinstance(error, XvcommError) and error.peer == world]
 
     def word(self) -> int:
-        """0, or the abort word that says why the communicator is finished; the contract was told first."""
+        """0, or the abort word that says why the communicator is finished; the contract check was told first."""
         with self._gate:
             return (self._contract.abort_word() if self._contract is not None else 0) or self._word
 
@@ -308,7 +306,7 @@ class Context:
             raise self.diagnosis.error(word, Operation(name, -1, _NOTHING))
 
     def look(self) -> None:
-        """Pass on what the other ranks said on the contract. Safe from any thread; never waits for the device."""
+        """Act on what the other ranks published in the contract check. Safe from any thread; never waits for the device."""
         with self._gate:
             if self._closed or self._contract is None:
                 return
@@ -435,7 +433,7 @@ class Context:
             self._contract = self.diagnosis.contract = self._native = None
 
     def after_fork(self) -> None:
-        """End in a forked child, whose shared memory is its own by now: compiled code finds the contract stopped."""
+        """End in a forked child, whose shared memory is its own by now: compiled code finds it aborted."""
         self._closed = FORKED
         self._gate, self.enqueueing = threading.RLock(), threading.Lock()  # threads of the parent's may hold its own
         if self._contract is not None:

@@ -1,4 +1,4 @@
-"""Where compiled code comes to what a communicator has mapped, from its first operation until the communicator is closed."""
+"""The launch gate: compiled code may use a communicator's mapped memory from its first operation until `close`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _CLOSE_SECONDS = 1.0
 
 
 class LaunchGate:
-    """Lets compiled code at a communicator's memory, under a lock, from its first operation until `Context.close`.
+    """Keeps a communicator's memory mapped while compiled code may use it.
 
     Attributes:
-        lock: under which operations are put in order; whoever makes a call holds it, and has looked whether the gate is open.
-        open: whether calls may be made.
-        places: what `place` gave, by handle.
+        lock: puts operations in order. A caller holds it during a compiled call, and checks `open` first.
+        open: whether compiled calls may be made.
+        places: results of `place`, by stream handle.
     """
 
     def __init__(self, context: Context, lock: threading.Lock) -> None:
         self._context, self.lock = context, lock
         self.open = False
         self.places: dict[int, int] = {}
-        # While the gate is open, compiled code may be inside: an operation that keeps memory mapped.
+        # An operation that lasts as long as the gate is open, so that the context unmaps nothing meanwhile.
         self._standing = Operation(OpCode.INIT, -1, Message(0, 0, 0, 0))
 
     def admit(self, op: OpCode) -> None:
-        """Open it; the caller holds the lock.
+        """Open the gate; the caller holds the lock.
 
         Raises:
             ClosedError: this rank has closed the communicator.
@@ -40,9 +40,9 @@ class LaunchGate:
             self.open = True
 
     def place(self, handle: int, *, blocking: bool = True) -> int:
-        """Where operations on a stream are noted, see `Tracker.log`; the stream is looked at.
+        """Address of a stream's launch log, see `Tracker.log_address`.
 
-        0 for a thread's own stream: only that thread could mark it.
+        0 for a thread's own stream, on which only that thread could record an event.
         """
         if self._context.device.adopt(handle).queue[1]:
             return 0
@@ -50,7 +50,7 @@ class LaunchGate:
         return found
 
     def _close(self) -> None:
-        """Let no compiled code in any more; memory stays mapped if some does not come out."""
+        """Close the gate. Memory stays mapped if a compiled call does not return in time."""
         if self.lock.acquire(timeout=_CLOSE_SECONDS):
             self.open = False
             self._context.leave(self._standing, moved=False)

@@ -1,10 +1,10 @@
-"""The contract: shared memory in which a communicator's ranks of one host describe each collective before it starts.
+"""The contract check: shared memory in which a communicator's ranks of one host describe each collective before it starts.
 
-Whoever posts second compares; nobody waits. So two ranks that call different things both find out, even when the
-calls would not meet in any message. Each rank also says here that it left, and why it stopped everybody.
+The rank that posts second compares the two descriptions, and no rank waits. So both ranks learn of a mismatch, even where
+their calls would exchange no message. Each rank also tells here that it has left, and why it aborted the communicator.
 
-    page 0   line 1: abort word; line 2: ranks that have mapped the contract; line 3: ranks that have left
-    then     for each rank: LEDGER entries of its collectives; a page of notes: left or not, length of a text, the text
+    page 0   line 1: abort word; line 2: number of ranks that have mapped it; line 3: number of ranks that have left
+    then     for each rank: LEDGER entries of its collectives; one page: whether it left, length of a text, the text
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LEFT, _LENGTH, _TEXT = _NOTES, _NOTES + 8, _NOTES + 16
 _TEXT_BYTES = 2048
 _MISMATCH = int(Reason.MISMATCH)
 _ROWS = 1 << 62
-"""Set in an abort word that tells two rows and an entry instead of one rank."""
+"""Bit of an abort word that names two rows and an entry instead of one rank."""
 _FIELDS = 5
 
 
 @register_jitable
 def _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # type: ignore[no-untyped-def]
-    """Publish a description and compare it with those that are there; False if the contract is or becomes aborted."""
+    """Publish a description and compare it with the other ranks'; False if the communicator is aborted or becomes so."""
     if load_acquire(contract + ABORT) != 0:
         return False
     mine = contract + PAGE + me * _ROW + sequence % LEDGER * ENTRY
@@ -54,7 +54,7 @@ def _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # 
 
 @register_jitable
 def post(place, sequence, op, dtype, nbytes, tag, detail, site):  # type: ignore[no-untyped-def]
-    """Note a collective in the flight recorder and post it; the record's number, inverted if the contract is aborted."""
+    """Record a collective in the flight recorder and post it; the record's number, inverted if the communicator is aborted."""
     contract, ranks, me = load(place), load(place + 8), load(place + 16)
     recorder, communicator = load(place + 24), load(place + 32)
     number = note(recorder, communicator, sequence, op, dtype, nbytes, -1, tag, site)
@@ -63,7 +63,7 @@ def post(place, sequence, op, dtype, nbytes, tag, detail, site):  # type: ignore
 
 @register_jitable
 def end(place: int, number: int) -> None:
-    """Note the end of a collective that was posted."""
+    """Record the end of a collective that was posted."""
     note_end(load(place + 24), number, DONE)
 
 
@@ -82,10 +82,10 @@ with compiling():
 
 
 class ContractCheck:
-    """One communicator's contract on this host, seen from one rank. After `close` no method may be called.
+    """One communicator's contract check on this host, as one rank maps it. After `close` no method may be called.
 
     Attributes:
-        ranks: the communicator's ranks on this host; they index the contract's rows.
+        ranks: the communicator's ranks on this host, in the order of their rows.
         stop: address of the abort word.
         place: address of what compiled code needs for `post` and `end`.
     """
@@ -93,10 +93,10 @@ class ContractCheck:
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], rank: int, recorder: Recorder, communicator: int
     ) -> None:
-        """Take part; the last rank to come takes the segment's name away.
+        """Take part; the last rank to come unlinks the segment.
 
         Args:
-            recorder: where collectives are noted when they are posted.
+            recorder: flight recorder of the collectives.
             communicator: its number there.
         """
         self._segment, self._recorder = segment, recorder  # compiled code knows them by address
@@ -113,14 +113,14 @@ class ContractCheck:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes for a contract of so many ranks."""
+        """Bytes of the segment for so many ranks."""
         return PAGE + ranks * _ROW
 
     def post(self, sequence: int, message: Message, site: int) -> int:
-        """Note collective number `sequence` in the flight recorder and describe it here.
+        """Record collective number `sequence` in the flight recorder and publish its description.
 
         Returns:
-            The record's number, inverted (and so negative) if the contract is aborted, also by a different description.
+            The record's number; inverted, and so negative, if the communicator is aborted, also by a mismatch found here.
         """
         number: int = _post_kernel(self.place, sequence, *message, site)
         return number
@@ -134,24 +134,24 @@ class ContractCheck:
         return self._word.value
 
     def stopped(self, number: Callable[[], int]) -> int:
-        """The abort word, as far as it concerns a collective: a rank that left may have come to it before.
+        """The abort word as far as it concerns a collective; 0 where a rank merely left after it had come to that collective.
 
         Args:
-            number: gives the collective's, which is seldom needed.
+            number: gives the collective's number; called only where it is needed.
         """
         word = self.abort_word()
         merely_left = word and not Reason.bad(word)
         return 0 if merely_left and Reason.parse(word)[1] not in self.absent(number()) else word
 
     def explain(self, text: str) -> None:
-        """Say in words why this rank is about to abort."""
+        """Publish the reason for which this rank is about to abort, as text."""
         data = text.encode()[:_TEXT_BYTES]
         row = self._row(self._me)
         ctypes.memmove(row + _TEXT, data, len(data))
         ctypes.c_int64.from_address(row + _LENGTH).value = len(data)
 
     def explanation(self, rank: int) -> str:
-        """What a rank said in words, or nothing."""
+        """The text that a rank has published; empty if none."""
         if rank not in self.ranks:
             return ""
         row = self._row(self.ranks.index(rank))
@@ -159,16 +159,16 @@ class ContractCheck:
         return ctypes.string_at(row + _TEXT, length).decode(errors="ignore")
 
     def leave(self) -> None:
-        """Say that this rank closes the communicator."""
+        """Tell the others that this rank closes the communicator."""
         ctypes.c_int64.from_address(self._row(self._me) + _LEFT).value = 1
         _count_kernel(self._address + _DEPARTURES)
 
     def departures(self) -> int:
-        """How many ranks closed the communicator; cheaper to ask than which."""
+        """How many ranks have closed the communicator; cheaper than `departed`."""
         return self._departures.value
 
     def departed(self) -> list[int]:
-        """The ranks that closed the communicator."""
+        """The ranks that have closed the communicator."""
         return [r for i, r in enumerate(self.ranks) if ctypes.c_int64.from_address(self._row(i) + _LEFT).value]
 
     def absent(self, sequence: int) -> list[int]:
@@ -183,7 +183,7 @@ class ContractCheck:
         """Number and description of the collective that this rank posted last.
 
         Args:
-            following: number of the next one, or its own if it is just being started.
+            following: number of the next collective, or of the one that is just being started.
         """
         for sequence in (following, following - 1):
             posted, *message = (ctypes.c_int64 * 6).from_address(self._row(self._me) + sequence % LEDGER * ENTRY)

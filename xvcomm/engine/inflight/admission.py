@@ -1,10 +1,10 @@
-"""Asynchronous messages of a device that wait on the host for their turn.
+"""The admission queue: asynchronous messages of a device that the host holds back until their rings are free.
 
-A kernel that stands on the device behind one that waits for a peer holds up its hardware queue, which several streams
-share; and what the peer waits for may stand behind it there. So of each ring one launch at a time is on the device, and
-none stands behind a message that may wait: it stays here until the ring is through with what came before. A thread looks
-after those that stay. Whoever cannot wait for that lets them go on at once, in order, for the device to sort out. Who
-waits for a message stands in a hardware queue too, so the host waits as long as messages of other rings stay.
+Several streams share a hardware queue. A kernel that waits for a peer blocks the kernels behind it in that queue, and the
+peer may wait for one of these: a deadlock. Therefore each ring has at most one launch on the device at a time. Later
+messages stay in this queue until the ring has finished the earlier ones, and a thread launches them then. A caller that
+cannot wait for that launches them at once, in order, and leaves the rest to the device. A stream that waits for a message
+occupies a hardware queue too, so the host itself waits while messages of other rings are in the queue.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from xvcomm.engine.inflight.tracker import Tracker
 
 T = TypeVar("T")
-"""What the caller knows a message by."""
+"""The caller's type for a message."""
 
 _PAUSE_SECONDS = 0.00005
 
 AT_ONCE = 96
-"""Launches that may be under way: NVIDIA's GPUs run 128 kernels at once, and those that wait for a peer count."""
+"""Most launches under way: NVIDIA's GPUs run 128 kernels at once, those that wait for a peer included."""
 
 
 @dataclass(slots=True, eq=False)
 class Start(Generic[T]):
-    """Messages that start together.
+    """Messages that are launched together.
 
     Attributes:
-        behind: what comes first on the device: marks on the arrays' streams.
-        ends: the rings that they use.
-        deadline: the soonest of theirs.
+        behind: events on the arrays' streams that the launch waits for.
+        ends: the ring ends that they use.
+        deadline: the earliest of their deadlines.
     """
 
     transfers: Sequence[T]
@@ -51,10 +51,10 @@ class Start(Generic[T]):
 
 
 class AdmissionQueue(Generic[T]):
-    """The queue of one communicator. Any thread.
+    """The queue of one communicator. Thread-safe.
 
     Args:
-        go: puts a Start on the device. What it raises, the messages' Works raise too.
+        go: launches a Start. The Works of its messages raise what it raises.
     """
 
     def __init__(self, tracker: Tracker, go: Callable[[Start[T]], None]) -> None:
@@ -66,23 +66,23 @@ class AdmissionQueue(Generic[T]):
         self._closed = False
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
+        """Whether messages are queued."""
         return bool(self._queue)
 
     def add(self, launch: Start[T]) -> None:
-        """Let messages start when it is their turn; at once if it is, and then this raises what goes wrong."""
+        """Queue messages, or launch them at once if their rings are free; then this raises what the launch raises."""
         with self._arrived:
             if all(launch.ends.isdisjoint(earlier.ends) for earlier in self._queue) and self._ready(launch.ends):
                 self._start(launch)
                 return
             self._queue.append(launch)
             if self._thread is None:
-                self._thread = Daemon("xvcomm-turns", self._run)
+                self._thread = Daemon("xvcomm-admission", self._run)
             self._thread.start()
             self._arrived.notify()
 
     def at_once(self, ends: Collection[RingEnd], go: Callable[[], Sequence[Work] | None]) -> Sequence[Work] | None:
-        """Start messages otherwise, if nothing waits and they would not; gives what `go` does, None if it has not."""
+        """Launch messages by `go` if the queue is empty and their rings are free; its result, or None if it was not called."""
         if self._queue:
             return None
         with self._arrived:
@@ -92,7 +92,7 @@ class AdmissionQueue(Generic[T]):
             return started
 
     def let_go(self, ends: Collection[RingEnd]) -> None:
-        """Start all that waits for these rings, and what comes before it on others."""
+        """Launch all queued messages of these rings, and before them the earlier ones of rings that they share."""
         with self._arrived:
             concerned, chosen = set(ends), []
             for launch in reversed(self._queue):
@@ -103,7 +103,7 @@ class AdmissionQueue(Generic[T]):
                 self._take(launch)
 
     def come(self, ends: Collection[RingEnd], over: Callable[[], bool], deadline: Deadline) -> None:
-        """Block while messages of other rings wait, until `over`; then, or late, start what waits for these rings."""
+        """Block while messages of other rings are queued, until `over`; then, or at the deadline, launch those of these rings."""
         rings = set(ends)
         while not deadline.expired():
             with self._arrived:
@@ -117,26 +117,26 @@ class AdmissionQueue(Generic[T]):
         self.let_go(rings)
 
     def come_behind(self, ends: Collection[RingEnd], over: Callable[[], bool], deadline: Deadline) -> None:
-        """The same for messages that were started at once, and so need no look whether they have."""
+        """As `come`, for messages that were launched at once: returns immediately if the queue is empty."""
         if self._queue:
             self.come(ends, over, deadline)
 
     def come_next(self, ends: Collection[RingEnd], deadline: Deadline) -> None:
-        """The same until nothing waits for these rings: before a message that is put on the device at once."""
+        """As `come`, until no message of these rings is queued: called before a message is launched at once."""
         self.come(ends, lambda: all(launch.ends.isdisjoint(ends) for launch in list(self._queue)), deadline)
 
     def see_through(self, ends: Collection[RingEnd], deadline: Deadline) -> None:
-        """The same until these rings are through with all that they have: behind such a message."""
+        """As `come`, until these rings have finished all their messages: called after such a message."""
         self.come(ends, lambda: not any(_busy(end) for end in ends), deadline)
 
     def let_go_to(self, peers: Collection[int], channel: int) -> None:
-        """The same for the receives of a channel from some ranks."""
+        """As `let_go`, for the receives of a channel from some ranks."""
         with self._arrived:
             ends = {end for launch in self._queue for end in launch.ends}
             self.let_go([e for e in ends if e.channel == channel and e.peer in peers and not e.producer])
 
     def close(self) -> None:
-        """Let everything go, to leave the rings that were stopped, and end the thread."""
+        """Launch everything, since stopped rings end it at once, and end the thread."""
         with self._arrived:
             self._closed = True
             for launch in list(self._queue):
@@ -155,7 +155,7 @@ class AdmissionQueue(Generic[T]):
             time.sleep(_PAUSE_SECONDS)
 
     def _sweep(self) -> None:
-        """Start what has its turn, or is late: then it is told as any other that is under way."""
+        """Launch messages whose rings are free or whose deadline has passed: the tracker then reports these as late."""
         before: set[RingEnd] = set()
         for launch in list(self._queue):
             if before.isdisjoint(launch.ends) and (self._ready(launch.ends) or launch.deadline.expired()):
@@ -163,7 +163,7 @@ class AdmissionQueue(Generic[T]):
             before |= launch.ends
 
     def _take(self, launch: Start[T]) -> None:
-        """Start one of those that wait; it counts as one until then, as nobody may come before it who does not wait."""
+        """Launch queued messages. They leave the queue afterwards, so that no unqueued message overtakes them."""
         with contextlib.suppress(Exception):  # the messages' Works raise it
             self._start(launch)
         self._queue.remove(launch)
@@ -173,7 +173,7 @@ class AdmissionQueue(Generic[T]):
         self._go(launch)
 
     def _ready(self, ends: Collection[RingEnd]) -> bool:
-        """Whether the rings are through with what came before, and the device has room."""
+        """Whether the rings have finished their earlier messages, and the device has room for more launches."""
         if len(self._under_way) + len(ends) > AT_ONCE:
             self._under_way = {end: None for end in self._under_way if _busy(end)}
         room = not self._under_way or len(self._under_way) + len(ends) <= AT_ONCE

@@ -1,4 +1,4 @@
-"""What goes on behind the host together: operations, the ring ends that they use, and when they must be over."""
+"""Operations that one event ends: what they are, which ring ends they use, and until when they must end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from xvcomm.types.deadline import Deadline
 
 @dataclass(slots=True, eq=False)
 class Contents:
-    """Operations that are on a stream, or about to be.
+    """Operations on a stream, sealed or not yet.
 
     Attributes:
-        operations: what the context has begun.
-        deadline: until when they must be over.
+        operations: those that Python has begun.
+        deadline: the earliest of their deadlines.
         ends: see `Ends`.
-        logged: what compiled code has begun.
-        error: what they raise.
+        logged: those that compiled code has begun.
+        error: the error that they raise.
     """
 
     operations: Sequence[Operation]
@@ -34,7 +34,11 @@ class Contents:
     error: BaseException | None = None
 
     def lateness(self, awaited: Callable[[Operation], bool]) -> tuple[Exception, Operation]:
-        """What to say when the deadline has passed; `awaited` tells whether an operation waits for a rank to come."""
+        """The error for a deadline that has passed, and the operation to blame it on.
+
+        Args:
+            awaited: whether an operation waits for a rank that has not come to it.
+        """
         found = self.moving()
         if found:
             return RingStalled([end for end, _ in found]), found[0][1]
@@ -42,37 +46,37 @@ class Contents:
         return CollectiveStalled(()), next(filter(awaited, operations), operations[-1])
 
     def moving(self) -> list[tuple[RingEnd, Operation]]:
-        """Ring ends that are not through with their messages, and the operations that these are of."""
+        """Ring ends with unfinished messages, each with the operation that the message belongs to."""
         return [(end, operation) for end, sequence, operation in self.all_ends() if end.finished()[0] < sequence]
 
     def collective(self) -> bool:
-        """Whether there are collectives among them."""
+        """Whether any of them is a collective."""
         return any(o.peer < 0 for o in self.operations) or (self.logged is not None and self.logged.collective)
 
     def newest(self) -> Operation:
-        """The last of its collectives."""
+        """The last of the collectives."""
         return max((o for o in self.all() if o.peer < 0), key=attrgetter("sequence"))
 
     def all(self) -> list[Operation]:
-        """All operations, by whomever they were begun."""
+        """All operations, begun by Python or by compiled code."""
         return [*self.operations, *(self.logged.operations() if self.logged is not None else ())]
 
     def all_ends(self) -> Ends:
-        """The ring ends that they use."""
+        """The ring ends of all operations."""
         return [*self.ends, *(self.logged.ends() if self.logged is not None else ())]
 
 
 @dataclass(slots=True, eq=False)
 class Batch(Contents):
-    """Operations that were enqueued together and end together.
+    """Operations that end when their stream reaches one event.
 
     Attributes:
-        stream, mark: they are over when the stream has reached the mark.
-        native: the native library, if they use it.
-        blocking: whether the user's call says that it blocks, so that a Work does not tell its end.
-        keep: arrays that must live as long.
-        on_end: called when they are over, however they ended.
-        over: whether they are over.
+        stream, mark: the stream, and the event recorded on it after the operations.
+        native: the native library, if one of them uses it.
+        blocking: whether the calls were blocking ones, which have no Work.
+        keep: arrays that must live until the end.
+        on_end: called at the end, also after a failure.
+        over: whether the batch has ended.
     """
 
     _: KW_ONLY
@@ -85,15 +89,18 @@ class Batch(Contents):
     over: bool = False
 
     def under_way(self) -> bool:
-        """Whether any of it may be under way, as far as the host sees: its mark may lie behind what the user put there later."""
+        """Whether any operation may still be under way, as far as the host can see without a query of the device.
+
+        The event alone does not tell: work that the user enqueued later may precede it.
+        """
         return self.native is not None or bool(self.moving()) or any(end.replayed for end, _, _ in self.ends)
 
     def outcome(self, stopped: Callable[[Callable[[], Operation]], int]) -> tuple[Exception, Operation] | None:
-        """What went wrong, and in which operation, of a batch whose mark is reached.
+        """The failure of a batch whose event is reached, and the operation that failed; None if all succeeded.
 
         Args:
-            stopped: gives the abort word, as far as it concerns the last of the collectives. Where other ranks stop the
-                native library before this one does, its kernels end here as if all were well, and leave rubbish.
+            stopped: gives the abort word as far as it concerns the last collective. Where other ranks abort the native
+                library first, this rank's kernels end without an error and leave undefined results.
         """
         ends = self.ends if self.logged is None or self.logged.arrived() else self.all_ends()
         for end, sequence, operation in ends:

@@ -1,4 +1,4 @@
-"""Works of messages that start later: at the end of a group, or when it is their turn."""
+"""Works of messages that start later: at the end of a `group()`, or when the admission queue launches them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from xvcomm.types.deadline import Deadline
 
 
 class DeferredWork(Work):
-    """The Work of a message that starts later; what it became then answers for it.
+    """The Work of a message that starts later. Once the message has started, it delegates to that message's own Work.
 
     Attributes:
-        work: what it became, once it was started.
-        come: makes the host wait while other messages do, until this one is over or a deadline has passed; what waits is
-            started then.
+        work: the Work of the started message.
+        come: blocks until the message may start and has ended, or a deadline has passed; see `AdmissionQueue.come`.
     """
 
     def __init__(self, what: str) -> None:
@@ -27,7 +26,7 @@ class DeferredWork(Work):
         self.come: Callable[[Callable[[], bool], Deadline], None] | None = None
 
     def give_up(self, error: BaseException) -> None:
-        """It will never start."""
+        """Tell that the message will never start."""
         if self.work is None:
             self._error = error
 
@@ -61,7 +60,7 @@ class DeferredWork(Work):
         nobody_calls_back(self._what)
 
     def _started(self, timeout: float | None) -> tuple[Work, float | None]:
-        """What it became, once others have gone first, and what is left of a timeout."""
+        """The Work of the started message, after messages before it have started, and the rest of a timeout."""
         deadline = Deadline.after(timeout)
         if self.come is not None and not self.done():
             self.come(self.done, deadline)

@@ -1,7 +1,7 @@
-"""Operations that compiled code has put on a device's stream, noted in words until somebody looks after their end.
+"""The launch log: operations that compiled code has enqueued on a stream, as plain words until the tracker takes them.
 
-Nothing of Python is made of an operation that goes well: its record ends by its number. Only who has to tell of one
-makes an `Operation` of its words.
+An operation that succeeds never becomes a Python object: its record in the flight recorder is ended by number. An
+`Operation` is made of the words only for an error message.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.types.opcode import OpCode
 
 ROOM = 64
-"""Operations that share a mark on their stream: marks take time."""
+"""Operations that share one event of their stream, because recording an event takes time."""
 
 APART = 0.2
-"""Seconds between the deadlines of operations that share a mark, at the most: the soonest is that of all."""
+"""Largest difference in seconds between the deadlines of operations that share an event: the earliest one counts for all."""
 
 _ENTRIES = 2 * ROOM
-"""A collective and messages may both find room, each under a lock of its own, before either is aboard."""
+"""Twice the room: a collective and messages may both find room, each under its own lock, before either is logged."""
 
 
 class Word(enum.IntEnum):
-    """Words of an operation that is aboard."""
+    """Words of a logged operation."""
 
     RECORD = 0
     SEQUENCE = 1
     NAME = 2
     PEER = 3
     CHANNEL = 4
-    COUNTER = 5  # of a ring end that it uses: `RingEnd.counter`; else 0
-    FOLLOWING = 6  # and the number of the next message there
-    MESSAGE = 7  # five
+    COUNTER = 5  # `RingEnd.counter` of the ring end that it uses; else 0
+    FOLLOWING = 6  # number of the next message of that ring end
+    MESSAGE = 7  # five words
 
 
 _SIZE = Word.MESSAGE + 5
@@ -60,7 +60,7 @@ _COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
 
 @register_jitable
 def fits(log: int, entries: int, deadline: float) -> bool:
-    """Whether there is room for so many, among operations that must be over at about the same time."""
+    """Whether the log has room for so many entries, and its operations have about the same deadline."""
     count, soonest = load(log + _COUNT), load(log + _DEADLINE)
     if count + entries > ROOM:
         return False
@@ -70,25 +70,25 @@ def fits(log: int, entries: int, deadline: float) -> bool:
 
 @register_jitable
 def record_event(log: int, stream: int) -> int:
-    """Mark a stream that may be gone before somebody else does, behind what is to be noted now; 0, or what the device said."""
+    """Record an event after the operation to be logged, on a stream that may be destroyed later; 0, or the device's error."""
     function = load(log + _MARK)
     if function == 0:
         return 0
     while True:
         event = load(log + _EVENT)
         code: int = call_3(function, load(log + _ARGUMENT), event, stream)
-        if code != 0 or event == load(log + _EVENT):  # else all that were aboard have left with it meanwhile
+        if code != 0 or event == load(log + _EVENT):  # else the log was taken meanwhile, with this event
             return code
 
 
 @register_jitable
 def log_operation(log, record, sequence, name, peer, channel, counter, message, tag, deadline):  # type: ignore[no-untyped-def]
-    """Note an operation, where there is room; gives how many there are now.
+    """Append an operation; the caller has checked that it `fits`. Returns the number of entries.
 
     Args:
-        counter: of its ring end, or 0.
-        message: address of the words of a `Message`, but for the tag.
-        deadline: the bits of `Deadline.at`; later ones are greater words, too.
+        counter: `RingEnd.counter` of its ring end, or 0.
+        message: address of the words of a `Message`, without the tag.
+        deadline: the bits of `Deadline.at`, which compare as the deadlines do.
     """
     count = load(log + _COUNT)
     entry = log + _FIRST + count * _ENTRY
@@ -118,18 +118,18 @@ with compiling():
 
 
 Ends = list[tuple[RingEnd, int, Operation]]
-"""Ring ends that operations use: each with its sequence number behind the operation, and the operation."""
+"""Ring ends that operations use: each with the number of the message after the operation, and the operation."""
 
 
 class LoggedOperations:
-    """Operations that were aboard together, in order; a collective over a border once more for each of its ring ends.
+    """Operations taken from a launch log, in order. A collective across a border has one more entry for each ring end.
 
     Args:
-        words: the bits of their soonest deadline, then the words of each of them, `count` in all.
+        words: the bits of the earliest deadline, then the words of each operation, `count` in all.
 
     Attributes:
-        mark: behind them, if compiled code has marked the stream.
-        deadline: the soonest of theirs, on the monotonic clock.
+        mark: the event after them, if compiled code has recorded one.
+        deadline: the earliest of their deadlines, on the monotonic clock.
         records: their numbers in the flight recorder.
         collective: whether any of them is a collective.
     """
@@ -145,14 +145,14 @@ class LoggedOperations:
         self.collective = 0 in self._counters
 
     def operations(self) -> list[Operation]:
-        """What they are."""
+        """The operations as Python objects."""
         return [
             Operation(OpCode(name), sequence, Message(*message), peer, record, channel)
             for record, sequence, name, peer, channel, _, _, *message in self._entries()
         ]
 
     def ends(self) -> Ends:
-        """The ring ends that they use."""
+        """The ring ends that they use; see `Ends`."""
         uses = zip(self._entries(), self.operations(), strict=True)
         return [
             (self._rings[entry[Word.COUNTER]], entry[Word.FOLLOWING], operation)
@@ -160,7 +160,7 @@ class LoggedOperations:
         ]  # fmt: skip
 
     def arrived(self) -> bool:
-        """Whether their ring ends are through with all of them."""
+        """Whether all their messages have passed through their ring ends."""
         if not any(self._counters):
             return True
         last = dict(zip(self._counters, self._each(_FOLLOWING), strict=True))
@@ -168,7 +168,7 @@ class LoggedOperations:
         return all(self._rings[counter].finished()[0] >= following for counter, following in last.items())
 
     def _each(self, word: int) -> array[int]:
-        """One word of all of them."""
+        """The same word of every entry."""
         return self._words[1 + word : self._end : _SIZE]
 
     def _entries(self) -> list[array[int]]:
@@ -176,14 +176,14 @@ class LoggedOperations:
 
 
 class LaunchLog:
-    """Where compiled code notes operations on one stream; it and `take` run with the interpreter lock.
+    """The log of one stream. Compiled code appends, and `take` empties it, both with the interpreter lock held.
 
     Args:
-        rings: the ring ends of messages, by `RingEnd.counter`.
-        marks: of the stream, if compiled code is to mark it.
+        rings: ring ends of messages, by `RingEnd.counter`.
+        marks: how compiled code records events on the stream; None if it records none.
 
     Attributes:
-        address: what `log_operation` takes.
+        address: the log as `log_operation` takes it.
         marks: as above.
     """
 
@@ -197,26 +197,26 @@ class LaunchLog:
         self.address = ctypes.addressof(self._words)
 
     def __bool__(self) -> bool:
-        """Whether anybody is aboard."""
+        """Whether it has entries."""
         return self._words[_COUNT // 8] > 0
 
     @property
     def deadline(self) -> float:
-        """The soonest of all that will share the mark, on the monotonic clock."""
+        """The earliest deadline of the operations that will share the event, on the monotonic clock."""
         found: float = _FLOAT.unpack_from(self._words, _DEADLINE)[0]
         return found
 
     def note_deadline(self, deadline: float) -> None:
-        """Hear of an operation that is not noted here, and will share the mark."""
+        """Take account of an operation that Python has begun, and that will share the event."""
         if deadline < self.deadline:
             _FLOAT.pack_into(self._words, _DEADLINE, deadline)
 
     def look(self) -> LoggedOperations | None:
-        """All that are aboard; None if nobody is."""
+        """The entries, which stay; None if there are none."""
         return self._read(self._mark, take=False)
 
     def take(self) -> LoggedOperations | None:
-        """The same, who are then no more; the next ones have another mark."""
+        """Remove and return the entries; later ones get another event."""
         mark, self._mark = self._mark, self._another()
         return self._read(mark, take=True)
 

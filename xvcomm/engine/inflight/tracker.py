@@ -1,8 +1,8 @@
-"""Operations that go on behind the host: what a communicator has on its device's streams, and what became of it.
+"""Tracks the operations that a communicator has enqueued on its device's streams, until they end.
 
-The host does not wait for them. Whoever has time looks after them with `Tracker.poll`: the next operations, a thread of
-the session, and who waits for one. The vendor may hold up whoever asks the device, so that the thread that watches over
-the session does not, and still keeps deadlines.
+The host does not wait for these operations. Their end is found by `Tracker.poll`, which the next operations, a thread of the
+session, and callers that wait for an operation call. The vendor's driver may block a thread that queries the device.
+Therefore the session's watchdog never queries it, and enforces deadlines by `Tracker.stop_late` alone.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from xvcomm.trace.recorder import DONE, FAILED
 from xvcomm.types.deadline import NEVER, Deadline
 
 _AT_ONCE = 64
-"""Batches that may be behind the host before an operation looks after them itself: asking the device takes a while."""
+"""Number of batches under way from which on `Tracker.add` polls: a query of the device takes time."""
 
 _HELD_UP_SECONDS = 0.25
-"""Without a look at the device for so long, whoever was to look is held up."""
+"""Seconds without a query of the device after which its thread counts as blocked by the driver."""
 
 _TURN_SECONDS = 0.05
-"""How long to wait for who is polling, or notes an operation: not for ever, as a signal handler may close in the middle of it."""
+"""Seconds to wait for a lock: bounded, because a signal handler may close the communicator while its thread holds the lock."""
 
 _SPINS = 200
 _PAUSE_SECONDS = 0.00005
 
 
 class AsyncGroup:
-    """Asynchronous operations that become a batch together.
+    """Asynchronous operations that end as one batch.
 
     Attributes:
-        keep: of each, by what tells it from the others, what must live until they are over.
-        batch: what they became. It may hold one more that came as the others left.
+        keep: objects that must live until the batch ends, by a key for each operation.
+        batch: the batch, once it is sealed. It may contain one more operation, which was logged while it was sealed.
     """
 
     __slots__ = ("batch", "keep")
@@ -54,7 +54,7 @@ class AsyncGroup:
 
 
 class _OpenBatch:
-    """Operations on one stream that become a batch together; see `Batch`.
+    """Collects operations on one stream until they are sealed as a `Batch`.
 
     Args:
         marks: see `LaunchLog`.
@@ -72,11 +72,11 @@ class _OpenBatch:
         self.ends: Ends = []
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether it contains operations."""
         return bool(self.operations or self.log or self.group.keep)
 
     def add(self, operations: Sequence[Operation], deadline: Deadline, ends: Ends) -> None:
-        """Some more."""
+        """Add operations that Python has begun."""
         if deadline.at < self.deadline.at:
             self.deadline = deadline
         self.log.note_deadline(deadline.at)
@@ -84,17 +84,20 @@ class _OpenBatch:
         self.ends.extend(ends)
 
     def accepts(self, deadline: Deadline) -> bool:
-        """Whether an operation that must be over by then may share a mark with those that are here; see `APART`."""
+        """Whether an operation with this deadline may share an event with the operations in it; see `APART`."""
         soonest = self.log.deadline
         return soonest == deadline.at or abs(soonest - deadline.at) < APART
 
     def look(self) -> Contents:
-        """All, and the soonest deadline."""
+        """Its contents so far, with their earliest deadline."""
         return self._contents(self.log.look())
 
     def take(self) -> tuple[Contents, AsyncGroup]:
-        """The same; there are none then."""
-        group, self.group = self.group, AsyncGroup()  # first: who boards, and then sees the old one, leaves with it
+        """Remove and return its contents."""
+        group, self.group = (
+            self.group,
+            AsyncGroup(),
+        )  # before the log is read: an operation logged meanwhile and its group agree
         found = self._contents(self.log.take())
         self._begin()
         return found, group
@@ -107,10 +110,10 @@ class _OpenBatch:
 
 
 class Tracker:
-    """The batches of one communicator: in order on each stream. Any thread.
+    """The batches of one communicator, in order for each stream. Thread-safe.
 
     Attributes:
-        rings: ring ends whose messages compiled code puts on streams, by `RingEnd.counter`.
+        rings: ring ends of messages that compiled code enqueues, by `RingEnd.counter`.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -120,16 +123,16 @@ class Tracker:
         self._gate = threading.Lock()
         self._sealing: Contents | None = None
         self._looked = 0.0
-        self._streams: dict[ref[Stream], deque[Batch]] = {}  # a thread's streams go when it does
+        self._streams: dict[ref[Stream], deque[Batch]] = {}  # streams of a thread are freed with the thread
         self._count = 0
         self._polling = threading.Lock()
 
     def __bool__(self) -> bool:
-        """Whether anything is behind the host, or about to be."""
+        """Whether any operation is under way or about to be."""
         return self._gate.locked() or any(list(self._streams.values())) or any(list(self._open_batches.values()))
 
     def add(self, batch: Batch) -> Batch:
-        """Look after a batch from now on; not if it went into a graph, which is the user's to look after."""
+        """Track a batch. One that was captured in a graph is recorded as done instead: its end is the user's concern."""
         if batch.mark.captured:
             self._record(batch, DONE)
             return batch
@@ -140,7 +143,7 @@ class Tracker:
         return batch
 
     def add_blocking(self, operations: Sequence[Operation], handle: int, deadline: Deadline, ends: Ends) -> None:
-        """Look after blocking operations on a framework's stream, together with others there: marks take time."""
+        """Track blocking operations on a framework's stream. Several share one event, because recording an event takes time."""
         stream = self._owner.device.adopt(handle)
         if not stream.lasting:
             native = self._owner.joined_native() if any(o.peer == NO_PEER for o in operations) else None
@@ -158,30 +161,30 @@ class Tracker:
                 self._seal(handle, open_batch)
 
     def seal_if_deadline_differs(self, handle: int, deadline: Deadline) -> None:
-        """Let depart what must be over at another time than what is about to come on a stream."""
+        """Seal the open batch of a stream if the next operation's deadline differs from the batch's."""
         open_batch = self._open_batches.get(handle)
         if open_batch and not open_batch.accepts(deadline):
             self.seal(handle)
 
     def log_address(self, handle: int, *, blocking: bool = True) -> int:
-        """Address of where compiled code notes operations on a stream; see `LaunchLog`.
+        """Address of the launch log of a stream, for compiled code; see `LaunchLog`.
 
         Args:
-            blocking: whether the stream is a framework's; else one that has only operations with a Work.
+            blocking: whether the stream is a framework's; False for a stream that only asynchronous operations use.
         """
         with self._gate:
             return self._at(handle, blocking).log.address
 
     def async_group(self, handle: int) -> AsyncGroup:
-        """That of the operation which compiled code has just put on a stream."""
+        """The group of the operation that compiled code has just enqueued on a stream."""
         return self._open_batches[handle].group
 
     def marks(self, handle: int) -> EnqueuedMarks | None:
-        """How compiled code marks a stream behind each operation, if it does."""
+        """Functions by which compiled code records an event after each operation of a stream; None if it records none."""
         return self._open_batches[handle].log.marks
 
     def seal(self, handle: int) -> None:
-        """Make room where compiled code notes operations."""
+        """Seal the open batch of a stream, which empties its launch log."""
         with self._gate:
             self._seal(handle, self._at(handle))
 
@@ -195,10 +198,10 @@ class Tracker:
         return found
 
     def _seal(self, handle: int, g: _OpenBatch) -> None:
-        """Mark the stream behind what has come together, if that is not done; the caller holds the gate."""
+        """Turn an open batch into a tracked one, with an event after it unless compiled code recorded one. Needs the lock."""
         stream = self._owner.device.adopt(handle) if g.stream.lasting else g.stream
         if stream.lasting and stream.capturing():
-            return  # what came before the capture is marked after it
+            return  # no event can be recorded in a capture: the batch is sealed after it
         sealed, group = g.take()
         self._sealing = sealed
         operations, logged, keep = sealed.operations, sealed.logged, group.keep
@@ -214,12 +217,14 @@ class Tracker:
         self._sealing = None
 
     def join(self, stream: Stream, mark: Mark) -> None:
-        """Let a stream of ours wait for a mark. A graph's takes it into the capture, while nobody may be marking it."""
+        """Let a stream of xvcomm's wait for an event. If the event was recorded in a capture, the stream joins the capture; the
+        lock keeps other threads from recording an event on the stream at that moment.
+        """
         with self._gate if mark.captured else contextlib.nullcontext():
             stream.wait(mark)
 
     def seal_all(self) -> None:
-        """Let everything be on its way that `poll` is to look at."""
+        """Seal all open batches, so that `poll` finds them. Does nothing if the lock is not free soon."""
         if not any(list(self._open_batches.values())) or not self._gate.acquire(timeout=_TURN_SECONDS):
             return
         try:
@@ -230,7 +235,10 @@ class Tracker:
             self._gate.release()
 
     def look(self) -> None:
-        """Do both, and stop what is late. The vendor may hold this up as long as a kernel runs: a thread's of its own."""
+        """Seal and poll everything, and stop batches whose deadline has passed.
+
+        The vendor's driver may block this call as long as a kernel runs, so a thread of its own makes it.
+        """
         begin = monotonic()
         self.seal_all()
         if not self._polling.acquire(timeout=_TURN_SECONDS):
@@ -238,7 +246,7 @@ class Tracker:
         try:
             self._poll()
             for batches in list(self._streams.values()):
-                for batch in list(batches):  # a mark that was made late lies behind younger batches
+                for batch in list(batches):  # an event recorded late may follow those of later batches
                     if batch.deadline.at < begin and batch.under_way():
                         self._expire(batch)
         finally:
@@ -246,17 +254,17 @@ class Tracker:
         self._looked = begin
 
     def stop_late(self) -> None:
-        """Stop what is late while `look` is held up; calls no function of the vendor.
+        """Stop batches whose deadline has passed while `look` is blocked; calls no function of the vendor.
 
-        NCCL's first launch of a kernel waits in the driver until the device is idle, and who records an event then waits
-        for the launch. If the device waits for a rank, all of them would do so for ever.
+        NCCL's first launch of a kernel waits in the driver until the device is idle, and a thread that records an event then
+        waits for that launch. Where the device in turn waits for another rank, they would all wait forever.
         """
         now = monotonic()
         if now - self._looked < _HELD_UP_SECONDS:
             return
-        aboard = [g.look() for g in list(self._open_batches.values()) if g]
+        unsealed = [g.look() for g in list(self._open_batches.values()) if g]
         batches = [batch for batches in list(self._streams.values()) for batch in list(batches)]
-        everything = [*batches, *filter(None, [self._sealing]), *aboard]
+        everything = [*batches, *filter(None, [self._sealing]), *unsealed]
         moving = [contents for contents in everything if contents.moving()]
         for late in everything:
             if self._looked < late.deadline.at < now and (late in moving or self._missed(late, bool(moving))):
@@ -264,15 +272,15 @@ class Tracker:
                 return  # which stops everything else
 
     def _missed(self, late: Contents, moving: bool) -> bool:
-        """Whether late collectives that move nothing through rings count as not over: nobody can see whether they are.
+        """Whether late native collectives count as unfinished, although only the device knows whether they are.
 
         Args:
-            moving: whether there are messages, which have deadlines of their own, and may be what everybody waits for.
+            moving: whether messages are under way. They have deadlines of their own, and the collectives may wait for them.
         """
         return late.collective() and (not moving or any(map(self._owner.awaits, late.all())))
 
     def poll(self) -> None:
-        """End what is over. Never waits for kernels; does nothing while another thread is at it."""
+        """End the batches whose event is reached. Does not wait for kernels; returns at once if another thread polls."""
         if self._count and self._polling.acquire(blocking=False):
             try:
                 self._poll()
@@ -289,10 +297,11 @@ class Tracker:
 
     @staticmethod
     def _through(batches: deque[Batch]) -> int:
-        """How many of a stream's first batches are known to be through: what is behind them is.
+        """How many of a stream's first batches have ended, known from one query of a later batch's event.
 
-        Where batches have the order of their marks. On a stream that may be gone they need not: compiled code marks what
-        comes together before others know of it. Nor do those with a Work, which several threads add.
+        This holds only where batches are in the order of their events: on lasting streams, and for blocking operations.
+        Compiled code records events on other streams before the tracker knows the batch, and several threads add batches
+        of asynchronous operations.
         """
         half = len(batches) // 2
         middle = batches[half] if half > 1 else None
@@ -301,15 +310,15 @@ class Tracker:
         return half if middle.stream.reached(middle.mark) else 0
 
     def _look(self, batch: Batch, through: bool) -> bool:
-        """Whether a batch is over."""
+        """End a batch if its event is reached; whether it has ended."""
         if through or batch.stream.reached(batch.mark):
             self._end(batch, batch.outcome(self._owner.stopped))
         elif batch.native is not None:
-            self._owner.miss(batch.newest)  # whoever has not come to it may never come
+            self._owner.miss(batch.newest)  # a rank that left before it came will never come
         return batch.over
 
     def _expire(self, late: Contents) -> None:
-        """Stop what is late; said once: the streams go on as soon as everything has stopped."""
+        """Stop the communicator because a batch is late. Done once a batch, since the streams run on afterwards."""
         late.deadline = NEVER
         error, operation = late.lateness(self._owner.awaits)
         late.error = self._owner.explain(error, operation)
@@ -324,7 +333,7 @@ class Tracker:
             batch.on_end()
 
     def _record(self, batch: Batch, state: int) -> None:
-        """Note the end of all operations of a batch."""
+        """Record the end of a batch's operations in the flight recorder."""
         if len(batch.operations) == 1:
             self._owner.end(batch.operations[0], state)
         elif batch.operations:
@@ -333,7 +342,7 @@ class Tracker:
             self._owner.recorder.end_all(batch.logged.records, state)
 
     def drain(self, deadline: Deadline) -> None:
-        """Block the host until no blocking operation is behind it, or one has failed, or the deadline has passed."""
+        """Block until no blocking operation is under way, or one has failed, or the deadline has passed."""
         while not deadline.expired():
             self.look()
             batches = [f for batches in list(self._streams.values()) for f in list(batches)]
@@ -342,19 +351,19 @@ class Tracker:
             time.sleep(_PAUSE_SECONDS)
 
     def wait_for(self, batch: Batch) -> None:
-        """Block the host until a batch is over, and raise what it raises."""
+        """Block until a batch has ended, and raise its error."""
         if not batch.mark.captured:
             self.finish(batch, NEVER)
         if batch.error is not None:
             raise batch.error
 
     def follow(self, handle: int | None, batch: Batch) -> None:
-        """Let what comes next on a stream come behind a batch."""
+        """Let later work of a stream wait for a batch."""
         if not batch.over:
             self._owner.device.adopt(handle).wait(batch.mark)
 
     def finish(self, batch: Batch, deadline: Deadline) -> bool:
-        """Block the host until a batch is over or has failed; whether that came about by the deadline."""
+        """Block until a batch has ended or failed; False if the deadline passes first."""
         spins = 0
         while not batch.over and batch.error is None:
             self.poll()

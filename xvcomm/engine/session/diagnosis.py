@@ -19,7 +19,7 @@ _NAMED = 4
 
 
 class Diagnosis:
-    """AdmissionQueue abort words into errors; reads the contract, the rings' ledgers, and the flight recorders of this host.
+    """Turns abort words into errors. It reads the contract check, the rings' ledgers and this host's flight recorders.
 
     Args:
         ranks: the communicator's ranks as numbers of the whole job.
@@ -27,7 +27,7 @@ class Diagnosis:
         ident: the communicator's number in flight recorders.
 
     Attributes:
-        contract: the communicator's, once it is mapped.
+        contract: the communicator's contract check, once it is mapped.
     """
 
     def __init__(self, session: Session, ranks: tuple[int, ...], rank: int, ident: int, rings: Rings) -> None:
@@ -93,7 +93,7 @@ class Diagnosis:
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
         """Who really keeps an operation waiting.
 
-        Of those that have not come to a collective, as far as the contract tells, else of the suspects: the rank that each
+        Of those that have not come to a collective, as far as the contract check tells, else of the suspects: the rank that each
         waits for itself, if it does.
         """
         absent = self._absent(operation.sequence) if operation.peer == NO_PEER else []

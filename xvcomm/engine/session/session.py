@@ -341,7 +341,7 @@ class Session:
 
     def _look(self) -> None:
         for rank in self.neighbours:
-            # A rank that left before it had mapped a communicator's contract could not say so there.
+            # A rank that left before it had mapped a communicator's contract check could not tell it there.
             if rank != self.rank and rank not in self._seen_left and self.left(rank):
                 with self._lock:
                     self._seen_left.add(rank)
