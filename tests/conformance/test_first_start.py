@@ -11,7 +11,7 @@ from xvcomm.jit.progress import ABOUT
 RANK = """
 import numpy as np
 import xvcomm
-from xvcomm import jit
+from xvcomm.jit import compile as jit
 
 with xvcomm.init() as comm:
     comm.all_reduce(np.ones(1000, np.float32))

@@ -1,4 +1,4 @@
-"""Shared by the tests of stores and of the bootstrap: a port, a server, clients of every kind of store."""
+"""Shared by the tests of stores and of `init`: a port, a server, clients of every kind of store."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Caller:
         self._context: Any = SimpleNamespace(
             place=self._contract.place, sequence=0, word=self._contract.abort_word, end=self.ended.append,
             fail=lambda error, operation: error, tracker=SimpleNamespace(
-                depart_from=self.departures.append, rings={}, marks=lambda handle: self.boarding.marks,
+                seal=self.departures.append, rings={}, marks=lambda handle: self.boarding.marks,
             ),
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 MODULE = """
-from xvcomm import jit
+from xvcomm.jit import compile as jit
 from xvcomm.jit.compile import brief, compiling, kernel, native
 
 def twice(x: int) -> int:
@@ -87,7 +87,7 @@ def test_what_is_not_on_disk_waits_for_the_process_that_compiles(start, tmp_path
 def test_a_process_that_holds_the_lock_and_does_nothing_is_not_waited_for(start, tmp_path):
     """One wait in all: the second block of kernels does not wait again."""
     with _lock(tmp_path):
-        process = start("from xvcomm import jit; jit.TURN_SECONDS = 0.5")
+        process = start("from xvcomm.jit import compile as jit; jit.TURN_SECONDS = 0.5")
         assert _compiled(process) == 2
 
 
@@ -105,7 +105,7 @@ def test_what_stands_in_the_place_of_the_lock_is_left_alone(start, tmp_path, wha
     assert not (tmp_path / "elsewhere").exists()
 
 
-SOON = "from xvcomm import notice, progress; notice.PLACE, progress.FIRST_SECONDS = {place!r}, 0.0"
+SOON = "from xvcomm.jit import progress; from xvcomm.system import notice; notice.PLACE, progress.FIRST_SECONDS = {place!r}, 0.0"
 
 
 def _said(process):

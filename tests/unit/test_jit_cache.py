@@ -51,7 +51,7 @@ KERNELS = """
 import sys
 import inlined
 from inlined import increased, scaled
-from xvcomm import jit
+from xvcomm.jit import compile as jit
 
 def by_function(x):
     return increased(x)
