@@ -2,8 +2,9 @@
 
 A test leaks if, two seconds after its end, there is more than before it of:
 
-* files `xvcomm-*` in /dev/shm. Other jobs' files are not among them: each test process has a /dev/shm of its own where it
-  may mount one, as root may; elsewhere only files are counted whose names tell that this run made them.
+* files `xvcomm-*` in /dev/shm that no living process maps: ranks of a fixture may have opened a ring at one end. Other jobs'
+  files are not among them: each test process has a /dev/shm of its own where it may mount one, as root may; elsewhere only
+  files are counted whose names tell that this run made them.
 * processes: descendants of this one, and those started by them that lost their parent (known by a variable of the
   environment). A process that ended but was never waited for counts. Python's own helpers, which live as long as the
   interpreter, do not.
@@ -121,6 +122,8 @@ def _left(new: Callable[[], Belongings]) -> Belongings:
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
         left = new()
+    if left.shm:
+        left = Belongings(left.shm - _mapped(), left.processes, left.sockets)
     return left
 
 
@@ -178,3 +181,14 @@ def _command(pid: int) -> str:
     except OSError:
         text = ""
     return text or "(ended, not waited for)"
+
+
+def _mapped() -> frozenset[str]:
+    """Names in /dev/shm that other living processes map."""
+    names: set[str] = set()
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        if pid != os.getpid():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+                names |= {line.rpartition("/")[2] for line in maps.splitlines() if f" {SHM}/xvcomm-" in line}
+    return frozenset(names)
