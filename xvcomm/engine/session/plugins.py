@@ -1,13 +1,13 @@
 """Backends and transports, found by entry points and loaded only when asked for; refusals are data with a remedy.
 
-Third parties add theirs through the groups `xvcomm.backends` and `xvcomm.transports`; ours come in by the same gate.
+Third parties add theirs through the groups `xvcomm.backends` and `xvcomm.transports`, as xvcomm's own distribution does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from xvcomm.abc.backend import Backend
@@ -15,6 +15,16 @@ from xvcomm.errors import BackendUnavailable
 
 BACKENDS = "xvcomm.backends"
 TRANSPORTS = "xvcomm.transports"
+
+BUILT_IN = EntryPoints(
+    (
+        EntryPoint("cuda", "xvcomm.backends.cuda:CudaBackend", BACKENDS),
+        EntryPoint("rocm", "xvcomm.backends.rocm:RocmBackend", BACKENDS),
+        EntryPoint("host", "xvcomm.backends.host:HostBackend", BACKENDS),
+        EntryPoint("shm", "xvcomm.backends.shm:ShmTransport", TRANSPORTS),
+    )
+)
+"""xvcomm's own entry points, for a source tree on PYTHONPATH, which has no installed metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +62,8 @@ def backend(kind: str) -> Backend:
     Raises:
         BackendUnavailable: none of this name works here; lists what was found, each refusal and its remedy.
     """
-    for point in entry_points(group=BACKENDS, name=kind):  # the others' kernels need not be loaded
-        if _examine(point).usable:
+    for point in _points(BACKENDS):
+        if point.name == kind and _examine(point).usable:  # the others' kernels need not be loaded
             instance: Backend = point.load()()
             return instance
     lines = [f"no backend for device {kind!r} works here"]
@@ -62,8 +72,15 @@ def backend(kind: str) -> Backend:
     raise BackendUnavailable("\n".join(lines))
 
 
+def _points(group: str) -> list[EntryPoint]:
+    """The entry points of a group; xvcomm's own also where its metadata is not installed."""
+    found = list(entry_points(group=group))
+    names = {point.name for point in found}
+    return [*found, *(point for point in BUILT_IN.select(group=group) if point.name not in names)]
+
+
 def _look(group: str) -> list[Found]:
-    found = [_examine(point) for point in entry_points(group=group)]
+    found = [_examine(point) for point in _points(group)]
     return sorted(found, key=lambda f: (not f.usable, f.name))
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from xvcomm.backends.host import HostBackend
 from xvcomm.backends.shm import ShmTransport
-from xvcomm.engine.session import plugins as registry
+from xvcomm.engine.session import plugins
 from xvcomm.errors import BackendUnavailable
 
 
@@ -39,43 +41,61 @@ class RefusingTransport(ShmTransport):
 
 
 @pytest.fixture
-def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and five of other people, of which one works."""
     module = ModuleType("other_people")
     module.__dict__.update({c.__name__: c for c in (Refusing, Exploding, RefusingTransport, HostBackend)})
     monkeypatch.setitem(sys.modules, "other_people", module)
     points = {
-        registry.BACKENDS: [
+        plugins.BACKENDS: [
             ("refusing", "other_people:Refusing"), ("absent", "no_such_module:Backend"),
             ("exploding", "other_people:Exploding"), ("missing", "other_people:Missing"),
             ("zeta", "other_people:HostBackend"), ("host", "xvcomm.backends.host:HostBackend"),
         ],
-        registry.TRANSPORTS: [("nic", "other_people:RefusingTransport"), ("shm", "xvcomm.backends.shm:ShmTransport")],
+        plugins.TRANSPORTS: [("nic", "other_people:RefusingTransport"), ("shm", "xvcomm.backends.shm:ShmTransport")],
     }  # fmt: skip
+    monkeypatch.setattr(plugins, "BUILT_IN", EntryPoints())
     monkeypatch.setattr(
-        registry,
+        plugins,
         "entry_points",
         lambda group, **by: EntryPoints(EntryPoint(name, value, group) for name, value in points[group]).select(**by),
     )
 
 
-def test_ours_come_by_the_same_door() -> None:
-    assert {(f.name, f.usable) for f in registry.backends()} >= {("host", True)}
-    assert {(f.name, f.usable) for f in registry.transports()} >= {("shm", True)}
-    found = next(f for f in registry.backends() if f.name == "host")
+def test_ours_are_found_without_installed_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a source tree on PYTHONPATH."""
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: EntryPoints())
+    assert {f.name for f in plugins.backends()} == {"cuda", "rocm", "host"}
+    assert isinstance(plugins.backend("host"), HostBackend)
+    assert [f.name for f in plugins.transports()] == ["shm"]
+
+
+def test_the_built_in_ones_are_those_that_are_installed(root: Path) -> None:
+    """`pyproject.toml` names them for the metadata, `plugins` where there is none."""
+    points = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    named = {
+        (group, name): points[group][name] for group in (plugins.BACKENDS, plugins.TRANSPORTS) for name in points[group]
+    }
+    assert named == {(point.group, point.name): point.value for point in plugins.BUILT_IN}
+
+
+def test_ours_are_found_as_others_are() -> None:
+    assert {(f.name, f.usable) for f in plugins.backends()} >= {("host", True)}
+    assert {(f.name, f.usable) for f in plugins.transports()} >= {("shm", True)}
+    found = next(f for f in plugins.backends() if f.name == "host")
     assert found.load() is HostBackend
-    assert isinstance(registry.backend("host"), HostBackend)
+    assert isinstance(plugins.backend("host"), HostBackend)
 
 
-def test_usable_ones_come_first(plugins: None) -> None:
-    found = registry.backends()
+def test_usable_ones_come_first(others: None) -> None:
+    found = plugins.backends()
     assert [f.name for f in found] == ["host", "zeta", "absent", "exploding", "missing", "refusing"]
     assert [f.usable for f in found] == [True, True, False, False, False, False]
-    assert [(f.name, f.usable) for f in registry.transports()] == [("shm", True), ("nic", False)]
+    assert [(f.name, f.usable) for f in plugins.transports()] == [("shm", True), ("nic", False)]
 
 
-def test_refusals_carry_a_remedy(plugins: None) -> None:
-    found = {f.name: f for f in (*registry.backends(), *registry.transports())}
+def test_refusals_carry_a_remedy(others: None) -> None:
+    found = {f.name: f for f in (*plugins.backends(), *plugins.transports())}
     assert (found["refusing"].reason, found["refusing"].remedy) == ("no driver", "install the driver")
     assert (found["nic"].reason, found["nic"].remedy) == ("no NIC", "plug one in")
     assert found["absent"].reason.startswith("ModuleNotFoundError: ")
@@ -85,19 +105,19 @@ def test_refusals_carry_a_remedy(plugins: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["refusing", "absent", "nothing of this name"])
-def test_asking_for_what_does_not_work(plugins: None, kind: str) -> None:
+def test_asking_for_what_does_not_work(others: None, kind: str) -> None:
     with pytest.raises(BackendUnavailable) as refused:
-        registry.backend(kind)
+        plugins.backend(kind)
     text = str(refused.value)
     assert f"no backend for device {kind!r}" in text
     assert "host: works" in text
     assert "refusing: no driver; install the driver" in text
 
 
-def test_asking_for_one_loads_no_other(plugins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_one_loads_no_other(others: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on host memory need not load what GPUs need, nor let a driver look for them."""
     asked: list[str] = []
-    examine = registry._examine
-    monkeypatch.setattr(registry, "_examine", lambda point: asked.append(point.name) or examine(point))
-    assert isinstance(registry.backend("zeta"), HostBackend)
+    examine = plugins._examine
+    monkeypatch.setattr(plugins, "_examine", lambda point: asked.append(point.name) or examine(point))
+    assert isinstance(plugins.backend("zeta"), HostBackend)
     assert asked == ["zeta"]
