@@ -1,8 +1,8 @@
-"""Operations on a device's stream that one compiled call starts: from its record to the note that it must end.
+"""Launches operations of a known shape on a device's stream by one compiled call.
 
-For what was called before in the same shape. Nothing is left out: a collective is posted and compared on the contract, a
-message waits for none that must come before it, both are looked after by `Tracker`. Where compiled code cannot do it, it
-says so before it has begun anything.
+The call does all that Python does for the first operation of a shape: it writes the flight recorder, posts and compares the
+contract check, enqueues the steps, and appends to the launch log, from which `Tracker` takes the operation. Where compiled
+code cannot launch an operation, it returns before it has begun anything.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _NOT_BESIDE = 0, 0, 0
 
 
 class Place(NamedTuple):
-    """A place in one of a collective's three pieces of memory.
+    """A place in the input, the output or the scratch memory of a collective.
 
     Attributes:
-        buf: which of them.
+        buf: which of the three.
         offset: in bytes.
     """
 
@@ -48,12 +48,12 @@ class Place(NamedTuple):
 
 
 class EnqueuedStep(NamedTuple):
-    """A call of the native library, a copy, a scaling, or messages that start together, of a collective for compiled code.
+    """One step of a collective for compiled code: a native call, a copy, a scaling, or messages that start together.
 
     Attributes:
-        call: what is called.
-        places: what it reads and what it writes; of messages each one's array.
-        rings: of messages: their ring ends.
+        call: the function that is called.
+        places: what it reads and what it writes; for messages the array of each.
+        rings: for messages their ring ends.
     """
 
     call: EnqueuedCall | EnqueuedMessages
@@ -62,13 +62,13 @@ class EnqueuedStep(NamedTuple):
 
 
 class Branch:
-    """A stream beside the users', on which asynchronous operations go. One call at a time.
+    """A stream of xvcomm's for asynchronous operations. One call at a time.
 
     Attributes:
         failed: see `EnqueuedMarks`.
-        words: what compiled code takes for the next operation.
-        sequence: the newest collective's number; of messages the next one's.
-        ends: the newest operation's ring ends, each with the number of the next message there.
+        words: arguments of compiled code for the next operation.
+        sequence: number of the latest collective; for messages of the next collective.
+        ends: ring ends of the latest operation, each with the number of its next message.
     """
 
     def __init__(self, marks: EnqueuedMarks) -> None:
@@ -78,7 +78,7 @@ class Branch:
         self.sequence, self.ends = -1, list[tuple[RingEnd, int]]()
 
     def between(self, user: int, event: int) -> None:
-        """Say which stream's handle the next operation comes behind, and the event of the mark behind it."""
+        """Set the stream that the next operation waits for, and the event recorded after the operation."""
         self.words = self._address, user, event
 
 
@@ -86,13 +86,13 @@ class CallWord(enum.IntEnum):
     """Words of messages that start together."""
 
     PLACE = 0  # `Context.place`
-    RESULT = 1  # what the device's function gave
-    READY = 2  # these three: see `EnqueuedMessages`
+    RESULT = 1  # return code of the device's function
+    READY = 2  # this word and the next two: see `EnqueuedMessages`
     FUNCTION = 3
     ARGUMENT = 4
-    ITEMS = 5  # address of three words for each of them: array, tag, and where the user called it
+    ITEMS = 5  # address of three words a message: array, tag, call site
     COUNT = 6
-    FIRST = 7  # the words of each, behind which the items are
+    FIRST = 7  # the words of each message; the items follow
 
 
 class MessageWord(enum.IntEnum):
@@ -102,43 +102,43 @@ class MessageWord(enum.IntEnum):
     PEER = 1
     CHANNEL = 2
     COUNTER = 3
-    RECORD = 4  # the newest one's number
-    MESSAGE = 5  # five
+    RECORD = 4  # number of the latest record
+    MESSAGE = 5  # five words
 
 
 class CollectiveWord(enum.IntEnum):
     """Words of a collective."""
 
     PLACE = 0  # `Context.place`
-    MESSAGE = 1  # five
-    RECORD = 6  # what became of the newest: its record's number, inverted if the contract was aborted
-    RESULT = 7  # and what a function gave
-    INPUT = 8  # these three are where steps find their places
+    MESSAGE = 1  # five words
+    RECORD = 6  # number of the latest record, inverted if the communicator was aborted
+    RESULT = 7  # return code of the function that failed
+    INPUT = 8  # this word and the next two: addresses of the memory of `Place`
     OUTPUT = 9
     SCRATCH = 10
-    AT = 11  # the step that is under way; behind the last one the mark of a stream beside
-    STEPS = 12  # how many there are
-    ENTRIES = 13  # entries that it needs aboard
-    FIRST = 14  # the words of the steps, behind which those of the places are, and then the items
+    AT = 11  # index of the step that failed; after the last step, the recording of the event
+    STEPS = 12  # number of steps
+    ENTRIES = 13  # entries that it needs in the launch log
+    FIRST = 14  # the words of the steps; those of the places and the items follow
 
 
 class StepWord(enum.IntEnum):
     """Words of a step."""
 
-    READY = 0  # of messages: see `EnqueuedMessages`; else 0
+    READY = 0  # for messages see `EnqueuedMessages`; else 0
     FUNCTION = 1
     ARGUMENT = 2
     PLACES = 3  # address of the words of its places
-    COUNT = 4  # how many those are
-    ITEMS = 5  # of messages: address of three words for each of them, which their function takes
+    COUNT = 4  # number of places
+    ITEMS = 5  # for messages the address of three words each, which their function takes
 
 
 class PlaceWord(enum.IntEnum):
     """Words of a place."""
 
-    BUF = 0  # where among the call's words the address of its memory is
-    BYTES = 1  # what to add
-    COUNTER = 2  # of messages: `RingEnd.counter`; else 0
+    BUF = 0  # offset of the word that holds the address of its memory
+    BYTES = 1  # offset in that memory
+    COUNTER = 2  # for messages `RingEnd.counter`; else 0
 
 
 _, _RESULT, _READY, _FUNCTION, _ARGUMENT, _ITEMS, _COUNT, _MESSAGES = (8 * int(w) for w in CallWord)
@@ -155,14 +155,14 @@ _CONTRACT, _RECORDER, _COMMUNICATOR = 0, 24, 32  # words of `ContractCheck.place
 
 @register_jitable
 def _address(call: int, step: int, number: int) -> int:
-    """Where a step's place of this number is."""
+    """Address of a step's place."""
     place = load(step + _S_PLACES) + number * _PLACE
     return load(call + load(place + _P_BUF)) + load(place + _P_BYTES)
 
 
 @register_jitable
 def _do(call: int, step: int, sequence: int, stream: int, bits: int) -> int:
-    """Enqueue a step; 0, or what its function gave."""
+    """Enqueue a step; 0, or the return code of its function."""
     function, argument, items = load(step + _S_FUNCTION), load(step + _S_ARGUMENT), load(step + _S_ITEMS)
     if items == 0:
         return call_5(function, argument, _address(call, step, 0), _address(call, step, 1), stream, bits)
@@ -174,7 +174,7 @@ def _do(call: int, step: int, sequence: int, stream: int, bits: int) -> int:
 
 @register_jitable
 def _marked(log: int, stream: int, beside: int, event: int) -> int:
-    """Mark a stream beside, or one that may be gone later, behind what was enqueued; 0, or what the device said."""
+    """Record an event after the operation, where compiled code must; 0, or the device's error."""
     if beside == 0:
         return record_event(log, stream)
     return call_3(load(beside + 8), load(beside + 16), event, stream)
@@ -257,10 +257,10 @@ with compiling():
 
 
 class CollectiveCall:
-    """A collective of fixed shape that is a few calls, one behind the other on one stream.
+    """A collective of fixed shape whose steps follow one another on one stream.
 
     Args:
-        scratch: gives the address of scratch memory that only collectives on a stream use; None if the steps need none.
+        scratch: gives the address of a stream's scratch memory, by its handle; None if the steps need none.
     """
 
     def __init__(
@@ -285,10 +285,10 @@ class CollectiveCall:
         Args:
             place: `LaunchGate.place` of the stream.
             deadline: `Deadline.at`.
-            branch: how it goes on that stream, if that is beside the user's.
+            branch: the stream, if it is one of xvcomm's; None for the user's.
 
         Returns:
-            False if nothing has begun, and it must be run in another way.
+            False if nothing has begun, and Python must run it.
 
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
@@ -319,7 +319,7 @@ class CollectiveCall:
         return True
 
     def _end(self, sequence: int, code: int, marking: Branch | EnqueuedMarks | None) -> None:
-        """What is not the usual end of a call; `marking` is behind its steps."""
+        """Handle a call that was captured or has failed; `marking` records the event after the steps."""
         number = self._words[CollectiveWord.RECORD]
         operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
         if code == CAPTURED:
@@ -336,7 +336,7 @@ class CollectiveCall:
 
 
 def _pack(head: list[int], steps: Sequence[EnqueuedStep]) -> ctypes.Array[ctypes.c_int64]:
-    """The words of a collective: a head, its steps', their places', and room for the items."""
+    """The words of a collective: the head, the steps, their places, and room for the items."""
     count = sum(len(step.places) for step in steps)
     length = len(head) + len(steps) * len(StepWord)
     words = (ctypes.c_int64 * (length + count * (len(PlaceWord) + _ITEM // 8)))()
@@ -354,7 +354,7 @@ def _pack(head: list[int], steps: Sequence[EnqueuedStep]) -> ctypes.Array[ctypes
 
 
 class EnqueuedTransfer(NamedTuple):
-    """A message of fixed shape: what it is called, its ring end, and what it is but for its tag."""
+    """A message of fixed shape: its operation, its ring end, and its description without the tag."""
 
     name: OpCode
     end: RingEnd
@@ -362,10 +362,10 @@ class EnqueuedTransfer(NamedTuple):
 
 
 class MessageCall:
-    """Messages of fixed shapes that start together, each through a ring end of its own.
+    """Messages of fixed shapes that start together, each through its own ring end.
 
     Attributes:
-        ends: those ring ends.
+        ends: the ring ends.
     """
 
     def __init__(
@@ -384,10 +384,10 @@ class MessageCall:
         self._words[CallWord.ITEMS] = self._address + 8 * self._at
 
     def run(self, place: int, handle: int, items: list[int], deadline: Deadline, branch: Branch | None = None) -> bool:
-        """Enqueue them on a stream; what is not told here as in `CollectiveCall.run`.
+        """Enqueue them on a stream; other arguments, result and errors as in `CollectiveCall.run`.
 
         Args:
-            items: of each message the array's address, the tag, and where the user called it.
+            items: for each message the array's address, the tag and the call site.
         """
         context, gate = self._context, self._launch_gate
         beside, user, event = _NOT_BESIDE if branch is None else branch.words
@@ -420,7 +420,7 @@ class MessageCall:
             _raise(self._context, error, first)
 
     def _operations(self) -> list[Operation]:
-        """What was noted last."""
+        """The operations that were recorded last."""
         found = []
         for i, (name, end, message) in enumerate(self._transfers):
             number = self._words[CallWord.FIRST + i * _ENTRY // 8 + MessageWord.RECORD]

@@ -1,7 +1,7 @@
-"""Asynchronous operations that compiled code starts on a stream beside the users', and how each of them ended.
+"""Asynchronous operations that compiled code launches on a stream of xvcomm's, and their Works.
 
-They are looked after together, as blocking ones are: see `Tracker`. So a Work does not wait for that, but asks for its own
-mark, and costs little where nobody asks.
+The tracker ends these operations in batches, as it does blocking ones. A Work does not wait for its batch: it queries the
+event of its own operation, and only when it is asked.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ with compiling():
 
 
 class Beside:
-    """A stream beside the users', on which compiled code starts operations.
+    """A stream of xvcomm's, on which compiled code launches operations.
 
     Args (of the constructor):
-        stream: that stream.
+        stream: the stream.
 
     Attributes:
-        lock: under which collectives are started there. Messages of a ring have their turns instead.
-        branch: of the newest operation there, until the next one.
-        mark: the same, behind it.
+        lock: held while a collective is launched. Messages are ordered by the admission queue instead.
+        branch: arguments of the latest operation's launch.
+        mark: the event after the latest operation.
     """
 
     def __init__(self, context: Context, gate: LaunchGate, stream: Stream) -> None:
@@ -65,11 +65,11 @@ class Beside:
     def start(
         self, ready: CollectiveCall, call: Call, user: int | None, given: int | None, site: int, deadline: Deadline
     ) -> StartedCollective | None:
-        """Start a collective behind what a user's stream holds now; None if nothing has begun.
+        """Launch a collective after the present work of a user's stream; None if nothing has begun.
 
         Args:
             user: the stream's handle; None for the default one.
-            given: the same where the user said it, and not the arrays' framework.
+            given: the same handle if the user passed it; None if it is the framework's own.
 
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
@@ -99,29 +99,29 @@ class Beside:
         return [StartedMessage(self, t, *ring, come) for t, ring in zip(transfers, self.branch.ends, strict=True)]
 
     def _begin(self, user: int | None) -> int:
-        """Take a mark for what comes behind a user's stream; gives the place to note it."""
+        """Take an event for an operation after a user's stream; gives the stream's launch log."""
         mark = self.mark = self._marks.take()
         self.branch.between(user or 0, mark.event)
         return self._launch_gate.places.get(self.handle) or self._launch_gate.place(self.handle, blocking=False)
 
     def follow(self, handle: int | None, mark: Mark, over: Callable[[], bool]) -> None:
-        """Let what comes next on a user's stream wait for a mark on this one, unless that is `over` already."""
+        """Let later work of a user's stream wait for an event of this one, unless that operation is `over`."""
         marks, stream = self._marks, handle or 0
         if stream in self._known and _call(marks.follow, marks.argument, mark.event, stream) == 0:
             return
-        if not over():  # which a graph could not wait for
+        if not over():  # a graph cannot wait for an event that was reached before its capture
             self.context.device.adopt(handle).wait(mark)
             self._known.add(stream)
 
 
 class Started(Work):
-    """The Work of an operation that was started on a stream beside; made while it is the newest there.
+    """The Work of an operation on a stream of xvcomm's. It must be made before the next operation is launched there.
 
     Args (of the constructor):
-        ends: its ring ends, each with the number of the next message there.
-        key: what tells it from others on the stream.
-        keep: what must live until it is over.
-        given: handle of the stream that it comes behind, where the user said it, and not the arrays' framework.
+        ends: its ring ends, each with the number of its next message.
+        key: distinguishes it from other operations on the stream.
+        keep: objects that must live until it ends.
+        given: handle of the user's stream that it follows, if the user passed it; None if it is the framework's own.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Started(Work):
         if not self._well:
             self._beside.follow(stream, self._mark, self.done)
             self._raise()
-        if self._at_home(stream):  # whatever the array's framework does with the memory comes behind
+        if self._at_home(stream):  # the framework's later work on the array follows on that stream
             self._group.keep.pop(self._key, None)
 
     def synchronize(self, timeout: float | None = None) -> Any:
@@ -196,12 +196,12 @@ class Started(Work):
         nobody_calls_back(str(self._operation()))
 
     def _at_home(self, stream: int | None) -> bool:
-        """Whether that is the stream that the array's framework works on."""
+        """Whether this is the stream on which the array's framework works."""
         view = self._view()
         return stream is not None and view is not None and view.stream == stream
 
     def _batch(self) -> Batch:
-        """What it would be alone."""
+        """The operation as a batch of its own."""
         operation = self._operation()
         ends = [(end, following, operation) for end, following in self._ends]
         return Batch([operation], NEVER, ends, stream=self._beside.stream, mark=self._mark, native=self._native())
@@ -212,7 +212,7 @@ class Started(Work):
 
     @abstractmethod
     def _view(self) -> ArrayView | None:
-        """The array whose stream comes behind it."""
+        """The array whose stream waits for it."""
 
     @abstractmethod
     def _result(self) -> Any:
@@ -220,15 +220,15 @@ class Started(Work):
 
     @abstractmethod
     def _operation(self) -> Operation:
-        """What it is, for who tells of it."""
+        """The operation, for error messages."""
 
     @abstractmethod
     def _native(self) -> Collective | None:
-        """The native library, if it uses that."""
+        """The native library, if it uses one."""
 
 
 class StartedCollective(Started):
-    """The Work of a collective that was started so."""
+    """The Work of such a collective."""
 
     def __init__(self, beside: Beside, call: Call, given: int | None) -> None:
         super().__init__(beside, beside.branch.ends, beside.branch.sequence, call, given)
@@ -238,7 +238,7 @@ class StartedCollective(Started):
         """See `Work.order`."""
         super().order(stream)
         if self._call.dst is not None and self._at_home(stream):
-            self._call.src = None  # which may be as large, and whose memory nobody else may hold
+            self._call.src = None  # it may be large, and nothing else may hold its memory
 
     def _view(self) -> ArrayView | None:
         return self._call.src if self._call.dst is None else self._call.dst
@@ -254,11 +254,11 @@ class StartedCollective(Started):
 
 
 class StartedMessage(Started):
-    """The Work of a message that was started so.
+    """The Work of such a message.
 
     Args (of the constructor):
         end: its ring end.
-        following: number of the next message there.
+        following: number of the ring end's next message.
     """
 
     def __init__(self, beside: Beside, t: Transfer, end: RingEnd, following: int, come: Come) -> None:

@@ -1,4 +1,4 @@
-"""How a collective runs on a device whose streams go on behind the host: enqueued by the caller, looked after later."""
+"""Collectives on a device whose streams run asynchronously to the host: enqueued by the caller, ended by the tracker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BARRIER = OpCode.BARRIER
 
 
 class StreamCaller(Caller):
-    """Runs a communicator's collectives: blocking ones on the arrays' stream, asynchronous ones on one of their own."""
+    """Runs a communicator's collectives: blocking ones on the arrays' stream, asynchronous ones on a stream of xvcomm's."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._kind, self._index = context, context.kind, context.index
@@ -53,7 +53,7 @@ class StreamCaller(Caller):
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
         self._again: dict[Key, CollectiveCall] = {}
-        context.closing.append(self._close)  # so that its memory lives as long as what is on the streams
+        context.closing.append(self._close)  # keeps its memory alive as long as operations are on the streams
 
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
         """See `Caller.again`: what compiled code starts, before a Call is made, which takes as long."""
@@ -71,7 +71,7 @@ class StreamCaller(Caller):
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
 
-        The host waits only for a barrier, where nobody knows the arrays' stream, and for memory that is lent for a result.
+        The host waits only for a barrier, for arrays whose stream is unknown, and for a result in memory of xvcomm's.
         """
         handle, trusted = self._look_at(call, stream)
         waits = handle is None or call.op is _BARRIER or (call.dst is not None and call.dst.staged)
@@ -102,14 +102,14 @@ class StreamCaller(Caller):
         return call.result()
 
     def _remember(self, key: Key | None, ready: CollectiveCall) -> None:
-        """Let `again` find it. Arrays of the same shape may come by ever new keys."""
+        """Let `again` find a call by its key. Bounded: arrays of one shape may have ever new keys."""
         if key is not None:
             if len(self._again) >= _SHAPES_KEPT:
                 self._again.clear()
             self._again[key] = ready
 
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
-        """Enqueue a collective behind what the arrays' stream holds now, and behind those that were started before."""
+        """Enqueue a collective after the present work of the arrays' stream and after earlier asynchronous collectives."""
         handle, trusted = self._look_at(call, stream)
         beside, ready = self._beside, self._ready(call)
         if ready is not None:
@@ -134,8 +134,10 @@ class StreamCaller(Caller):
         return StreamWork(tracker, now, call.result, str(call.op), batch)
 
     def _look_at(self, call: Call, given: int | None) -> tuple[int | None, bool]:
-        """The stream that a collective is ordered on, None where neither the user nor the arrays' framework tells; and
-        whether the frameworks vouch for their memory. Raises if that is not this rank's."""
+        """The stream that a collective is ordered on, and whether the frameworks guarantee their arrays' memory.
+
+        The stream is None if neither the user nor the framework tells it. Raises if the memory is not this rank's.
+        """
         src, dst = call.src, call.dst
         main = src if dst is None else dst
         if main is None:
@@ -150,14 +152,14 @@ class StreamCaller(Caller):
         return handle, trusted
 
     def _user(self, call: Call, handle: int | None, trusted: bool) -> Stream:
-        """The stream of a call; what holds its arrays is looked at where the framework does not vouch for it."""
+        """The stream of a call; checks the arrays' memory where the framework does not guarantee it."""
         adopt = self._context.device.adopt
         if trusted:
             return adopt(handle)
         return adopt(handle, *_untrusted(call.src, call.dst))
 
     def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Mark | None, Ends]:
-        """Enqueue on a stream, or beside it with the stream behind; gives a mark there too, if one was made."""
+        """Enqueue on a stream, or on streams that it waits for; gives the event after it, if one was recorded."""
         context = self._context
         with self._order:
             operation = context.begin(call.op, call.message(), site=call.site)
@@ -176,7 +178,7 @@ class StreamCaller(Caller):
         return operation, mark, ends
 
     def _ready(self, call: Call) -> CollectiveCall | None:
-        """A call of this shape for compiled code; None before one has run, or if it is not for compiled code."""
+        """The compiled call of this shape; None before the shape has run once, or if compiled code cannot run it."""
         how = call.reduction
         shape = (
             call.op, call.dtype.code, 0 if how is None else how.op, 0.0 if how is None else how.factor, call.count,
@@ -188,7 +190,7 @@ class StreamCaller(Caller):
             return self._prepare(call, shape)
 
     def _prepare(self, call: Call, shape: _Shape) -> CollectiveCall | None:
-        """The second call of a shape, which may then find all that it needs."""
+        """Prepare the compiled call of a shape that has run once."""
         if shape not in self._once:
             if len(self._once) >= _SHAPES_KEPT:
                 for kept in (self._once, self._calls, self._again):
@@ -199,18 +201,20 @@ class StreamCaller(Caller):
         return ready
 
     def _compiled_plan(self, call: Call) -> CollectiveCall | None:
-        """A collective that has run over a border, if all its steps are for compiled code."""
+        """The compiled call of a collective across a border, if compiled code can run all its steps."""
         plan, executor = self._context.planner.plan(call.request()), self._executor
         steps = executor.enqueued(plan, call.dtype, call.how(), call.message(), call.src is call.dst, NEVER)
         nbytes = plan.schedule.scratch * call.dtype.itemsize
 
         def scratch(handle: int) -> int:
-            return executor.serial_scratch(nbytes, (handle, 0))  # of a thread's own stream Python starts everything
+            return executor.serial_scratch(
+                nbytes, (handle, 0)
+            )  # compiled code launches nothing on a thread's own stream
 
         return self._compiled(call, steps, scratch if nbytes else None)
 
     def _compiled_native(self, call: Call) -> CollectiveCall | None:
-        """A collective inside an island, if the native library does all of it."""
+        """The compiled call of a collective inside an island, if the native library does all of it."""
         native = self._joined()
         found = native.enqueued(call.form()) if native is not None else None
         places = Place(Buf.IN, 0), Place(Buf.OUT, 0)
@@ -229,9 +233,9 @@ class StreamCaller(Caller):
         return self._context.joined_native()
 
     def _close(self) -> None:
-        """Nothing: streams end by themselves."""
+        """Does nothing: streams end by themselves."""
 
 
 def _untrusted(*views: ArrayView | None) -> list[int]:
-    """Where arrays are that the device is to look at."""
+    """Addresses of arrays whose memory the device must check."""
     return [v.address for v in views if v is not None and v.count and not v.trusted]

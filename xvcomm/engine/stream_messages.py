@@ -1,4 +1,4 @@
-"""How point-to-point messages move on a device whose streams go on behind the host."""
+"""Point-to-point messages on a device whose streams run asynchronously to the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RING_STREAMS = 64
 
 
 class StreamTransfers(Transfers):
-    """Blocking messages go on their arrays' stream; asynchronous ones, in turns, on their ring's or on one that is free."""
+    """Blocking messages run on their arrays' stream, asynchronous ones through the admission queue on a stream of xvcomm's."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -67,7 +67,7 @@ class StreamTransfers(Transfers):
             self._prepare([t], key)
 
     def _run_alone(self, t: Transfer, handle: int, user: Stream) -> None:
-        """Put one message on its array's stream."""
+        """Enqueue one message on its array's stream."""
         context = self._context
         try:
             end = self._begin(t)
@@ -90,14 +90,14 @@ class StreamTransfers(Transfers):
                 self._admission.see_through([end], t.deadline)
 
     def _make_way(self, ends: Collection[RingEnd], deadline: Deadline, user: Stream) -> None:
-        """Let go first what waits for rings; a graph has that at once."""
+        """Launch queued messages of these rings first; before a capture at once."""
         if user.capturing():
             self._admission.let_go(ends)
         else:
             self._admission.come_next(ends, deadline)
 
     def _prepare(self, transfers: Sequence[Transfer], key: tuple[_Shape, ...]) -> None:
-        """Let compiled code put further messages of these shapes on streams, where the device has that."""
+        """Let compiled code launch further messages of these shapes, if the device supports it."""
         if len(self._calls) >= _SHAPES_KEPT:
             self._calls.clear()
         parts = [
@@ -140,7 +140,7 @@ class StreamTransfers(Transfers):
                 self._calls[key] = None
 
     def _run_together(self, transfers: Sequence[Transfer]) -> None:
-        """Put messages on one of their arrays' streams, with the others before and behind them."""
+        """Enqueue messages on one of their arrays' streams, ordered with the other arrays' streams."""
         user, *others = self._streams(transfers)
         self._begin_all(transfers)
         ends, deadline, waiting = _ends(transfers), _soonest(transfers), bool(self._admission)
@@ -186,7 +186,7 @@ class StreamTransfers(Transfers):
             t.deferred.work = work
 
     def _start_at_once(self, transfers: Sequence[Transfer], site: int) -> Sequence[Work] | None:
-        """Have compiled code start messages, if none of them would wait; None if it has not."""
+        """Let compiled code launch messages if none of them must be queued; None if it has not."""
         handle = transfers[0].stream
         call = self._calls.get(_key(transfers))
         if handle is None or call is None or not all(t.stream == handle for t in transfers):
@@ -204,7 +204,7 @@ class StreamTransfers(Transfers):
         )
 
     def _start_in_turn(self, transfers: Sequence[Transfer]) -> None:
-        """Start messages when it is their turn; what goes into a graph at once."""
+        """Pass messages through the admission queue; those that are captured in a graph start at once."""
         users = self._streams(transfers)
         self._begin_all(transfers)
         ends = _ends(transfers)
@@ -220,7 +220,7 @@ class StreamTransfers(Transfers):
             self._know(transfers, ends)
 
     def _know(self, transfers: Sequence[Transfer], ends: frozenset[RingEnd]) -> None:
-        """Let compiled code start further messages of these shapes."""
+        """Let compiled code launch further messages of these shapes."""
         stream, key = self._of_rings.get(ends), _key(transfers)
         if stream is not None and ends not in self._besides:
             self._besides[ends] = Beside(self._context, self._launch_gate, stream)
@@ -266,7 +266,7 @@ class StreamTransfers(Transfers):
                 t.deferred.give_up(error)
 
     def _streams(self, transfers: Sequence[Transfer]) -> list[Stream]:
-        """The streams that the arrays are on, each once."""
+        """The arrays' streams, each once."""
         adopt = self._context.device.adopt
         found = {}
         for t in transfers:
@@ -285,13 +285,13 @@ class StreamTransfers(Transfers):
         return self._free.pop() if self._free else self._context.device.streams(1)[0]
 
     def _go(self, launch: Start[Transfer]) -> None:
-        """Let asynchronous messages start."""
+        """Launch asynchronous messages."""
         stream = self._stream_of(launch.ends)
         taken = stream is None
         self._launch(launch.transfers, stream or self._take_stream(), launch.behind, background=True, taken=taken)
 
     def _stream_of(self, ends: frozenset[RingEnd]) -> Stream | None:
-        """The stream of rings, on which a launch need not be told to follow the one before; not all get one."""
+        """The stream of these rings, on which launches follow one another without events; None if they have none."""
         found = self._of_rings.get(ends)
         if found is None and len(self._of_rings) < _RING_STREAMS:
             found = self._of_rings[ends] = self._context.device.streams(1)[0]
@@ -301,14 +301,15 @@ class StreamTransfers(Transfers):
         self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Mark] = (), *, background: bool = False,
         taken: bool = False,
     ) -> Batch:  # fmt: skip
-        """Let messages go on a stream, those of further channels each on one beside it.
+        """Launch messages on a stream, and those of further channels each on a stream of its own.
 
-        Messages of one ring follow one another, in several launches; on one stream they would wait for other channels'.
+        Messages of one ring follow one another in several launches. On one stream they would also wait for messages of other
+        channels.
 
         Args:
-            behind: what comes first.
-            background: whether they have Works, and are looked after from now on.
-            taken: whether the stream is one of `_take_stream`.
+            behind: events that they wait for.
+            background: whether they have Works; the tracker tracks them from now on.
+            taken: whether the stream comes from `_take_stream`.
         """
         ends: Ends = []
         further = {t.channel for t in transfers if t.channel != transfers[0].channel}
@@ -345,7 +346,7 @@ class StreamTransfers(Transfers):
         return batch
 
     def _become(self, t: Transfer, batch: Batch) -> None:
-        """Let the Work of a message, if it has one, stand for a batch."""
+        """Give a message's Work, if it has one, the batch that it waits for."""
         if t.deferred is not None:
             now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
             finish = partial(array.finish, t.view)
@@ -361,7 +362,7 @@ class StreamTransfers(Transfers):
 
 
 def _key(transfers: Sequence[Transfer]) -> tuple[_Shape, ...]:
-    """What messages are to be known by when they come again."""
+    """The key under which messages of the same shapes are found again."""
     return tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
 
 
