@@ -1,4 +1,4 @@
-"""How point-to-point messages move: enqueued in order on the rings, then waited for or left to go on."""
+"""Point-to-point messages: enqueued in order on the rings, then waited for or left to run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Transfer(msgspec.Struct, eq=False):
     """One message that this rank sends or receives.
 
     Attributes:
-        stream: handle of the stream that it is ordered on; None where nobody knows.
-        channel: which of the pair's rings it takes.
-        deferred: what its Work waits for, if it has one.
-        site: where the user called it, if that is not the thread's caller when it is enqueued; see `trace.call_site`.
-        operation, end: once it is enqueued.
+        stream: handle of the stream that it is ordered on; None if it is unknown.
+        channel: which of the pair's rings it uses.
+        deferred: its Work, if it has one.
+        site: the call site, if the thread that enqueues it is not the user's; see `trace.recorder.call_site`.
+        operation, end: its operation and its ring end, once it is enqueued.
     """
 
     name: OpCode
@@ -55,7 +55,7 @@ class Transfer(msgspec.Struct, eq=False):
     end: RingEnd | None = None
 
     def message(self) -> Message:
-        """What both ends must agree on."""
+        """The description that both ends must agree on."""
         return _message(self.view.dtype, self.view.nbytes, self.tag)
 
 
@@ -108,30 +108,30 @@ class Transfers(ABC):
 
     @abstractmethod
     def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
-        """Move messages of this rank to itself: what is sent, and where to; those that `waits` is false for have Works."""
+        """Copy messages of this rank to itself, each a pair of send and receive. They have Works if `waits` is False."""
 
     @abstractmethod
     def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
-        """Let the Works of messages that will never move raise an error."""
+        """Give the Works of messages that will never move the error to raise."""
 
     @abstractmethod
     def settle(self, peers: Collection[int], channel: int) -> None:
-        """Let all receives of a channel that were posted be counted by the rings, before somebody looks what is left."""
+        """Launch all posted receives of a channel, so that a following probe does not see their messages."""
 
     def _begin(self, t: Transfer) -> RingEnd:
-        """Begin the operation of one transfer; gives its ring end."""
+        """Begin the operation of one message; gives its ring end."""
         self._note(t)
         end = t.end = self._context.rings.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
         return end
 
     def _note(self, t: Transfer) -> Operation:
-        """Begin the operation of one transfer, that of a message to this rank itself too, which has no ring."""
+        """Begin the operation of one message, which has no ring if it is to this rank itself."""
         operation = t.operation = self._context.begin(t.name, t.message(), t.peer, t.site)
         operation.channel = t.channel
         return operation
 
     def _enqueue(self, t: Transfer, stream: Stream) -> RingEnd:
-        """Put one transfer on a stream, and begin it if need be; the caller holds `Context.enqueueing`."""
+        """Enqueue one message on a stream, and begin its operation if needed; the caller holds `Context.enqueueing`."""
         end = t.end if t.end is not None else self._begin(t)
         assert t.operation is not None
         device = self._context.device
@@ -140,7 +140,7 @@ class Transfers(ABC):
         return end
 
     def _fail(self, transfers: Sequence[Transfer], error: BaseException) -> NoReturn:
-        """Raise the user's error; the Works get the same."""
+        """Raise the user's error, and give it to the Works."""
         culprits = (
             (error.end,) if isinstance(error, RingStopped) else error.ends if isinstance(error, RingStalled) else ()
         )
@@ -159,7 +159,7 @@ class Transfers(ABC):
 
 
 class HostTransfers(Transfers):
-    """On host memory whoever waits moves them, and a thread of the device's those that nobody waits for."""
+    """On host memory the thread that waits for a message moves it, and a thread of the device moves the others."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -267,7 +267,7 @@ class HostTransfers(Transfers):
                 self._enqueue(t, stream)
 
     def _end(self, transfers: Sequence[Transfer], error: BaseException | None) -> None:
-        """What runs on the mover's thread when transfers that nobody waited for are through."""
+        """End messages; runs on the thread that has moved them."""
         try:
             if error is None:
                 self._complete(transfers)

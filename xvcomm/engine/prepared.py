@@ -1,12 +1,11 @@
-"""Collectives that compiled code runs by itself, from its number to its end, without Python and its lock.
+"""Collectives on host memory that compiled code runs from begin to end, without the interpreter and its lock.
 
-For what was called before in the same shape, and for whoever calls from compiled code, as the handlers of a compiler of
-arrays do. Nothing is left out: `run` numbers the collective, notes it in the flight recorder, posts and compares it on the
-contract, runs the native library's kernel, and watches abort words. What it cannot end, Python ends: `PreparedCall.finish`
-waits on, looks at the deadline, raises.
+They serve shapes that were called before, and callers in compiled code, such as JAX's handlers. `run` numbers the
+collective, writes the flight recorder, posts and compares the contract check, runs the native library's kernel, and watches
+abort words. What it cannot end, `PreparedCall.finish` ends in Python: it waits, checks the deadline, and raises.
 
-Compiled code and Python take turns at a gate, one word a communicator. Python opens it to compiled code with the first
-prepared call; before, it costs nothing.
+A gate, one word for each communicator, lets either compiled code or Python run a collective. Python opens it to compiled
+code with the first prepared call; before that it costs nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ with compiling():
 
 
 class Gate:
-    """Lets one collective of a communicator run at a time: a lock, which compiled code takes too once it is open to it."""
+    """A lock that lets one collective of a communicator run at a time. Compiled code takes it too, once it is open to it."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -135,12 +134,12 @@ class Gate:
         self._lock.release()
 
     def queue(self, change: int) -> None:
-        """An asynchronous collective was queued (1), or has ended (-1): compiled code overtakes none."""
+        """Count an asynchronous collective that was queued (1) or has ended (-1), so that compiled code overtakes none."""
         with self._counting:
             self._words[GateWord.QUEUED] += change
 
     def admit(self, op: OpCode, message: Message, site: int, prepared: PreparedCollective) -> PreparedCall:
-        """A collective for compiled code; opens the gate to it.
+        """Make a collective for compiled code, and open the gate to it.
 
         Raises:
             ClosedError: this rank has closed the communicator.
@@ -155,16 +154,16 @@ class Gate:
 
     @property
     def address(self) -> int:
-        """Of the words."""
+        """Address of the gate's words."""
         return ctypes.addressof(self._words)
 
     def free(self, sequence: int) -> None:
-        """Let the next one in."""
+        """Release the gate."""
         self._words[GateWord.SEQUENCE] = sequence
         self._words[GateWord.STATE] = _FREE
 
     def _take(self, deadline: Deadline) -> bool:
-        """Wait until compiled code is not inside; False if it is in the end, or if the gate was closed."""
+        """Wait until compiled code holds the gate no more; False if it still does, or if the gate was closed."""
         while self._open and not _take_gate(self.address):
             if deadline.expired():
                 return False
@@ -172,14 +171,14 @@ class Gate:
         return self._open
 
     def _close(self) -> None:
-        """Let no compiled code in any more; memory stays mapped if some does not come out."""
+        """Close the gate to compiled code. Memory stays mapped if a compiled call does not return."""
         if self._take(Deadline.after(_CLOSE_SECONDS)):
             self._context.leave(self._standing, moved=False)
         self._open = False
 
 
 class PreparedCall:
-    """A collective as compiled code runs it; kept as long as compiled code may.
+    """A collective that compiled code runs; kept alive as long as compiled code may use it.
 
     Attributes:
         address: what `run` takes.

@@ -1,4 +1,4 @@
-"""Looking for messages that no receive was posted for: by the descriptions that senders put into the rings' ledgers."""
+"""Probes: find messages without a posted receive, by the descriptions that senders write into the rings' ledgers."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Probe(NamedTuple):
 
 @register_jitable
 def _next(row: int) -> int:
-    """Number of the first message that no receive was posted for; those of graphs count when they have run."""
+    """Number of the first message without a posted receive. Receives in a graph count once they have run."""
     return max(load_acquire(load(row + 16)), load_acquire(load(row) + CONSUMED))
 
 
 @register_jitable
 def _look(row: int, found: int) -> int:
-    """Look at one ring; if a message is there, its description comes to `found`."""
+    """Look at one ring; if it has a message, write its description to `found`."""
     word = load_acquire(load(row) + ABORT)  # first: what was published before it is still delivered
     if word & 0xFF != 0 and word & 0xFF != _LEFT:
         return STOPPED
@@ -73,7 +73,7 @@ def _look(row: int, found: int) -> int:
 
 
 def _await(rows: int, count: int, first: int, found: int, spins: int, budget: int) -> int:
-    """Look at rings in turns, from row `first` on, until a message is there.
+    """Look at rings in turn, from row `first` on, until one has a message.
 
     Args:
         rows: address of `count` rows: addresses of the ring, its producer's ledger, and the counter of receives posted.
@@ -109,7 +109,7 @@ _Description = ctypes.c_int64 * _FIELDS
 
 
 class Sources:
-    """Consumers' ends of rings that are looked at together, in turns: none starves the others. Any thread."""
+    """Consumer ends of rings that are probed together, in turn, so that none starves the others. Thread-safe."""
 
     def __init__(self, ends: Sequence[RingEnd], spin_us: float) -> None:
         self.ends = tuple(ends)
@@ -120,10 +120,10 @@ class Sources:
         self._first = 0
 
     def look(self, budget: int) -> Probe | None:
-        """What is there next; None if there is nothing after `budget` nanoseconds off the core, at once if negative.
+        """The next message; None if there is none after `budget` nanoseconds off the core, or at once if it is negative.
 
         Raises:
-            RingStopped: a ring says that all is over, or all that their ranks have left.
+            RingStopped: one ring was aborted, or the ranks of all of them have left.
         """
         found = _Description()
         code = _await_kernel(self._address, len(self.ends), self._first, ctypes.addressof(found), self._spins, budget)
@@ -139,14 +139,14 @@ class Sources:
 
 
 class Probing:
-    """Looks for messages of one communicator. Any thread."""
+    """Probes of one communicator. Thread-safe."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._sources: dict[tuple[int, int], Sources] = {}
 
     def look(self, src: int, channel: int, deadline: Deadline) -> Probe | None:
-        """What can be received now from `src`, or ANY_PEER, on a channel; None if there is nothing. Does not wait.
+        """The message that can be received now from `src`, or ANY_PEER, on a channel; None if there is none. Does not wait.
 
         Args:
             deadline: for rings that are opened.
@@ -171,7 +171,7 @@ class Probing:
         return self.wait(src, channel, deadline)
 
     def wait(self, src: int, channel: int, deadline: Deadline, site: int = 0) -> Probe:
-        """The same, but blocks the host until there is something.
+        """As `look`, but blocks the host until there is a message.
 
         Args:
             site: where the user called, if that is not the thread's caller; see `trace.call_site`.
