@@ -13,7 +13,7 @@ from xvcomm.abc.device import (
     EnqueuedCall,
     EnqueuedMarks,
     EnqueuedMessages,
-    Loan,
+    ExportedMemory,
     MessageForm,
     Stream,
 )
@@ -181,23 +181,23 @@ class GpuDevice(Device):
         raise told(self.runtime.failure(code), self.runtime.kind, self.index)
 
     @on_device
-    def lend(self, nbytes: int) -> Loan:
-        """See `Device.lend`."""
-        return self._shared.lend(nbytes)
+    def export_memory(self, nbytes: int) -> ExportedMemory:
+        """See `Device.export_memory`."""
+        return self._shared.export_memory(nbytes)
 
-    def take_back(self, loan: Loan, returned: Callable[[], bool]) -> None:
-        """See `Device.take_back`."""
-        self._shared.take_back(loan, returned)
-
-    @on_device
-    def borrow(self, handle: bytes) -> int:
-        """See `Device.borrow`."""
-        return self._shared.borrow(handle)
+    def reclaim(self, exported: ExportedMemory, returned: Callable[[], bool]) -> None:
+        """See `Device.reclaim`."""
+        self._shared.reclaim(exported, returned)
 
     @on_device
-    def give_back(self, address: int) -> None:
-        """See `Device.give_back`."""
-        self._shared.give_back(address)
+    def import_memory(self, handle: bytes) -> int:
+        """See `Device.import_memory`."""
+        return self._shared.import_memory(handle)
+
+    @on_device
+    def release_import(self, address: int) -> None:
+        """See `Device.release_import`."""
+        self._shared.release_import(address)
 
     @on_device
     def reduce(

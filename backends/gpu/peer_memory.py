@@ -1,4 +1,4 @@
-"""Memory that a GPU shares with those of other processes: lent to them, or mapped from what they lend."""
+"""GPU memory shared between processes: exported to others, or imported from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
-from xvcomm.abc.device import Loan, PeerMemory
+from xvcomm.abc.device import ExportedMemory, PeerMemory
 from xvcomm.backends.gpu.guard import CAPTURE_ERRORS, OUT_OF_MEMORY
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.errors import ResourceError
@@ -47,52 +47,52 @@ def apart(runtime: Runtime) -> list[tuple[int, int]]:
 
 
 class PeerPool:
-    """What a device lends and borrows. Any thread whose current device it is.
+    """Exported and imported memory of a device. Any thread whose current device it is.
 
-    Lent memory is never given back to the vendor, which could wait for kernels that wait for a peer. It is lent again
-    once nobody has it mapped.
+    Exported memory is never freed, because freeing could wait for kernels that wait for a peer. It is exported again once
+    no process has imported it.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._idle: list[Loan] = []
-        self._away: list[tuple[Loan, Callable[[], bool]]] = []
+        self._idle: list[ExportedMemory] = []
+        self._away: list[tuple[ExportedMemory, Callable[[], bool]]] = []
         self._lock = threading.Lock()
 
-    def lend(self, nbytes: int) -> Loan:
-        """See `Device.lend`."""
+    def export_memory(self, nbytes: int) -> ExportedMemory:
+        """See `Device.export_memory`."""
         with self._lock:
             self._look()
-            fitting = next((loan for loan in self._idle if loan.nbytes == nbytes), None)
+            fitting = next((exported for exported in self._idle if exported.nbytes == nbytes), None)
             if fitting is not None:
                 self._idle.remove(fitting)
                 return fitting
         try:
             address = self._runtime.shareable(nbytes)
-            return Loan(address, nbytes, self._runtime.export(address))
+            return ExportedMemory(address, nbytes, self._runtime.export(address))
         except VendorError as error:
             if error.code in CAPTURE_ERRORS:
                 raise
             less = "use smaller arrays, lower XVCOMM_PEER_RING_SLOTS, or " if error.code == OUT_OF_MEMORY else ""
             raise ResourceError(f"{error}: {nbytes} bytes for a ring in GPU memory; {less}{_REMEDY}") from error
 
-    def take_back(self, loan: Loan, returned: Callable[[], bool]) -> None:
-        """See `Device.take_back`."""
+    def reclaim(self, exported: ExportedMemory, returned: Callable[[], bool]) -> None:
+        """See `Device.reclaim`."""
         with self._lock:
-            self._away.append((loan, returned))
+            self._away.append((exported, returned))
             self._look()
 
     def _look(self) -> None:
-        """See which of the lent memory nobody has mapped any more."""
+        """Find exported memory that no process has imported any more."""
         away, self._away = self._away, []
-        for loan, returned in away:
+        for exported, returned in away:
             if returned():
-                self._idle.append(loan)
+                self._idle.append(exported)
             else:
-                self._away.append((loan, returned))
+                self._away.append((exported, returned))
 
-    def borrow(self, handle: bytes) -> int:
-        """See `Device.borrow`."""
+    def import_memory(self, handle: bytes) -> int:
+        """See `Device.import_memory`."""
         try:
             return self._runtime.open(handle)
         except VendorError as error:
@@ -100,6 +100,6 @@ class PeerPool:
                 raise
             raise ResourceError(f"{error}: another rank's GPU memory cannot be mapped; {_REMEDY}") from error
 
-    def give_back(self, address: int) -> None:
-        """See `Device.give_back`."""
+    def release_import(self, address: int) -> None:
+        """See `Device.release_import`."""
         self._runtime.close(address)

@@ -14,7 +14,7 @@ import pytest
 from xvcomm.errors import ArrayError, DTypeError
 from xvcomm.memory import array
 from xvcomm.memory.array import empty_like, finish, view
-from xvcomm.memory.dlpack import Lent
+from xvcomm.memory.dlpack import Exporter
 from xvcomm.types.dtype import BY_NAME, DTYPES, DType
 
 
@@ -259,7 +259,7 @@ def test_jax_results_that_are_still_computed() -> None:
 def test_memory_that_is_lent(dtype: DType, shape: tuple[int, ...]) -> None:
     """numpy takes it over, and frees its description with C's own function, whenever that is."""
     data = np.arange(24).astype(dtype.numpy)
-    lent = Lent(data, data.ctypes.data, shape, dtype, "host", 0)
+    lent = Exporter(data, data.ctypes.data, shape, dtype, "host", 0)
     seen = [np.from_dlpack(lent) for _ in range(3)]
     del lent
     gc.collect()

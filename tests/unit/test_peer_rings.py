@@ -19,10 +19,10 @@ from xvcomm.backends.gpu.peer_memory import PeerPool, apart, reached
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.backends.shm import ShmTransport
 from xvcomm.config import Config
-from xvcomm.engine.session.peer_rings import Lending
+from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.rings import Member, Rings, Use
 from xvcomm.errors import DeadlineExceeded, ResourceError
-from xvcomm.memory.ring import ABORT, BORROWER, CONSUMED, TURNS, Reason, RingEnd, RingLayout
+from xvcomm.memory.ring import ABORT, CONSUMED, IMPORTER, TURNS, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment, sweep
 from xvcomm.rendezvous.store.memory import MemoryStore
 from xvcomm.types.deadline import NEVER, Deadline
@@ -82,13 +82,13 @@ class Pair:
         self.runtimes = [CountingRuntime(), CountingRuntime()]
         self.pools = [PeerPool(cast(Runtime, runtime)) for runtime in self.runtimes]
         self.gone: set[int] = set()
-        self.lending = [Lending(cast(Device, pool), self.gone.__contains__) for pool in self.pools]
+        self.peer_rings = [PeerRings(cast(Device, pool), self.gone.__contains__) for pool in self.pools]
         self.renew()
 
-    def _links(self, rank: int) -> Rings:
+    def _rings(self, rank: int) -> Rings:
         members = [Member(10 + n, [Capabilities("shm", "here", 0)], "counting", "a", MEMORY) for n in range(2)]
         transport = ShmTransport(Config(), "here")
-        return Rings(Config(), JOB, self.store, rank, [transport], self.lending[rank], members)
+        return Rings(Config(), JOB, self.store, rank, [transport], self.peer_rings[rank], members)
 
     def renew(self) -> None:
         """Another communicator of the same ranks."""
@@ -117,17 +117,17 @@ def write(ring: Segment, offset: int, value: int) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_first_end_lends_and_the_second_maps(pair: Pair, first: int) -> None:
     """Whichever of producer and consumer comes first: neither waits."""
-    lender = pair.end(first, producer=first == 0)
-    borrower = pair.end(1 - first, producer=first != 0)
-    assert lender.made and not borrower.made
-    assert lender.layout == borrower.layout == RingLayout(16, 4, 256 << 10, apart=True)
-    assert (lender.slots, borrower.slots) == (1 << 20, (1 << 20) + 1)
+    exporter = pair.end(first, producer=first == 0)
+    importer = pair.end(1 - first, producer=first != 0)
+    assert exporter.made and not importer.made
+    assert exporter.layout == importer.layout == RingLayout(16, 4, 256 << 10, apart=True)
+    assert (exporter.slots, importer.slots) == (1 << 20, (1 << 20) + 1)
     assert [len(runtime.made) for runtime in pair.runtimes] == [1 - first, first]
     pair.close()
     assert not pair.runtimes[0].opened + pair.runtimes[1].opened
 
 
-def test_memory_is_lent_again_when_the_other_end_is_closed(pair: Pair) -> None:
+def test_memory_is_exported_again_when_the_other_end_is_closed(pair: Pair) -> None:
     for rank in (0, 1):
         pair.end(rank, producer=rank == 0)
     pair.links[0].close()
@@ -142,7 +142,7 @@ def test_memory_is_lent_again_when_the_other_end_is_closed(pair: Pair) -> None:
     assert len(pair.runtimes[0].made) == 2
 
 
-def test_memory_is_lent_again_when_nobody_came(pair: Pair) -> None:
+def test_memory_is_exported_again_when_nobody_came(pair: Pair) -> None:
     """Who comes later learns that the other end has closed, and maps nothing."""
     word = Reason.LEFT.word(0)
     pair.end(0, producer=True)
@@ -157,10 +157,10 @@ def test_memory_is_lent_again_when_nobody_came(pair: Pair) -> None:
     pair.close()
 
 
-def test_memory_is_lent_again_when_the_borrower_is_dead(pair: Pair) -> None:
+def test_memory_is_exported_again_when_the_importer_is_dead(pair: Pair) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    write(pair.end(0, producer=True)._segment, BORROWER, child.pid)
+    write(pair.end(0, producer=True)._segment, IMPORTER, child.pid)
     pair.links[0].close()
     pair.renew()
     assert pair.end(0, producer=True).slots == 1 << 20
@@ -169,7 +169,7 @@ def test_memory_is_lent_again_when_the_borrower_is_dead(pair: Pair) -> None:
 
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_memory_that_a_kernel_may_still_use_serves_no_other_ring(pair: Pair, stuck: int) -> None:
-    """Of the lender, or of the borrower, which keeps it mapped."""
+    """Of the exporter, or of the importer, which keeps it mapped."""
     ends = [pair.end(rank, producer=rank == 0) for rank in (0, 1)]
     ends[stuck].stuck = True
     pair.links[1].close()
@@ -199,19 +199,19 @@ def test_without_memory_says_what_to_do(pair: Pair) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("borrowed", [False, True])
+@pytest.mark.parametrize("imported", [False, True])
 @pytest.mark.parametrize("ends", ["received", "closed", "aborted", "gone"])
-def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, borrowed: bool, ends: str) -> None:
+def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, imported: bool, ends: str) -> None:
     """Or will not be. At the end of the job the process waits for it."""
     end = pair.end(0, producer=True)
     ring = Segment.attach(Config().shm_dir, end._segment.name)
     write(ring, TURNS, 3)
-    if borrowed:
-        write(ring, BORROWER, os.getpid())
+    if imported:
+        write(ring, IMPORTER, os.getpid())
     pair.links[0].close()
     pair.renew()
     assert pair.end(0, producer=True).slots == 2 << 20
-    waiting = threading.Thread(target=pair.lending[0].linger)
+    waiting = threading.Thread(target=pair.peer_rings[0].linger)
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
@@ -220,14 +220,14 @@ def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, borrowed: bool, 
     else:
         offset, value = {
             "received": (CONSUMED, 3),
-            "closed": (BORROWER, -1),
+            "closed": (IMPORTER, -1),
             "aborted": (ABORT, Reason.ABORTED.word(0)),
         }[ends]
         write(ring, offset, value)
     begun = time.monotonic()
     waiting.join()
     assert time.monotonic() - begun < SOON
-    write(ring, BORROWER, -1)
+    write(ring, IMPORTER, -1)
     pair.links[0].close()
     pair.renew()
     assert {pair.end(0, producer=producer).slots for producer in (True, False)} == {1 << 20, 2 << 20}

@@ -12,7 +12,7 @@ from xvcomm.abc.device import Device, PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport, peer_refusal
 from xvcomm.config import Config
-from xvcomm.engine.session.peer_rings import Lending
+from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.rings import CHANNELS, Member, Rings, Use
 from xvcomm.memory.ring import Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
@@ -21,7 +21,7 @@ from xvcomm.types.deadline import NEVER, Deadline
 
 OFFERS = [Capabilities("own", "here", 0)]
 FIRST = PeerMemory("cuda", "here", "bus 0", ("bus 0", "bus 1"))
-LENDING = Lending(cast(Device, None), lambda rank: False)
+PEER_RINGS = PeerRings(cast(Device, None), lambda rank: False)
 SECOND = replace(FIRST, device="bus 1", reaches=("bus 1", "bus 0"))
 
 
@@ -50,7 +50,7 @@ class Recording(Transport):
 
 def links(transport: Transport, rank: int, kinds: tuple[str, ...] = ("host", "host", "cuda"), **config: int) -> Rings:
     members = [Member(number, OFFERS, kind, kind) for number, kind in enumerate(kinds)]
-    return Rings(Config(**config), "links", MemoryStore(), rank, [transport], LENDING, members)
+    return Rings(Config(**config), "links", MemoryStore(), rank, [transport], PEER_RINGS, members)
 
 
 def test_each_channel_has_a_ring_of_its_own() -> None:
@@ -107,7 +107,7 @@ def test_further_channels_have_less_memory() -> None:
 def shape(ours: Member, theirs: Member, rank: int, channel: int = 0) -> RingLayout:
     """What a ring between two ranks is asked to be."""
     transport = Recording()
-    mine = Rings(Config(), "links", MemoryStore(), rank, [transport], LENDING, [ours, theirs])
+    mine = Rings(Config(), "links", MemoryStore(), rank, [transport], PEER_RINGS, [ours, theirs])
     mine.end(1 - rank, Use.POINT_TO_POINT, NEVER, producer=True, channel=channel)
     mine.close()
     return next(iter(transport.opened.values()))[1]

@@ -70,8 +70,8 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
-    """Memory of a device that devices of other processes can map, by its handle."""
+class ExportedMemory:
+    """Memory of a device that other processes can import by its handle."""
 
     address: int
     nbytes: int
@@ -364,28 +364,29 @@ class Device(ABC):
         """Marks on a stream, for compiled code; only devices have them that go on behind the host."""
         raise NotImplementedError
 
-    def lend(self, nbytes: int) -> Loan:
-        """Memory for the slots of a ring. Only devices whose capabilities name `peers` have this and the next three.
+    def export_memory(self, nbytes: int) -> ExportedMemory:
+        """Memory for the slots of a ring, which other processes can import. Only for devices whose capabilities name `peers`,
+        as the next three methods.
 
         Raises:
             ResourceError: there is not enough.
         """
         raise NotImplementedError
 
-    def take_back(self, loan: Loan, returned: Callable[[], bool]) -> None:
-        """Use memory for something else as soon as `returned` says that nobody has it mapped any more."""
+    def reclaim(self, exported: ExportedMemory, returned: Callable[[], bool]) -> None:
+        """Reuse exported memory as soon as `returned` tells that no process has imported it any more."""
         raise NotImplementedError
 
-    def borrow(self, handle: bytes) -> int:
-        """Map memory that another process's device has lent; its address here. Does not wait for what runs.
+    def import_memory(self, handle: bytes) -> int:
+        """Map memory that another process has exported; its address here. Does not wait for running kernels.
 
         Raises:
             ResourceError: it cannot be mapped.
         """
         raise NotImplementedError
 
-    def give_back(self, address: int) -> None:
-        """Unmap it. May wait for what runs on the device."""
+    def release_import(self, address: int) -> None:
+        """Unmap imported memory. May wait for running kernels."""
         raise NotImplementedError
 
     @abstractmethod

@@ -75,7 +75,7 @@ class Context:
         self.device, self.recorder, self.kind = session.device, session.recorder, session.backend.kind
         self._part = f"-{self.ident:x}"
         self.rings = Rings(
-            session.config, session.job + self._part, self.store, self.rank, session.transports, session.lending,
+            session.config, session.job + self._part, self.store, self.rank, session.transports, session.peer_rings,
             [session.member(r) for r in ranks],
         )  # fmt: skip
         self.diagnosis = Diagnosis(session, ranks, self.rank, self.ident, self.rings)

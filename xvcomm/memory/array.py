@@ -27,7 +27,7 @@ from xvcomm.memory.dlpack import (
     ROCM,
     ROCM_HOST,
     ExchangeAPI,
-    Lent,
+    Exporter,
     name_of,
     pointer_of,
 )
@@ -345,7 +345,7 @@ def _staged(x: ArrayView, shape: tuple[int, ...], allocate: Callable[[int], Memo
     count = math.prod(shape)
     nbytes = count * x.dtype.itemsize
     memory = allocate(max(1, nbytes))
-    shown = Lent(memory, memory.address, shape, x.dtype, x.device, x.index)
+    shown = Exporter(memory, memory.address, shape, x.dtype, x.device, x.index)
     return ArrayView(
         memory.address, shape, x.dtype, count, nbytes, x.array, x.device, x.index, True, shown, True, trusted=True
     )

@@ -110,7 +110,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-class Lent:
+class Exporter:
     """Memory of a device for a framework to copy from: what a framework asks of an array in `from_dlpack`.
 
     The framework must be through with it before the memory's owner is. The description of it belongs to the framework,

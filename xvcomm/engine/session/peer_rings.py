@@ -1,8 +1,8 @@
-"""Rings with slots in a GPU's memory: the rank that makes the ring lends memory of its GPU, the other one maps it.
+"""Rings with slots in GPU memory: the rank that makes the ring exports memory of its GPU, and the other rank imports it.
 
-So neither waits for the other, as with rings in host memory. Whose GPU it is makes no difference to speed: GPUs write
-to each other's memory as fast as they read it. The ring's other parts stay in shared memory. A word there says who has
-mapped the slots: 0 as long as nobody has, then a process's number, and `_OVER` once nobody has, nor ever will.
+As with rings in host memory, neither rank waits for the other to open its end. Either GPU's memory serves, since GPUs write
+to each other's memory as fast as they read it. The ring's counters and ledger stay in shared memory. A word there tells
+which process has imported the slots: 0 if none has yet, else its number, and `_OVER` once no process has or will.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from xvcomm.abc.device import Device, Loan, RingStopped
+from xvcomm.abc.device import Device, ExportedMemory, RingStopped
 from xvcomm.abc.store import Store
 from xvcomm.errors import XvcommError
 from xvcomm.jit.atomics import compare_and_swap
 from xvcomm.jit.compile import compiling, kernel
-from xvcomm.memory.ring import ABORT, BORROWER, CONSUMED, TURNS, Reason, RingEnd
+from xvcomm.memory.ring import ABORT, CONSUMED, IMPORTER, TURNS, Reason, RingEnd
 from xvcomm.memory.segment import Segment
 from xvcomm.types.deadline import Deadline
 
@@ -37,8 +37,8 @@ with compiling():
     _exchange = kernel("int64(int64, int64, int64)")(_exchange)
 
 
-class Lending:
-    """What a process lends and borrows for the rings of all its communicators.
+class PeerRings:
+    """The memory that a process exports and imports for the rings of all its communicators.
 
     Args:
         gone: whether a rank of the job has died or left.
@@ -46,7 +46,7 @@ class Lending:
 
     def __init__(self, device: Device, gone: Callable[[int], bool]) -> None:
         self._device, self._gone = device, gone
-        self._left: list[_Lent] = []
+        self._left: list[_ExportedSlots] = []
 
     def furnish(self, end: RingEnd, peer: int, store: Store, name: str, deadline: Deadline) -> None:
         """Give a ring end the slots that its layout says are apart.
@@ -62,40 +62,40 @@ class Lending:
             StoreError, DeadlineExceeded: the other end does not say where the slots are.
         """
         if end.made:
-            loan = self._device.lend(end.layout.capacity)
-            end.slots = loan.address
-            end.dispose = partial(self._take_back, end, loan, partial(self._gone, peer))
-            store.set(name + "/slots", loan.handle, deadline)
+            exported = self._device.export_memory(end.layout.capacity)
+            end.slots = exported.address
+            end.dispose = partial(self._reclaim, end, exported, partial(self._gone, peer))
+            store.set(name + "/slots", exported.handle, deadline)
             return
         handle = store.get(name + "/slots", deadline)
-        if _exchange(end.address + BORROWER, 0, os.getpid()):
+        if _exchange(end.address + IMPORTER, 0, os.getpid()):
             raise RingStopped(end, end.abort_word(), 0)
-        end.closing.append(partial(self._give_back, end))
-        end.slots = self._device.borrow(handle)
+        end.closing.append(partial(self._release, end))
+        end.slots = self._device.import_memory(handle)
 
-    def _give_back(self, end: RingEnd) -> None:
+    def _release(self, end: RingEnd) -> None:
         if end.stuck:
             return
-        with contextlib.suppress(XvcommError):  # if the device is gone, so is all that it had mapped
+        with contextlib.suppress(XvcommError):  # a device that is gone has no mappings
             if end.slots:
-                self._device.give_back(end.slots)
-        ctypes.c_int64.from_address(end.address + BORROWER).value = _OVER
+                self._device.release_import(end.slots)
+        ctypes.c_int64.from_address(end.address + IMPORTER).value = _OVER
 
-    def _take_back(self, end: RingEnd, loan: Loan, gone: Callable[[], bool], segment: Segment) -> None:
-        lent = _Lent(segment, end.producer, gone)
-        if lent.unread():
-            self._left = [*(other for other in self._left if other.unread()), lent]
+    def _reclaim(self, end: RingEnd, exported: ExportedMemory, gone: Callable[[], bool], segment: Segment) -> None:
+        slots = _ExportedSlots(segment, end.producer, gone)
+        if slots.unread():
+            self._left = [*(other for other in self._left if other.unread()), slots]
         if not end.stuck:
-            self._device.take_back(loan, lent.returned)
+            self._device.reclaim(exported, slots.returned)
 
     def linger(self) -> None:
-        """Wait a while until others have received what lies in this rank's GPU memory for them; it ends with the process."""
+        """Wait a bounded time until others have received the messages in this rank's GPU memory, which is freed at exit."""
         deadline = Deadline.after(_LINGER_SECONDS)
-        while any(lent.unread() for lent in self._left) and not deadline.expired():
+        while any(slots.unread() for slots in self._left) and not deadline.expired():
             time.sleep(_PAUSE_SECONDS)
 
 
-class _Lent:
+class _ExportedSlots:
     """The slots of a ring whose end here is closed, and whose other end may still use them.
 
     Args:
@@ -111,18 +111,18 @@ class _Lent:
         """Whether something was sent that the other end has not received, and still may."""
         if not self._producer or not self._segment.address or self._gone() or Reason.bad(self._word(ABORT)):
             return False
-        turn, borrower = self._word(TURNS), self._word(BORROWER)
+        turn, importer = self._word(TURNS), self._word(IMPORTER)
         sent = turn if turn >= 0 else -1 - turn
-        return self._word(CONSUMED) < sent and (borrower == 0 or _lives(borrower))
+        return self._word(CONSUMED) < sent and (importer == 0 or _lives(importer))
 
     def returned(self) -> bool:
         """Whether nobody has the slots mapped, nor will."""
         if not self._segment.address:
             return True
-        borrower = self._word(BORROWER)
-        if borrower == 0 and not self.unread():
-            borrower = _exchange(self._segment.address + BORROWER, 0, _OVER) or _OVER
-        if borrower == 0 or _lives(borrower):
+        importer = self._word(IMPORTER)
+        if importer == 0 and not self.unread():
+            importer = _exchange(self._segment.address + IMPORTER, 0, _OVER) or _OVER
+        if importer == 0 or _lives(importer):
             return False
         self._segment.close()
         return True

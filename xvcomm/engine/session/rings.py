@@ -16,7 +16,7 @@ from xvcomm.abc.device import PeerMemory
 from xvcomm.abc.store import NotSet, Store
 from xvcomm.abc.transport import Capabilities, Transport, choose, peer_refusal
 from xvcomm.config import Config
-from xvcomm.engine.session.peer_rings import Lending
+from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.errors import DeadlineExceeded
 from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, round_up
@@ -80,7 +80,7 @@ class Rings:
         job: what the names of shared memory made for it begin with.
         transports: this rank's, by scheme.
         store: the communicator's; waiting in it ends when the communicator does.
-        lending: this process's.
+        peer_rings: this process's.
         members: all ranks, in order.
 
     Attributes:
@@ -89,13 +89,13 @@ class Rings:
 
     def __init__(
         self, config: Config, job: str, store: Store, rank: int, transports: Sequence[Transport],
-        lending: Lending, members: Sequence[Member],
+        peer_rings: PeerRings, members: Sequence[Member],
     ) -> None:  # fmt: skip
         self._job = job
         self._store = store
         self._rank = rank
         self._transports = {t.capabilities().scheme: t for t in transports}
-        self._lending = lending
+        self._peer_rings = peer_rings
         self._members = members
         self._gpus = any(member.kind != "host" for member in members)
         self._word = 0
@@ -172,7 +172,7 @@ class Rings:
             )
             if end.layout.apart:
                 try:
-                    self._lending.furnish(end, world, self._store, name, deadline)
+                    self._peer_rings.furnish(end, world, self._store, name, deadline)
                 except BaseException:
                     end.close()
                     raise

@@ -19,7 +19,7 @@ from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
-from xvcomm.engine.session.peer_rings import Lending
+from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.supervised import Supervised
@@ -93,7 +93,7 @@ class Session:
         rank, size: in the whole job.
         infos: every rank's RankInfo, in rank order.
         recorder: this rank's flight recorder.
-        lending: for rings with slots in a GPU's memory.
+        peer_rings: for rings with slots in a GPU's memory.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Session:
         everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
         self._joined = [msgspec.msgpack.decode(data, type=Joining) for data in everybody]
         self.infos = tuple(j.info for j in self._joined)
-        self.lending = Lending(self.device, self.gone)
+        self.peer_rings = PeerRings(self.device, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         atexit.register(self.close)
         forking.register(self)
@@ -163,7 +163,7 @@ class Session:
         except BaseException as error:
             self.give_up(error)
             raise
-        self._cleanup.callback(self.lending.linger)
+        self._cleanup.callback(self.peer_rings.linger)
 
     @staticmethod
     def _watched(other: Joining, mine: Joining) -> WatchedProcess:
