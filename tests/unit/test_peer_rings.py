@@ -130,12 +130,12 @@ def test_the_first_end_lends_and_the_second_maps(pair: Pair, first: int) -> None
 def test_memory_is_exported_again_when_the_other_end_is_closed(pair: Pair) -> None:
     for rank in (0, 1):
         pair.end(rank, producer=rank == 0)
-    pair.links[0].close()
-    old = pair.links[1]
+    pair.rings[0].close()
+    old = pair.rings[1]
     pair.renew()
     assert pair.end(0, producer=True).slots == 2 << 20  # the other one is still mapped
     old.close()
-    pair.links[0].close()
+    pair.rings[0].close()
     pair.renew()
     assert {pair.end(0, producer=producer).slots for producer in (True, False)} == {1 << 20, 2 << 20}
     pair.close()
@@ -146,8 +146,8 @@ def test_memory_is_exported_again_when_nobody_came(pair: Pair) -> None:
     """Who comes later learns that the other end has closed, and maps nothing."""
     word = Reason.LEFT.word(0)
     pair.end(0, producer=True)
-    pair.links[0].abort(word)
-    pair.links[0].close()
+    pair.rings[0].abort(word)
+    pair.rings[0].close()
     with pytest.raises(RingStopped) as stopped:
         pair.end(1, producer=False)
     assert stopped.value.word == word and stopped.value.end.peer == 0
@@ -161,7 +161,7 @@ def test_memory_is_exported_again_when_the_importer_is_dead(pair: Pair) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     write(pair.end(0, producer=True)._segment, IMPORTER, child.pid)
-    pair.links[0].close()
+    pair.rings[0].close()
     pair.renew()
     assert pair.end(0, producer=True).slots == 1 << 20
     pair.close()
@@ -172,8 +172,8 @@ def test_memory_that_a_kernel_may_still_use_serves_no_other_ring(pair: Pair, stu
     """Of the exporter, or of the importer, which keeps it mapped."""
     ends = [pair.end(rank, producer=rank == 0) for rank in (0, 1)]
     ends[stuck].stuck = True
-    pair.links[1].close()
-    pair.links[0].close()
+    pair.rings[1].close()
+    pair.rings[0].close()
     assert len(pair.runtimes[1].opened) == stuck
     pair.renew()
     assert pair.end(0, producer=True).slots == 2 << 20
@@ -192,7 +192,7 @@ def test_without_memory_says_what_to_do(pair: Pair) -> None:
     pair.end(0, producer=True)
     with pytest.raises(ResourceError, match="cannot be mapped; set XVCOMM_PEER_MEMORY=0"):
         pair.end(1, producer=False)
-    assert not pair.links[1].ends()
+    assert not pair.rings[1].ends()
     pair.close()
     pair.renew()
     assert pair.end(0, producer=True).slots == 1 << 20
@@ -208,7 +208,7 @@ def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, imported: bool, 
     write(ring, TURNS, 3)
     if imported:
         write(ring, IMPORTER, os.getpid())
-    pair.links[0].close()
+    pair.rings[0].close()
     pair.renew()
     assert pair.end(0, producer=True).slots == 2 << 20
     waiting = threading.Thread(target=pair.peer_rings[0].linger)
@@ -228,7 +228,7 @@ def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, imported: bool, 
     waiting.join()
     assert time.monotonic() - begun < SOON
     write(ring, IMPORTER, -1)
-    pair.links[0].close()
+    pair.rings[0].close()
     pair.renew()
     assert {pair.end(0, producer=producer).slots for producer in (True, False)} == {1 << 20, 2 << 20}
     pair.close()
