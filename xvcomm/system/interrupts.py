@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_HERE = str(Path(__file__).parent) + "/"
+_HERE = str(Path(__file__).parents[1]) + "/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _installed = False
