@@ -1,6 +1,6 @@
-"""What the host has left behind on a device's streams: tracked, ended at its deadline, and told to who waits for it.
+"""Operations on a device's streams that have not ended: tracked, ended at their deadline, reported to their Works.
 
-Not here: putting it there (`engine.launch`).
+Not here: enqueueing operations (`engine.launch`).
 `engine` and what lies above it import it.
 Begin with `tracker`.
 """
