@@ -30,7 +30,7 @@ STEPS = 3
 """Steps of one turn."""
 
 WARM_UP = 3
-"""AdmissionQueue that do not count."""
+"""Turns that do not count."""
 
 Step = Callable[[Tensor, Tensor], object]
 

@@ -83,7 +83,7 @@ class Part:
         self.comm.close()
 
     def _end(self) -> None:
-        """Let the thread end, whoever closes the communicator: this very thread, for instance."""
+        """Let the thread end. Any thread may close the communicator, also this one."""
         with contextlib.suppress(RuntimeError):
             self._queue.close(0)
 

@@ -99,7 +99,7 @@ def test_abort_from_another_thread(world):
 
 
 def aborted_and_left(comm):
-    """The last rank aborts and leaves the job at once: who looks for a message of it is told why, not only that it left."""
+    """The last rank aborts and leaves the job at once: a rank that probes for its message gets the reason too."""
     comm.barrier()
     last = comm.size - 1
     if comm.rank == last:

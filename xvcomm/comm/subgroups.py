@@ -226,7 +226,7 @@ def _decide(place: Store, verdict: _Verdict) -> _Verdict:
         place.set("verdict", msgspec.msgpack.encode(verdict), settling)
         return verdict
     try:
-        # Not guarded: whoever looks would find again what it is about to say.
+        # Not guarded: the guard would raise the failure that this verdict is about.
         return msgspec.msgpack.decode(place.get("verdict", settling), type=_Verdict)
     except NotSet as error:
         raise DeadlineExceeded(

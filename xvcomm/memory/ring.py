@@ -5,7 +5,7 @@
              line 2: messages consumed
              lines 3, 4: turn of the producer, of the consumer: the messages n it has finished; -1 - n once it gave up
                          the next one
-             line 5: who has mapped slots that are apart; see `engine.session.peer_rings`
+             line 5: the process that has imported the slots; see `engine.session.peer_rings`
              lines 6, 7: where the producer's process is, the consumer's; line 8: which chunks of a message that goes
                          straight between the ends' arrays are claimed; all of ends in host memory only
     then     head[lane], tail[lane]: slots produced and consumed since the start, each alone on its line

@@ -91,7 +91,7 @@ def test_messages(pair, form):
 
 @separate
 def any_source(comm, form):
-    """A rank takes what the others send, whoever was first, and learns who it was."""
+    """A rank receives from all others in any order, and learns the source of each message."""
     wrap, rank, status = WRAPS[form], comm.rank, xvjax.Status()
     mpi4jax.comm_world = comm
     if rank > 0:

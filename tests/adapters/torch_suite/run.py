@@ -99,7 +99,7 @@ def tests() -> Iterator[tuple[type[unittest.TestCase], str]]:
 
 
 class Recorder(unittest.TestResult):
-    """AdmissionQueue what unittest reports into outcomes, and prints a line for each test as it ends."""
+    """Turns what unittest reports into outcomes, and prints a line for each test as it ends."""
 
     def __init__(self, run: Run, report: TextIO, output: int, out: Path | None, budget: float) -> None:
         super().__init__()
