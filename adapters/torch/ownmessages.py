@@ -29,11 +29,11 @@ class Carrier(Protocol):
 
     comm: Communicator
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """What `follow` takes: the end of what the current stream holds now."""
 
     def follow(self, event: Any) -> None:
-        """Let what comes next wait for a mark; raises what has finished the communicator, if anything has."""
+        """Let what comes next wait for an event; raises what has finished the communicator, if anything has."""
 
     def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
         """A Work for what was done in the call, on the current stream if there are streams."""
@@ -70,7 +70,7 @@ class _End(NamedTuple):
 
     sends: bool
     tensor: Tensor
-    mark: Any
+    event: Any
     future: Future[Work]
 
 
@@ -98,7 +98,7 @@ class OwnMessages:
             waiting = self._waiting[tag]
             other = waiting.popleft() if waiting and waiting[0].sends is not sends else None
             if other is None and not waits:
-                end = _End(sends, tensor, carrier.mark(), Future())
+                end = _End(sends, tensor, carrier.record_event(), Future())
                 waiting.append(end)
             elif not waiting:
                 del self._waiting[tag]
@@ -134,7 +134,7 @@ def _copy(carrier: Carrier, first: _End, tensor: Tensor, what: str) -> Work:
                 f"rank {rank} sends {source.numel()} x {source.dtype} to itself and receives {target.numel()} x "
                 f"{target.dtype}; both must be the same"
             )
-        carrier.follow(first.mark)
+        carrier.follow(first.event)
         with torch.no_grad():
             target.copy_(dense(source, None).view(target.shape))
         work = carrier.over(tensor, what, rank, first.tensor)

@@ -99,7 +99,7 @@ class Plane(ABC):
         """A Work for `job`, which blocks until a message is there, receives it, and gives its source; in order on a channel."""
 
     @abstractmethod
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """The end of what the current stream holds now, for `follow`; None in host memory."""
 
     @abstractmethod
@@ -183,8 +183,8 @@ class HostPlane(Plane):
         """See `Plane.from_any`. In a thread of the channel's, since it may wait for long."""
         return HostWork(self._receivers[channel].submit(job, call_site(_INSIDE_FROM_ANY)), tensors, what)
 
-    def mark(self) -> None:
-        """See `Plane.mark`."""
+    def record_event(self) -> None:
+        """See `Plane.record_event`."""
 
     def follow(self, event: Any) -> None:
         """See `Plane.follow`."""
@@ -282,8 +282,8 @@ class StreamPlane(Plane):
         """The current stream."""
         return torch.cuda.current_stream(self.place)
 
-    def mark(self) -> Any:
-        """See `Plane.mark`."""
+    def record_event(self) -> Any:
+        """See `Plane.record_event`."""
         return self.current().record_event()
 
     def follow(self, event: Any) -> None:

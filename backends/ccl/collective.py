@@ -309,8 +309,8 @@ class CclCollective(Collective):
         if self._used is not None and not captured:
             stream.wait(self._used)
         yield self._scratch.address
-        if not captured:  # a graph's marks are nothing outside of it
-            self._used = stream.mark()
+        if not captured:  # a graph's events mean nothing outside it
+            self._used = stream.record_event()
 
     def _pieces(self, count: int, itemsize: int) -> Iterator[tuple[int, list[int]]]:
         """Pieces of an array that fit the scratch memory: offset in bytes, and elements of each member's share."""

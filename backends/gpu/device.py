@@ -11,13 +11,13 @@ from xvcomm.abc.device import (
     Device,
     DeviceCapabilities,
     EnqueuedCall,
-    EnqueuedMarks,
+    EnqueuedEvents,
     EnqueuedMessages,
     ExportedMemory,
     MessageForm,
     Stream,
 )
-from xvcomm.backends.gpu.events import BRANCH, FOLLOW, MARK, StreamMarks
+from xvcomm.backends.gpu.events import BRANCH, FOLLOW, RECORD, StreamEvents
 from xvcomm.backends.gpu.guard import on_device, told
 from xvcomm.backends.gpu.kernels import Kernels
 from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LocalCall
@@ -109,7 +109,7 @@ class GpuDevice(Device):
             )
         stream = GpuStream(self._engine, handle, owned=False)
         try:
-            stream.mark()  # no event of this device can be recorded on a stream of another one
+            stream.record_event()  # no event of this device can be recorded on a stream of another one
         except ArgumentError as error:
             raise ArgumentError(
                 f"stream {handle:#x} cannot be used on {name}, which this rank has: {error}; make {name} the current one "
@@ -168,11 +168,11 @@ class GpuDevice(Device):
         return self._local(LocalCall.reduce(self._kernels, count, dtype, op, divisor, src_first=src_first))
 
     @on_device
-    def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
-        """See `Device.enqueued_marks`."""
+    def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
+        """See `Device.enqueued_events`."""
         at_once = EVENTS_AT_ONCE if stream.lasting else _EVENTS_OF_OTHERS
-        found = StreamMarks(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
-        return EnqueuedMarks(BRANCH, MARK, FOLLOW, found.address, found, found.take, self._failed)
+        found = StreamEvents(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
+        return EnqueuedEvents(BRANCH, RECORD, FOLLOW, found.address, found, found.take, self._failed)
 
     def _local(self, call: LocalCall) -> EnqueuedCall:
         return EnqueuedCall(LAUNCH_LOCAL, call.address, call, self._failed)

@@ -1,4 +1,4 @@
-"""Order between streams, told to the device by compiled code: one begins behind another, is marked, others follow the mark."""
+"""Order between streams for compiled code: wait for another stream, record an event, let other streams wait for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numba.extending import register_jitable
 
 from xvcomm.backends.gpu.guard import on_device
 from xvcomm.backends.gpu.kernels import is_capturing
-from xvcomm.backends.gpu.pools import Events, Mark
+from xvcomm.backends.gpu.pools import Event, EventPool
 from xvcomm.backends.gpu.vendor import Runtime
 from xvcomm.jit.atomics import load, store
 from xvcomm.jit.ccall import call_11, let_go, take_back
@@ -20,14 +20,14 @@ ELSEWHERE = -3
 
 
 class Word(enum.IntEnum):
-    """Words of one stream's marks."""
+    """Words of one stream's events."""
 
     ASK = 0  # these four: the vendor's functions, see `Addresses`
     RECORD = 1
     WAIT = 2
     WHERE = 3
     HERE = 4  # what must be current
-    FORK = 5  # an event that marks where the stream begins
+    FORK = 5  # the event that the stream waits for before it begins
     ANSWER = 6
     STATUS = 7
 
@@ -69,7 +69,7 @@ def _branch(words: int, behind: int, stream: int) -> int:
     return code
 
 
-def _mark(words: int, event: int, stream: int) -> int:
+def _record(words: int, event: int, stream: int) -> int:
     thread = let_go()
     code: int = _recorded(words, event, stream)
     take_back(thread)
@@ -91,12 +91,12 @@ def _follow(words: int, event: int, stream: int) -> int:
 
 with compiling():
     BRANCH = native("int64(int64, int64, int64)", _branch)
-    MARK = native("int64(int64, int64, int64)", _mark)
+    RECORD = native("int64(int64, int64, int64)", _record)
     FOLLOW = native("int64(int64, int64, int64)", _follow)
 
 
-class StreamMarks:
-    """Marks on one stream, for compiled code. Made where the device is the thread's current one.
+class StreamEvents:
+    """Events on one stream, for compiled code. Made where the device is the thread's current one.
 
     Args:
         index: number of the device.
@@ -105,22 +105,22 @@ class StreamMarks:
         at_once: how many events to make where there is none.
 
     Attributes:
-        address: what BRANCH, MARK and FOLLOW take.
+        address: what BRANCH, RECORD and FOLLOW take.
     """
 
     def __init__(self, runtime: Runtime, index: int, stream: int, place: tuple[int, int], at_once: int) -> None:
         self.runtime, self.index = runtime, index
-        self._events = Events(runtime, stream, at_once)
+        self._events = EventPool(runtime, stream, at_once)
         self._fork = self._events.take()
         calls = runtime.addresses()
-        words = calls.capturing, calls.record, calls.wait, *place, self._fork.event, 0, 0
+        words = calls.capturing, calls.record, calls.wait, *place, self._fork.handle, 0, 0
         self._words = (ctypes.c_int64 * len(Word))(*words)
         self.address = ctypes.addressof(self._words)
 
-    def take(self) -> Mark:
-        """A mark for compiled code to put on the stream."""
+    def take(self) -> Event:
+        """An event for compiled code to record on the stream."""
         return self._events.take() if self._events.free else self._take_another()
 
     @on_device
-    def _take_another(self) -> Mark:
+    def _take_another(self) -> Event:
         return self._events.take()

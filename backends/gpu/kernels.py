@@ -143,7 +143,7 @@ def launched(words: int, stream: int) -> int:
 
 @register_jitable
 def recorded(words: int, stream: int, event: int) -> int:
-    """Let an event mark a stream; gives what the vendor's function does."""
+    """Record an event on a stream; returns the vendor's code."""
     return call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 

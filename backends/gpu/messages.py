@@ -39,7 +39,7 @@ class EndWord(enum.IntEnum):
 
     COUNTER = 0  # address of `RingEnd.counter`
     ARMED = 1  # address of the handle of the stream that it is armed for
-    EVENT = 2  # that marks the stream behind its newest message
+    EVENT = 2  # recorded after its newest message
 
 
 _PREPARED, _ROOM, _ROOM_NOW, _WHERE, _HERE, _ANSWER, _COUNT, _FIRST = (8 * int(w) for w in Word)

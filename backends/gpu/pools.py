@@ -15,58 +15,58 @@ EVENTS_AT_ONCE = 64
 _GRAIN = 512
 
 
-class Mark:
-    """A point on a stream: an event, which is free again when nobody holds the mark any more.
+class Event:
+    """An event on a stream. Its handle goes back to the pool when nobody holds the event any more.
 
     Attributes:
-        event: the vendor's handle.
-        captured: number of the capture, if it is part of a graph: nobody can ask then whether it is reached; else 0.
+        handle: the vendor's handle.
+        captured: number of the capture, if it is part of a graph and so cannot be queried; else 0.
     """
 
-    __slots__ = ("_free", "captured", "event")
+    __slots__ = ("_free", "captured", "handle")
 
-    def __init__(self, event: int, captured: int, free: list[int]) -> None:
-        self.event, self.captured, self._free = event, captured, free
+    def __init__(self, handle: int, captured: int, free: list[int]) -> None:
+        self.handle, self.captured, self._free = handle, captured, free
 
     def __del__(self) -> None:
-        self._free.append(self.event)
+        self._free.append(self.handle)
 
 
-class Events:
-    """Makes marks. Any thread whose current device is the events'.
+class EventPool:
+    """Makes events, and uses their handles again. Any thread whose current device is the events'.
 
     Args:
-        stream: handle of the stream on which compiled code will put all of them, if that is what they are for.
-        at_once: how many to make where there is none.
+        stream: handle of the stream on which compiled code will record all of them, if they are for compiled code.
+        at_once: how many handles to make when none is free.
 
     Attributes:
-        free: events that no mark has.
+        free: handles that no event has.
     """
 
     def __init__(self, runtime: Runtime, stream: int | None = None, at_once: int = EVENTS_AT_ONCE) -> None:
         self._runtime, self._stream, self._at_once = runtime, stream, at_once
         self.free: list[int] = []
 
-    def record(self, stream: int, captured: int) -> Mark:
-        """Mark what a stream holds now; `captured` is the number of the capture that it takes part in, or 0."""
-        mark = self.take(captured)
-        self._runtime.record(mark.event, stream)
-        return mark
+    def record(self, stream: int, captured: int) -> Event:
+        """Record an event on a stream; `captured` is the number of the capture that it takes part in, or 0."""
+        event = self.take(captured)
+        self._runtime.record(event.handle, stream)
+        return event
 
-    def take(self, captured: int = 0) -> Mark:
-        """A mark that is nowhere yet."""
+    def take(self, captured: int = 0) -> Event:
+        """An event that is not recorded yet."""
         try:
-            event = self.free.pop()
+            handle = self.free.pop()
         except IndexError:
             self.free.extend(self._made() for _ in range(self._at_once))
-            event = self.free.pop()
-        return Mark(event, captured, self.free)
+            handle = self.free.pop()
+        return Event(handle, captured, self.free)
 
     def _made(self) -> int:
-        event = self._runtime.event()
+        handle = self._runtime.event()
         if self._stream is not None:
-            self._runtime.recorded(event, self._stream)
-        return event
+            self._runtime.recorded(handle, self._stream)
+        return handle
 
 
 class _Block:
@@ -87,13 +87,13 @@ class Memory:
     Giving it back to the vendor would wait for all kernels, and they may wait for a peer who waits for this rank.
 
     Args:
-        points: gives marks behind all that is on the device's streams now.
+        points: gives events after all work that is on the device's streams now.
     """
 
-    def __init__(self, runtime: Runtime, points: Callable[[], Sequence[Mark]]) -> None:
+    def __init__(self, runtime: Runtime, points: Callable[[], Sequence[Event]]) -> None:
         self._runtime, self._points = runtime, points
         self._returned: list[tuple[int, int]] = []
-        self._resting: list[tuple[tuple[int, int], Sequence[Mark]]] = []
+        self._resting: list[tuple[tuple[int, int], Sequence[Event]]] = []
         self._idle: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
@@ -123,7 +123,7 @@ class Memory:
             del self._returned[:count]
         still = []
         for block, points in self._resting:
-            if all(self._runtime.reached(mark.event) for mark in points):
+            if all(self._runtime.reached(event.handle) for event in points):
                 self._idle.append(block)
             else:
                 still.append((block, points))

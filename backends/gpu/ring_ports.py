@@ -12,7 +12,7 @@ from xvcomm.abc.device import Allocation, RingStalled, RingStopped
 from xvcomm.backends.gpu.guard import told
 from xvcomm.backends.gpu.kernels import Prepared
 from xvcomm.backends.gpu.messages import NOBODY, ArmedMessages
-from xvcomm.backends.gpu.pools import Mark
+from xvcomm.backends.gpu.pools import Event
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.system.threads import Daemon
@@ -36,24 +36,24 @@ class Port:
     Attributes:
         ring: address of the ring's memory for the device.
         state: the device memory in which kernels keep their place.
-        queue, mark: which stream the last transfer is on, and the point behind it.
+        queue, event: which stream the last transfer is on, and the event after it.
         before: the same of the last transfer that is in no graph, while those two are of one that is.
-        own: the mark behind transfers that compiled code launches, over and over.
+        own: the event that compiled code records after the transfers it launches, over and over.
         prepared: launches that begin with one of its transfers, by what they hold and the most blocks that they may take.
-        armed: the handle of the stream that messages are armed for, or NOBODY; `own` is then what `mark` is.
+        armed: the handle of the stream that messages are armed for, or NOBODY; `own` is then what `event` is.
         messages: what can be armed and begins with one of its messages.
     """
 
     __slots__ = (
-        "_closed", "armed", "before", "end", "mark", "messages", "own", "prepared", "queue", "ring", "state",
+        "_closed", "armed", "before", "end", "event", "messages", "own", "prepared", "queue", "ring", "state",
     )  # fmt: skip
 
     def __init__(self, end: RingEnd, ring: int, state: Allocation) -> None:
         self.end, self.ring, self.state = end, ring, state
         self.queue: tuple[int, int] = (0, 0)
-        self.mark: Mark | None = None
-        self.before: tuple[tuple[int, int], Mark | None] = (0, 0), None
-        self.own: Mark | None = None
+        self.event: Event | None = None
+        self.before: tuple[tuple[int, int], Event | None] = (0, 0), None
+        self.own: Event | None = None
         self.prepared: dict[tuple[Together, int], Prepared] = {}
         self.armed = ctypes.c_int64(NOBODY)
         self.messages: dict[Together, ArmedMessages] = {}
@@ -67,9 +67,9 @@ class Port:
         """See `RingEnd.abort_word`; what it was, once the end is closed."""
         return self._closed[1] if self._closed else self.end.abort_word()
 
-    def eager(self) -> tuple[tuple[int, int], Mark | None]:
-        """`queue` and `mark` of the last transfer that is in no graph."""
-        return self.before if self.mark is not None and self.mark.captured else (self.queue, self.mark)
+    def eager(self) -> tuple[tuple[int, int], Event | None]:
+        """`queue` and `event` of the last transfer that is in no graph."""
+        return self.before if self.event is not None and self.event.captured else (self.queue, self.event)
 
     def stop(self) -> None:
         """Make a kernel that waits in the ring leave, if nobody else did."""
@@ -87,10 +87,10 @@ class Tail:
         transfers: ports, each with the number of the message behind the last one that the stream has for it.
     """
 
-    __slots__ = ("_mark", "_runtime", "deadline", "transfers")
+    __slots__ = ("_event", "_runtime", "deadline", "transfers")
 
-    def __init__(self, runtime: Runtime, mark: Mark, transfers: dict[Port, int], deadline: Deadline) -> None:
-        self._runtime, self._mark = runtime, mark
+    def __init__(self, runtime: Runtime, event: Event, transfers: dict[Port, int], deadline: Deadline) -> None:
+        self._runtime, self._event = runtime, event
         self.transfers, self.deadline = transfers, deadline
 
     def through(self) -> bool:
@@ -100,7 +100,7 @@ class Tail:
             RingStopped: a transfer was given up.
             RingStalled: the deadline has passed.
         """
-        reached = self._runtime.reached(self._mark.event)  # first: what is looked at then is final
+        reached = self._runtime.reached(self._event.handle)  # first: what is looked at then is final
         for port, following in self.transfers.items():
             finished, goes_on = port.finished()
             if finished < following and not goes_on:

@@ -1,4 +1,4 @@
-"""Streams of a GPU: transfers become launches, marks become events, and only who asks for it waits."""
+"""Streams of a GPU: transfers become launches, and the host waits only where a caller asks for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xvcomm.abc.device import Stream
 from xvcomm.backends.gpu.guard import on_device, told
 from xvcomm.backends.gpu.kernels import CAPTURING, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
 from xvcomm.backends.gpu.messages import NOBODY, ArmedMessages
-from xvcomm.backends.gpu.pools import Events, Mark, Memory
+from xvcomm.backends.gpu.pools import Event, EventPool, Memory
 from xvcomm.backends.gpu.ring_ports import Port, Shape, Tail, Together, Watcher
 from xvcomm.backends.gpu.room import Room
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
@@ -40,17 +40,17 @@ class Engine:
         spin: seconds that the host spins for a stream before it sleeps.
         idle: handles of the device's own streams that are not in use; those that never were come last.
         own: handles of all others of them.
-        outside: the newest mark on each stream that is somebody else's.
+        outside: the newest event on each stream that is somebody else's.
         room: for launches of movers.
     """
 
     def __init__(self, runtime: Runtime, index: int, kernels: Kernels, spin: float) -> None:
         self.runtime, self.index, self.kernels, self.spin = runtime, index, kernels, spin
-        self.events = Events(runtime)
+        self.events = EventPool(runtime)
         self.memory = Memory(runtime, self._points)
         self.watcher = Watcher(runtime, index)
         self.idle = deque(runtime.stream() for _ in range(STREAMS))
-        self.outside: dict[int, Mark] = {}
+        self.outside: dict[int, Event] = {}
         self.own: set[int] = set()
         self.room = Room()
         self._ports: dict[RingEnd, Port] = {}
@@ -93,7 +93,7 @@ class Engine:
     def arm(self, key: Together, prepared: Prepared, stream: int) -> None:
         """Let compiled code launch the next messages of these shapes, if they are on the same stream."""
         found = key[0][0].messages.get(key)
-        events = [port.own.event for port, _ in key if port.own is not None]
+        events = [port.own.handle for port, _ in key if port.own is not None]
         if found is not None and len(events) == len(key):
             found.arm(prepared, events, self.room.version.value)
             for port, _ in key:
@@ -158,16 +158,16 @@ class Engine:
 
     def _left(self, port: Port) -> bool:
         """Whether no kernel will touch a port's memory any more; of graphs that are replayed their owner must know."""
-        _, mark = port.eager()
-        if mark is None or port.finished() == (port.end.sequence, True):
+        _, event = port.eager()
+        if event is None or port.finished() == (port.end.sequence, True):
             return True
-        return self.runtime.reached(mark.event)
+        return self.runtime.reached(event.handle)
 
-    def _points(self) -> Sequence[Mark]:
-        """Marks behind all that is on the streams. Of other people's, which may be gone, the last one that was made."""
+    def _points(self) -> Sequence[Event]:
+        """Events after all work on the streams; of other people's streams, which may be gone, the last one recorded."""
         own = [self.events.record(handle, 0) for handle in list(self.own) if not self.runtime.capture(handle)]
         armed = [port.own for port in list(self._ports.values()) if port.armed.value != NOBODY and port.own is not None]
-        return [*own, *armed, *(mark for mark in list(self.outside.values()) if not mark.captured)]
+        return [*own, *armed, *(event for event in list(self.outside.values()) if not event.captured)]
 
 
 def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> Transfer:
@@ -187,7 +187,7 @@ class GpuStream(Stream):
         self._engine, self._handle, self._owned = engine, handle, owned
         self.queue = (handle, threading.get_ident()) if handle == _PER_THREAD else (handle, 0)
         self.lasting = handle <= _LEGACY or handle in engine.own
-        self._newest: Mark | None = None
+        self._newest: Event | None = None
         self._empty = owned
         self._transfers: dict[Port, int] = {}
         self._together: list[tuple[Port, Transfer]] | None = None
@@ -201,7 +201,7 @@ class GpuStream(Stream):
     def handle(self) -> int:
         """The vendor's handle, for whoever enqueues something now; it comes behind what was said to start together."""
         if self._together:
-            self.mark()
+            self.record_event()
         self.enqueued()
         return self._handle
 
@@ -210,34 +210,34 @@ class GpuStream(Stream):
         self._empty, self._newest = False, None
 
     @on_device
-    def mark(self) -> Mark:
-        """See `Stream.mark`."""
-        return self._start() or self._mark()
+    def record_event(self) -> Event:
+        """See `Stream.record_event`."""
+        return self._start() or self._newest_event()
 
-    def _mark(self) -> Mark:
+    def _newest_event(self) -> Event:
         newest, captured = self._newest, self.runtime.capture(self._handle)
         if newest is None or newest.captured != captured:
             return self._record(captured)
         return newest
 
-    def _record(self, captured: int) -> Mark:
-        self._newest = mark = self._engine.events.record(self._handle, captured)
+    def _record(self, captured: int) -> Event:
+        self._newest = event = self._engine.events.record(self._handle, captured)
         if not self._owned:
-            self._engine.outside[self._handle] = mark
-        return mark
+            self._engine.outside[self._handle] = event
+        return event
 
     @on_device
-    def wait(self, mark: object) -> None:
+    def wait(self, event: object) -> None:
         """See `Stream.wait`."""
         self._start()
-        self.runtime.wait(self._handle, cast(Mark, mark).event)
+        self.runtime.wait(self._handle, cast(Event, event).handle)
         self.enqueued()
 
-    def reached(self, mark: object) -> bool:
+    def reached(self, event: object) -> bool:
         """See `Stream.reached`; what goes into a graph is not on the stream."""
-        mark = cast(Mark, mark)
+        event = cast(Event, event)
         try:
-            return mark.captured != 0 or self.runtime.reached(mark.event)
+            return event.captured != 0 or self.runtime.reached(event.handle)
         except VendorError as error:
             raise told(error, self.runtime.kind, self.index) from error
 
@@ -275,7 +275,7 @@ class GpuStream(Stream):
 
     def _starts(self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> bool:
         """Have compiled code launch a transfer that follows another one of its port here; whether it could."""
-        if self._together is not None or port.end.replayed or port.mark is None or port.queue != self.queue:
+        if self._together is not None or port.end.replayed or port.event is None or port.queue != self.queue:
             return False
         engine, handle = self._engine, self._handle
         key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room.left(handle)
@@ -283,16 +283,16 @@ class GpuStream(Stream):
         if prepared is None:
             prepared = engine.prepare([(port, _row(port, data, message, op, remote_first))], key, most)
         own = port.own
-        if port.mark is not own or own is None:
-            own = self._own_mark(port)
-            self.runtime.recorded(own.event, handle)
-        code = start(prepared.address, data, message.tag, handle, own.event)
+        if port.event is not own or own is None:
+            own = self._own_event(port)
+            self.runtime.recorded(own.handle, handle)
+        code = start(prepared.address, data, message.tag, handle, own.handle)
         if code == CAPTURING:
             return False
         if code:
             raise self.runtime.failure(code)
         self._count(port)
-        self._empty, self._newest, port.mark = False, None, own
+        self._empty, self._newest, port.event = False, None, own
         if not self._owned:
             engine.outside[handle] = own
         engine.room.take(handle, port, prepared.blocks)
@@ -300,8 +300,8 @@ class GpuStream(Stream):
             engine.arm(key, prepared, handle)
         return True
 
-    def _own_mark(self, port: Port) -> Mark:
-        """The mark that compiled code puts behind a port's transfers."""
+    def _own_event(self, port: Port) -> Event:
+        """The event that compiled code records after a port's transfers."""
         own = port.own = port.own or self._engine.events.take()
         return own
 
@@ -315,14 +315,14 @@ class GpuStream(Stream):
             self._transfers = {p: n for p, n in self._transfers.items() if p.finished()[0] < n}
         self._transfers[port] = end.sequence
 
-    def _start(self) -> Mark | None:
+    def _start(self) -> Event | None:
         """Launch what is to start together: first every end's first transfer, then every end's second, and so on.
 
         Returns:
-            The mark behind it, if there was anything.
+            The event after it, if there was anything.
         """
         rows, self._together = self._together, None
-        mark = None
+        event = None
         rounds: list[list[tuple[Port, Transfer]]] = []
         seen: dict[Port, int] = {}
         for port, row in rows or ():
@@ -333,21 +333,21 @@ class GpuStream(Stream):
             rounds[turn].append((port, row))
         for part in rounds:
             for first in range(0, len(part), ROWS):
-                mark = self._launch(part[first : first + ROWS], self._captured)
-        return mark
+                event = self._launch(part[first : first + ROWS], self._captured)
+        return event
 
-    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: int) -> Mark:
+    def _launch(self, rows: Sequence[tuple[Port, Transfer]], captured: int) -> Event:
         for port, _ in rows:
             self._follow(port, captured)
         engine, handle = self._engine, self._handle
         blocks = engine.kernels.move([row for _, row in rows], handle, engine.room.left(handle))
         engine.room.take(handle, rows[-1][0], blocks)
-        mark = self._record(captured)
+        event = self._record(captured)
         for port, _ in rows:
-            port.queue, port.mark, port.armed.value = self.queue, mark, NOBODY
+            port.queue, port.event, port.armed.value = self.queue, event, NOBODY
         if not captured and len(rows) > 1 and not self.queue[1]:
             self._arm(rows)
-        return mark
+        return event
 
     def _arm(self, rows: Sequence[tuple[Port, Transfer]]) -> None:
         """Let compiled code launch the next transfers of these shapes, if it is to."""
@@ -358,8 +358,8 @@ class GpuStream(Stream):
         most = engine.room.left(handle)
         prepared = key[0][0].prepared.get((key, most)) or engine.prepare(rows, key, most)
         for port, _ in rows:
-            port.mark = own = self._own_mark(port)
-            self.runtime.record(own.event, handle)  # until compiled code does: others may follow this launch
+            port.event = own = self._own_event(port)
+            self.runtime.record(own.handle, handle)  # until compiled code does: others may follow this launch
         engine.room.take(handle, rows[-1][0], prepared.blocks)
         engine.arm(key, prepared, handle)
 
@@ -370,9 +370,9 @@ class GpuStream(Stream):
         """
         if captured:
             port.before = port.eager()
-        queue, mark = (port.queue, port.mark) if captured else port.eager()
-        if mark is not None and queue != self.queue and mark.captured == captured:
-            self.runtime.wait(self._handle, mark.event)
+        queue, event = (port.queue, port.event) if captured else port.eager()
+        if event is not None and queue != self.queue and event.captured == captured:
+            self.runtime.wait(self._handle, event.handle)
 
     @on_device
     def synchronize(self) -> None:
@@ -413,7 +413,7 @@ class GpuStream(Stream):
             self._engine.watcher.doom(ports)
 
     def _tail(self) -> Tail:
-        return Tail(self.runtime, self._mark(), self._transfers, self.deadline)
+        return Tail(self.runtime, self._newest_event(), self._transfers, self.deadline)
 
     def _forget(self) -> None:
         self._transfers, self._empty = {}, True

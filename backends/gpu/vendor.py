@@ -44,7 +44,7 @@ class Addresses(NamedTuple):
     Attributes:
         capturing: is a stream capturing.
         launch: launch a kernel.
-        record: let an event mark a stream.
+        record: record an event on a stream.
         wait: let a stream wait for an event.
         current: what is current on the thread, a word that is written where the only argument says.
     """
@@ -143,7 +143,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def record(self, event: int, stream: int) -> None:
-        """Let an event mark what is on a stream now."""
+        """Record an event after what is on a stream now."""
 
     @abstractmethod
     def wait(self, stream: int, event: int) -> None:
@@ -191,7 +191,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def recorded(self, event: int, stream: int) -> None:
-        """Hear that compiled code will let an event mark what is on a stream."""
+        """Take note that compiled code will record an event on a stream."""
 
 
 class Library(ABC):

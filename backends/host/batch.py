@@ -32,7 +32,7 @@ class Batch:
     """Transfers that move together; those of one ring end keep their order, also towards other batches.
 
     Attributes:
-        generation: grows whenever the batch is emptied, so that old marks are known to be reached.
+        generation: grows whenever the batch is emptied, so that old events are known to be reached.
     """
 
     def __init__(self, spins: int, process_memory: bool = False) -> None:

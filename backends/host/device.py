@@ -60,21 +60,21 @@ class HostStream(Stream):
         """What the next transfer must wait for, as in `Batch.add`; nothing if the batch was emptied since."""
         return self._gates if self._gated == self.batch.generation else NO_GATES
 
-    def mark(self) -> tuple[int, int, int]:
-        """See `Stream.mark`: the batch's generation, its length, the lane."""
+    def record_event(self) -> tuple[int, int, int]:
+        """See `Stream.record_event`: the batch's generation, its length, the lane."""
         return self.batch.generation, len(self.batch), self.lane
 
-    def wait(self, mark: object) -> None:
+    def wait(self, event: object) -> None:
         """See `Stream.wait`."""
-        generation, length, lane = cast(tuple[int, int, int], mark)
+        generation, length, lane = cast(tuple[int, int, int], event)
         if generation == self.batch.generation and length:
             gates = list(self.gates)
             gates[lane] = max(gates[lane], length)
             self._gates, self._gated = tuple(gates), generation
 
-    def reached(self, mark: object) -> bool:
-        """See `Stream.reached`; a batch is emptied at once, so its marks are reached together."""
-        generation, length, _ = cast(tuple[int, int, int], mark)
+    def reached(self, event: object) -> bool:
+        """See `Stream.reached`; a batch is emptied at once, so its events are reached together."""
+        generation, length, _ = cast(tuple[int, int, int], event)
         return generation != self.batch.generation or not length
 
     def capturing(self) -> bool:

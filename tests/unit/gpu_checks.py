@@ -265,7 +265,7 @@ def memory_is_used_again() -> None:
         kept = [gpu.empty(1 << 20)]
         assert kept[0].address == address
         used_again = 0
-        for _ in range(300):  # streams of a busy host reach their marks late, so some rounds may take new memory
+        for _ in range(300):  # streams of a busy host reach their events late, so some rounds may take new memory
             count = len(allocated)
             kept.clear()
             kept.append(gpu.empty((1 << 20) - 5))
@@ -280,15 +280,15 @@ def memory_is_used_again() -> None:
 
 @check
 def events_and_streams_are_used_again() -> None:
-    """Marks that nobody holds cost no event, streams that nobody holds no stream."""
+    """The handles of events and streams that nobody holds are used again."""
     gpu = device()
     events, streams = counted(gpu.runtime, "event"), counted(gpu.runtime, "stream")
     user = gpu.adopt(gpu.runtime.stream())
     for _ in range(300):
         one, other = gpu.streams(2)
-        one.wait(user.mark())
-        other.wait(one.mark())
-        user.wait(other.mark())
+        one.wait(user.record_event())
+        other.wait(one.record_event())
+        user.wait(other.record_event())
         del one, other
     user.deadline = Deadline.after(SECONDS)
     user.synchronize()
@@ -311,7 +311,7 @@ def nothing_waits_for_another_of_what_starts_together() -> None:
                 gpu.put(ends[side][0], sent[side][n].address, message(BIG, n), streams[side])
             for n in range(2):
                 gpu.get(ends[side][1], got[side][n].address, message(BIG, n), streams[side])
-            streams[side].mark()
+            streams[side].record_event()
         for side, gpu in enumerate(gpus):
             streams[side].synchronize()
             for n in range(2):
@@ -330,12 +330,12 @@ def one_ring_on_two_streams() -> None:
         gpu.put(producer, sent[1].address, message(SMALL, 2), free)
         for n in range(2):
             gpu.get(consumer, got[n].address, message(SMALL, n + 1), receiving)
-        mark = receiving.mark()
+        event = receiving.record_event()
         time.sleep(0.1)  # let what does not wait begin
-        assert not receiving.reached(mark)
+        assert not receiving.reached(event)
         gpu.put(gate, sent[0].address, message(SMALL), stream(gpu))
         receiving.synchronize()
-        assert receiving.reached(mark)
+        assert receiving.reached(event)
         assert (down(gpu, got[0]) == first).all() and (down(gpu, got[1]) == second).all()
 
 
@@ -375,11 +375,11 @@ def graphs() -> None:
         gpu.put(producer, source.address, message(SMALL), own)
         own.synchronize()
         with captured(handle) as launches:
-            own.wait(user.mark())
+            own.wait(user.record_event())
             gpu.put(producer, source.address, message(SMALL), own)
-            mark = own.mark()
-            assert own.reached(mark)
-            user.wait(mark)
+            event = own.record_event()
+            assert own.reached(event)
+            user.wait(event)
             gpu.put(producer, source.address, message(SMALL), user)
         assert producer.sequence == 1
         for _ in range(3):
@@ -425,15 +425,15 @@ def what_was_given_up_stops_its_ring() -> None:
         with ring() as (_, consumer):
             on, target = stream(gpu), gpu.empty(SMALL)
             gpu.get(consumer, target.address, message(SMALL), on)
-            mark = on.mark()
+            event = on.record_event()
             on.discard()
             assert not consumer.abort_word()
             if first:
                 consumer.abort(first)
             deadline = Deadline.after(SECONDS)
-            while not on.reached(mark) and not deadline.expired():
+            while not on.reached(event) and not deadline.expired():
                 time.sleep(0.01)
-            assert on.reached(mark) and consumer.abort_word() == word
+            assert on.reached(event) and consumer.abort_word() == word
             assert consumer.finished() == (0, False)
 
 

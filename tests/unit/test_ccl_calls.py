@@ -46,7 +46,7 @@ class Caller:
         self._context: Any = SimpleNamespace(
             place=self._contract.place, sequence=0, word=self._contract.abort_word, end=self.ended.append,
             fail=lambda error, operation: error, tracker=SimpleNamespace(
-                seal=self.departures.append, rings={}, marks=lambda handle: self.boarding.marks,
+                seal=self.departures.append, rings={}, events=lambda handle: self.boarding.events,
             ),
         )  # fmt: skip
 
@@ -252,23 +252,23 @@ def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> Non
     comm.close()
 
 
-def test_what_boards_a_stream_that_may_be_gone_leaves_with_a_mark_behind_it(caller: Caller) -> None:
-    """Also where others leave while the stream is marked, with the event that was on its way."""
-    events, marked, left = itertools.count(7), list[int](), list[LoggedOperations | None]()
+def test_what_boards_a_stream_that_may_be_gone_leaves_with_an_event_behind_it(caller: Caller) -> None:
+    """Also where others leave while the event is recorded, with that event."""
+    handles, recorded, left = itertools.count(7), list[int](), list[LoggedOperations | None]()
     leaving = False
 
-    def mark(argument: int, event: int, stream: int) -> int:
+    def record(argument: int, event: int, stream: int) -> int:
         nonlocal leaving
         assert (argument, stream) == (5, 99)
-        marked.append(event)
+        recorded.append(event)
         if leaving:
             leaving = False
             left.append(caller.boarding.take())
         return 0
 
-    function, marks = Native(lambda *words: 0), ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(mark)
-    take = lambda: SimpleNamespace(event=next(events), captured=0)  # noqa: E731
-    caller.boarding = LaunchLog({}, cast(Any, SimpleNamespace(mark=address(marks), argument=5, take=take)))
+    function, recorder = Native(lambda *words: 0), ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(record)
+    take = lambda: SimpleNamespace(handle=next(handles), captured=0)  # noqa: E731
+    caller.boarding = LaunchLog({}, cast(Any, SimpleNamespace(record=address(recorder), argument=5, take=take)))
     comm = joined(a_library(address=address(function)))
     call = caller.prepare(comm, OpCode.ALL_REDUCE)
     call(16, 32)
@@ -276,12 +276,12 @@ def test_what_boards_a_stream_that_may_be_gone_leaves_with_a_mark_behind_it(call
     leaving = True
     call(16, 32)
     left.append(caller.boarding.take())
-    assert marked == [7, 7, 7, 8]
-    assert [(p.mark.event, len(p.records)) for p in left if p is not None and p.mark is not None] == [(7, 2), (8, 1)]
+    assert recorded == [7, 7, 7, 8]
+    assert [(p.event.handle, len(p.records)) for p in left if p is not None and p.event is not None] == [(7, 2), (8, 1)]
     comm.close()
 
 
-def test_a_stream_that_cannot_be_marked_is_told_by_the_device(caller: Caller) -> None:
+def test_an_event_that_cannot_be_recorded_is_told_by_the_device(caller: Caller) -> None:
     """Its number for what went wrong would mean something else to the library."""
     told: list[int] = []
 
@@ -289,12 +289,12 @@ def test_a_stream_that_cannot_be_marked_is_told_by_the_device(caller: Caller) ->
         told.append(code)
         raise Aborted("the device's error")
 
-    function, marks = (
+    function, recorder = (
         Native(lambda *words: 0),
         ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(lambda *words: 3),
     )
-    take = lambda: SimpleNamespace(event=7, captured=0)  # noqa: E731
-    stream = SimpleNamespace(mark=address(marks), argument=5, take=take, failed=failed)
+    take = lambda: SimpleNamespace(handle=7, captured=0)  # noqa: E731
+    stream = SimpleNamespace(record=address(recorder), argument=5, take=take, failed=failed)
     caller.boarding = LaunchLog({}, cast(Any, stream))
     comm = joined(a_library(address=address(function)))
     with pytest.raises(Aborted, match="the device's error"):

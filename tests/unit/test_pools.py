@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from xvcomm.abc.device import Allocation
-from xvcomm.backends.gpu.pools import Mark, Memory
+from xvcomm.backends.gpu.pools import Event, Memory
 from xvcomm.backends.gpu.vendor import Runtime
 
 
@@ -14,7 +14,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.done: set[int] = set()
-        self.marks = 0
+        self.events = 0
         self.memory = Memory(cast(Runtime, self), self.points)
         self.coming_back: list[Allocation] = []
         self._next = 0
@@ -26,15 +26,15 @@ class Gpu:
     def reached(self, event: int) -> bool:
         return event in self.done
 
-    def points(self) -> list[Mark]:
-        """A mark; another thread gives memory back as soon as it is made."""
-        self.marks += 1
-        mark = Mark(self.marks, 0, [])
+    def points(self) -> list[Event]:
+        """An event; another thread gives memory back as soon as it is made."""
+        self.events += 1
+        event = Event(self.events, 0, [])
         self.coming_back.clear()
-        return [mark]
+        return [event]
 
 
-def test_memory_that_comes_back_behind_the_marks_waits_for_later_ones() -> None:
+def test_memory_that_comes_back_behind_the_events_waits_for_later_ones() -> None:
     gpu = Gpu()
     first, second = gpu.memory.take(1000), gpu.memory.take(1000)
     before, behind = first.address, second.address
@@ -45,6 +45,6 @@ def test_memory_that_comes_back_behind_the_marks_waits_for_later_ones() -> None:
     others.append(gpu.memory.take(1000))
     assert others[1].address == before, "all is done that was enqueued before it came back"
     others.append(gpu.memory.take(1000))
-    assert behind not in [taken.address for taken in others], "a mark from before it came back was taken for it"
+    assert behind not in [taken.address for taken in others], "an event from before it came back was taken for it"
     gpu.done.add(2)
     assert gpu.memory.take(1000).address == behind

@@ -44,7 +44,7 @@ class Job:
     """A communicator, its stream beside the users', and a collective that was started there as number 7.
 
     Attributes:
-        through: whether the stream has reached the collective's mark.
+        through: whether the stream has reached the collective's event.
         stop: the communicator's abort word.
         received: messages that the collective's ring end is through with; it needs one.
         followed: streams that were told to come behind.
@@ -53,8 +53,8 @@ class Job:
     def __init__(self) -> None:
         self.through, self.stop, self.received, self.followed = False, 0, 1, list[int | None]()
         self.native: Any = SimpleNamespace(error=lambda: 0)
-        self.context, self.stream = self, SimpleNamespace(reached=lambda mark: self.through)
-        self.tracker, self.handle, self.mark, self.companions = self, 48, None, AsyncGroup()
+        self.context, self.stream = self, SimpleNamespace(reached=lambda event: self.through)
+        self.tracker, self.handle, self.event, self.companions = self, 48, None, AsyncGroup()
         view, part = (self.view() for _ in range(2))
         self.call = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
         self.branch = SimpleNamespace(sequence=7, ends=[(cast(RingEnd, End(self)), 1)])
@@ -90,13 +90,13 @@ class Job:
     def explain(self, error: Exception, operation: Operation) -> Exception:
         return PeerLost(f"{operation}: {type(error).__name__}")
 
-    def follow(self, stream: int | None, mark: object, over: Callable[[], bool]) -> None:
+    def follow(self, stream: int | None, event: object, over: Callable[[], bool]) -> None:
         self.followed.append(stream)
 
     def end_all(self, error: Exception | None = None) -> None:
         """What everything aboard became is over."""
         where: Any = self.stream
-        self.companions.batch = Batch([], NEVER, stream=where, mark=where, error=error, over=True)
+        self.companions.batch = Batch([], NEVER, stream=where, event=where, error=error, over=True)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def job() -> Job:
     return Job()
 
 
-def test_it_is_over_when_its_own_mark_is_reached(job: Job) -> None:
+def test_it_is_over_when_its_own_event_is_reached(job: Job) -> None:
     assert not job.work.done() and job.work.exception() is None
     with pytest.raises(DeadlineExceeded, match=r"all_gather #7 was not done after 0\.01 s"):
         job.work.synchronize(0.01)

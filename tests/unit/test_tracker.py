@@ -38,14 +38,14 @@ class End:
 
 
 class Stream:
-    """A stream, and a mark on it that is never reached."""
+    """A stream, and an event on it that is never reached."""
 
     captured = 0
     held_up = True
     queue = (7, 0)
     lasting = True
 
-    def reached(self, mark: object) -> bool:
+    def reached(self, event: object) -> bool:
         assert not self.held_up, "the device was asked"
         return False
 
@@ -80,7 +80,7 @@ class Job:
         operation = Operation(name, sequence, Message(+name, 0, 0, 0, 0), peer)
         used = [(cast(RingEnd, end), 1, operation) for end in ends]
         stream = cast(Any, Stream())
-        return self.tracker.add(Batch([operation], self.deadline(seconds), used, stream=stream, mark=stream))
+        return self.tracker.add(Batch([operation], self.deadline(seconds), used, stream=stream, event=stream))
 
     def stopped(self) -> list[int]:
         """Number of the operation that the job was stopped for, if it was."""
@@ -140,7 +140,7 @@ def test_a_collective_that_a_rank_did_not_come_to_is_late_beside_a_message(job: 
 
 
 @pytest.mark.parametrize("place", ["aboard", "sealed"])
-def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
+def test_what_has_no_event_yet_counts(job: Job, place: str) -> None:
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
     job.tracker.add_blocking([operation], 1, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
     if place == "sealed":
@@ -149,14 +149,16 @@ def test_what_is_not_marked_yet_counts(job: Job, place: str) -> None:
     assert job.stopped() == [5]
 
 
-def test_a_threads_own_stream_is_marked_by_that_thread(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks later would mark another one."""
-    marked: list[int] = []
+def test_a_threads_own_stream_gets_its_event_from_that_thread(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's call would record on another stream."""
+    recorded: list[int] = []
     monkeypatch.setattr(Stream, "lasting", False)
-    monkeypatch.setattr(Stream, "mark", lambda self: marked.append(threading.get_ident()) or self, raising=False)
+    monkeypatch.setattr(
+        Stream, "record_event", lambda self: recorded.append(threading.get_ident()) or self, raising=False
+    )
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
     job.tracker.add_blocking([operation], 2, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
-    assert marked == [threading.get_ident()] and not job.tracker._open_batches
+    assert recorded == [threading.get_ident()] and not job.tracker._open_batches
     assert job.stopped() == [5]
 
 
@@ -178,10 +180,10 @@ def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pyt
     assert [operation.sequence for operation in job.told] == [1]
 
 
-def test_what_is_over_is_not_late_though_the_users_work_lies_before_its_mark(
+def test_what_is_over_is_not_late_though_the_users_work_precedes_its_event(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the default stream, which is marked later, behind what the user has put there meanwhile."""
+    """On the default stream, whose event is recorded later, after what the user has put there meanwhile."""
     monkeypatch.setattr(Stream, "held_up", False)
     job.add(LATE, 0, End(1), peer=1)
     job.tracker.look()
@@ -200,14 +202,14 @@ def test_messages_behind_a_graphs_are_not_over_where_the_ring_has_stopped(job: J
 
 
 @pytest.mark.parametrize("captured", [0, 5])
-def test_nobody_marks_a_stream_while_a_capture_takes_it_in(job: Job, captured: int) -> None:
+def test_nobody_records_on_a_stream_while_a_capture_takes_it_in(job: Job, captured: int) -> None:
     held: list[bool] = []
-    stream: Any = SimpleNamespace(wait=lambda mark: held.append(job.tracker._gate.locked()))
+    stream: Any = SimpleNamespace(wait=lambda event: held.append(job.tracker._gate.locked()))
     job.tracker.join(stream, cast(Any, SimpleNamespace(captured=captured)))
     assert held == [captured != 0]
 
 
-def test_operations_with_unlike_deadlines_do_not_share_a_mark(job: Job) -> None:
+def test_operations_with_unlike_deadlines_do_not_share_an_event(job: Job) -> None:
     operations = [Operation(OpCode.RECV, n, Message(+OpCode.RECV, 0, 0, 0, 0), 1) for n in range(3)]
     departed: list[int] = []
     job.tracker._seal = lambda handle, open_batch: departed.append(len(open_batch.operations))  # type: ignore[method-assign]
@@ -222,7 +224,7 @@ def test_nothing_is_kept_of_a_stream_that_is_gone(job: Job, monkeypatch: pytest.
     monkeypatch.setattr(Stream, "held_up", False)
     kept = [job.add(IN_TIME, number, End(1), peer=1) for number in range(3)]
     assert len(job.tracker._streams) == 3 and job.tracker
-    monkeypatch.setattr(Stream, "reached", lambda self, mark: True)
+    monkeypatch.setattr(Stream, "reached", lambda self, event: True)
     job.tracker.poll()
     assert all(batch.over for batch in kept) and not job.tracker
     kept.clear()

@@ -78,16 +78,16 @@ class ExportedMemory:
     handle: bytes
 
 
-class Mark(Protocol):
-    """A point on a stream of a device that goes on behind the host.
+class Event(Protocol):
+    """An event on a stream of a device that is asynchronous.
 
     Attributes:
-        captured: not 0 if it went into a graph, so that nobody can ask whether it is reached.
-        event: a word by which compiled code knows it.
+        captured: not 0 if it was recorded in a graph's capture, so that it cannot be queried.
+        handle: by which compiled code knows it.
     """
 
     captured: int
-    event: int
+    handle: int
 
 
 Queue = tuple[int, int]
@@ -112,16 +112,16 @@ class Stream(ABC):
         return 0
 
     @abstractmethod
-    def mark(self) -> object:
-        """A point behind all that is on the stream now, for `wait`."""
+    def record_event(self) -> object:
+        """Record an event after all work that is on the stream now, for `wait`."""
 
     @abstractmethod
-    def wait(self, mark: object) -> None:
-        """Let what comes next on this stream start only when the marked point of another one is reached."""
+    def wait(self, event: object) -> None:
+        """Let later work of this stream wait for an event of another one."""
 
     @abstractmethod
-    def reached(self, mark: object) -> bool:
-        """Whether a mark of any stream of the device is behind what has been done. Never blocks."""
+    def reached(self, event: object) -> bool:
+        """Whether the device has reached an event, of any of its streams. Never blocks."""
 
     @abstractmethod
     def capturing(self) -> bool:
@@ -129,7 +129,7 @@ class Stream(ABC):
 
     @abstractmethod
     def together(self) -> None:
-        """Let the transfers enqueued from now until the next mark start together, so that none waits for another."""
+        """Let the transfers enqueued from now until the next event start together, so that none waits for another."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -257,7 +257,7 @@ class EnqueuedMessages(NamedTuple):
     failed: Callable[[int], NoReturn]
 
 
-class EnqueuedMarks(NamedTuple):
+class EnqueuedEvents(NamedTuple):
     """Order between a stream and others, for compiled code.
 
     Its functions are C's, by address, of three words each. They are called with the interpreter lock, let it go where they
@@ -266,19 +266,19 @@ class EnqueuedMarks(NamedTuple):
     Attributes:
         branch: `argument`, and the handles of another stream and of this one, which is to go on behind what the other
             holds now. Else the device has to look at more, and `Stream.wait` serves. One call at a time.
-        mark: `argument`, a mark's `event`, and the handle of this stream, to be marked.
-        follow: the same with another stream, whose next work is to wait for the mark; else `Stream.wait` serves.
+        record: `argument`, an event's `handle`, and the handle of this stream, on which to record it.
+        follow: the same with another stream, whose next work is to wait for the event; else `Stream.wait` serves.
         argument: address of what must live as long: `keep`.
-        take: gives a mark that is nowhere yet.
-        failed: raises what another result of `mark` means.
+        take: gives an event that is not recorded yet.
+        failed: raises what another result of `record` means.
     """
 
     branch: int
-    mark: int
+    record: int
     follow: int
     argument: int
     keep: object
-    take: Callable[[], Mark]
+    take: Callable[[], Event]
     failed: Callable[[int], NoReturn]
 
 
@@ -360,8 +360,8 @@ class Device(ABC):
         """The same of `reduce` of an input and the output; which of them comes first is `src_first`."""
         return None
 
-    def enqueued_marks(self, stream: Stream) -> EnqueuedMarks:
-        """Marks on a stream, for compiled code; only devices have them that go on behind the host."""
+    def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
+        """Events on a stream, for compiled code; only devices have them that go on behind the host."""
         raise NotImplementedError
 
     def export_memory(self, nbytes: int) -> ExportedMemory:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from xvcomm.abc.collective import CollectiveForm
-from xvcomm.abc.device import Allocation, EnqueuedCall, Mark, MessageForm, Queue, Stream
+from xvcomm.abc.device import Allocation, EnqueuedCall, Event, MessageForm, Queue, Stream
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.launch import EnqueuedStep, Place
@@ -62,7 +62,7 @@ class Executor:
         self._device = context.device
         self._streams = dict(zip(_LANES, self._device.streams(len(_LANES)), strict=True))
         self._scratch: Allocation | None = None
-        self._last: Mark | None = None
+        self._last: Event | None = None
         self._user: Stream | None = None
         self._captured: set[Allocation | None] = set()
         self._serial: dict[Queue, list[Allocation]] = {}
@@ -91,18 +91,18 @@ class Executor:
     def launch(
         self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
         user: Stream,
-    ) -> tuple[Mark | None, Ends]:  # fmt: skip
+    ) -> tuple[Event | None, Ends]:  # fmt: skip
         """Enqueue all steps behind what `user` holds, which goes on behind them.
 
         Returns:
-            A mark there, if one was needed, and the ring ends.
+            An event there, if one was needed, and the ring ends.
 
         Raises:
             CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
         """
         enqueue = self._enqueue_serially if self._fits(plan) else self._enqueue_on_lanes
-        mark, ends = enqueue(plan, buffers, dtype, op, operation, deadline, user)
-        return mark, [(end, sequence, operation) for end, sequence in ends.items()]
+        event, ends = enqueue(plan, buffers, dtype, op, operation, deadline, user)
+        return event, [(end, sequence, operation) for end, sequence in ends.items()]
 
     def _enqueue_serially(
         self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
@@ -118,24 +118,24 @@ class Executor:
     def _enqueue_on_lanes(
         self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
         user: Stream,
-    ) -> tuple[Mark | None, dict[RingEnd, int]]:  # fmt: skip
+    ) -> tuple[Event | None, dict[RingEnd, int]]:  # fmt: skip
         nbytes, captured = plan.schedule.scratch * dtype.itemsize, user.capturing()
         bases = buffers.bases(self._scratch_address(nbytes))
-        # A graph's marks are nothing outside of it; replays are ordered by the stream that they are launched on.
+        # A graph's events mean nothing outside it; replays are ordered by the stream that they are launched on.
         last = None if captured or self._user is user else self._last
         lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
-        begin = user.mark() if lanes else None
+        begin = user.record_event() if lanes else None
         for stream in lanes:
             stream.wait(begin)
             if last is not None:
                 stream.wait(last)
         ends = self._enqueue(plan.schedule, bases, dtype, op, operation, deadline)
         for stream in lanes:
-            user.wait(stream.mark())
+            user.wait(stream.record_event())
         if nbytes and captured:
             self._captured.add(self._scratch)  # the graph uses it as often as it runs
         elif nbytes:
-            self._last, self._user = cast(Mark, user.mark()), user
+            self._last, self._user = cast(Event, user.record_event()), user
             return self._last, ends
         return None, ends
 
@@ -196,14 +196,14 @@ class Executor:
         for stream in streams.values():
             stream.deadline = deadline
         awaited = {earlier for step in schedule.steps for earlier in step.after}
-        marks: dict[int, object] = {}
+        events: dict[int, object] = {}
         for index, step in enumerate(schedule.steps):
             stream = streams[step.lane]
             for earlier in step.after:
-                stream.wait(marks[earlier])
+                stream.wait(events[earlier])
             run.step(step)
             if index in awaited:
-                marks[index] = stream.mark()
+                events[index] = stream.record_event()
         return run.ends
 
     def _scratch_address(self, nbytes: int) -> int:
@@ -266,7 +266,7 @@ class _Run:
         for step in steps:
             self.step(step)
         if len(steps) > 1:
-            stream.mark()
+            stream.record_event()
 
     def enqueued(self, steps: Sequence[Step]) -> EnqueuedStep | None:
         """The same for compiled code, which has the addresses; None if it is not for that."""

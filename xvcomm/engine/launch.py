@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped
-from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedMarks, EnqueuedMessages
+from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedEvents, EnqueuedMessages
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.log import ROOM, fits, log_operation, record_event
@@ -65,14 +65,15 @@ class Branch:
     """A stream of xvcomm's for asynchronous operations. One call at a time.
 
     Attributes:
-        failed: see `EnqueuedMarks`.
+        failed: see `EnqueuedEvents`.
         words: arguments of compiled code for the next operation.
         sequence: number of the latest collective; for messages of the next collective.
         ends: ring ends of the latest operation, each with the number of its next message.
     """
 
-    def __init__(self, marks: EnqueuedMarks) -> None:
-        self._functions, self.failed = (ctypes.c_int64 * 3)(marks.branch, marks.mark, marks.argument), marks.failed
+    def __init__(self, events: EnqueuedEvents) -> None:
+        self._functions = (ctypes.c_int64 * 3)(events.branch, events.record, events.argument)
+        self.failed = events.failed
         self._address = ctypes.addressof(self._functions)
         self.words = _NOT_BESIDE
         self.sequence, self.ends = -1, list[tuple[RingEnd, int]]()
@@ -173,7 +174,7 @@ def _do(call: int, step: int, sequence: int, stream: int, bits: int) -> int:
 
 
 @register_jitable
-def _marked(log: int, stream: int, beside: int, event: int) -> int:
+def _recorded(log: int, stream: int, beside: int, event: int) -> int:
     """Record an event after the operation, where compiled code must; 0, or the device's error."""
     if beside == 0:
         return record_event(log, stream)
@@ -205,7 +206,7 @@ def _collective(call, log, sequence, site, src, dst, stream, deadline, beside, u
             store(call + _C_RESULT, code)
             store(call + _AT, (step - first) // _STEP)
             return CAPTURED if code == CAPTURED else _FAILED
-    code = _marked(log, stream, beside, event)
+    code = _recorded(log, stream, beside, event)
     if code != 0:
         store(call + _C_RESULT, code)
         store(call + _AT, load(call + _STEPS))
@@ -236,7 +237,7 @@ def _messages(call, log, sequence, stream, deadline, beside, user, event):  # ty
         store(entry + _RECORD, number)
     code = call_5(load(call + _FUNCTION), argument, items, 0, stream, 0)
     if code == 0:
-        code = _marked(log, stream, beside, event)
+        code = _recorded(log, stream, beside, event)
     if code != 0:
         store(call + _RESULT, code)
         return _FAILED
@@ -311,15 +312,15 @@ class CollectiveCall:
                 return False
             context.sequence = sequence + 1
             if code < 0:
-                self._end(sequence, code, branch or context.tracker.marks(handle))
+                self._end(sequence, code, branch or context.tracker.events(handle))
             if branch is not None:
                 branch.sequence, branch.ends = sequence, [(ring, ring.sequence) for ring in self._rings]
         if code > self._most:
             context.tracker.seal(handle)
         return True
 
-    def _end(self, sequence: int, code: int, marking: Branch | EnqueuedMarks | None) -> None:
-        """Handle a call that was captured or has failed; `marking` records the event after the steps."""
+    def _end(self, sequence: int, code: int, recording: Branch | EnqueuedEvents | None) -> None:
+        """Handle a call that was captured or has failed; `recording` records the event after the steps."""
         number = self._words[CollectiveWord.RECORD]
         operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
         if code == CAPTURED:
@@ -328,7 +329,7 @@ class CollectiveCall:
         try:
             if number < 0:
                 raise CollectiveStopped(self._context.word())
-            [*self._calls, marking or self._calls[-1]][self._words[CollectiveWord.AT]].failed(
+            [*self._calls, recording or self._calls[-1]][self._words[CollectiveWord.AT]].failed(
                 self._words[CollectiveWord.RESULT]
             )
         except BaseException as error:

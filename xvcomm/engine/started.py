@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from xvcomm.abc.collective import Collective, CollectiveStopped
-from xvcomm.abc.device import Mark, Stream
+from xvcomm.abc.device import Event, Stream
 from xvcomm.engine.collectives import Call
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
@@ -53,13 +53,13 @@ class Beside:
     Attributes:
         lock: held while a collective is launched. Messages are ordered by the admission queue instead.
         branch: arguments of the latest operation's launch.
-        mark: the event after the latest operation.
+        event: the event after the latest operation.
     """
 
     def __init__(self, context: Context, gate: LaunchGate, stream: Stream) -> None:
         self.context, self.stream, self.handle, self.lock = context, stream, stream.handle, threading.Lock()
-        self._launch_gate, self._marks = gate, context.device.enqueued_marks(stream)
-        self.branch, self.mark = Branch(self._marks), self._marks.take()
+        self._launch_gate, self._events = gate, context.device.enqueued_events(stream)
+        self.branch, self.event = Branch(self._events), self._events.take()
         self._known: set[int] = set()
 
     def start(
@@ -100,17 +100,17 @@ class Beside:
 
     def _begin(self, user: int | None) -> int:
         """Take an event for an operation after a user's stream; gives the stream's launch log."""
-        mark = self.mark = self._marks.take()
-        self.branch.between(user or 0, mark.event)
+        event = self.event = self._events.take()
+        self.branch.between(user or 0, event.handle)
         return self._launch_gate.places.get(self.handle) or self._launch_gate.place(self.handle, blocking=False)
 
-    def follow(self, handle: int | None, mark: Mark, over: Callable[[], bool]) -> None:
+    def follow(self, handle: int | None, event: Event, over: Callable[[], bool]) -> None:
         """Let later work of a user's stream wait for an event of this one, unless that operation is `over`."""
-        marks, stream = self._marks, handle or 0
-        if stream in self._known and _call(marks.follow, marks.argument, mark.event, stream) == 0:
+        events, stream = self._events, handle or 0
+        if stream in self._known and _call(events.follow, events.argument, event.handle, stream) == 0:
             return
         if not over():  # a graph cannot wait for an event that was reached before its capture
-            self.context.device.adopt(handle).wait(mark)
+            self.context.device.adopt(handle).wait(event)
             self._known.add(stream)
 
 
@@ -127,7 +127,7 @@ class Started(Work):
     def __init__(
         self, beside: Beside, ends: list[tuple[RingEnd, int]], key: object, keep: object, given: int | None
     ) -> None:
-        self._beside, self._mark, self._key, self._given = beside, beside.mark, key, given
+        self._beside, self._event, self._key, self._given = beside, beside.event, key, given
         self._sequence, self._ends = beside.branch.sequence, ends
         group = self._group = beside.context.tracker.async_group(beside.handle)
         group.keep[key] = keep
@@ -147,7 +147,7 @@ class Started(Work):
         if self._beside.context.word() and self.done():
             self._raise()
         if not self._well:
-            self._beside.follow(stream, self._mark, self.done)
+            self._beside.follow(stream, self._event, self.done)
             self._raise()
         if self._at_home(stream):  # the framework's later work on the array follows on that stream
             self._group.keep.pop(self._key, None)
@@ -175,7 +175,7 @@ class Started(Work):
             return True
         context, batch = self._beside.context, self._batch()
         failure: tuple[Exception, Operation] | None
-        if batch.stream.reached(self._mark):
+        if batch.stream.reached(self._event):
             failure = batch.outcome(context.stopped)
         elif Reason.bad(word := context.word()):
             failure = CollectiveStopped(word), batch.operations[0]
@@ -204,7 +204,7 @@ class Started(Work):
         """The operation as a batch of its own."""
         operation = self._operation()
         ends = [(end, following, operation) for end, following in self._ends]
-        return Batch([operation], NEVER, ends, stream=self._beside.stream, mark=self._mark, native=self._native())
+        return Batch([operation], NEVER, ends, stream=self._beside.stream, event=self._event, native=self._native())
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.device import Mark, Stream
+from xvcomm.abc.device import Event, Stream
 from xvcomm.engine.collectives import Call, Caller, Key
 from xvcomm.engine.context import Context
 from xvcomm.engine.executor import Buffers, Executor
@@ -89,11 +89,11 @@ class StreamCaller(Caller):
                     return call.result()
         user = self._user(call, handle, trusted)
         self._context.tracker.seal_if_deadline_differs(handle or 0, deadline)
-        operation, mark, ends = self._launch(call, deadline, user)
+        operation, event, ends = self._launch(call, deadline, user)
         tracker = self._context.tracker
         if handle is None or waits:
-            mark = mark or cast(Mark, user.mark())
-            batch = Batch([operation], deadline, ends, stream=user, mark=mark, native=self._joined())
+            event = event or cast(Event, user.record_event())
+            batch = Batch([operation], deadline, ends, stream=user, event=event, native=self._joined())
             tracker.wait_for(tracker.add(batch))
         elif user.capturing():
             self._context.end(operation)
@@ -121,11 +121,13 @@ class StreamCaller(Caller):
         own = beside.stream
         with beside.lock:
             self._context.tracker.seal_if_deadline_differs(beside.handle, deadline)
-            self._context.tracker.join(own, cast(Mark, self._user(call, handle, trusted).mark()))
-            operation, mark, ends = self._launch(call, deadline, own)
-            mark = mark or cast(Mark, own.mark())
+            self._context.tracker.join(own, cast(Event, self._user(call, handle, trusted).record_event()))
+            operation, event, ends = self._launch(call, deadline, own)
+            event = event or cast(Event, own.record_event())
             native = self._joined()
-            batch = Batch([operation], deadline, ends, stream=own, mark=mark, native=native, blocking=False, keep=call)
+            batch = Batch(
+                [operation], deadline, ends, stream=own, event=event, native=native, blocking=False, keep=call
+            )
         tracker = self._context.tracker
         tracker.add(batch)
 
@@ -158,7 +160,7 @@ class StreamCaller(Caller):
             return adopt(handle)
         return adopt(handle, *_untrusted(call.src, call.dst))
 
-    def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Mark | None, Ends]:
+    def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Event | None, Ends]:
         """Enqueue on a stream, or on streams that it waits for; gives the event after it, if one was recorded."""
         context = self._context
         with self._order:
@@ -169,13 +171,13 @@ class StreamCaller(Caller):
                     return operation, None, []
                 plan = context.planner.plan(call.request())
                 buffers = Buffers(array.address(call.src), array.address(call.dst))
-                mark, ends = self._executor.launch(plan, buffers, call.dtype, call.how(), operation, deadline, carrier)
+                event, ends = self._executor.launch(plan, buffers, call.dtype, call.how(), operation, deadline, carrier)
             except BaseException as error:
                 raised = context.fail(error, operation)
                 if raised is error:
                     raise
                 raise raised from None
-        return operation, mark, ends
+        return operation, event, ends
 
     def _ready(self, call: Call) -> CollectiveCall | None:
         """The compiled call of this shape; None before the shape has run once, or if compiled code cannot run it."""

@@ -7,7 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
-from xvcomm.abc.device import Mark, MessageForm, Stream
+from xvcomm.abc.device import Event, MessageForm, Stream
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.admission import AdmissionQueue, Start
 from xvcomm.engine.inflight.batch import Batch
@@ -147,19 +147,19 @@ class StreamTransfers(Transfers):
         if waiting:
             self._make_way(ends, deadline, user)
         for other in others:
-            user.wait(other.mark())
+            user.wait(other.record_event())
         self._context.tracker.seal_if_deadline_differs(transfers[0].stream or 0, deadline)
         batch = self._launch(transfers, user)
         for other in others:
-            other.wait(batch.mark)
+            other.wait(batch.event)
         tracker, handle = self._context.tracker, transfers[0].stream
         if any(t.stream is None or t.view.staged for t in transfers):
             tracker.wait_for(tracker.add(batch))
-        elif handle is not None and batch.on_end is None and not batch.mark.captured:
+        elif handle is not None and batch.on_end is None and not batch.event.captured:
             tracker.add_blocking(batch.operations, handle, batch.deadline, batch.ends)
         else:
             tracker.add(batch)
-        if waiting and not batch.mark.captured:
+        if waiting and not batch.event.captured:
             self._admission.see_through(ends, deadline)
 
     def work(self, t: Transfer) -> Work:
@@ -208,8 +208,8 @@ class StreamTransfers(Transfers):
         users = self._streams(transfers)
         self._begin_all(transfers)
         ends = _ends(transfers)
-        launch = Start(transfers, [cast(Mark, user.mark()) for user in users], ends, _soonest(transfers))
-        if any(mark.captured for mark in launch.behind):
+        launch = Start(transfers, [cast(Event, user.record_event()) for user in users], ends, _soonest(transfers))
+        if any(event.captured for event in launch.behind):
             self._admission.let_go(ends)
             self._go(launch)
             return
@@ -239,15 +239,17 @@ class StreamTransfers(Transfers):
                 context.tracker.seal_if_deadline_differs(sent.stream or 0, deadline)
                 with context.enqueueing:
                     for other in others:
-                        user.wait(other.mark())
+                        user.wait(other.record_event())
                     context.device.copy(received.view.address, sent.view.address, sent.view.nbytes, user)
-                    mark = cast(Mark, user.mark())
+                    event = cast(Event, user.record_event())
                     for other in others:
-                        other.wait(mark)
+                        other.wait(event)
             except BaseException as error:
                 user.discard()
                 self._fail(pair, error)
-            batch = Batch(operations, deadline, [], stream=user, mark=mark, blocking=waits, keep=[t.view for t in pair])
+            batch = Batch(
+                operations, deadline, [], stream=user, event=event, blocking=waits, keep=[t.view for t in pair]
+            )
             context.tracker.add(batch)
             if waits and any(t.stream is None or t.view.staged for t in pair):
                 context.tracker.wait_for(batch)
@@ -298,7 +300,7 @@ class StreamTransfers(Transfers):
         return found
 
     def _launch(
-        self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Mark] = (), *, background: bool = False,
+        self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Event] = (), *, background: bool = False,
         taken: bool = False,
     ) -> Batch:  # fmt: skip
         """Launch messages on a stream, and those of further channels each on a stream of its own.
@@ -319,7 +321,7 @@ class StreamTransfers(Transfers):
                 for before in behind:
                     self._context.tracker.join(stream, before)
                 if beside:
-                    start = stream.mark()
+                    start = stream.record_event()
                 for other in beside.values():
                     other.wait(start)
                     other.together()
@@ -329,10 +331,10 @@ class StreamTransfers(Transfers):
                     end = self._enqueue(t, beside.get(t.channel, stream))
                     assert t.operation is not None
                     ends.append((end, end.sequence, t.operation))
-                for through in [other.mark() for other in beside.values()]:
+                for through in [other.record_event() for other in beside.values()]:
                     stream.wait(through)
-                mark = cast(Mark, stream.mark())
-                batch = self._batch(transfers, ends, stream, mark, background)
+                event = cast(Event, stream.record_event())
+                batch = self._batch(transfers, ends, stream, event, background)
                 back = [stream, *beside.values()] if taken else list(beside.values())
                 batch.on_end = partial(self._free.extend, back) if back else None
                 if background:
@@ -353,11 +355,11 @@ class StreamTransfers(Transfers):
             t.deferred.work = StreamWork(self._context.tracker, now, finish, _what(t), batch)
 
     @staticmethod
-    def _batch(transfers: Sequence[Transfer], ends: Ends, stream: Stream, mark: Mark, background: bool) -> Batch:
+    def _batch(transfers: Sequence[Transfer], ends: Ends, stream: Stream, event: Event, background: bool) -> Batch:
         operations = [operation for _, _, operation in ends]
         keep = [t.view for t in transfers] if background else None
         return Batch(
-            operations, _soonest(transfers), ends, stream=stream, mark=mark, blocking=not background, keep=keep
+            operations, _soonest(transfers), ends, stream=stream, event=event, blocking=not background, keep=keep
         )
 
 

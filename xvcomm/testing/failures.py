@@ -127,12 +127,12 @@ def check_deadline(comm: Communicator) -> None:
             a.get(x)
 
 
-def check_deadline_behind_a_late_mark(comm: Communicator) -> None:
-    """A deadline counts though earlier operations were marked behind the one that it is for."""
+def check_deadline_behind_a_late_event(comm: Communicator) -> None:
+    """A deadline counts though the event of earlier operations was recorded after the one that it is for."""
     a, late, signals, add = arrays(comm), comm.size - 1, Signals(comm), Tracker.add_blocking
 
     def add_late(tracker: Tracker, *args: Any) -> None:
-        time.sleep(_PATIENCE / 2)  # the thread that looks after the device marks what is there
+        time.sleep(_PATIENCE / 2)  # the thread that watches the device records an event after what is there
         add(tracker, *args)
 
     with _group(comm) as group:
@@ -404,7 +404,7 @@ def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any,
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_mismatch, check_message_mismatch, check_message_mismatch_with_the_departed,
     check_message_to_the_departed, check_deadline,
-    check_deadline_behind_a_late_mark, check_abort, check_departure, check_probe_deadline, check_probe_of_the_departed,
+    check_deadline_behind_a_late_event, check_abort, check_departure, check_probe_deadline, check_probe_of_the_departed,
     check_mismatch_repeated, check_deadline_repeated, check_abort_repeated, check_departure_repeated,
     check_exchange_repeated,
 )  # fmt: skip

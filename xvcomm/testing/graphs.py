@@ -256,7 +256,7 @@ def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], N
     a = arrays(comm)
     assert isinstance(a, DeviceArrays) and a.handle is not None
     a.synchronize()
-    comm._context.tracker.drain(Deadline.after(SECONDS))  # who marks our own streams does not expect a capture there
+    comm._context.tracker.drain(Deadline.after(SECONDS))  # it records on our own streams, and expects no capture there
     return CAPTURES[a.kind](a.handle, enqueue)
 
 

@@ -132,7 +132,7 @@ def check_late_messages_on_a_stream(comm: Communicator, stream: Callable[[], Abs
             time.sleep(_LATE_SECONDS)
         for number in range(len(data)):
             message(number)
-            if number:  # the collective is marked already, and leaves behind two that wait
+            if number:  # the collective has its event already, and leaves behind two that wait
                 time.sleep(_LATE_SECONDS / 8)
         comm.barrier()
     if rank == 0:

@@ -291,8 +291,8 @@ def test_streams_pass_each_other(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_marks_order_streams(bench: Bench, late: int) -> None:
-    """What two streams receive a third sends on, once both marks are reached, whichever is reached last."""
+def test_events_order_streams(bench: Bench, late: int) -> None:
+    """What two streams receive a third sends on, once both events are reached, whichever is reached last."""
     size, layout = 300_001, RingLayout(2, 2, 4096)
     data = [distinct(UINT8, size, seed) for seed in (1, 2)]
     with bench.ring(layout) as one, bench.ring(layout) as two, bench.ring(layout) as out:
@@ -300,12 +300,12 @@ def test_marks_order_streams(bench: Bench, late: int) -> None:
         def relay() -> None:
             *receiving, sending = streams(bench.right, 3)
             x = put(bench.right, np.zeros(2 * size, np.uint8))
-            marks = []
+            events = []
             for number, (_, end) in enumerate((one, two)):
                 bench.right.get(end, address(x) + number * size, message(size), receiving[number])
-                marks.append(receiving[number].mark())
-            for mark in marks:
-                sending.wait(mark)
+                events.append(receiving[number].record_event())
+            for event in events:
+                sending.wait(event)
             bench.right.put(out[0], address(x), message(2 * size), sending)
             sending.synchronize()
             for stream in receiving:
@@ -320,10 +320,10 @@ def test_marks_order_streams(bench: Bench, late: int) -> None:
 
         relayed, got = bench.both(relay, feed)
         assert relayed is None
-        assert_same_bits(got, np.concatenate(data), "what a stream sent on that waits for two marks")
+        assert_same_bits(got, np.concatenate(data), "what a stream sent on that waits for two events")
 
 
-def test_marks_that_were_reached_bind_nothing(bench: Bench) -> None:
+def test_events_that_were_reached_bind_nothing(bench: Bench) -> None:
     """A stream that waited for another one is free again once that one is empty."""
     data = [distinct(UINT8, 1000, seed) for seed in (1, 2, 3)]
     with bench.ring(LAYOUTS[0]) as there, bench.ring(LAYOUTS[0]) as back:
@@ -338,7 +338,7 @@ def test_marks_that_were_reached_bind_nothing(bench: Bench) -> None:
         bench.send(there[0], *data[:2])
         for number in (0, 1):
             bench.right.get(there[1], address(targets[number]), message(1000, UINT8, number), receiving)
-        sending.wait(receiving.mark())
+        sending.wait(receiving.record_event())
         receiving.synchronize()
 
         def ask() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from xvcomm.abc.device import Mark
+from xvcomm.abc.device import Event
 from xvcomm.engine.inflight.work import Work
 from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
@@ -45,7 +45,7 @@ class Start(Generic[T]):
     """
 
     transfers: Sequence[T]
-    behind: Sequence[Mark]
+    behind: Sequence[Event]
     ends: frozenset[RingEnd]
     deadline: Deadline
 

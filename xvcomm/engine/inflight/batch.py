@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from xvcomm.abc.collective import Collective, CollectiveStalled, CollectiveStopped
-from xvcomm.abc.device import Mark, RingStalled, RingStopped, Stream
+from xvcomm.abc.device import Event, RingStalled, RingStopped, Stream
 from xvcomm.engine.inflight.log import Ends, LoggedOperations
 from xvcomm.memory.ring import Reason, RingEnd
 from xvcomm.trace.operation import Operation
@@ -71,7 +71,7 @@ class Batch(Contents):
     """Operations that end when their stream reaches one event.
 
     Attributes:
-        stream, mark: the stream, and the event recorded on it after the operations.
+        stream, event: the stream, and the event recorded on it after the operations.
         native: the native library, if one of them uses it.
         blocking: whether the calls were blocking ones, which have no Work.
         keep: arrays that must live until the end.
@@ -81,7 +81,7 @@ class Batch(Contents):
 
     _: KW_ONLY
     stream: Stream
-    mark: Mark
+    event: Event
     native: Collective | None = None
     blocking: bool = True
     keep: Any = None

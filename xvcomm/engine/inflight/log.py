@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from numba.extending import register_jitable
 
-from xvcomm.abc.device import EnqueuedMarks, Mark
+from xvcomm.abc.device import EnqueuedEvents, Event
 from xvcomm.jit.atomics import copy_bytes, load, store
 from xvcomm.jit.ccall import bits_of, call_3, float_of
 from xvcomm.jit.compile import brief, compiling
@@ -47,7 +47,7 @@ class Word(enum.IntEnum):
 
 
 _SIZE = Word.MESSAGE + 5
-_MARK, _ARGUMENT, _EVENT, _COUNT, _DEADLINE, _FIRST = range(0, 48, 8)
+_RECORD, _ARGUMENT, _EVENT, _COUNT, _DEADLINE, _FIRST = range(0, 48, 8)
 _FLOAT = struct.Struct("=d")
 _NEVER = struct.unpack("=q", _FLOAT.pack(math.inf))[0]
 _MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
@@ -71,7 +71,7 @@ def fits(log: int, entries: int, deadline: float) -> bool:
 @register_jitable
 def record_event(log: int, stream: int) -> int:
     """Record an event after the operation to be logged, on a stream that may be destroyed later; 0, or the device's error."""
-    function = load(log + _MARK)
+    function = load(log + _RECORD)
     if function == 0:
         return 0
     while True:
@@ -128,16 +128,16 @@ class LoggedOperations:
         words: the bits of the earliest deadline, then the words of each operation, `count` in all.
 
     Attributes:
-        mark: the event after them, if compiled code has recorded one.
+        event: the event after them, if compiled code has recorded one.
         deadline: the earliest of their deadlines, on the monotonic clock.
         records: their numbers in the flight recorder.
         collective: whether any of them is a collective.
     """
 
-    __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "mark", "records")
+    __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "event", "records")
 
-    def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd], mark: Mark | None) -> None:
-        self._words, self._end, self._rings, self.mark = words, 1 + count * _SIZE, rings, mark
+    def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd], event: Event | None) -> None:
+        self._words, self._end, self._rings, self.event = words, 1 + count * _SIZE, rings, event
         (self.deadline,) = _FLOAT.unpack_from(words)
         self._counters = self._each(_COUNTER)
         entries = zip(self._each(_RECORD), self._each(_PEER), self._counters, strict=True)
@@ -180,19 +180,19 @@ class LaunchLog:
 
     Args:
         rings: ring ends of messages, by `RingEnd.counter`.
-        marks: how compiled code records events on the stream; None if it records none.
+        events: how compiled code records events on the stream; None if it records none.
 
     Attributes:
         address: the log as `log_operation` takes it.
-        marks: as above.
+        events: as above.
     """
 
-    __slots__ = ("_mark", "_rings", "_words", "address", "marks")
+    __slots__ = ("_event", "_rings", "_words", "address", "events")
 
-    def __init__(self, rings: Mapping[int, RingEnd], marks: EnqueuedMarks | None = None) -> None:
-        self._rings, self.marks = rings, marks
-        self._mark = mark = self._another()
-        head = (0, 0, 0) if marks is None or mark is None else (marks.mark, marks.argument, mark.event)
+    def __init__(self, rings: Mapping[int, RingEnd], events: EnqueuedEvents | None = None) -> None:
+        self._rings, self.events = rings, events
+        self._event = event = self._another()
+        head = (0, 0, 0) if events is None or event is None else (events.record, events.argument, event.handle)
         self._words = (ctypes.c_int64 * (_FIRST // 8 + _ENTRIES * _SIZE))(*head, 0, _NEVER)
         self.address = ctypes.addressof(self._words)
 
@@ -213,18 +213,18 @@ class LaunchLog:
 
     def look(self) -> LoggedOperations | None:
         """The entries, which stay; None if there are none."""
-        return self._read(self._mark, take=False)
+        return self._read(self._event, take=False)
 
     def take(self) -> LoggedOperations | None:
         """Remove and return the entries; later ones get another event."""
-        mark, self._mark = self._mark, self._another()
-        return self._read(mark, take=True)
+        event, self._event = self._event, self._another()
+        return self._read(event, take=True)
 
-    def _another(self) -> Mark | None:
-        return None if self.marks is None else self.marks.take()
+    def _another(self) -> Event | None:
+        return None if self.events is None else self.events.take()
 
-    def _read(self, mark: Mark | None, *, take: bool) -> LoggedOperations | None:
-        words, following = _BLANK[:], self._mark
-        event = 0 if following is None else following.event
-        count = _read_kernel(self.address, words.buffer_info()[0], take, event)
-        return LoggedOperations(words, count, self._rings, mark) if count else None
+    def _read(self, event: Event | None, *, take: bool) -> LoggedOperations | None:
+        words, following = _BLANK[:], self._event
+        handle = 0 if following is None else following.handle
+        count = _read_kernel(self.address, words.buffer_info()[0], take, handle)
+        return LoggedOperations(words, count, self._rings, event) if count else None

@@ -48,7 +48,7 @@ class StreamWork(Work):
     def synchronize(self, timeout: float | None = None) -> Any:
         """See `Work.synchronize`."""
         batch = self._batch
-        if batch.mark.captured:
+        if batch.event.captured:
             raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
         if not self._tracker.finish(batch, Deadline.after(timeout)):
             raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()")

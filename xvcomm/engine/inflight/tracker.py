@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, cast
 from weakref import ref
 
-from xvcomm.abc.device import EnqueuedMarks, Mark, Stream
+from xvcomm.abc.device import EnqueuedEvents, Event, Stream
 from xvcomm.engine.inflight.batch import Batch, Contents
 from xvcomm.engine.inflight.log import APART, ROOM, Ends, LaunchLog, LoggedOperations
 from xvcomm.engine.inflight.owner import Owner
@@ -57,13 +57,13 @@ class _OpenBatch:
     """Collects operations on one stream until they are sealed as a `Batch`.
 
     Args:
-        marks: see `LaunchLog`.
+        events: see `LaunchLog`.
     """
 
     def __init__(
-        self, rings: Mapping[int, RingEnd], stream: Stream, marks: EnqueuedMarks | None, blocking: bool
+        self, rings: Mapping[int, RingEnd], stream: Stream, events: EnqueuedEvents | None, blocking: bool
     ) -> None:
-        self.log, self.stream, self.blocking, self.group = LaunchLog(rings, marks), stream, blocking, AsyncGroup()
+        self.log, self.stream, self.blocking, self.group = LaunchLog(rings, events), stream, blocking, AsyncGroup()
         self._begin()
 
     def _begin(self) -> None:
@@ -133,7 +133,7 @@ class Tracker:
 
     def add(self, batch: Batch) -> Batch:
         """Track a batch. One that was captured in a graph is recorded as done instead: its end is the user's concern."""
-        if batch.mark.captured:
+        if batch.event.captured:
             self._record(batch, DONE)
             return batch
         self._streams.setdefault(ref(batch.stream, self._streams.pop), deque()).append(batch)
@@ -150,9 +150,8 @@ class Tracker:
             with self._gate:
                 if handle in self._open_batches:  # batches of a stream are in order
                     self._seal(handle, self._open_batches[handle])
-                self.add(
-                    Batch(operations, deadline, ends, stream=stream, mark=cast(Mark, stream.mark()), native=native)
-                )
+                event = cast(Event, stream.record_event())
+                self.add(Batch(operations, deadline, ends, stream=stream, event=event, native=native))
             return
         with self._gate:
             open_batch = self._at(handle)
@@ -179,9 +178,9 @@ class Tracker:
         """The group of the operation that compiled code has just enqueued on a stream."""
         return self._open_batches[handle].group
 
-    def marks(self, handle: int) -> EnqueuedMarks | None:
+    def events(self, handle: int) -> EnqueuedEvents | None:
         """Functions by which compiled code records an event after each operation of a stream; None if it records none."""
-        return self._open_batches[handle].log.marks
+        return self._open_batches[handle].log.events
 
     def seal(self, handle: int) -> None:
         """Seal the open batch of a stream, which empties its launch log."""
@@ -193,8 +192,8 @@ class Tracker:
         if found is None:
             device = self._owner.device
             stream = device.adopt(handle)
-            marks = None if stream.lasting else device.enqueued_marks(stream)
-            found = self._open_batches[handle] = _OpenBatch(self.rings, stream, marks, blocking)
+            events = None if stream.lasting else device.enqueued_events(stream)
+            found = self._open_batches[handle] = _OpenBatch(self.rings, stream, events, blocking)
         return found
 
     def _seal(self, handle: int, g: _OpenBatch) -> None:
@@ -207,21 +206,21 @@ class Tracker:
         operations, logged, keep = sealed.operations, sealed.logged, group.keep
         if operations or logged is not None or keep:
             native = self._owner.joined_native() if sealed.collective() else None
-            marked = None if logged is None else logged.mark
-            mark = marked or cast(Mark, stream.mark())
+            recorded = None if logged is None else logged.event
+            event = recorded or cast(Event, stream.record_event())
             group.batch = batch = Batch(
-                operations, sealed.deadline, sealed.ends, logged, stream=stream, mark=mark, native=native,
+                operations, sealed.deadline, sealed.ends, logged, stream=stream, event=event, native=native,
                 blocking=g.blocking, on_end=keep.clear,
             )  # fmt: skip
             self.add(batch)
         self._sealing = None
 
-    def join(self, stream: Stream, mark: Mark) -> None:
+    def join(self, stream: Stream, event: Event) -> None:
         """Let a stream of xvcomm's wait for an event. If the event was recorded in a capture, the stream joins the capture; the
         lock keeps other threads from recording an event on the stream at that moment.
         """
-        with self._gate if mark.captured else contextlib.nullcontext():
-            stream.wait(mark)
+        with self._gate if event.captured else contextlib.nullcontext():
+            stream.wait(event)
 
     def seal_all(self) -> None:
         """Seal all open batches, so that `poll` finds them. Does nothing if the lock is not free soon."""
@@ -307,11 +306,11 @@ class Tracker:
         middle = batches[half] if half > 1 else None
         if middle is None or not (middle.stream.lasting and middle.blocking):
             return 0
-        return half if middle.stream.reached(middle.mark) else 0
+        return half if middle.stream.reached(middle.event) else 0
 
     def _look(self, batch: Batch, through: bool) -> bool:
         """End a batch if its event is reached; whether it has ended."""
-        if through or batch.stream.reached(batch.mark):
+        if through or batch.stream.reached(batch.event):
             self._end(batch, batch.outcome(self._owner.stopped))
         elif batch.native is not None:
             self._owner.miss(batch.newest)  # a rank that left before it came will never come
@@ -352,7 +351,7 @@ class Tracker:
 
     def wait_for(self, batch: Batch) -> None:
         """Block until a batch has ended, and raise its error."""
-        if not batch.mark.captured:
+        if not batch.event.captured:
             self.finish(batch, NEVER)
         if batch.error is not None:
             raise batch.error
@@ -360,7 +359,7 @@ class Tracker:
     def follow(self, handle: int | None, batch: Batch) -> None:
         """Let later work of a stream wait for a batch."""
         if not batch.over:
-            self._owner.device.adopt(handle).wait(batch.mark)
+            self._owner.device.adopt(handle).wait(batch.event)
 
     def finish(self, batch: Batch, deadline: Deadline) -> bool:
         """Block until a batch has ended or failed; False if the deadline passes first."""
