@@ -11,19 +11,20 @@ code with the first prepared call; before that it costs nothing.
 from __future__ import annotations
 
 import ctypes
-import enum
 import threading
 import time
 
+import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped, PreparedCollective
 from xvcomm.engine.context import Context
-from xvcomm.jit.atomics import READY, STOPPED, as_pointer, compare_and_swap, load, load_acquire, store, store_release
+from xvcomm.jit.atomics import READY, STOPPED, as_pointer, compare_and_swap, load_acquire, store_release
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling, kernel
-from xvcomm.memory.ring import Message
+from xvcomm.jit.record import address_of, compiled_at, python_type
+from xvcomm.memory.ring import MESSAGE, Message
 from xvcomm.trace.contract import end, post
 from xvcomm.trace.operation import Operation
 from xvcomm.trace.recorder import hooks
@@ -39,35 +40,24 @@ _FREE, _TAKEN = 0, 1
 _python_list_size = types.ExternalFunction("PyList_Size", types.intp(types.voidptr))
 
 
-class GateWord(enum.IntEnum):
-    """Words of a gate."""
-
-    STATE = 0  # free or taken
-    SEQUENCE = 1  # of the next collective, while Python is not at it
-    QUEUED = 2  # asynchronous collectives that have not ended
-    PLACE = 3  # `ContractCheck.place`
-    HOOKS = 4  # the list of hooks: while there are any, Python runs everything
-
-
-class Word(enum.IntEnum):
-    """Words of a prepared call."""
-
-    GATE = 0
-    OP = 1  # these five: the message
-    DTYPE = 2
-    NBYTES = 3
-    TAG = 4
-    DETAIL = 5
-    SITE = 6
-    FUNCTION = 7
-    ARGUMENT = 8
-    BEGUN = 9  # the number of the collective that `run` could not end
-    RECORD = 10  # and what `post` gave for it
-
-
-# Plain integers: numba reads an enum's members as constants only by way of globals.
-_STATE, _SEQUENCE, _QUEUED, _PLACE, _HOOKS = (8 * int(w) for w in GateWord)
-_GATE, _OP, _DTYPE, _NBYTES, _TAG, _DETAIL, _SITE, _FUNCTION, _ARGUMENT, _BEGUN, _RECORD = (8 * int(w) for w in Word)
+_GATE = np.dtype([
+    ("state", "i8"),  # free or taken
+    ("sequence", "i8"),  # of the next collective, while no Python code runs one
+    ("queued", "i8"),  # asynchronous collectives that have not ended
+    ("place", "i8"),  # `ContractCheck.place`
+    ("hooks", "i8"),  # the list of hooks: while there are any, Python runs everything
+])  # fmt: skip
+_CALL = np.dtype([
+    ("gate", "i8"),
+    ("message", MESSAGE),
+    ("site", "i8"),
+    ("function", "i8"),
+    ("argument", "i8"),
+    ("begun", "i8"),  # number of the collective that `run` could not end
+    ("record", "i8"),  # what `post` gave for it
+])  # fmt: skip
+_Gate, _gate_at = python_type(_GATE), compiled_at(_GATE)
+_Call, _call_at = python_type(_CALL), compiled_at(_CALL)
 
 
 @register_jitable
@@ -77,33 +67,38 @@ def run(call: int, src: int, dst: int, site: int) -> int:
     Returns:
         READY; BUSY if Python must run it from the beginning, PENDING or STOPPED if Python must `finish` it.
     """
-    gate = load(call + _GATE)
-    if load_acquire(gate + _QUEUED) != 0 or _python_list_size(as_pointer(load(gate + _HOOKS))) != 0:
+    prepared = _call_at(call)
+    gate, message = _gate_at(prepared.gate), prepared.message
+    if load_acquire(address_of(gate, "queued")) != 0 or _python_list_size(as_pointer(gate.hooks)) != 0:
         return BUSY
-    if compare_and_swap(gate + _STATE, _FREE, _TAKEN) != _FREE:
+    if not _take(gate):
         return BUSY
-    sequence = load(gate + _SEQUENCE)
-    store(gate + _SEQUENCE, sequence + 1)
+    sequence = gate.sequence
+    gate.sequence = sequence + 1
     number = post(
-        load(gate + _PLACE), sequence, load(call + _OP), load(call + _DTYPE), load(call + _NBYTES), load(call + _TAG),
-        load(call + _DETAIL), site if site != 0 else load(call + _SITE),
+        gate.place, sequence, message.op, message.dtype, message.nbytes, message.tag, message.detail,
+        site if site != 0 else prepared.site,
     )  # fmt: skip
-    code = STOPPED if number < 0 else call_3(load(call + _FUNCTION), load(call + _ARGUMENT), src, dst)
+    code = STOPPED if number < 0 else call_3(prepared.function, prepared.argument, src, dst)
     if code != READY:
-        store(call + _BEGUN, sequence)
-        store(call + _RECORD, number)
+        prepared.begun, prepared.record = sequence, number
         return code
-    end(load(gate + _PLACE), number)
-    store_release(gate + _STATE, _FREE)
+    end(gate.place, number)
+    store_release(address_of(gate, "state"), _FREE)
     return READY
 
 
-def _take(gate: int) -> bool:
-    return compare_and_swap(gate + _STATE, _FREE, _TAKEN) == _FREE
+@register_jitable
+def _take(gate):  # type: ignore[no-untyped-def]
+    return compare_and_swap(address_of(gate, "state"), _FREE, _TAKEN) == _FREE
+
+
+def _take_at(gate: int) -> bool:
+    return _take(_gate_at(gate))
 
 
 with compiling():
-    _take_gate = brief("boolean(int64)")(_take)
+    _take_gate = brief("boolean(int64)")(_take_at)
     _run_kernel = kernel("int64(int64, int64, int64, int64)")(run)
 
 
@@ -113,7 +108,8 @@ class Gate:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._lock, self._counting = threading.Lock(), threading.Lock()
-        self._words = (ctypes.c_int64 * len(GateWord))()
+        self._record = _Gate()
+        self.address = ctypes.addressof(self._record)
         self._open = False
         # While the gate is open, compiled code may be inside at any time: an operation that keeps memory mapped.
         self._standing = Operation(OpCode.INIT, -1, Message(0, 0, 0, 0))
@@ -126,7 +122,7 @@ class Gate:
             except BaseException:
                 self._lock.release()
                 raise
-            self._context.sequence = self._words[GateWord.SEQUENCE]
+            self._context.sequence = self._record.sequence
 
     def __exit__(self, *error: object) -> None:
         if self._open:
@@ -136,7 +132,7 @@ class Gate:
     def queue(self, change: int) -> None:
         """Count an asynchronous collective that was queued (1) or has ended (-1), so that compiled code overtakes none."""
         with self._counting:
-            self._words[GateWord.QUEUED] += change
+            self._record.queued += change
 
     def admit(self, op: OpCode, message: Message, site: int, prepared: PreparedCollective) -> PreparedCall:
         """Make a collective for compiled code, and open the gate to it.
@@ -146,21 +142,16 @@ class Gate:
         """
         with self._lock:
             if not self._open:
-                self._words[GateWord.SEQUENCE] = self._context.enter(self._standing, op)
-                self._words[GateWord.PLACE], self._words[GateWord.HOOKS] = self._context.place, id(hooks)
+                self._record.sequence = self._context.enter(self._standing, op)
+                self._record.place, self._record.hooks = self._context.place, id(hooks)
                 self._context.closing.append(self._close)
                 self._open = True
         return PreparedCall(self._context, self, op, message, site, prepared)
 
-    @property
-    def address(self) -> int:
-        """Address of the gate's words."""
-        return ctypes.addressof(self._words)
-
     def free(self, sequence: int) -> None:
         """Release the gate."""
-        self._words[GateWord.SEQUENCE] = sequence
-        self._words[GateWord.STATE] = _FREE
+        self._record.sequence = sequence
+        self._record.state = _FREE
 
     def _take(self, deadline: Deadline) -> bool:
         """Wait until compiled code holds the gate no more; False if it still does, or if the gate was closed."""
@@ -188,11 +179,9 @@ class PreparedCall:
         self, context: Context, gate: Gate, op: OpCode, message: Message, site: int, prepared: PreparedCollective
     ) -> None:
         self._context, self._gate, self._op, self._message, self._prepared = context, gate, op, message, prepared
-        self._words = (ctypes.c_int64 * len(Word))(
-            gate.address, *message, site, prepared.function, prepared.argument, 0, 0
-        )
+        self._record = _Call(gate.address, tuple(message), site, prepared.function, prepared.argument)
+        self.address = ctypes.addressof(self._record)
         self._stream = context.device.streams(1)[0]
-        self.address = ctypes.addressof(self._words)
 
     def run(self, src: int, dst: int, site: int) -> int:
         """`run` for Python."""
@@ -205,7 +194,7 @@ class PreparedCall:
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted, ClosedError: as operations of the communicator do.
         """
-        sequence, number = self._words[Word.BEGUN], self._words[Word.RECORD]
+        sequence, number = self._record.begun, self._record.record
         operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
         self._stream.deadline = deadline
         try:

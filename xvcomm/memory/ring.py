@@ -25,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from xvcomm.errors import ResourceError
 from xvcomm.memory.segment import PAGE, Segment, round_up
 from xvcomm.types.dtype import BY_CODE
@@ -205,6 +207,10 @@ class Message(NamedTuple):
         if dtype is None:
             return f"{self.nbytes} bytes of dtype {self.dtype}, tag {self.tag}"
         return f"{self.nbytes // dtype.itemsize} x {dtype}, tag {self.tag}"
+
+
+MESSAGE = np.dtype([(name, "i8") for name in Message._fields])
+"""A `Message` for compiled code."""
 
 
 class RingEnd:
