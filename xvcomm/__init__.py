@@ -3,7 +3,7 @@
     comm = xvcomm.init()
     comm.all_reduce(x)
 
-`init` joins the job that a launcher started (`xvcomm run`, torchrun, mpirun, SLURM, JAX) and gives a `Communicator`.
+`init` joins the job that a launcher started (`xvcomm run`, torchrun, mpirun, SLURM, JAX) and returns a `Communicator`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
     "premul_sum",
 ]
 
-# Loaded when asked for: they import numba, which costs more than all the rest together.
+# Imported on first use: they import numba, which takes longer than everything else together.
 _LATER = {"init": "xvcomm.comm.init", "Communicator": "xvcomm.comm.communicator", "Work": "xvcomm.engine.inflight.work"}
 
 

@@ -1,4 +1,4 @@
-"""The only reader of `XVCOMM_*`: one frozen dataclass, one table, checked once."""
+"""Settings from `XVCOMM_*` variables. No other module reads these variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from xvcomm.errors import ConfigError
 
-_JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")  # part of files' names
+_JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it becomes part of file names
 
 
 def _var(default: Any, doc: str, *, least: float = -math.inf, most: float = math.inf, secret: bool = False) -> Any:
@@ -26,60 +26,70 @@ class Config:
     size: int | None = _var(None, "Number of ranks; overrides the launcher's.", least=1)
     local_rank: int | None = _var(None, "Rank among the ranks of this host; overrides the launcher's.", least=0)
     local_size: int | None = _var(None, "Number of ranks on this host; overrides the launcher's.", least=1)
-    store: str | None = _var(None, "Where ranks meet: `tcp://host:port` or `file:///path`.")
-    secret: str | None = _var(None, "The job's secret, equal on all ranks; `xvcomm run` makes one.", secret=True)
-    job: str | None = _var(None, "Name of the job in the names of its shared memory; made up if unset.")
-    island: str | None = _var(None, "Island label of this rank, instead of the one found: a rehearsal.")
-    device: str | None = _var(None, "Kind of device of this rank: `host`, `cuda`, `rocm`; found if unset.")
-    device_index: int | None = _var(
-        None, "Which of this host's devices of that kind; else by the launcher's local rank.", least=0
+    store: str | None = _var(
+        None, "Address of the store for the rendezvous of the ranks: `tcp://host:port` or `file:///path`."
     )
-    replace: str | None = _var(None, "Backend of `torch.distributed` that xvcomm stands in for: `nccl` or `gloo`.")
-    timeout: float = _var(300.0, "Seconds an operation may take before DeadlineExceeded.", least=0)
-    shm_dir: str = _var("/dev/shm", "Folder of shared memory files; must be a tmpfs for speed.")
+    secret: str | None = _var(
+        None, "Shared secret of the job, the same on all ranks; `xvcomm run` generates one.", secret=True
+    )
+    job: str | None = _var(None, "Name of the job, part of the names of its shared memory files; generated if unset.")
+    island: str | None = _var(
+        None, "Island label of this rank, instead of the detected one; such a job is a rehearsal."
+    )
+    device: str | None = _var(None, "Device type of this rank: `host`, `cuda` or `rocm`; detected if unset.")
+    device_index: int | None = _var(
+        None, "Index of this rank's device among the host's devices of that type; the local rank if unset.", least=0
+    )
+    replace: str | None = _var(None, "Backend of `torch.distributed` that xvcomm replaces: `nccl` or `gloo`.")
+    timeout: float = _var(300.0, "Timeout of an operation in seconds, after which it raises DeadlineExceeded.", least=0)
+    shm_dir: str = _var("/dev/shm", "Folder for shared memory files; should be a tmpfs, otherwise transfers are slow.")
     ring_lanes: int = _var(1, "Lanes of a ring between two host ranks, at most 64.", least=1, most=64)
-    ring_slots: int = _var(96, "Slots a lane.", least=2)
-    ring_slot_bytes: int = _var(16 << 10, "Bytes a slot; a multiple of 4096.", least=4096)
+    ring_slots: int = _var(96, "Slots per lane of a ring between two host ranks.", least=2)
+    ring_slot_bytes: int = _var(
+        16 << 10, "Bytes per slot of a ring between two host ranks; a multiple of 4096.", least=4096
+    )
     gpu_ring_lanes: int = _var(
         8,
-        "Lanes of a ring with a GPU at one end or both, at most 64; twice as many in collectives across a border.",
+        "Lanes of a ring with a GPU at one or both ends, at most 64; doubled for collectives between islands.",
         least=1,
         most=64,
     )
-    gpu_ring_slots: int = _var(4, "Slots a lane there.", least=2)
+    gpu_ring_slots: int = _var(4, "Slots per lane of such a ring.", least=2)
     gpu_ring_slot_bytes: int = _var(
-        256 << 10, "Bytes a slot there, a quarter in collectives; a multiple of 4096.", least=4096
+        256 << 10, "Bytes per slot of such a ring, a quarter of it for collectives; a multiple of 4096.", least=4096
     )
     peer_memory: int = _var(
         1,
-        "Whether rings between GPUs of one island lie in GPU memory where these reach each other; 0: never.",
+        "1: place rings between GPUs of one island in GPU memory where the GPUs have peer access; 0: never.",
         least=0,
         most=1,
     )
-    peer_ring_lanes: int = _var(16, "Lanes of such a ring, at most 64.", least=1, most=64)
-    peer_ring_slots: int = _var(4, "Slots a lane there.", least=2)
-    peer_ring_slot_bytes: int = _var(256 << 10, "Bytes a slot there; a multiple of 4096.", least=4096)
+    peer_ring_lanes: int = _var(16, "Lanes of a ring in GPU memory, at most 64.", least=1, most=64)
+    peer_ring_slots: int = _var(4, "Slots per lane of a ring in GPU memory.", least=2)
+    peer_ring_slot_bytes: int = _var(
+        256 << 10, "Bytes per slot of a ring in GPU memory; a multiple of 4096.", least=4096
+    )
     kernel_cache: str | None = _var(
         None,
-        "Folder of compiled kernels, which no other user may be able to change; `~/.cache/xvcomm` if unset, or "
-        "`/tmp/xvcomm-UID` where that cannot be written.",
+        "Folder for compiled kernels, which no other user may be able to write; if unset `~/.cache/xvcomm`, or "
+        "`/tmp/xvcomm-UID` if that cannot be written.",
     )
     stage_bytes: int = _var(
-        256 << 10, "Bytes a rank stages at a time in host collectives; a multiple of 4096.", least=4096
+        256 << 10, "Bytes that a rank stages at a time in host collectives; a multiple of 4096.", least=4096
     )
     process_memory: int = _var(
         1,
-        "Whether host ranks may read and write each other's arrays (process_vm_readv) where the system lets them and it "
-        "is faster; 0: never.",
+        "1: host ranks read and write each other's arrays (process_vm_readv) where the system permits it and it is "
+        "faster; 0: never.",
         least=0,
         most=1,
     )
     segment_bytes: int = _var(
-        4 << 20, "Bytes that each border link carries of one segment of a hierarchical collective.", least=4096
+        4 << 20, "Bytes of one segment of a hierarchical collective on each link between islands.", least=4096
     )
-    gpu_segment_bytes: int = _var(48 << 20, "The same where any of the ranks has a GPU.", least=4096)
-    spin_us: float = _var(20.0, "Microseconds to spin before yielding the core.", least=0)
-    trace_records: int = _var(512, "Records kept by the flight recorder.", least=16)
+    gpu_segment_bytes: int = _var(48 << 20, "The same if any rank has a GPU.", least=4096)
+    spin_us: float = _var(20.0, "Microseconds to spin before yielding the CPU core.", least=0)
+    trace_records: int = _var(512, "Number of operations that the flight recorder keeps.", least=16)
 
     def __post_init__(self) -> None:
         if self.job is not None and not _JOB.fullmatch(self.job):
@@ -90,10 +100,11 @@ class Config:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
-        """The settings that the environment asks for; empty variables count as unset.
+        """Read the settings from the environment; empty variables count as unset.
 
         Raises:
-            ConfigError: names the variable, its value and what is allowed; also for an `XVCOMM_*` that does not exist.
+            ConfigError: a variable has an invalid value, or an unknown `XVCOMM_*` variable is set; names the variable and what
+                is allowed.
         """
         env = os.environ if env is None else env
         known = {f"XVCOMM_{f.name.upper()}": f for f in fields(cls)}
@@ -114,24 +125,24 @@ def _parse(variable: str, text: str, kind: str, least: float, most: float) -> An
         value = convert(text)
     except ValueError:
         raise ConfigError(f"{variable}={text!r}: expected {convert.__name__}") from None
-    if convert is not str and not least <= value <= most:  # also refuses nan
+    if convert is not str and not least <= value <= most:  # false for nan, too
         limit = f" and at most {most:g}" if most < math.inf else ""
         raise ConfigError(f"{variable}={text!r}: must be at least {least:g}{limit}")
     return value
 
 
 def replacement() -> str | None:
-    """`XVCOMM_REPLACE` alone, for a moment when nobody can answer for the other variables: when torch is imported."""
+    """`XVCOMM_REPLACE` alone. It is read when torch is imported, where an error about another variable would be out of place."""
     return os.environ.get("XVCOMM_REPLACE") or None
 
 
 def kernel_cache() -> str | None:
-    """`XVCOMM_KERNEL_CACHE` alone, for the same reason: kernels are compiled when modules are imported."""
+    """`XVCOMM_KERNEL_CACHE` alone, read for the same reason: kernels are compiled when modules are imported."""
     return os.environ.get("XVCOMM_KERNEL_CACHE") or None
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Every variable as (name, default, meaning), in order; the docs and `xvcomm doctor` print it."""
+    """Every variable as (name, default, description), in order; the docs and `xvcomm doctor` print it."""
     return [
         (f"XVCOMM_{f.name.upper()}", "" if f.default is None else str(f.default), f.metadata["doc"])
         for f in fields(Config)

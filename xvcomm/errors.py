@@ -1,16 +1,16 @@
-"""Every error xvcomm raises. Each message says what happened, to whom, and what to do."""
+"""Exceptions that xvcomm raises. Each message says what happened, which rank it concerns, and what to do."""
 
 from __future__ import annotations
 
 
 class XvcommError(Exception):
-    """Base of every error that xvcomm raises.
+    """Base class of all xvcomm exceptions.
 
     Attributes:
-        rank: the rank that raises, if known.
-        peer: the other rank concerned, if there is one.
-        op: the operation under way, for instance `"all_reduce"`.
-        seq: its sequence number in the communicator.
+        rank: rank that raises, if known.
+        peer: the other rank involved, if any.
+        op: name of the operation in progress, for instance `"all_reduce"`.
+        seq: sequence number of that operation in its communicator.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class XvcommError(Exception):
 
 
 class ArrayError(XvcommError, ValueError):
-    """An array cannot be used: not contiguous, read-only as an output, wrong shape, wrong device."""
+    """An array cannot be used: it is not contiguous, a read-only output, or has a wrong shape or device."""
 
 
 class DTypeError(XvcommError, TypeError):
-    """A dtype is unknown, or the operation is not defined on it."""
+    """A dtype is unknown, or the operation is not defined for it."""
 
 
 class ArgumentError(XvcommError, ValueError):
@@ -42,43 +42,43 @@ class ArgumentError(XvcommError, ValueError):
 
 
 class NotPicklable(ArgumentError, TypeError):
-    """A communicator was pickled or copied: it belongs to its process."""
+    """A communicator was pickled or copied. It is bound to its process and supports neither."""
 
 
 class ConfigError(XvcommError, ValueError):
-    """An `XVCOMM_*` variable, or a launcher's variable, is missing or wrong; the message names it."""
+    """An `XVCOMM_*` variable or a launcher's variable is missing or invalid; the message names it."""
 
 
 class AuthenticationError(XvcommError, ConnectionError):
-    """The other side of the store does not know the job's secret."""
+    """The store and this process have different job secrets."""
 
 
 class StoreError(XvcommError, ConnectionError):
-    """The store cannot be reached, or its address cannot be taken."""
+    """The store cannot be reached, or its address is already in use."""
 
 
 class ResourceError(XvcommError, OSError):
-    """The machine refuses a resource: /dev/shm is full, a limit is reached."""
+    """The system refuses a resource: for instance /dev/shm is full, or a process limit is reached."""
 
 
 class BackendUnavailable(XvcommError, RuntimeError):
-    """No backend or transport can do what is asked; the message carries each refusal and its remedy."""
+    """No backend or transport supports the request; the message lists the reason and remedy for each one tried."""
 
 
 class MismatchError(XvcommError, RuntimeError):
-    """Two ranks described the same operation differently. Raised on both; nothing was delivered."""
+    """Two ranks called the same operation with different arguments. Raised on both ranks; no data was delivered."""
 
 
 class PeerLost(XvcommError, ConnectionError):
-    """A rank died or left while others needed it; names the rank and its last operation."""
+    """A rank exited or left while other ranks needed it; names the rank and its last operation."""
 
 
 class DeadlineExceeded(XvcommError, TimeoutError):
-    """An operation did not finish in time; names who is missing."""
+    """An operation did not finish before its deadline; names the ranks that did not take part."""
 
 
 class Aborted(XvcommError, RuntimeError):
-    """The communicator was aborted, by `abort()` here or on another rank, or by what went wrong there; gives the reason."""
+    """The communicator was aborted by `abort()` or by an error, on this rank or another; gives the reason."""
 
 
 class ClosedError(XvcommError, RuntimeError):
@@ -86,4 +86,4 @@ class ClosedError(XvcommError, RuntimeError):
 
 
 class ScheduleError(XvcommError, ValueError):
-    """A schedule cannot run: names the offending step or action."""
+    """A pipeline or collective schedule cannot run; names the offending step or action."""

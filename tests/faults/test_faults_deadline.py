@@ -289,7 +289,7 @@ def test_a_rank_that_stops_before_it_made_what_the_others_open(what):
         world.collect(0)
     for error in outcomes:
         assert isinstance(error, DeadlineExceeded) and error.peer == 0, error
-        assert "waiting for rank 0 on" in str(error) and "nobody set" not in str(error), error
+        assert "waiting for rank 0 on" in str(error) and "was not set" not in str(error), error
 
 
 def test_a_rank_that_stops_inside_a_split():
@@ -300,7 +300,7 @@ def test_a_rank_that_stops_inside_a_split():
         world.kill(0, signal.SIGCONT)
         world.collect(0)
     assert isinstance(error, DeadlineExceeded) and error.peer == 0, error
-    assert "rank 0 on" in str(error) and "its last operation" in str(error) and "nobody set" not in str(error), error
+    assert "rank 0 on" in str(error) and "its last operation" in str(error) and "was not set" not in str(error), error
 
 
 def subgroup_without_store(comm):

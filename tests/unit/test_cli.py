@@ -163,7 +163,7 @@ def test_doctor_says_how_deaths_are_noticed(monkeypatch):
     told = examine({}).shared_memory["deaths_noticed_by"]
     assert told.startswith("locks on /dev/shm") and "pidfd_open: Operation not permitted" in told
     monkeypatch.setattr("xvcomm.engine.session.presence.Presence.take", lambda _: SimpleNamespace(byte=NOWHERE))
-    assert any("nobody notices" in p.what and "seccomp" in p.remedy for p in examine({}).problems)
+    assert any("noticed only at a deadline" in p.what and "seccomp" in p.remedy for p in examine({}).problems)
 
 
 def test_doctor_fails_where_jobs_cannot_run(tmp_path):

@@ -76,7 +76,7 @@ def test_unknown_dlpack_types_are_refused(triple: tuple[int, int, int]) -> None:
     "name", ["datetime64[s]", "timedelta64[ms]", ">f4", "longdouble", "clongdouble", "S4", "U2", "O", "V8", "f4,i4"]
 )
 def test_other_numpy_types_are_refused(name: str) -> None:
-    with pytest.raises(DTypeError, match="not carried"):
+    with pytest.raises(DTypeError, match="not supported"):
         from_numpy(np.dtype(name))
 
 
@@ -114,7 +114,7 @@ def test_base_operation() -> None:
 @pytest.mark.parametrize("factor", [0.5, float("inf"), float("-inf"), float("nan")])
 def test_factors_that_integers_cannot_hold(factor: float) -> None:
     for name in ("int32", "uint8"):
-        with pytest.raises(DTypeError, match="whole"):
+        with pytest.raises(DTypeError, match="integer"):
             reduction_on(premul_sum(factor), BY_NAME[name])
     for name in ("float32", "float8_e5m2", "complex64"):
         assert reduction_on(premul_sum(factor), BY_NAME[name]).op is ReduceOp.PREMUL_SUM

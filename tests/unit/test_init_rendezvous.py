@@ -183,7 +183,7 @@ def test_port_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         env = numbered(0, 2, XVCOMM_STORE=f"tcp://127.0.0.1:{port}", XVCOMM_SECRET="s")
-        with pytest.raises(StoreError, match=f"port {port} .*taken"):
+        with pytest.raises(StoreError, match=f"port {port} .*in use"):
             init.init(env=env, timeout=0.2)
 
 

@@ -81,7 +81,7 @@ def test_a_foreign_action_is_named(place, data):
         changes.append({"peer": (actions[at].peer + 1) % (schedule.stages + 1)})
     foreign = replace(actions[at], **data.draw(st.sampled_from(changes)))
     changed = [*actions[:at], foreign, *actions[at + 1 :]]
-    assert refusal(with_program(schedule, rank, changed)).startswith(f"rank {rank}: {foreign} has no place in")
+    assert refusal(with_program(schedule, rank, changed)).startswith(f"rank {rank}: {foreign} does not belong in")
 
 
 @given(place=places())
@@ -200,7 +200,7 @@ def test_a_backward_may_be_split_for_some_micro_batches_only():
     second = (*SECOND[:2], BackwardInput(0, 0), SendGradient(0, 0, 0), BackwardWeight(0, 0))
     assert check(two_ranks(first, second)).activations == (1, 1)
     assert "BackwardWeight(micro_batch=0, chunk=0) is missing" in refusal(two_ranks(first, second[:-1]))
-    assert "has no place" in refusal(two_ranks(first, (*second, Backward(0, 0))))
+    assert "does not belong" in refusal(two_ranks(first, (*second, Backward(0, 0))))
 
 
 def test_sizes_refused():

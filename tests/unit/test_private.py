@@ -59,7 +59,7 @@ def test_what_another_user_could_have_put_there_is_refused(tmp_path: Path, place
 
 def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "name")
-    with pytest.raises(NotPrivate, match="no plain file"):
+    with pytest.raises(NotPrivate, match="not a regular file"):
         PrivateFolder(tmp_path).read("name")
 
 
@@ -129,7 +129,7 @@ def test_a_user_who_can_write_nowhere(root: Path) -> None:
     """Kernels are compiled in memory, and one process says so; the doctor too, with the remedy."""
     done = _as_nobody(root, "/nonexistent", NO_TEMPORARY, "doctor")
     assert "kept in memory" in done.stdout, done.stderr
-    assert "compiled kernels cannot be kept" in done.stdout and "no temporary folder" in done.stdout
+    assert "compiled kernels cannot be stored" in done.stdout and "no writable temporary folder" in done.stdout
     assert "set XVCOMM_KERNEL_CACHE" in done.stdout
 
 

@@ -112,7 +112,7 @@ def test_swapped_native_calls_are_refused() -> None:
         one, two = natives[1:3]
         steps[one], steps[two] = steps[two], steps[one]
 
-    with pytest.raises(ScheduleError, match="members call different things"):
+    with pytest.raises(ScheduleError, match="members make different calls"):
         simulate(edited(schedules(), 1, swap))
 
 
@@ -123,7 +123,7 @@ def test_native_counts_must_be_equal() -> None:
         assert isinstance(call, Native)
         steps[index] = replace(call, counts=(12, 20))
 
-    with pytest.raises(ScheduleError, match="members call different things"):
+    with pytest.raises(ScheduleError, match="members make different calls"):
         simulate(edited(schedules(), 1, uneven))
 
 

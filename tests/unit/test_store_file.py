@@ -48,7 +48,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 def test_adding_to_a_text_is_an_error(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.set("k", b"text")
-    with pytest.raises(StoreError, match="no integer"):
+    with pytest.raises(StoreError, match="not an integer"):
         store.add("k", 1)
 
 

@@ -41,12 +41,12 @@ def test_rank_0_never_comes(port: int) -> None:
 def test_another_program_has_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(StoreError, match=f"port {port} .*taken"):
+        with pytest.raises(StoreError, match=f"port {port} .*in use"):
             serve_or_join("127.0.0.1", port, "secret", 0, Deadline.after(0.2), 0)
 
 
 def test_another_job_has_the_port(server: TcpServer) -> None:
-    with pytest.raises(StoreError, match=f"port {server.port} .*taken"):
+    with pytest.raises(StoreError, match=f"port {server.port} .*in use"):
         serve_or_join("127.0.0.1", server.port, "other", 0, Deadline.after(SOON), 0)
 
 

@@ -39,9 +39,7 @@ def test_the_one_that_decides_stops_before_it_tells(monkeypatch: pytest.MonkeyPa
     store = MemoryStore()
     store.add("decided", 1)
     for result in join(store, [0, 1, 2], 3, 0.1):
-        assert isinstance(result, DeadlineExceeded) and "about to tell the others whether all have joined" in str(
-            result
-        )
+        assert isinstance(result, DeadlineExceeded) and "decides whether all ranks have joined" in str(result)
 
 
 def test_the_missing_are_named_on_all() -> None:

@@ -139,7 +139,7 @@ def test_too_large_a_value_is_refused_before_it_is_sent(server: TcpServer) -> No
 def test_adding_to_a_text_is_an_error(server: TcpServer) -> None:
     store = client(server)
     store.set("k", b"text")
-    with pytest.raises(StoreError, match="no integer"):
+    with pytest.raises(StoreError, match="not an integer"):
         store.add("k", 1)
     store.add("n", 2**62)
     with pytest.raises(StoreError, match="64 bits"):
@@ -148,7 +148,7 @@ def test_adding_to_a_text_is_an_error(server: TcpServer) -> None:
 
 
 def test_port_taken(server: TcpServer) -> None:
-    with pytest.raises(StoreError, match=f"port {server.port} .*taken.*another port"):
+    with pytest.raises(StoreError, match=f"port {server.port} .*in use.*another port"):
         TcpServer("127.0.0.1", server.port, "secret")
 
 
@@ -173,7 +173,7 @@ def test_something_else_listens() -> None:
 
     thread = threading.Thread(target=ssh)
     thread.start()
-    with pytest.raises(StoreError, match=f"127.0.0.1:{port} is no xvcomm store"):
+    with pytest.raises(StoreError, match=f"127.0.0.1:{port} is not an xvcomm store"):
         TcpStore("127.0.0.1", port, "secret", Deadline.after(SOON))
     thread.join()
     listener.close()

@@ -1,4 +1,4 @@
-"""The `xvcomm` command: run a job, look at the machine, measure, and print plans."""
+"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Collectives and pipelines for jobs that mix NVIDIA GPUs, AMD GPUs and host memory."""
 
 
-# What follows the script is the script's, also where it looks like an option.
+# Options after the script belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(doctor.doctor)
 app.command()(command.bench)
@@ -52,7 +52,7 @@ def main() -> None:
 
 @contextmanager
 def told_in_one_line() -> Iterator[None]:
-    """Let an error of xvcomm end the process with one line and exit code 2."""
+    """Print an xvcomm error of the block as one line, and exit with code 2."""
     try:
         yield
     except XvcommError as error:

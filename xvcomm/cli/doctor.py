@@ -1,4 +1,4 @@
-"""`xvcomm doctor`: what this machine offers, what is refused and why, and what to do about it."""
+"""`xvcomm doctor`: what this machine supports, what is unavailable and why, and how to fix it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong; `fatal` if jobs on host memory cannot work because of it."""
+    """A problem and its remedy; `fatal` if it prevents jobs on host memory."""
 
     what: str
     remedy: str
@@ -50,7 +50,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the command shows; `backends` and `transports` hold name, usable, reason and remedy."""
+    """Everything that the command shows; `backends` and `transports` contain name, usable, reason and remedy."""
 
     machine: dict[str, str]
     versions: dict[str, str]
@@ -64,11 +64,11 @@ class Report:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Show also the settings that are not set.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also show settings that are not set.")] = False,
 ) -> None:
     """Examine this machine: cores, memory, limits, versions, backends and transports, and the settings.
 
-    Ends with code 1 if jobs on host memory cannot work here.
+    Exits with code 1 if jobs on host memory cannot work here.
     """
     report = examine(os.environ)
     if as_json:
@@ -79,7 +79,7 @@ def doctor(
 
 
 def examine(env: Mapping[str, str]) -> Report:
-    """Look at everything; changes nothing."""
+    """Collect the report; changes nothing."""
     problems: list[Problem] = []
     try:
         config = Config.from_env(env)
@@ -113,7 +113,7 @@ def _found(found: plugins.Found) -> dict[str, Any]:
 
 
 def _devices(found: plugins.Found) -> dict[str, Any]:
-    """How many devices a backend has, whether they reach each other's memory, and what it cannot do, with the remedy."""
+    """Number of devices of a backend, their access to each other's memory, and unsupported features with their remedy."""
     if not found.usable:
         return {"devices": 0, "peer_memory": "", "lacks": ""}
     backend = found.load()()
@@ -137,10 +137,10 @@ def _missing(kind: str, name: str, found: list[dict[str, Any]]) -> list[Problem]
 
 
 def _kernels(config: Config, problems: list[Problem]) -> str:
-    """Where compiled kernels are kept, and why not elsewhere."""
+    """Folder of compiled kernels, and why a preferred one is not used."""
     kept = kernel_cache(config.kernel_cache)
     if not kept.writable:
-        what = f"compiled kernels cannot be kept ({kept.remarks}): every process compiles them anew"
+        what = f"compiled kernels cannot be stored ({kept.remarks}): every process compiles them again"
         problems.append(Problem(what, REMEDY, fatal=False))
         return f"{kept} (read only)" if kept.folder else str(kept)
     return f"{kept} ({kept.remarks})" if kept.remarks else str(kept)
@@ -162,7 +162,7 @@ def _machine() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name from /proc/cpuinfo, or the machine's architecture."""
+    """CPU model from /proc/cpuinfo, or the machine's architecture."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -185,7 +185,7 @@ def _shared_memory(folder: Path, problems: list[Problem]) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="xvcomm-doctor-"):
             pass
     except OSError as error:
-        remedy = "mount a tmpfs there, or set XVCOMM_SHM_DIR to a folder that can be written"
+        remedy = "mount a tmpfs there, or set XVCOMM_SHM_DIR to a writable folder"
         problems.append(Problem(f"shared memory: {error}", remedy, fatal=True))
         return {"folder": str(folder), "usable": False}
     kind, free = _filesystem(folder), stat.f_bavail * stat.f_frsize
@@ -207,15 +207,17 @@ def _shared_memory(folder: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _watching(folder: Path, problems: list[Problem]) -> str:
-    """How a rank learns that another one of its host died."""
+    """How a rank detects that another rank of its host has died."""
     refused, locked = watchdog.refusal(), Presence.take(str(folder)).byte != NOWHERE
-    locks = f"locks on {folder}, looked at ten times a second"
+    locks = f"locks on {folder}, checked ten times per second"
     if not refused:
         return f"process descriptors (pidfd_open); {locks}, between PID namespaces" if locked else "process descriptors"
     if locked:
         return f"{locks} ({refused})"
-    remedy = "allow pidfd_open in the container's seccomp filter, or set XVCOMM_SHM_DIR to a tmpfs, which has locks"
-    what = f"nobody notices that a rank died before a deadline passes: {refused}, and {folder} has no locks"
+    remedy = (
+        "allow pidfd_open in the container's seccomp filter, or set XVCOMM_SHM_DIR to a tmpfs, which supports locks"
+    )
+    what = f"the death of a rank is noticed only at a deadline: {refused}, and {folder} does not support locks"
     problems.append(Problem(what, remedy, fatal=False))
     return "nothing"
 
@@ -253,7 +255,7 @@ def _variables(env: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def size_text(count: float) -> str:
-    """Bytes for people: `256 MiB`."""
+    """Bytes as text: `256 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -265,7 +267,7 @@ def show(report: Report, console: Console, every: bool = False) -> None:
     """Print the verdict and the problems, then the report as tables.
 
     Args:
-        every: show also the settings that are not set.
+        every: also show settings that are not set.
     """
     _show_verdict(report, console)
     shm = dict(report.shared_memory)
@@ -300,7 +302,7 @@ def _show_verdict(report: Report, console: Console) -> None:
 
 
 def _usable(found: dict[str, Any]) -> str:
-    """Yes or no; of GPUs how many."""
+    """Yes or no, and the number of devices if there are several."""
     count = found.get("devices", 1)
     return "no" if not found["usable"] else f"yes, {count} devices" if count > 1 else "yes"
 

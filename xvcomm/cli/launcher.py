@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this host, carries their output and signals, and ends them all when one fails."""
+"""Starts the ranks of a job on this host, forwards their output and signals, and ends all of them when one fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CONSEQUENCES = (b"xvcomm.errors.PeerLost", b"xvcomm.errors.Aborted")
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What to start for one rank: the label is for its prefix."""
+    """Command and environment of one rank; the label is part of its output prefix."""
 
     label: str
     argv: tuple[str, ...]
@@ -42,10 +42,10 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        code: exit code to pass on: the first failing rank's, or 128 + signal.
-        rank: the rank that failed first and not only because of another, or None.
-        signal: the signal that ended the job from outside, or None.
-        last_words: the failing rank's last lines on stderr (on stdout, if it left stderr empty).
+        code: exit code of the launcher: the first failing rank's, or 128 + signal.
+        rank: the rank that failed first, ignoring failures caused by another rank; or None.
+        signal: the signal sent to the launcher that ended the job, or None.
+        last_words: the failing rank's last lines on stderr (on stdout if stderr is empty).
     """
 
     code: int
@@ -63,14 +63,14 @@ class _Rank:
 
 
 class Job:
-    """The ranks of one job, as a context: leaving it ends whatever still runs.
+    """The ranks of one job, as a context manager: leaving it kills the ranks that still run.
 
-    One thread and one loop: pipes, the ranks' ends and the signals for the launcher all arrive at one selector.
+    One thread with one loop handles pipes, exits of ranks and signals, through one selector.
 
     Args:
-        specs: one a rank, in rank order.
-        prefix: whether lines carry their rank.
-        grace: seconds between the wish to end and SIGKILL.
+        specs: one per rank, in rank order.
+        prefix: whether output lines are prefixed with their rank.
+        grace: seconds between the request to end and SIGKILL.
     """
 
     def __init__(self, specs: Sequence[RankSpec], *, prefix: bool = True, grace: float = STOP_GRACE) -> None:
@@ -90,7 +90,7 @@ class Job:
 
     def __enter__(self) -> Job:
         for number in (signal.SIGCHLD, signal.SIGTSTP, *_ENDING, *_PASSED_ON):
-            # What the launcher was told to ignore, by nohup for instance, stays ignored.
+            # A signal that the launcher inherited as ignored, for instance from nohup, stays ignored.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1])
@@ -134,7 +134,7 @@ class Job:
 
     @staticmethod
     def _spawn(number: int, spec: RankSpec) -> subprocess.Popen[bytes]:
-        # A rank's group is not the terminal's, so that reading from a terminal would stop it.
+        # A rank has its own process group, so reading from a terminal would stop it.
         takes_input = number == 0 and not os.isatty(0)
         try:
             return subprocess.Popen(
@@ -151,9 +151,9 @@ class Job:
             raise ResourceError(f"rank {number}: cannot start {spec.argv[0]!r}: {error}") from error
 
     def run(self) -> Outcome:
-        """Carry output and signals until every rank has ended; blocks.
+        """Forward output and signals until every rank has ended; blocks.
 
-        A rank that fails ends the job: the others have 3 seconds to raise their own errors, then SIGTERM, then SIGKILL.
+        If a rank fails, the others get 3 seconds to raise their own errors, then SIGTERM, then SIGKILL.
         """
         drained = math.inf
         while True:
@@ -183,7 +183,7 @@ class Job:
                 self._read(key.fd)
 
     def _choose(self) -> None:
-        """Ask for what can make progress: outlets with something to write, ranks only while outlets keep up."""
+        """Select for what can make progress: outlets with data to write; ranks only while the outlets keep up."""
         for outlet in set(self._outlets):
             waiting = outlet.backlog > 0
             if waiting != (outlet.fd in self._selector.get_map()):
@@ -239,7 +239,9 @@ class Job:
             self._signal_all(signal.SIGKILL)
 
     def _collect(self) -> None:
-        """Note which ranks ended. They are reaped last of all, so that no other process can take their group's number."""
+        """Record which ranks have ended. They are reaped at the very end, so that the ids of their process groups are not
+        reused.
+        """
         ended: list[tuple[bool, int]] = []
         for number, rank in enumerate(self._ranks):
             if rank.code is None:
@@ -248,7 +250,7 @@ class Job:
                     exited = status.si_code == os.CLD_EXITED
                     rank.code = status.si_status if exited else -status.si_status
                     ended.append((exited, number))
-        # Of ranks found at once, one killed by a signal is the likelier cause than one that ended by itself.
+        # Among ranks found at the same time, one killed by a signal is more likely the cause than one that exited.
         for _, number in sorted(ended):
             if self._ranks[number].code and self._signal is None:
                 self._note_failure(number)
@@ -258,19 +260,19 @@ class Job:
             start = time.monotonic() + FAILURE_GRACE
             self._plan = [(start, signal.SIGTERM), (start + self._grace, signal.SIGKILL)]
             if any(rank.code is None for rank in self._ranks):
-                self.say(f"{self.describe(number)}; the others get {FAILURE_GRACE:g} s to end")
+                self.say(f"{self.describe(number)}; the others have {FAILURE_GRACE:g} s to end")
         if len(self._plan) == 2:
             self._failed.append(number)
 
     def describe(self, number: int) -> str:
-        """How a rank ended, in words."""
+        """How a rank ended, as text."""
         code = self._ranks[number].code or 0
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
         label = self._specs[number].label
         return f"rank {number}{f' ({label})' if label else ''} {how}"
 
     def say(self, text: str) -> None:
-        """Put a line of the launcher's own among the ranks' lines on stderr."""
+        """Print a line of the launcher among the ranks' lines on stderr."""
         self._outlets[1].add(None, f"xvcomm run: {text}\n".encode(), b"")
 
     def _end(self, number: signal.Signals) -> None:
@@ -295,7 +297,7 @@ class Job:
                 pass
 
     def _finish(self) -> None:
-        """End what the ranks left running, take the last output, and wait until it is written."""
+        """Kill what the ranks left running, read the last output, and wait until it is written."""
         for rank in self._ranks:
             self._signal_group(rank, signal.SIGKILL)
             rank.process.wait()
@@ -310,7 +312,7 @@ class Job:
             self._close(fd)
         for outlet in set(self._outlets):
             outlet.restore()
-        # A reader that stands still may not hold up an interrupt.
+        # A reader that has stopped must not delay an interrupt.
         until = math.inf if self._signal is None else time.monotonic() + _LAST_WRITE
         while any(o.backlog for o in self._outlets) and (left := until - time.monotonic()) > 0:
             self._turn(None if left == math.inf else left)
@@ -323,7 +325,7 @@ class Job:
         if not self._failed:
             return Outcome(0)
         words = {n: self._ranks[n].err.last or self._ranks[n].out.last for n in self._failed}
-        # The rank at fault may take longer to end than those that lost it.
+        # The rank that caused the failure may take longer to end than the ranks that noticed it.
         cause = next(
             (n for n in self._failed if not any(c in w for c in _CONSEQUENCES for w in words[n])), self._failed[0]
         )
@@ -332,7 +334,7 @@ class Job:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; real-time signals by number."""
+    """Name of a signal, such as `SIGKILL` for 9; real-time signals by number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -340,7 +342,7 @@ def signal_name(number: int) -> str:
 
 
 def _ends_with(parent: int) -> Callable[[], None]:
-    """What a rank does before it becomes the user's program: ask to be killed when the launcher dies, even by SIGKILL."""
+    """A `preexec_fn` that asks the kernel to kill the rank when the launcher dies, even by SIGKILL."""
     libc = ctypes.CDLL(None)
 
     def arm() -> None:

@@ -1,4 +1,4 @@
-"""Merges what the ranks write into one readable stream: whole lines, each behind its rank's prefix."""
+"""Merges the output of the ranks into one stream of whole lines, each prefixed with its rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TAIL_LINES = 30
 
 
 class LineAssembler:
-    """Cuts one rank's byte stream into lines, the way a terminal would show them.
+    """Splits one rank's byte stream into lines, as a terminal would show them.
 
-    A carriage return starts the line again, so of a progress bar only the last state counts. What has no newline yet
-    is kept until it gets one or the stream ends; a line of more than 64 KiB is cut.
+    A carriage return restarts the line, so only the last state of a progress bar counts. Text without a newline is kept until
+    it gets one or the stream ends; a line of more than 64 KiB is split.
     """
 
     def __init__(self) -> None:
         self._open = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, without their ends."""
+        """The lines that `data` completes, without line ends."""
         *whole, rest = (self._open + data).split(b"\n")
         lines = [_last_state(line) for line in whole]
         keep = rest.rfind(b"\r", 0, len(rest) - 1)
@@ -41,13 +41,13 @@ class LineAssembler:
         return lines
 
     def finish(self) -> list[bytes]:
-        """What is left when the stream ends: one line or none."""
+        """The text left when the stream ends: at most one line."""
         line, self._open = _last_state(self._open), b""
         return [line] if line else []
 
     @property
     def unfinished(self) -> bytes:
-        """The line under way, as a terminal would show it."""
+        """The incomplete line, as a terminal would show it."""
         return _last_state(self._open)
 
 
@@ -56,11 +56,11 @@ def _last_state(line: bytes) -> bytes:
 
 
 class Outlet:
-    """A file descriptor that others read at their own pace: holds what they have not taken yet.
+    """Buffered, nonblocking output to a file descriptor whose reader may be slow.
 
     Attributes:
-        terminal: whether it is one.
-        colour: whether it may be coloured.
+        terminal: whether it is a terminal that supports control sequences.
+        colour: whether output may be coloured.
         redraw_at: when `redraw` is due, on the monotonic clock; `math.inf` for never.
     """
 
@@ -80,7 +80,7 @@ class Outlet:
         return len(self._waiting)
 
     def add(self, owner: object, lines: bytes, unfinished: bytes) -> None:
-        """Take whole lines; on a terminal `unfinished` comes below them until `owner` or another replaces it."""
+        """Append whole lines; on a terminal `unfinished` is shown below them until `owner` or another owner replaces it."""
         if not self.terminal:
             self._waiting += lines
             return
@@ -91,11 +91,11 @@ class Outlet:
             self._owner, self._below = owner, unfinished
         elif owner is self._owner:
             self._below = b""
-        # Late on purpose: most unfinished lines are whole a moment later.
+        # Delayed, because most unfinished lines are complete a moment later.
         self.redraw_at = min(self.redraw_at, time.monotonic() + _SETTLED)
 
     def redraw(self) -> None:
-        """Show the unfinished line as it now is."""
+        """Show the unfinished line in its current state."""
         self.redraw_at = math.inf
         self._erase()
         self._waiting += _fit(self._below, shutil.get_terminal_size().columns - 1)
@@ -107,19 +107,19 @@ class Outlet:
             self._shown = False
 
     def restore(self) -> None:
-        """Give a terminal its cursor back, which a rank that was killed may have hidden."""
+        """Make a terminal's cursor visible again, which a killed rank may have hidden."""
         if self.terminal:
             self._waiting += b"\x1b[?25h"
 
     def discard(self) -> None:
-        """Forget what waits: nobody will read it."""
+        """Discard the buffered output, because its reader is gone."""
         self._waiting.clear()
 
     def write_some(self) -> None:
-        """Write what one call takes without blocking, given that the descriptor is ready.
+        """Write as much as one call takes without blocking; the descriptor must be ready.
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the reader is gone.
         """
         written = os.write(self.fd, self._waiting[:_AT_ONCE])
         del self._waiting[:written]
@@ -131,7 +131,7 @@ def _fit(text: bytes, columns: int) -> bytes:
 
 
 def outlets(env: Mapping[str, str]) -> tuple[Outlet, Outlet]:
-    """The launcher's stdout and stderr; one and the same where both lead to the same place, which keeps the order."""
+    """The launcher's stdout and stderr; one object if both refer to the same file, which preserves the order of lines."""
     out, err = os.fstat(1), os.fstat(2)
     first = Outlet(1, env)
     same = (out.st_dev, out.st_ino, out.st_rdev) == (err.st_dev, err.st_ino, err.st_rdev)
@@ -139,10 +139,10 @@ def outlets(env: Mapping[str, str]) -> tuple[Outlet, Outlet]:
 
 
 class RankStream:
-    """One of a rank's two streams on its way to an outlet.
+    """Stdout or stderr of one rank, on its way to an outlet.
 
     Attributes:
-        outlet: where its lines go.
+        outlet: destination of its lines.
         last: the last lines, without prefix.
     """
 
@@ -153,7 +153,7 @@ class RankStream:
         self._assembler = LineAssembler()
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank wrote; empty data is the end of the stream."""
+        """Process output of the rank; empty data means the end of the stream."""
         lines = self._assembler.feed(data) if data else self._assembler.finish()
         self.last.extend(lines)
         unfinished = self._assembler.unfinished
@@ -163,7 +163,7 @@ class RankStream:
 
 
 def prefixes(labels: Sequence[str], colour: bool) -> list[bytes]:
-    """What stands before each rank's lines: `[2 rocm] `, aligned, coloured by rank where that is wanted."""
+    """Line prefix of each rank, `[2 rocm] `, aligned, and coloured by rank if `colour`."""
     names = [f"[{rank} {label}]" if label else f"[{rank}]" for rank, label in enumerate(labels)]
     width = max(len(name) for name in names)
     padded = [name.ljust(width) for name in names]

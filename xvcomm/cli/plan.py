@@ -1,4 +1,4 @@
-"""`xvcomm plan`: prints what a rank does for a collective, and what the model says it costs."""
+"""`xvcomm plan`: prints the steps of a rank for a collective, and the predicted time."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ _WHOLE = (Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST)
 def plan(
     op: Annotated[Collective, typer.Argument(help="The collective.")] = Collective.ALL_REDUCE,
     islands: Annotated[str, typer.Option(help="Islands in rank order, for instance cuda:2,rocm:2.")] = "cuda:2,rocm:2",
-    ranks: Annotated[int | None, typer.Option(min=1, help="Scale the islands to this many ranks in all.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Scale the islands to this total number of ranks.")] = None,
     size: Annotated[str, typer.Option("--bytes", help="Bytes of the larger of input and output.")] = "256M",
     dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
-    rank: Annotated[int, typer.Option(min=0, help="Whose steps to print.")] = 0,
-    root: Annotated[int, typer.Option(min=0, help="Root, where the collective has one.")] = 0,
-    steps: Annotated[int, typer.Option(min=0, help="Print at most so many steps.")] = 40,
-    native: Annotated[float, typer.Option(min=0.001, help="Speed inside an island, GB/s a rank and direction.")] = 300,
+    rank: Annotated[int, typer.Option(min=0, help="Rank whose steps are printed.")] = 0,
+    root: Annotated[int, typer.Option(min=0, help="Root, if the collective has one.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Maximum number of steps to print.")] = 40,
+    native: Annotated[
+        float, typer.Option(min=0.001, help="Bandwidth within an island, GB/s per rank and direction.")
+    ] = 300,
     border: Annotated[
-        float, typer.Option(min=0.001, help="Speed of a rank's link over the border, GB/s a direction.")
+        float, typer.Option(min=0.001, help="Bandwidth of a rank's link to other islands, GB/s per direction.")
     ] = 50,
 ) -> None:
-    """Print the steps of one rank and the predicted time of the collective; starts no rank and moves no data."""
+    """Print the steps of one rank and the predicted time of the collective; starts no ranks and moves no data."""
     topology = Topology.from_labels(scale(parse_islands(islands), ranks))
     if max(rank, root) >= topology.size:
         raise ArgumentError(f"rank {max(rank, root)} does not exist: there are {topology.size} ranks")
     request = make_request(op, topology.size, parse_size(size), dtype, root)
-    from xvcomm.engine.planner import Planner  # which brings the compiler
+    from xvcomm.engine.planner import Planner  # imports numba
 
     planner = Planner(topology, rank, Config.from_env())
     begin = time.perf_counter()
@@ -54,14 +56,14 @@ def plan(
     typer.echo("")
     for line in costs(request, estimate(request, topology, made.segment, links, made.short), links):
         typer.echo(line)
-    typer.echo(f"planned in {took * 1e3:.1f} ms; kept for the next call")
+    typer.echo(f"planned in {took * 1e3:.1f} ms; cached for the next call")
 
 
 def scale(labels: tuple[str, ...], ranks: int | None) -> tuple[str, ...]:
-    """The same islands in the same proportions with `ranks` ranks in all.
+    """Labels of `ranks` ranks with the same islands in the same proportions.
 
     Raises:
-        ArgumentError: fewer ranks than islands.
+        ArgumentError: there are fewer ranks than islands.
     """
     if ranks is None or ranks == len(labels):
         return labels
@@ -76,10 +78,10 @@ def scale(labels: tuple[str, ...], ranks: int | None) -> tuple[str, ...]:
 
 
 def make_request(op: Collective, ranks: int, size: int, dtype: str, root: int) -> Request:
-    """An even collective over `size` bytes.
+    """A collective of `size` bytes with equal parts for all ranks.
 
     Raises:
-        ArgumentError: no such dtype.
+        ArgumentError: the dtype is unknown.
     """
     itemsize = {d.name: d.itemsize for d in DTYPES}.get(dtype)
     if itemsize is None:
@@ -97,7 +99,7 @@ def make_request(op: Collective, ranks: int, size: int, dtype: str, root: int) -
 
 
 def describe(topology: Topology, made: Plan, steps: int) -> list[str]:
-    """The topology and the plan, cut after so many steps."""
+    """The topology and the plan, limited to `steps` steps."""
     islands = ", ".join(f"{i.label} x {i.size}" for i in topology.islands)
     head, *lines = made.explain()
     more = len(lines) - steps
@@ -117,6 +119,6 @@ def costs(request: Request, prediction: Prediction, links: Links) -> list[str]:
     return [
         f"predicted: {prediction.seconds * 1e6:.1f} us for {size_text(size)}, {rate:.2f} GB/s; slowest is rank {prediction.rank}",
         f"busy on it: {lanes}",
-        f"model: {links.native_bandwidth / 1e9:g} GB/s inside an island, "
-        f"{links.border_bandwidth / 1e9:g} GB/s a link over the border",
+        f"model: {links.native_bandwidth / 1e9:g} GB/s within an island, "
+        f"{links.border_bandwidth / 1e9:g} GB/s per link between islands",
     ]

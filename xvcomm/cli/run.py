@@ -1,4 +1,4 @@
-"""`xvcomm run`: starts the ranks of a job on this host and ends them together."""
+"""`xvcomm run`: starts the ranks of a job on this host, and ends them together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GRACE_HELP = (
 
 
 class Replaceable(enum.StrEnum):
-    """Backends of `torch.distributed` that xvcomm can stand in for."""
+    """Backends of `torch.distributed` that xvcomm can replace."""
 
     NCCL = "nccl"
     GLOO = "gloo"
@@ -40,20 +40,20 @@ def run(
     command: Annotated[list[str], typer.Argument(help="Script, module (with -m) or program, and its arguments.")],
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")] = None,
     islands: Annotated[
-        str | None, typer.Option(help="Label the ranks, for instance cuda:2,rocm:2: a rehearsal of islands.")
+        str | None, typer.Option(help="Island labels of the ranks, for instance cuda:2,rocm:2 (a rehearsal).")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a Python module, as python -m does.")] = False,
     replace: Annotated[
         Replaceable | None,
-        typer.Option(help="Run PyTorch programs that ask for this backend of torch.distributed on xvcomm instead."),
+        typer.Option(help="Run PyTorch programs that use this backend of torch.distributed on xvcomm instead."),
     ] = None,
     prefix: Annotated[bool, typer.Option(help="Put the rank before each line of output.")] = True,
     grace: Annotated[float, typer.Option(min=0, help=_GRACE_HELP)] = STOP_GRACE,
 ) -> None:
     """Run a job: N ranks on this host, merged output, one exit code.
 
-    Without -n there is a rank for each place in --islands, else one for each core. The first rank that fails ends
-    the others; its last lines are shown last and its exit code is passed on.
+    Without -n, --islands determines the number of ranks; without both there is one rank per core. The first rank that fails
+    ends the others; its last lines are printed last and its exit code is the command's.
     """
     labels = rank_labels(ranks, islands)
     argv = resolve(command, module)
@@ -62,7 +62,7 @@ def run(
 
 
 def rank_labels(ranks: int | None, islands: str | None) -> tuple[str, ...]:
-    """A label a rank; empty labels where no islands are asked for.
+    """A label for each rank; empty labels without islands.
 
     Raises:
         ArgumentError: `ranks` and `islands` do not agree.
@@ -78,10 +78,10 @@ def rank_labels(ranks: int | None, islands: str | None) -> tuple[str, ...]:
 
 
 def resolve(command: Sequence[str], module: bool) -> tuple[str, ...]:
-    """The arguments to execute: Python for a `.py` script or a module, else the program as it is.
+    """The command line to execute: Python for a `.py` script or a module, otherwise the program itself.
 
     Raises:
-        ArgumentError: there is no such script or program.
+        ArgumentError: the script or program does not exist.
     """
     if command[0] == "-m" and len(command) > 1:
         module, command = True, command[1:]
@@ -101,17 +101,21 @@ def launch(
     argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, grace: float = STOP_GRACE,
     extra: Mapping[str, str] = MappingProxyType({}),
 ) -> int:  # fmt: skip
-    """Run `argv` once for each label, from the store's start to the last shared-memory file's end; blocks.
+    """Run `argv` once for each label, including the store and the removal of shared memory files; blocks.
 
     Args:
-        extra: further variables of all ranks.
+        argv: the command line.
+        labels: an island label for each rank, or an empty text.
+        prefix: whether output lines are prefixed with their rank.
+        grace: seconds between the request to end and SIGKILL.
+        extra: additional variables for all ranks.
 
     Returns:
-        The exit code to pass on.
+        Exit code of the command.
 
     Raises:
         ResourceError: a rank cannot be started.
-        StoreError: the store's port cannot be taken.
+        StoreError: the store's port is not available.
     """
     with job_environment() as common:
         envs = rank_environments({**terminal_environment(labels, prefix), **common, **extra}, labels)
@@ -124,13 +128,14 @@ def launch(
 
 @contextmanager
 def job_environment() -> Iterator[dict[str, str]]:
-    """What all ranks of a new job share: this environment, the store served here, the job's secret and name.
+    """Environment that all ranks of a new job share: this process's, and address, secret and name of the job, whose store it
+    serves.
 
-    Leaving it closes the store and removes what ranks that were killed left in shared memory.
+    Leaving it closes the store, and removes shared memory files that killed ranks left.
 
     Raises:
-        StoreError: the store's port cannot be taken.
-        ConfigError: a variable is wrong.
+        StoreError: the store's port is not available.
+        ConfigError: a variable is invalid.
     """
     folder = Path(Config.from_env().shm_dir)
     secret, job = secrets.token_hex(16), f"{os.environ.get('XVCOMM_JOB') or os.getpid()}-{secrets.token_hex(4)}"
@@ -149,7 +154,7 @@ def job_environment() -> Iterator[dict[str, str]]:
 
 
 def rank_environments(common: Mapping[str, str], labels: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The environment of each rank: xvcomm's variables, and torchrun's so that torch.distributed works beside them."""
+    """Environment of each rank: xvcomm's variables, and torchrun's, so that torch.distributed works as well."""
     size, local = str(len(labels)), loopback()
     shared = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(labels))),
@@ -172,7 +177,9 @@ def rank_environments(common: Mapping[str, str], labels: Sequence[str]) -> Itera
 
 
 def terminal_environment(labels: Sequence[str], prefix: bool) -> dict[str, str]:
-    """What tells programs made with rich that people watch, although they write to a pipe; empty without a terminal."""
+    """Variables that make programs based on rich format for a terminal although they write to a pipe; empty
+    without a terminal.
+    """
     if not (os.isatty(1) and os.isatty(2)):
         return {}
     taken = len(prefixes(labels, colour=False)[0]) if prefix else 0
@@ -186,7 +193,7 @@ def _free_port(host: str) -> int:
 
 
 def _report(job: Job, outcome: Outcome) -> None:
-    """Say on stderr why the job failed, last of all."""
+    """Print the reason of a failure to stderr, after all other output."""
     if outcome.signal is not None:
         print(f"xvcomm run: ended by {signal_name(outcome.signal)}", file=sys.stderr)
     elif outcome.rank is not None:

@@ -1,6 +1,6 @@
-"""Code that runs without the interpreter: compiled once by numba, kept on disk, atomics, calls of C functions.
+"""Compiled code that runs without the interpreter: numba's compilation and its disk cache, atomics, calls of C functions.
 
-Not here: the kernels themselves, which lie where they are used, and those of GPUs (`backends`).
+Not here: the kernels themselves, which are in the modules that use them, and GPU kernels (`backends`).
 Every package above `types` may import it.
-Begin with `compile`.
+Start reading at `compile`.
 """

@@ -1,7 +1,7 @@
-"""Atomic words, waiting and raw memory for numba code that runs without the interpreter lock.
+"""Atomic 64-bit words, waiting, and memory copies for numba code that runs without the interpreter lock.
 
-Addresses are plain int64, so one compiled function serves private memory, shared memory and any framework's arrays.
-Importing this module imports numba: only modules that move data do.
+Addresses are int64, so one compiled function serves private memory, shared memory and arrays of any framework.
+Importing this module imports numba, which takes long; only modules that move data import it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _word_pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """The 64-bit word at `address`; nothing after is read before it."""
+    """Load the 64-bit word at `address` with acquire order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(_word_pointer(builder, args[0]), "acquire", 8)
@@ -40,7 +40,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write the 64-bit word at `address`; everything before is visible to who acquires it."""
+    """Store to the 64-bit word at `address` with release order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _word_pointer(builder, args[0]), "release", 8)
@@ -51,7 +51,7 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
-    """Add to the word at `address` in one step; what was there before."""
+    """Atomically add to the word at `address`; returns its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _word_pointer(builder, args[0]), args[1], "acq_rel")
@@ -61,7 +61,7 @@ def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def compare_and_swap(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Write `value` where `expected` lies, in one step; what was there before."""
+    """Atomically store `value` if the word equals `expected`; returns its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pair = builder.cmpxchg(_word_pointer(builder, args[0]), args[1], args[2], "acq_rel", "acquire")
@@ -72,7 +72,7 @@ def compare_and_swap(typingctx: Any, address: Any, expected: Any, value: Any) ->
 
 @intrinsic
 def full_fence(typingctx: Any) -> Any:
-    """Order all stores before against all loads after: two posters that each write, then look, cannot both miss."""
+    """Sequentially consistent fence. If two threads each write, fence and then read, at least one sees the other's write."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -83,7 +83,7 @@ def full_fence(typingctx: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:
-    """The 64-bit word at `address`, read plainly."""
+    """Load the 64-bit word at `address`, not atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_word_pointer(builder, args[0]))
@@ -93,7 +93,7 @@ def load(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write the 64-bit word at `address` plainly."""
+    """Store to the 64-bit word at `address`, not atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[1], _word_pointer(builder, args[0]))
@@ -114,14 +114,14 @@ def as_pointer(typingctx: Any, address: Any) -> Any:
 
 @register_jitable
 def copy_bytes(dst: int, src: int, count: int) -> None:
-    """memcpy; the ranges must not overlap, except that they may be the same."""
+    """memcpy. The ranges must not overlap, but may be identical."""
     if count > 0 and dst != src:
         _memcpy(as_pointer(dst), as_pointer(src), count)
 
 
 @intrinsic
 def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
-    """Copy 64 bytes to a multiple of 64 by stores that pass the caches by."""
+    """Copy 64 bytes with a nontemporal store, which bypasses the caches; `dst` must be a multiple of 64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line = ir.VectorType(_WORD, 8)
@@ -136,7 +136,7 @@ def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
 
 @intrinsic
 def _copy_line(typingctx: Any, dst: Any, src: Any) -> Any:
-    """Copy 64 bytes, and begin to fetch what will be copied a little later."""
+    """Copy 64 bytes, and prefetch those that will be copied `_AHEAD` bytes later."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -157,9 +157,9 @@ def _copy_line(typingctx: Any, dst: Any, src: Any) -> Any:
 
 @register_jitable
 def hand_over(dst: int, src: int, count: int) -> None:
-    """Copy between a rank's array and memory that another core used last, whose lines are fetched ahead.
+    """Copy between an array and memory that another core used last, with prefetches.
 
-    Prefetching never faults, also not behind the arrays' ends. 256 KiB through a ring take 26 instead of 28 µs.
+    Prefetching beyond the end of an array is safe: it never faults. 256 KiB through a ring take 26 instead of 28 µs.
     """
     body = count // 64 * 64
     for offset in range(0, body, 64):
@@ -169,8 +169,11 @@ def hand_over(dst: int, src: int, count: int) -> None:
 
 @register_jitable
 def stream_bytes(dst: int, src: int, count: int) -> None:
-    """Copy to memory that nobody reads soon: its old contents are not fetched first, which saves a third of the
-    memory traffic. Fenced, so that a release store may follow."""
+    """Copy with nontemporal stores, for memory that is not read soon.
+
+    The old contents are not fetched into the cache first, which saves a third of the memory traffic. Ends with a fence, so that
+    a release store may follow.
+    """
     head = min(count, -dst % 64)
     copy_bytes(dst, src, head)
     body = (count - head) // 64 * 64
@@ -181,7 +184,7 @@ def stream_bytes(dst: int, src: int, count: int) -> None:
 
 
 def clock(number: int) -> Any:
-    """A function for compiled code that gives the nanoseconds of one of the system's clocks, `time.CLOCK_...`."""
+    """Make a function for compiled code that reads a system clock, `time.CLOCK_...`, in nanoseconds."""
 
     def nanoseconds(typingctx: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -203,10 +206,10 @@ _monotonic = clock(time.CLOCK_MONOTONIC)
 
 @register_jitable
 def relax(idle: int, spins: int) -> int:
-    """One step of patience: read again at once, then yield the core, then sleep. Returns the nanoseconds that it was away.
+    """One step of a wait loop: return at once, then yield the core, then sleep. Returns the nanoseconds spent off the core.
 
-    `spins` reads are tried first; with more ranks than cores only the yield lets the other side run at all. Where other
-    programs keep the cores busy, a yield may take milliseconds, and a sleep longer than it was asked for.
+    The first `spins` calls return at once. With more ranks than cores, the other side runs only if this one yields. If other
+    programs keep the cores busy, a yield may take milliseconds, and a sleep longer than requested.
     """
     if idle < spins:
         return 0
@@ -223,8 +226,8 @@ def await_word(address: int, least: int, abort: int, spins: int, budget: int) ->
     """Wait until the word at `address` is at least `least`.
 
     Returns:
-        READY; STOPPED once the word at `abort` is set and the awaited one still is not there; PENDING after about
-        `budget` nanoseconds off the core, so that the caller can look at signals and deadlines and come back.
+        READY; STOPPED if the word at `abort` is set first; PENDING after about `budget` nanoseconds off the core, so that the
+        caller can check signals and deadlines and call again.
     """
     idle = slept = 0
     while load_acquire(address) < least:

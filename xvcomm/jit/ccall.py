@@ -1,4 +1,4 @@
-"""Calls of C functions by their address, from compiled code."""
+"""Calls of C functions by address, from compiled code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from numba.extending import intrinsic
 
 let_go = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
 take_back = types.ExternalFunction("PyEval_RestoreThread", types.void(types.voidptr))
-"""Around a call that may take long, in code that runs with the interpreter lock: other threads of Python then go on. The
-second takes what the first gave."""
+"""Release and take the interpreter lock in code that runs with it, around a call that may take long. `take_back` gets the
+result of `let_go`.
+"""
 
 _WORD = ir.IntType(64)
 
@@ -23,7 +24,7 @@ def _called(builder: Any, args: Any, result: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """A function of three words that gives a word."""
+    """Call a C function with 3 int64 arguments that returns int64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _called(builder, args, _WORD)
@@ -33,7 +34,7 @@ def call_3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_5(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """A function of five words that gives a word."""
+    """Call a C function with 5 int64 arguments that returns int64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _called(builder, args, _WORD)
@@ -46,9 +47,9 @@ def call_11(
     typingctx: Any, function: Any,
     a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any,
 ) -> Any:  # fmt: skip
-    """A function of up to eleven integers and pointers that gives an `int`; it does not see what it does not take.
+    """Call a C function that takes up to 11 integers or pointers and returns `int`; surplus arguments are ignored.
 
-    So it is in the calling conventions of x86-64 and AArch64, where each of them has a register or a slot of its own.
+    The calling conventions of x86-64 and AArch64 permit this: each argument has its own register or stack slot.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -59,7 +60,7 @@ def call_11(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float_of(typingctx: Any, bits: Any) -> Any:
-    """The float of which a word is the bits."""
+    """Reinterpret the bits of an int64 as a float64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.DoubleType())
@@ -69,7 +70,7 @@ def float_of(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bits_of(typingctx: Any, value: Any) -> Any:
-    """The bits of a float as a word."""
+    """Reinterpret the bits of a float64 as an int64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _WORD)

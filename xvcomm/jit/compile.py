@@ -1,4 +1,4 @@
-"""How host kernels are compiled: once a machine, cached on disk by all that they reach, one process at a time."""
+"""Compiles host kernels with numba: once per machine, cached on disk by the code that they reach, one process at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from xvcomm.system.private import taken
 from xvcomm.types.deadline import Deadline, poll
 
 TURN_SECONDS = 120.0
-"""How long a process waits for another one that compiles; then it compiles for itself, and waits no more."""
+"""Seconds to wait for another process that compiles. After that this process compiles too, and never waits again."""
 
 _threads = threading.RLock()
 _turn: _Turn | None = None
@@ -40,11 +40,11 @@ progress = Progress()
 
 
 class _Missing(Exception):
-    """A kernel is not on disk, and compiling it was not this process's turn."""
+    """A kernel is not in the disk cache, and this process has not taken its turn to compile."""
 
 
 class _Turn(Listener):  # type: ignore[misc]
-    """This process's part in `compiling`; numba tells it before each step of compiling, and nothing when it loads."""
+    """Takes the turn to compile. numba calls `on_start` before each compiler pass, but not when it loads from the cache."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -52,7 +52,7 @@ class _Turn(Listener):  # type: ignore[misc]
         self._lock: int | None = None
 
     def on_start(self, event: Event) -> None:
-        """Stop numba from compiling what another process may be compiling too."""
+        """Raise `_Missing` if the turn has not been taken, because another process may be compiling the same kernel."""
         if threading.get_ident() != self._thread:
             return
         if not self._mine:
@@ -60,10 +60,10 @@ class _Turn(Listener):  # type: ignore[misc]
         self._say()
 
     def on_end(self, event: Event) -> None:
-        """Nothing."""
+        """Required by numba; does nothing."""
 
     def take(self) -> None:
-        """Wait until no other process compiles, or for as long as one may."""
+        """Wait until no other process compiles, for at most `TURN_SECONDS`."""
         global _patient
         self._mine = True
         self._say()
@@ -74,12 +74,12 @@ class _Turn(Listener):  # type: ignore[misc]
             return
         try:
             _patient = poll(partial(self._look, lock), Deadline.after(TURN_SECONDS)) is not None
-        except OSError:  # a file system that has no locks
+        except OSError:  # the file system does not support locks
             return
         if not _patient:
             notice(
-                f"another process has compiled kernels for {TURN_SECONDS:g} s, or is stopped: compiling them here too; end "
-                f"it if it should not run (`fuser {_kept()}/lock` names it)"
+                f"another process has been compiling kernels for {TURN_SECONDS:g} s, or is stopped: compiling them here too; "
+                f"end it if it should not run (`fuser {_kept()}/lock` names it)"
             )
 
     def _look(self, lock: int) -> bool | None:
@@ -98,9 +98,9 @@ class _Turn(Listener):  # type: ignore[misc]
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Let one of several ranks compile kernels that are not on disk, while the others wait and then load its results.
+    """Let one of several ranks compile the kernels that are missing on disk, while the others wait and then load them.
 
-    Who finds all of them on disk waits for nobody.
+    A process that finds all kernels on disk does not wait.
     """
     global _turn
     with _threads:
@@ -117,39 +117,41 @@ def compiling() -> Iterator[None]:
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for calls from Python that run without the interpreter lock, and from other compiled functions."""
+    """Compile a function that compiled code can call, and Python too; it runs without the interpreter lock."""
     return lambda function: _obtain(_function, function, signature, nogil=True)
 
 
 def brief(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function of a few instructions for calls from Python, by position, that keep the interpreter lock.
+    """Compile a function of a few instructions for positional calls from Python; it keeps the interpreter lock.
 
-    Giving the lock up and taking it again would take longer than the function, and of this process no other thread
-    of Python does anything meanwhile.
+    Releasing and retaking the lock would take longer than the function. No other Python thread of this process runs meanwhile.
     """
     return lambda function: _entry(_obtain(_function, function, signature))
 
 
 def native(signature: str, function: Callable[..., Any]) -> int:
-    """Compile a function for calls from kernels, through its address; the code stays for the process's life."""
+    """Compile a function that kernels call by address, and return the address; the code is never freed."""
     compiled = _obtain(_callback, function, signature)
     _alive.append(compiled)
     return int(compiled.address)
 
 
 def _entry(compiled: Any) -> Any:
-    """The function of C that numba calls once it has looked which of several fits the arguments: there is only one."""
+    """The C entry point of the only overload. Calling it skips numba's selection of an overload."""
     _alive.append(compiled)
     (found,) = compiled.overloads.values()
     return found.entry_point
 
 
 def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: str, **options: bool) -> Any:
-    """Load what numba makes of a function, or wait for the turn and compile it."""
+    """Load a compiled function from the disk cache, or take the turn and compile it."""
     made = None
-    with suppress(_Missing), held_back():  # LLVM's finalizers and callbacks swallow an interrupt, or fail by it
+    with (
+        suppress(_Missing),
+        held_back(),
+    ):  # an interrupt in LLVM's finalizers and callbacks is swallowed or makes them fail
         made = build(function, signature, **options)
-    if made is None:  # compiled here, so that what interrupts it is not told to come from handling another error
+    if made is None:  # outside the handler of _Missing, so that a traceback from here does not show it as context
         assert _turn is not None
         _turn.take()
         with held_back():
@@ -159,7 +161,7 @@ def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: 
 
 
 def _function(function: Callable[..., Any], signature: str, **options: bool) -> Any:
-    """What `njit(signature, cache=True)` gives, with a cache of ours."""
+    """Like `njit(signature, cache=True)`, with xvcomm's disk cache."""
     compiled = njit(error_model="numpy", **options)(function)
     compiled._cache = _Cache(function, compiled.targetoptions)
     compiled.compile(signature)
@@ -168,7 +170,7 @@ def _function(function: Callable[..., Any], signature: str, **options: bool) -> 
 
 
 def _callback(function: Callable[..., Any], signature: str) -> Any:
-    """What `cfunc(signature, cache=True)` gives, with a cache of ours."""
+    """Like `cfunc(signature, cache=True)`, with xvcomm's disk cache."""
     options = {"error_model": "numpy"}
     compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
     compiled._cache = _Cache(function, options, "C")
@@ -177,10 +179,10 @@ def _callback(function: Callable[..., Any], signature: str) -> Any:
 
 
 class _Cache(NullCache):  # type: ignore[misc]
-    """A function's files in the `KernelCache`, with its `fingerprint` in their names.
+    """A function's files in the `KernelCache`; their names contain its `fingerprint`.
 
-    numba's own cache would look at the file that holds the function, and not at those of what is inlined into it; it
-    raises where it finds no folder that it can write, and loads from one whoever owns it.
+    numba's own cache notices changes of the file that defines the function, but not of files whose functions are inlined into
+    it. It also raises if no folder is writable, and loads files whoever owns them.
     """
 
     def __init__(self, function: Callable[..., Any], *options: object) -> None:
@@ -189,18 +191,18 @@ class _Cache(NullCache):  # type: ignore[misc]
         self._code = fingerprint(function, *options)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load without numba's tables of all that it can compile, which take longer than all kernels of a process."""
+        """Load without initializing numba's typing registries, which takes longer than loading all kernels of a process."""
         rtsys.initialize(target_context)
         kept = _kept().read(self._file(sig, target_context.codegen()))
         return None if kept is None else CompileResult._rebuild(target_context, *pickle.loads(kept))
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled, unless it holds addresses of this process."""
+        """Store a compiled function, unless it contains addresses of this process."""
         if not data.lifted and not data.library.has_dynamic_globals:
             _kept().write(self._file(sig, data.codegen), dumps(data._reduce()))
 
     def _file(self, sig: Any, codegen: Any) -> str:
-        """The file's name, which says for which function, and of which signature and processor."""
+        """Name of the file for this function, signature and CPU."""
         parts = (self._name, self._code, sig, codegen.magic_tuple())
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         return f"{self._name[-150:]}-{digest[:40]}"

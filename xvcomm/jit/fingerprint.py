@@ -1,7 +1,7 @@
-"""Fingerprints of what numba compiles: of a function and of all that it reaches, in whatever files that lies.
+"""Fingerprints of a function that numba compiles and of everything that it references, in any file.
 
-The fingerprint changes with the code of functions that are inlined, of intrinsics, and with every constant that they
-read. It is the same in all processes: nothing in it depends on addresses, hashes or the order of imports.
+The fingerprint changes with the code of inlined functions and intrinsics, and with every constant that they read. It is the
+same in all processes: it does not depend on addresses, hash seeds or import order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _PLAIN = {bool, int, float, complex, str, bytes, slice, range, type(None), type(
 
 
 def fingerprint(function: Callable[..., Any], *options: object) -> str:
-    """What tells a function from all others that compile to different code: 32 hexadecimal digits.
+    """A digest of 32 hexadecimal digits of all that determines the compiled code of `function`.
 
-    To be called when numba compiles, not earlier: names mean what they mean then.
+    Call it when numba compiles, not earlier: it reads globals with their value at that time.
 
     Args:
-        options: constants beside the function that decide what becomes of it.
+        function: function to be compiled.
+        options: further constants that affect the result.
 
     Raises:
-        TypeError: the function reads a global of a kind that is not known here.
+        TypeError: the function reads a global of an unsupported type.
     """
     found = hashlib.sha256(f"{_VERSIONS} {options!r}".encode())
     numbers: dict[FunctionType, int] = {}
@@ -54,7 +55,7 @@ def fingerprint(function: Callable[..., Any], *options: object) -> str:
 
 
 def _python(function: Any) -> FunctionType:
-    """The function of Python in what decorators made of it."""
+    """The Python function inside a decorated one."""
     while not isinstance(function, FunctionType):
         function = function.__wrapped__
     return function
@@ -62,7 +63,7 @@ def _python(function: Any) -> FunctionType:
 
 @cache
 def _describe(function: FunctionType) -> tuple[bytes, tuple[FunctionType, ...]]:
-    """A function by itself, and those that it names."""
+    """A description of the function without those it references, and the functions it references."""
     others: list[FunctionType] = []
     codes = list(_codes(function.__code__))
     names = sorted({name for code in codes for name in code.co_names})
@@ -79,7 +80,7 @@ def _describe(function: FunctionType) -> tuple[bytes, tuple[FunctionType, ...]]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of the functions inside it."""
+    """The function's code object and those of nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -97,8 +98,8 @@ def _value(value: Any, names: list[str], others: list[FunctionType]) -> str:
     """A constant as text.
 
     Args:
-        names: what is looked up in modules and classes: the names that occur in the function.
-        others: gets the functions that the value stands for.
+        names: attribute names to read from modules and classes: all names that the function uses.
+        others: functions that the value references are appended to it.
     """
     kind = type(value).__qualname__
     if type(value) in _PLAIN:
@@ -119,7 +120,7 @@ def _value(value: Any, names: list[str], others: list[FunctionType]) -> str:
 
 
 def _array(value: Any) -> str:
-    """Of numpy: a dtype, a scalar or an array."""
+    """Describe a numpy dtype, scalar or array."""
     if isinstance(value, np.dtype):
         return f"dtype {value.descr}"
     if value.dtype.hasobject:
@@ -128,7 +129,7 @@ def _array(value: Any) -> str:
 
 
 def _named(value: Any, names: list[str], others: list[FunctionType]) -> str:
-    """A function, class or module."""
+    """Describe a function, class or module."""
     if isinstance(value, ModuleType):
         home, name = value.__name__, value.__name__
     else:

@@ -1,4 +1,4 @@
-"""Tells a user who waits for the first start that kernels are compiled, and how far that is."""
+"""Tells a user who waits for a first start that kernels are being compiled, and how many are done."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from time import monotonic
 from xvcomm.system.notice import notice
 
 ABOUT = 38
-"""How many kernels a rank on host memory needs for its first operations; others need some more."""
+"""Approximate number of kernels that a rank on host memory needs for its first operations; other devices need a few more."""
 
 FIRST_SECONDS, SECONDS_BETWEEN = 2.0, 10.0
 
 
 class Progress:
-    """What one process has compiled, or waited for while another one compiled it.
+    """Kernels that this process has compiled, or waited for while another process compiled them.
 
     Attributes:
-        ready: how many kernels it has.
+        ready: number of kernels loaded or compiled so far.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class Progress:
         self._next = FIRST_SECONDS
 
     def say(self, kept: bool) -> None:
-        """To be called again and again while a kernel is missing: a notice after 2 s, and then every 10 s.
+        """Log a notice after 2 s without a kernel, then every 10 s. Called repeatedly while a kernel is missing.
 
         Args:
-            kept: whether the next start finds the kernels.
+            kept: whether the next start will find the kernels on disk.
         """
         now = monotonic()
         if self._since is None:
@@ -39,11 +39,11 @@ class Progress:
             return
         self._next = spent + SECONDS_BETWEEN
         which = f"{self.ready + 1} of about {ABOUT}" if self.ready < ABOUT else f"{self.ready + 1}"
-        often = "once for this machine and user" if kept else "at every start because they cannot be kept"
+        often = "once per machine and user" if kept else "at every start because they cannot be stored"
         notice(f"compiling kernels, {often}: {which}, {spent:.0f} s so far")
 
     def rest(self) -> None:
-        """No kernel is missing for now."""
+        """Pause the clock: no kernel is missing at present."""
         if self._since is not None:
             self._spent += monotonic() - self._since
             self._since = None

@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: declared once, proven before the first step, run with stages of any framework.
+"""Pipeline schedules as data: built once, checked before the first step, run with stages of any framework.
 
 The usual loop, on every rank:
 
     schedule = pipeline.build("1f1b", stages=4, micro_batches=16)
-    pipe = pipeline.Pipeline(stage, comm, schedule)  # compares the ranks, proves the schedule
+    pipe = pipeline.Pipeline(stage, comm, schedule)  # compares the ranks' arguments, checks the schedule
     for batch in batches:
         losses = pipe.run()
 """

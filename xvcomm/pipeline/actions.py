@@ -1,7 +1,7 @@
-"""The words a pipeline schedule is made of, and where each virtual stage lives.
+"""Actions of a pipeline schedule, and the assignment of virtual stages to ranks.
 
-A pipeline has `stages` ranks; each holds `chunks` virtual stages. Virtual stage k is chunk `k // stages` of rank
-`k % stages`, so that neighbouring virtual stages lie on neighbouring ranks. Ranks here are positions in the pipeline.
+A pipeline has `stages` ranks, each with `chunks` virtual stages. Virtual stage k is chunk `k // stages` of rank `k % stages`,
+so that adjacent virtual stages are on adjacent ranks. Ranks here are positions in the pipeline.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Base of all actions: what one rank does for one micro-batch in one of its chunks."""
+    """Base class of all actions: what one rank does for one micro-batch in one of its chunks."""
 
     micro_batch: int
     chunk: int
@@ -21,7 +21,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Compute(Action):
-    """Base of the actions that call the stage."""
+    """Base class of the actions that call the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +31,26 @@ class Forward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class Backward(Compute):
-    """Call `backward`: gradients of input and weights at once."""
+    """Call `backward`: gradients of input and weights together."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput(Compute):
-    """Call `backward_input`: the gradient that the previous stage waits for."""
+    """Call `backward_input`: the input gradient, which the previous stage needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight(Compute):
-    """Call `backward_weight`: what nobody waits for until the optimizer's step."""
+    """Call `backward_weight`: the weight gradients, which only the optimizer needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message(Action):
-    """Base of the actions that post a send or a receive, without waiting for it.
+    """Base class of the actions that start a send or a receive without waiting for it.
 
     Attributes:
+        sends: whether it is a send.
+        gradient: whether it carries a gradient, or an activation.
         peer: the other rank.
     """
 
@@ -110,12 +112,12 @@ def flatten(program: Program) -> Iterator[tuple[int, Compute | Message]]:
 
 
 class Value(NamedTuple):
-    """What a virtual stage gives to a neighbour: its output, or the gradient of its input.
+    """Data that a virtual stage passes to an adjacent one: its output, or the gradient of its input.
 
     Attributes:
-        gradient: which of the two.
+        gradient: True for the gradient.
         stage: the virtual stage that computes it.
-        micro_batch: for which micro-batch.
+        micro_batch: its micro-batch.
     """
 
     gradient: bool
@@ -129,12 +131,12 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a pipeline and the data flow that follows from them.
+    """Sizes of a pipeline, and the data flow that follows from them.
 
     Attributes:
-        stages: ranks.
-        micro_batches: micro-batches in a step.
-        chunks: virtual stages a rank.
+        stages: number of ranks.
+        micro_batches: micro-batches per step.
+        chunks: virtual stages per rank.
     """
 
     stages: int
@@ -155,23 +157,23 @@ class Layout:
         return stage % self.stages, stage // self.stages
 
     def carried(self, rank: int, message: Message) -> Value:
-        """What a message of `rank` carries."""
+        """The value that a message of `rank` carries."""
         stage = self.stage(rank, message.chunk)
         if not message.sends:
             stage += 1 if message.gradient else -1
         return Value(message.gradient, stage, message.micro_batch)
 
     def consumer(self, value: Value) -> int | None:
-        """The virtual stage that needs a value, None at either end of the pipeline."""
+        """The virtual stage that needs a value; None at either end of the pipeline."""
         stage = value.stage + (-1 if value.gradient else 1)
         return stage if 0 <= stage < self.depth else None
 
     def tag(self, value: Value) -> int:
-        """The tag under which a value travels, different for every value of a step."""
+        """Message tag of a value, unique within a step."""
         return 2 * (value.micro_batch * self.depth + value.stage) + value.gradient
 
     def requires(self, rank: int, action: Compute | Message) -> tuple[Value, ...]:
-        """The values that must be on `rank` when it comes to `action`."""
+        """The values that must be available on `rank` before `action`."""
         stage, micro_batch = self.stage(rank, action.chunk), action.micro_batch
         own = Value(False, stage, micro_batch)
         match action:
@@ -185,7 +187,7 @@ class Layout:
                 return (own, Value(True, stage + 1, micro_batch)) if stage < self.depth - 1 else (own,)
 
     def provides(self, rank: int, action: Compute | Message) -> Value | None:
-        """The value that is on `rank` once `action` is done, None if it brings none."""
+        """The value that is available on `rank` after `action`; None if it provides none."""
         match action:
             case Message():
                 return None if action.sends else self.carried(rank, action)
@@ -198,11 +200,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Schedule(Layout):
-    """A pipeline schedule: what every rank does in one step, in order.
+    """A pipeline schedule: the actions of every rank in one step, in order.
 
     Attributes:
-        name: for messages.
-        programs: one a rank.
+        name: name for error messages.
+        programs: one per rank.
     """
 
     name: str

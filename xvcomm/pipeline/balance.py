@@ -1,4 +1,4 @@
-"""Uneven work for unequal ranks: layers a stage, samples a rank, and the weights that keep the gradient exact."""
+"""Load balancing for ranks of different speed: layers per stage, samples per rank, and weights that keep the gradient exact."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def split_layers(
     memory: Sequence[float] | None = None,
     layer_bytes: float | Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """How many consecutive layers each stage of a pipeline gets, so that the slowest stage is as fast as can be.
+    """Number of consecutive layers for each stage of a pipeline that minimizes the time of the slowest stage.
 
-    Stage i with layers S_i takes the time t_i = sum of cost_j for j in S_i, divided by speed_i. Found is the minimum of
-    max t_i over all cuts that give every stage at least one layer and respect memory_i; among those the minimum of the
-    sum of t_i squared, the most even one. Both are exact (dynamic programming, O(layers squared x stages)).
+    Stage i with layers S_i takes t_i = (sum of cost_j for j in S_i) / speed_i. The result minimizes max t_i over all divisions
+    that give every stage at least one layer and respect memory_i; among those it minimizes the sum of t_i squared, which is the
+    most even one. Both are exact (dynamic programming, O(layers squared x stages)).
 
     Args:
         layers: number of equal layers, or the cost of each in model order (embedding and head may count as layers).
-        speeds: of each stage, in layers (or cost) a second; only ratios matter.
-        memory: bytes each stage has for layers: weights, gradients, optimizer state, and activations of all
-            micro-batches in flight; no limit if left out.
-        layer_bytes: bytes a layer needs, one number or one a layer; goes with `memory`.
+        speeds: of each stage, in layers (or cost) per second; only ratios matter.
+        memory: bytes that each stage has for its layers: weights, gradients, optimizer state, and activations of all
+            micro-batches in flight; no limit by default.
+        layer_bytes: bytes that a layer needs, one number or one per layer; required with `memory`.
 
     Returns:
-        Layers a stage; their sum is the number of layers.
+        Layers per stage; their sum is the number of layers.
 
     Raises:
-        ArgumentError: an argument is out of range, there are fewer layers than stages, or memory does not suffice.
+        ArgumentError: an argument is out of range, there are fewer layers than stages, or the memory does not suffice.
     """
     costs = [float(c) for c in layers] if isinstance(layers, Sequence) else [1.0] * operator.index(layers)
     speeds = _positive("speeds", speeds)
@@ -54,7 +54,7 @@ def split_layers(
     if slowest == math.inf:
         raise ArgumentError(
             f"{len(costs)} layers do not fit into the memory of {len(speeds)} stages {tuple(memory or ())}; "
-            f"use more stages, smaller micro-batches, or fewer bytes a layer"
+            f"use more stages, smaller micro-batches, or fewer bytes per layer"
         )
 
     def unevenness(stage: int, start: int, stop: int) -> float:
@@ -68,7 +68,7 @@ def split_layers(
 def _best_cuts(
     layers: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The least total cost of cutting `layers` into `stages` non-empty runs, and the cuts with both ends."""
+    """The minimum total cost of dividing `layers` into `stages` non-empty runs, and the boundaries including both ends."""
     best = [0.0] + [math.inf] * layers
     choices: list[list[int]] = []
     for stage in range(stages):
@@ -108,32 +108,34 @@ def _memory_rule(
 def split_samples(
     batch: int, speeds: Sequence[float], multiple: int = 1, limits: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """How many samples of a batch each data-parallel rank gets, so that the slowest rank is as fast as can be.
+    """Number of samples of a batch for each data-parallel rank that minimizes the time of the slowest rank.
 
-    Minimises max n_i / speed_i over n_i >= 1 with sum n_i = batch. Exact: each share goes where it ends soonest.
-    Average the ranks' mean gradients with `weights` of the result, not with `op="avg"`.
+    Minimizes max n_i / speed_i over n_i >= 1 with sum n_i = batch. Exact: each share is given to the rank that finishes it
+    first. Average the ranks' mean gradients with `weights` of the result, not with `op="avg"`.
 
     Args:
-        batch: samples in all.
-        speeds: of each rank, in samples a second; only ratios matter.
-        multiple: every n_i is a multiple of it, for instance micro-batches a step.
-        limits: the most samples that each rank's memory holds; none if left out.
+        batch: total number of samples.
+        speeds: of each rank, in samples per second; only ratios matter.
+        multiple: every n_i is a multiple of it, for instance the micro-batches per step.
+        limits: maximum number of samples that each rank's memory can hold; no limit by default.
 
     Returns:
-        Samples a rank; their sum is `batch`.
+        Samples per rank; their sum is `batch`.
 
     Raises:
-        ArgumentError: `batch` is not a multiple of `multiple`, gives a rank nothing, or exceeds the limits.
+        ArgumentError: `batch` is not a multiple of `multiple`, leaves a rank without samples, or exceeds the limits.
     """
     speeds = _positive("speeds", speeds)
     if multiple < 1 or batch % multiple:
         raise ArgumentError(f"a batch of {batch} cannot be cut into multiples of {multiple}; change one of them")
     shares = batch // multiple
     if shares < len(speeds):
-        raise ArgumentError(f"a batch of {batch} in multiples of {multiple} leaves some of {len(speeds)} ranks nothing")
+        raise ArgumentError(
+            f"a batch of {batch} in multiples of {multiple} leaves some of {len(speeds)} ranks without samples"
+        )
     room = [shares] * len(speeds) if limits is None else [int(limit) // multiple for limit in limits]
     if len(room) != len(speeds):
-        raise ArgumentError(f"{len(room)} limits for {len(speeds)} ranks; give one a rank")
+        raise ArgumentError(f"{len(room)} limits for {len(speeds)} ranks; give one per rank")
     if min(room) < 1 or sum(room) < shares:
         raise ArgumentError(
             f"limits {tuple(limits or ())} do not hold a batch of {batch} in multiples of {multiple} with samples on "
@@ -153,18 +155,18 @@ def split_samples(
 
 
 def weights(samples: Sequence[int]) -> tuple[float, ...]:
-    """Each rank's factor for `premul_sum`, so that uneven batches give the gradient of the whole batch.
+    """Each rank's factor for `premul_sum` such that uneven batches give the gradient of the whole batch.
 
-    With n_i samples and the mean gradient g_i on rank i, and N = sum n_i, the mean over all samples is
-    sum over i of (n_i / N) g_i; so the factor of rank i is n_i / N:
+    With n_i samples and the mean gradient g_i on rank i, and N = sum n_i, the mean over all samples is sum over i of (n_i / N)
+    g_i; so the factor of rank i is n_i / N:
 
         comm.all_reduce(gradient, op=xvcomm.premul_sum(weights(samples)[comm.rank]))
 
     Args:
-        samples: n_i, as `split_samples` gives them.
+        samples: n_i, as returned by `split_samples`.
 
     Raises:
-        ArgumentError: a rank has no samples; its mean gradient would not exist.
+        ArgumentError: a rank has no samples, so its mean gradient does not exist.
     """
     if not samples or any(n < 1 for n in samples):
         raise ArgumentError(f"samples {tuple(samples)}: every rank needs at least one, else it has no mean gradient")

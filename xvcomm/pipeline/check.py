@@ -1,4 +1,4 @@
-"""The proof that a schedule runs: complete, in order, equal at both ends, free of deadlock."""
+"""Checks that a schedule is complete, correctly ordered, consistent between ranks, and free of deadlock."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from xvcomm.pipeline.stage import StageSpec
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a checked schedule costs.
+    """Resource use of a checked schedule.
 
     Attributes:
-        activations: for each rank, the most micro-batches of its chunks whose activations it holds at once: from
-            Forward to Backward or BackwardWeight.
-        buffers: for each rank, the most receives posted whose computation has not begun.
-        messages: messages of one step, over all ranks.
+        activations: for each rank, the maximum number of micro-batches (over all its chunks) whose activations it keeps at a
+            time: from Forward to Backward or BackwardWeight.
+        buffers: for each rank, the maximum number of receives that are posted and not yet used by a computation.
+        messages: messages per step, over all ranks.
     """
 
     activations: tuple[int, ...]
@@ -45,19 +45,19 @@ class Report:
 
 
 def check(schedule: Schedule, specs: Sequence[StageSpec] | None = None) -> Report:
-    """Prove that a schedule runs to its end, or say which action is in the way.
+    """Prove that a schedule runs to its end, or name the action that prevents it.
 
-    Proven is: every rank computes every micro-batch of each of its chunks once, forward and backward, after its inputs
-    are there; between two ranks the k-th send meets the k-th receive and both mean the same value, of the same shape
-    and dtype; nothing waits in a circle. The last holds even where a send ends only when its receive is posted and
-    every rank handles one message or group at a time, so also on anything that buffers or overlaps more.
+    It checks that every rank computes every micro-batch of each of its chunks once, forward and backward, after its inputs are
+    available; that the k-th send between two ranks matches the k-th receive in value, shape and dtype; and that there is no
+    deadlock. The latter holds even if a send ends only when its receive is posted and every rank handles one message or group
+    at a time, and therefore also with more buffering or overlap.
 
     Args:
-        schedule: what to check.
-        specs: of every virtual stage, in order; shapes and dtypes are not checked if left out.
+        schedule: the schedule to check.
+        specs: of every virtual stage, in order; by default shapes and dtypes are not checked.
 
     Returns:
-        What the schedule costs.
+        Resource use of the schedule.
 
     Raises:
         ScheduleError: names the offending action, its rank and what is wrong with it.
@@ -89,7 +89,7 @@ def _check_sizes(schedule: Schedule, specs: Sequence[StageSpec] | None) -> None:
             f"schedule {schedule.name} has {len(schedule.programs)} programs for {schedule.stages} ranks"
         )
     if specs is not None and len(specs) != schedule.depth:
-        raise ArgumentError(f"{len(specs)} specs for {schedule.depth} stages; give one a virtual stage, in order")
+        raise ArgumentError(f"{len(specs)} specs for {schedule.depth} stages; give one per virtual stage, in order")
 
 
 def _expected(layout: Layout, rank: int, split: set[tuple[int, int]]) -> Iterator[Compute | Message]:
@@ -118,9 +118,9 @@ def _check_complete(schedule: Schedule, rank: int, program: Program) -> None:
     expected = dict.fromkeys(_expected(schedule, rank, split))
     for action, times in found.items():
         if action not in expected:
-            raise ScheduleError(f"rank {rank}: {action} has no place in {_sizes(schedule)}", rank=rank)
+            raise ScheduleError(f"rank {rank}: {action} does not belong in {_sizes(schedule)}", rank=rank)
         if times > 1:
-            raise ScheduleError(f"rank {rank}: {action} comes {times} times; it must come once", rank=rank)
+            raise ScheduleError(f"rank {rank}: {action} occurs {times} times; it must occur once", rank=rank)
     for action in expected:
         if action not in found:
             raise ScheduleError(f"rank {rank}: {action} is missing", rank=rank)
@@ -135,7 +135,7 @@ def _check_order(schedule: Schedule, rank: int, program: Program) -> None:
     for _, action in flatten(program):
         for value in schedule.requires(rank, action):
             if value not in here:
-                raise ScheduleError(f"rank {rank}: {action} comes before {value} is there", rank=rank)
+                raise ScheduleError(f"rank {rank}: {action} comes before {value} is available", rank=rank)
         provided = schedule.provides(rank, action)
         if provided is not None:
             here.add(provided)

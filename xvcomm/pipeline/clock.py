@@ -1,4 +1,4 @@
-"""When each computation of a pipeline runs, if every one takes a known time."""
+"""Start and end times of the computations of a pipeline, for given durations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Orders = Sequence[Sequence[Compute]]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long each computation of a virtual stage takes, and a message between ranks. Any unit."""
+    """Durations of the computations of a virtual stage, and of a message between ranks, in any unit."""
 
     forward: float
     backward: float
@@ -29,7 +29,7 @@ class Pace:
     message: float
 
     def of(self, compute: Compute) -> float:
-        """Duration of a computation; BackwardInput takes what BackwardWeight leaves of a Backward."""
+        """Duration of a computation; that of BackwardInput is backward - weight."""
         match compute:
             case Forward():
                 return self.forward
@@ -42,10 +42,10 @@ class Pace:
 
 
 def timeline(layout: Layout, orders: Orders, pace: Pace) -> list[list[tuple[float, float]]]:
-    """Start and end of every computation, each rank working through its order as soon as inputs are there.
+    """Start and end of every computation, if each rank runs its order as soon as inputs are available.
 
     Raises:
-        ScheduleError: the orders wait for each other; names the first computation that never starts.
+        ScheduleError: the orders deadlock; names the first computation that never starts.
     """
     times: list[list[tuple[float, float]]] = [[] for _ in orders]
     ready: dict[Value, tuple[int, float]] = {}
@@ -68,24 +68,24 @@ def timeline(layout: Layout, orders: Orders, pace: Pace) -> list[list[tuple[floa
                 moved = True
     for rank, order in enumerate(orders):
         if len(times[rank]) < len(order):
-            raise ScheduleError(f"rank {rank} never comes to start {order[len(times[rank])]}; check() says why")
+            raise ScheduleError(f"rank {rank} never starts {order[len(times[rank])]}; check() tells why")
     return times
 
 
 def bubble(
     schedule: Schedule, forward: float = 1, backward: float = 2, weight: float | None = None, message: float = 0
 ) -> float:
-    """The share of a step that ranks spend idle, 0 to 1, if all ranks are equally fast.
+    """Fraction of a step that ranks spend idle, 0 to 1, if all ranks are equally fast.
 
     Args:
         schedule: any schedule that passes `check`.
         forward: time of one micro-batch through all chunks of one rank.
         backward: the same for the whole backward pass.
-        weight: the part of `backward` spent on weight gradients; half of it if left out.
+        weight: the part of `backward` spent on weight gradients; half of it by default.
         message: time of one message.
 
     Raises:
-        ArgumentError: a time is not positive, or `weight` is not within `backward`.
+        ArgumentError: a time is not positive, or `weight` is not less than `backward`.
     """
     weight = backward / 2 if weight is None else weight
     if not (forward > 0 and 0 < weight < backward and message >= 0):

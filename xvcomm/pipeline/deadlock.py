@@ -1,4 +1,4 @@
-"""Who waits for whom in a pipeline schedule, on the strictest communicator that keeps the contract."""
+"""Finds deadlocks of a pipeline schedule, on the strictest communicator that fulfils the contract."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from xvcomm.pipeline.actions import Compute, Group, Message, Schedule, Value, fl
 
 
 class _Event(NamedTuple):
-    """Something that happens once in a step.
+    """Something that happens once per step.
 
     Attributes:
-        rank: whose program.
-        position: of the item in the program.
-        ended: False when the rank comes past the item: it has computed, or posted its messages. True when the
-            messages of the item have gone through.
+        rank: rank of the program.
+        position: position of the item in the program.
+        ended: False: the rank has passed the item, that is, computed it or posted its messages. True: the messages of the item
+            have been transferred.
     """
 
     rank: int
@@ -25,23 +25,23 @@ class _Event(NamedTuple):
 
 
 def find_deadlock(schedule: Schedule) -> list[str]:
-    """Events of which each waits for the next and the last for the first; none if the schedule runs to its end.
+    """A cycle of events that wait for each other, as text; empty if the schedule runs to its end.
 
-    The model: a rank computes and posts in program order; a computation waits for its messages; a rank's messages go
-    through one item after the other, those of a group together; a message goes through when both ends have come to it.
-    Because every send meets a known receive, the events form one fixed graph, and the schedule deadlocks if and only if
-    it has a cycle. A rank that also waits for old sends before it posts new ones makes no new cycle: what it does later
-    reaches others only through messages that queue behind those sends anyway.
+    The model: a rank computes and posts in program order; a computation waits for its messages; a rank's messages are
+    transferred one item after the other, those of a group together; a message is transferred when both ends have reached it.
+    Because every send matches a known receive, the events form one fixed graph, and the schedule deadlocks if and only if it
+    has a cycle. A rank that also waits for old sends before it posts new ones adds no cycle: its later actions affect other
+    ranks only through messages that queue behind those sends anyway.
 
     Args:
-        schedule: complete, in order and with matching channels, as `check` makes sure.
+        schedule: complete, ordered and with matching channels, as verified by `check`.
     """
     try:
         TopologicalSorter(_waits(schedule)).prepare()
     except CycleError as error:
         circle: list[_Event] = error.args[1][:0:-1]
         neighbours = zip(circle[-1:] + circle[:-1], circle, circle[1:] + circle[:1], strict=True)
-        # Where the circle enters and leaves a rank tells it all; every circle goes through two ranks or more.
+        # The events where the cycle changes ranks suffice to describe it; every cycle includes at least two ranks.
         turns = [e for later, e, earlier in neighbours if not later.rank == e.rank == earlier.rank]
         return [_describe(schedule, event) for event in turns]
     return []

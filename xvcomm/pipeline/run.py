@@ -1,4 +1,4 @@
-"""The pipeline as a user drives it: agreed between the ranks and checked once, then run step by step."""
+"""The user's interface to a pipeline: compared between the ranks and checked once, then run step by step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from xvcomm.pipeline.check import Report, check
 from xvcomm.pipeline.stage import Spec, Stage, StageSpec
 from xvcomm.pipeline.step import Peers, Step
 
-# What a rank tells the others: its schedule in words and digest, its stages' specs, and what is wrong with it.
+# What a rank sends to the others: title and digest of its schedule, its stages' specs, and an error of its own.
 _Introduction = tuple[str, list[tuple[Spec | None, Spec | None]], str | None]
 
-# Which of a stage's methods each action calls, with its arguments.
+# The stage method, with its arguments, that each action calls.
 _CALLS: tuple[tuple[type | UnionType, str, str], ...] = (
     (Forward, "forward", "x, micro_batch"),
     (Backward, "backward", "dy, micro_batch"),
@@ -43,16 +43,16 @@ def run(
     ranks: Sequence[int] | None = None,
     open_sends: int = 4,
 ) -> list[Any]:
-    """One checked step of a pipeline: `Pipeline(...).run()`, which see. For many steps keep the Pipeline."""
+    """Run one checked step of a pipeline: `Pipeline(...).run()`. For several steps create a Pipeline once."""
     return Pipeline(stages, comm, schedule, ranks=ranks, open_sends=open_sends).run()
 
 
 class Pipeline:
-    """One rank's part in a pipeline, checked once and run for as many steps as wanted.
+    """One rank's part of a pipeline, checked once and run for any number of steps.
 
     Attributes:
-        schedule: what it runs.
-        report: what the schedule costs, from `check`.
+        schedule: the schedule that it runs.
+        report: resource use of the schedule, from `check`.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class Pipeline:
         ranks: Sequence[int] | None = None,
         open_sends: int = 4,
     ) -> None:
-        """Compare stages and schedule with the other ranks and prove that a step runs to its end.
+        """Compare stages and schedule with the other ranks, and prove that a step runs to its end.
 
-        Every rank of the pipeline calls this at the same time; it blocks until all have. What is wrong between ranks
-        raises on all of them.
+        Every rank of the pipeline must call this; it blocks until all have. Errors that concern several ranks are raised on all
+        of them.
 
         Args:
-            stages: this rank's virtual stages, one a chunk; one alone need not be in a list.
-            comm: a communicator that holds the ranks of the pipeline.
+            stages: this rank's virtual stages, one per chunk; a single one need not be in a list.
+            comm: a communicator that contains the ranks of the pipeline.
             schedule: the same on all ranks.
-            ranks: the ranks in `comm` that form the pipeline, first stage first; all of `comm` if left out.
-            open_sends: how many sends may be under way, and so keep their arrays, before the rank waits for one.
+            ranks: the ranks in `comm` that form the pipeline, in order of the stages; all of `comm` by default.
+            open_sends: maximum number of sends in flight, each of which keeps its array alive, before the rank waits for one.
 
         Raises:
-            ArgumentError: `ranks` or the stages do not fit the schedule, a stage lacks a member that the schedule needs,
+            ArgumentError: `ranks` or the stages do not fit the schedule, a stage lacks a member that the schedule needs, or
                 `open_sends` is below 1.
             MismatchError: two ranks have different schedules; names both.
             ScheduleError: the schedule cannot run, or two stages disagree on shape or dtype; names the action.
@@ -94,17 +94,17 @@ class Pipeline:
         self.report: Report = check(schedule, self._specs)
 
     def run(self) -> list[Any]:
-        """Do one step: every micro-batch forward and backward through this rank's stages.
+        """Run one step: every micro-batch forward and backward through this rank's stages.
 
-        Blocks until everything is computed and sent; on GPUs until it is enqueued. If a stage raises, the communicator
-        is aborted, so that the other ranks raise too instead of waiting.
+        Blocks until everything is computed and sent; on GPUs until it is enqueued. If a stage raises, the communicator is
+        aborted, so that the other ranks raise instead of waiting.
 
         Returns:
-            What the last stage's `forward` gave for each micro-batch, in order, on the rank that holds it; an empty
+            The results of the last stage's `forward` for each micro-batch, in order, on the rank of the last stage; an empty
             list on the others.
 
         Raises:
-            ScheduleError: a stage gave an array of another shape or dtype than it declared.
+            ScheduleError: a stage returned an array of another shape or dtype than it declared.
             XvcommError: a message failed; see `Communicator.isend`.
         """
         step = Step(self._comm, self.schedule, self._ranks, self._stages, self._specs, self._open_sends)
@@ -127,8 +127,8 @@ class Pipeline:
         schedule = self.schedule
         if len(self._stages) != schedule.chunks:
             raise ArgumentError(
-                f"{len(self._stages)} stages given, but schedule {schedule.name} has {schedule.chunks} chunks a rank; "
-                f"give one stage a chunk"
+                f"{len(self._stages)} stages given, but schedule {schedule.name} has {schedule.chunks} chunks per rank; "
+                f"give one stage per chunk"
             )
         specs = []
         for chunk, stage in enumerate(self._stages):
@@ -165,8 +165,8 @@ def _positions(comm: Peers, schedule: Schedule, ranks: Sequence[int] | None) -> 
     chosen = tuple(range(comm.size)) if ranks is None else tuple(ranks)
     if len(chosen) != schedule.stages:
         raise ArgumentError(
-            f"schedule {schedule.name} is made for {schedule.stages} ranks, the pipeline has {len(chosen)}: "
-            f"{chosen}; make the schedule for {len(chosen)} stages, or choose the ranks with ranks="
+            f"schedule {schedule.name} is for {schedule.stages} ranks, the pipeline has {len(chosen)}: "
+            f"{chosen}; build the schedule for {len(chosen)} stages, or choose the ranks with ranks="
         )
     if len(set(chosen)) != len(chosen) or not all(0 <= rank < comm.size for rank in chosen):
         raise ArgumentError(f"ranks {chosen} must be different ranks from 0 to {comm.size - 1}")
@@ -179,7 +179,7 @@ def _lacks(stage: Any, number: int, member: str, schedule: Schedule) -> str:
     advice = ", or use 1f1b" if "backward_" in member else ""
     return (
         f"stage {number} ({type(stage).__name__}) has no {member}, which schedule {schedule.name} needs; add it{advice}"
-        f" (xvcomm.pipeline.Stage lists what a stage has)"
+        f" (xvcomm.pipeline.Stage lists the members of a stage)"
     )
 
 
@@ -199,7 +199,7 @@ def _agree(everybody: list[_Introduction], schedule: Schedule) -> list[StageSpec
         if title != first:
             raise MismatchError(
                 f"pipeline position 0 has the schedule {first}; position {position} has {title}; "
-                f"make the same one on all ranks"
+                f"build the same one on all ranks"
             )
     owners = [schedule.owner(stage) for stage in range(schedule.depth)]
     return [StageSpec(*everybody[position][1][chunk]) for position, chunk in owners]

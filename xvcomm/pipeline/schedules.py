@@ -1,6 +1,6 @@
 """GPipe, 1F1B, interleaved 1F1B and zero-bubble H1 as pure functions of stages and micro-batches.
 
-Each schedule is the order of computations a rank; messages are then placed by one rule for all of them.
+Each of these functions defines the order of computations per rank; `add_messages` then places the messages of all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PACE = Pace(forward=4, backward=8, weight=4, message=1)
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al., GPipe, 2019). Holds every micro-batch's activations.
+    """All forwards, then all backwards (Huang et al., GPipe, 2019). Keeps the activations of every micro-batch.
 
     Raises:
         ArgumentError: a size is not positive.
@@ -46,7 +46,8 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
-    """1F1B (Narayanan et al., PipeDream-Flush, 2021): GPipe's bubble, activations of `stages - rank` at most.
+    """1F1B (Narayanan et al., PipeDream-Flush, 2021): GPipe's bubble, with activations of at most `stages - rank`
+    micro-batches.
 
     Raises:
         ArgumentError: a size is not positive.
@@ -64,18 +65,18 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): a `chunks`-th of the bubble for more messages.
+    """Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): divides the bubble by `chunks`, with more messages.
 
-    Micro-batches go through a chunk in rounds of `stages`. With one chunk it is 1F1B.
+    Micro-batches pass through a chunk in rounds of `stages`. With one chunk it is 1F1B.
 
     Raises:
-        ArgumentError: a size is not positive, or the micro-batches are not a multiple of the stages.
+        ArgumentError: a size is not positive, or the number of micro-batches is not a multiple of the stages.
     """
     layout = Layout(stages, micro_batches, chunks)
     _check_sizes(layout)
     if micro_batches % stages:
         raise ArgumentError(
-            f"interleaved 1F1B sends micro-batches in rounds of as many as there are stages: {micro_batches} "
+            f"interleaved 1F1B needs a multiple of the number of stages: {micro_batches} "
             f"micro-batches are not a multiple of {stages} stages; change one of them, or use 1f1b"
         )
     total = micro_batches * chunks
@@ -101,8 +102,8 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
 def zero_bubble(stages: int, micro_batches: int) -> Schedule:
     """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2024): weight gradients fill the bubble.
 
-    1F1B's order with the backward pass in two. Weight gradients of rank r run r micro-batches late, so that every
-    rank holds the activations of at most `stages` micro-batches, as 1F1B's first rank does.
+    1F1B's order with the backward pass split in two. Rank r computes weight gradients r micro-batches late, so that every rank
+    keeps the activations of at most `stages` micro-batches, like the first rank in 1F1B.
 
     Raises:
         ArgumentError: a size is not positive.
@@ -131,23 +132,23 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule called `name`: one of `SCHEDULES`.
+    """Build the schedule called `name`, one of `SCHEDULES`.
 
     Args:
         name: `"gpipe"`, `"1f1b"`, `"interleaved"` or `"zero-bubble"`.
         stages: ranks in the pipeline.
-        micro_batches: micro-batches in a step.
-        chunks: virtual stages a rank; more than one needs `"interleaved"`.
+        micro_batches: micro-batches per step.
+        chunks: virtual stages per rank; more than one requires `"interleaved"`.
 
     Raises:
-        ArgumentError: no schedule has this name, or it cannot be made for these sizes.
+        ArgumentError: no schedule has this name, or it does not support these sizes.
     """
     if name not in SCHEDULES:
         raise ArgumentError(f"unknown pipeline schedule {name!r}; use one of {', '.join(SCHEDULES)}")
     if name == "interleaved":
         return interleaved(stages, micro_batches, chunks)
     if chunks != 1:
-        raise ArgumentError(f"schedule {name} has one chunk a rank, not {chunks}; use interleaved for more")
+        raise ArgumentError(f"schedule {name} has one chunk per rank, not {chunks}; use interleaved for more")
     return SCHEDULES[name](stages, micro_batches)
 
 
@@ -165,15 +166,15 @@ def _schedule(name: str, layout: Layout, order: Callable[[int], Iterator[Compute
 
 
 def add_messages(layout: Layout, orders: Orders) -> tuple[Program, ...]:
-    """Programs that run the computations of `orders` and pass their results on, free of deadlock.
+    """Add the messages that pass on the results of the computations in `orders`, free of deadlock.
 
-    The computations are timed on a model clock. A message happens when its sender finishes computing: the send is
-    posted then, the receive before the computation that the receiver is in at that time, so that they overlap.
-    Messages of one rank at one time form a group. Every rank thus posts its messages in the order of one common clock,
-    and no cycle of waiting can arise, even where each rank handles one message or group at a time.
+    The computations are timed on a model clock. A message is placed at the time at which its sender finishes computing: the
+    send is posted then, the receive before the computation that the receiver runs at that time, so that they overlap. Messages
+    of one rank at the same time form a group. So every rank posts its messages in the order of a common clock, which excludes
+    deadlock even if each rank handles one message or group at a time.
 
     Raises:
-        ScheduleError: the orders themselves wait for each other.
+        ScheduleError: the orders themselves deadlock.
     """
     events: list[list[tuple[float, Compute | Message]]] = [[] for _ in orders]
     for rank, (order, spans) in enumerate(zip(orders, timeline(layout, orders, _PACE), strict=True)):

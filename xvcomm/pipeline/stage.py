@@ -1,4 +1,4 @@
-"""What the pipeline asks of a stage: a few methods, made of any framework."""
+"""The interface of a stage, which can be implemented with any framework."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from xvcomm.types.dtype import BY_NAME
 
 
 class Spec(NamedTuple):
-    """Shape and dtype name of what passes between two stages, for one micro-batch.
+    """Shape and dtype name of the data between two stages, for one micro-batch.
 
-    A gradient has the spec of the activation that it belongs to.
+    A gradient has the spec of its activation.
     """
 
     shape: tuple[int, ...]
@@ -22,15 +22,15 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> Spec:
-        """The spec of an array of any framework whose dtype prints like numpy's, torch's or jax's."""
+        """The spec of an array of any framework whose dtype is printed like numpy's, torch's or jax's."""
         return cls(tuple(int(n) for n in array.shape), str(array.dtype).rpartition(".")[2])
 
     @classmethod
     def parse(cls, spec: Any) -> Spec | None:
-        """The Spec that a (shape, dtype name) pair describes; None stays None.
+        """Convert a (shape, dtype name) pair to a Spec; None stays None.
 
         Raises:
-            ArgumentError: it describes no array that xvcomm carries.
+            ArgumentError: it is not such a pair, or xvcomm does not support the dtype.
         """
         if spec is None:
             return None
@@ -45,11 +45,11 @@ class Spec(NamedTuple):
 
 
 class StageSpec(NamedTuple):
-    """What one virtual stage takes and gives.
+    """Input and output of one virtual stage.
 
     Attributes:
         input: None for the first stage, which reads its own data.
-        output: None for the last stage, which gives a loss.
+        output: None for the last stage, which returns a loss.
     """
 
     input: Spec | None
@@ -57,46 +57,46 @@ class StageSpec(NamedTuple):
 
 
 class Stage(Protocol):
-    """One virtual stage. What it keeps between `forward` and `backward` it keeps by micro-batch."""
+    """One virtual stage. It stores what `backward` needs of `forward` by micro-batch."""
 
     @property
     def input_spec(self) -> tuple[tuple[int, ...], str] | None:
-        """Shape and dtype name of `x`; not read on the first stage. The gradient `dx` has the same."""
+        """Shape and dtype name of `x`; not used on the first stage. The gradient `dx` has the same."""
 
     @property
     def output_spec(self) -> tuple[tuple[int, ...], str] | None:
-        """Shape and dtype name of `y`; not read on the last stage. The gradient `dy` has the same."""
+        """Shape and dtype name of `y`; not used on the last stage. The gradient `dy` has the same."""
 
     def forward(self, x: Any, micro_batch: int) -> Any:
-        """The output `y` for one micro-batch; on the last stage its loss, in any form.
+        """Compute the output `y` for one micro-batch; on the last stage its loss, in any form.
 
         Args:
-            x: the previous stage's output as plain data (frameworks with a tape start a new one here); None on the
-                first stage, which reads micro-batch `micro_batch` of its own data.
+            x: the previous stage's output as plain data, without autograd history; None on the first stage, which reads
+                micro-batch `micro_batch` of its own data.
             micro_batch: 0 to micro-batches - 1.
         """
 
     def backward(self, dy: Any, micro_batch: int) -> Any:
-        """The gradient `dx` of the input of one micro-batch; adds to the stage's weight gradients.
+        """Compute the gradient `dx` of the input of one micro-batch, and add to the stage's weight gradients.
 
         Args:
             dy: gradient of `y`; None on the last stage, which starts from its loss.
-            micro_batch: one that `forward` has seen.
+            micro_batch: one for which `forward` was called.
 
         Returns:
             `dx`; None on the first stage.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """A contiguous array to receive into, of the stage's framework and on its device."""
+        """Create a contiguous array to receive into, of the stage's framework and on its device."""
 
 
 @runtime_checkable
 class SplitBackward(Protocol):
-    """What zero-bubble schedules need of a stage besides `Stage`: the backward pass in two."""
+    """Additional methods that zero-bubble schedules need: the backward pass split in two."""
 
     def backward_input(self, dy: Any, micro_batch: int) -> Any:
-        """As `Stage.backward`, less the weight gradients."""
+        """Like `Stage.backward`, without the weight gradients."""
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Add to the weight gradients what `backward_input` of the same micro-batch left out."""
+        """Add the weight gradients that `backward_input` of the same micro-batch left out."""

@@ -1,4 +1,4 @@
-"""The driver of one step: works through one rank's program, whatever framework the stages are made of."""
+"""Runs one step of one rank's program, for stages of any framework."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from xvcomm.pipeline.stage import Spec, StageSpec
 
 
 class Pending(Protocol):
-    """What `isend` and `irecv` give back; keeps its array alive until it is done."""
+    """Result of `isend` and `irecv`; keeps its array alive until the message is complete."""
 
     def wait(self) -> Any:
-        """Order what comes next after the message, and give its array."""
+        """Order later work after the message, and return its array."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the message is complete."""
 
 
 class Peers(Protocol):
-    """What the pipeline uses of a communicator."""
+    """The part of a communicator that the pipeline uses."""
 
     @property
     def rank(self) -> int:
@@ -34,16 +34,16 @@ class Peers(Protocol):
         """Number of ranks."""
 
     def isend(self, x: Any, dst: int, tag: int = 0) -> Pending:
-        """Begin to send."""
+        """Start a send."""
 
     def irecv(self, buf: Any, src: int, tag: int = 0) -> Pending:
-        """Begin to receive."""
+        """Start a receive."""
 
     def group(self) -> AbstractContextManager[Any]:
-        """Begin all messages of the block together at its end."""
+        """Start all messages of the block together at its end."""
 
     def send_object(self, obj: Any, dst: int) -> None:
-        """Send any object."""
+        """Send a picklable object."""
 
     def recv_object(self, src: int) -> Any:
         """Receive an object."""
@@ -53,7 +53,7 @@ class Peers(Protocol):
 
 
 class Step:
-    """What one rank holds during one step, and how each item of its program changes it."""
+    """State of one rank during one step, and how each item of its program changes it."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class Step:
         """Begin a step.
 
         Args:
-            comm: holds the ranks of the pipeline.
+            comm: contains the ranks of the pipeline.
             schedule: checked with the same `specs`.
             ranks: the ranks in `comm`, by position in the pipeline.
-            stages: of this rank, one a chunk.
+            stages: of this rank, one per chunk.
             specs: of all virtual stages.
-            open_sends: how many sends may be under way.
+            open_sends: maximum number of sends in flight.
         """
         self._comm = comm
         self._schedule = schedule
@@ -87,7 +87,7 @@ class Step:
         self._losses: dict[int, Any] = {}
 
     def do(self, item: Compute | Message | Group) -> None:
-        """Do the next item of the program."""
+        """Execute the next item of the program."""
         match item:
             case Group():
                 self._make_room(any(message.sends for message in item.messages))
@@ -103,7 +103,7 @@ class Step:
                 self._compute(item)
 
     def finish(self) -> list[Any]:
-        """Wait for the sends that are still under way; the losses in order of micro-batches."""
+        """Wait for the remaining sends; return the losses in order of micro-batches."""
         while self._sends:
             self._sends.popleft().wait()
         return [self._losses[micro_batch] for micro_batch in sorted(self._losses)]
@@ -145,7 +145,7 @@ class Step:
     def _spec(self, value: Value) -> Spec:
         stage = self._specs[value.stage]
         spec = stage.input if value.gradient else stage.output
-        assert spec is not None, "check() has seen to it"
+        assert spec is not None, "check() guarantees it"
         return spec
 
     def _check(self, value: Value, result: Any) -> None:

@@ -1,6 +1,6 @@
-"""How the ranks of a job find each other: what a launcher says of this process, and the store in which they meet.
+"""Rendezvous: this process's rank from the launcher's environment, and the stores through which ranks exchange addresses.
 
-Not here: what they agree on there (`engine.session`), and starting ranks (`cli.launcher`).
-Every package above `abc` may import it, but not `schedule`.
-Begin with `environment`.
+Not here: what the ranks agree on (`engine.session`), and starting ranks (`cli.launcher`).
+Every package above `abc` except `schedule` may import it.
+Start reading at `environment`.
 """

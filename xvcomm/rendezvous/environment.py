@@ -1,4 +1,4 @@
-"""Who this process is, from the environment that its launcher left."""
+"""Rank and size of this process, from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from xvcomm.config import Config
 from xvcomm.errors import ConfigError
 
 SLURM_PORTS = range(15000, 25000)
-"""Where rank 0 of a SLURM step serves: below the ports that Linux gives out by itself."""
+"""Ports for rank 0 of a SLURM step, below Linux's range of ephemeral ports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One process among those that were started together.
+    """Place of this process among the processes of the job.
 
     Attributes:
         rank: number of this process, 0 to size - 1.
         size: number of processes.
-        local_rank: number among those of this host; None where the launcher does not say.
-        local_size: number of processes on this host; None where the launcher does not say.
+        local_rank: number among the processes of this host; None if the launcher does not provide it.
+        local_size: number of processes on this host; None if the launcher does not provide it.
         launcher: `explicit`, `torchrun`, `mpi`, `slurm`, `jax` or `single`.
     """
 
@@ -34,7 +34,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Variables:
-    """The names under which one launcher tells each number; the first name that is set counts."""
+    """Variable names of one launcher. Of several names for the size, the first that is set is used."""
 
     launcher: str
     rank: str
@@ -60,17 +60,17 @@ _SINGLE = Launch(0, 1, 0, 1, "single")
 
 
 def discover(env: Mapping[str, str], config: Config) -> Launch:
-    """Who this process is.
+    """Find rank and size of this process.
 
-    `XVCOMM_RANK` with `XVCOMM_SIZE` comes first, then torchrun, OpenMPI, MPICH, SLURM and JAX in this order. Each
-    `XVCOMM_*` number that is set also replaces the launcher's. Without any of them the job is this process alone.
+    `XVCOMM_RANK` with `XVCOMM_SIZE` comes first, then torchrun, OpenMPI, MPICH, SLURM and JAX in this order. An `XVCOMM_*`
+    number that is set overrides the launcher's. Without any of these variables the job has this process only.
 
     Args:
         env: environment of the process; empty variables count as unset.
-        config: settings read from it, or given.
+        config: settings read from it, or given by the user.
 
     Raises:
-        ConfigError: a variable is missing, is no integer or contradicts another; names them and what to set.
+        ConfigError: a variable is missing, is not an integer, or contradicts another; names them and what to set.
     """
     if config.rank is not None and config.size is not None:
         found = Launch(config.rank, config.size, config.local_rank, config.local_size, "explicit")
@@ -88,15 +88,17 @@ def discover(env: Mapping[str, str], config: Config) -> Launch:
         ("XVCOMM_SIZE", "XVCOMM_RANK", config.size),
     ):
         if given is not None:
-            raise ConfigError(f"{name}={given} is set but {other} is not, and no launcher says it; set {other} as well")
+            raise ConfigError(
+                f"{name}={given} is set but {other} is not, and no launcher provides it; set {other} as well"
+            )
     return _SINGLE
 
 
 def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port at which rank 0 of a SLURM step serves; the same on all ranks.
+    """Host and port of rank 0 of a SLURM step; the same on all ranks.
 
-    The host is the first of the step's nodes, or loopback where the step has only one; where no nodes are listed, the
-    one that srun was called on. The port is one of `SLURM_PORTS`, chosen by the numbers of job and step.
+    The host is the first node of the step, or loopback if the step has one node; without a node list, the host on which srun
+    was called. The port is one of `SLURM_PORTS`, derived from the job and step ids.
 
     Raises:
         ConfigError: SLURM's variables are missing or malformed.
@@ -110,16 +112,16 @@ def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     if env.get("SLURM_LAUNCH_NODE_IPADDR"):
         return env["SLURM_LAUNCH_NODE_IPADDR"], port
     raise ConfigError(
-        "SLURM_STEP_NODELIST is not set, so that nobody knows where rank 0 runs; start the ranks with srun, or set "
+        "SLURM_STEP_NODELIST is not set, so the host of rank 0 is unknown; start the ranks with srun, or set "
         "XVCOMM_STORE=tcp://host:port"
     )
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The host names of a SLURM node list: `"node[01-03,7],login"` gives node01, node02, node03, node7 and login.
+    """Host names of a SLURM node list: `"node[01-03,7],login"` gives node01, node02, node03, node7 and login.
 
     Raises:
-        ConfigError: the text is no node list.
+        ConfigError: the text is not a node list.
     """
     names: list[str] = []
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
@@ -139,17 +141,17 @@ def _expand(part: str, text: str) -> list[str]:
     for span in numbers.split(","):
         first, dash, last = span.partition("-")
         if not first.isdigit() or (dash and (not last.isdigit() or int(last) < int(first))):
-            raise ConfigError(f"node list {text!r}: {span!r} is no number or range, for instance 01-03")
+            raise ConfigError(f"node list {text!r}: {span!r} is not a number or range, for instance 01-03")
         for number in range(int(first), int(last or first) + 1):
             names += [f"{head}{number:0{len(first)}d}{end}" for end in _expand(tail, text)]
     return names
 
 
 def _read(env: Mapping[str, str], names: _Variables) -> Launch | None:
-    """What one launcher says; None where it has not started this process."""
+    """Read one launcher's variables; None if it has not started this process."""
     size = next((name for name in names.size if env.get(name)), None)
     if not env.get(names.rank):
-        # A shell inside an allocation has SLURM's size too, but no srun has started it.
+        # A shell inside an allocation also has SLURM's size, although srun did not start it.
         if size is None or names.launcher == "slurm":
             return None
         raise ConfigError(f"{size}={env[size]} is set but {names.rank} is not; {_remedy(names)}")
@@ -171,11 +173,11 @@ def _override(launch: Launch, config: Config) -> Launch:
 
 
 def _remedy(names: _Variables) -> str:
-    return f"set {names.rank} and {names.size[-1]} together, or XVCOMM_RANK and XVCOMM_SIZE, which come first"
+    return f"set {names.rank} and {names.size[-1]} together, or XVCOMM_RANK and XVCOMM_SIZE, which take precedence"
 
 
 def _check(launch: Launch, rank: str, size: str, local_rank: str, local_size: str) -> None:
-    """Refuse numbers that contradict each other, under the names they came by."""
+    """Refuse numbers that contradict each other; the arguments are the names of their variables."""
     advice = "give each process its own number, counted from 0"
     if launch.size < 1:
         raise ConfigError(f"{size}={launch.size}: a job has at least one rank")
@@ -183,7 +185,7 @@ def _check(launch: Launch, rank: str, size: str, local_rank: str, local_size: st
         raise ConfigError(f"{rank}={launch.rank} does not fit {size}={launch.size}; {advice}")
     if launch.local_size is not None and not 0 < launch.local_size <= launch.size:
         raise ConfigError(
-            f"{local_size}={launch.local_size} does not fit {size}={launch.size}: a host holds 1 to all of the ranks"
+            f"{local_size}={launch.local_size} does not fit {size}={launch.size}: a host has between 1 and all of the ranks"
         )
     if launch.local_rank is not None and not 0 <= launch.local_rank < (launch.local_size or launch.size):
         name, limit = (local_size, launch.local_size) if launch.local_size is not None else (size, launch.size)
@@ -196,5 +198,5 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(
-            f"{name}={text!r}: expected an integer; correct it, or set XVCOMM_RANK and XVCOMM_SIZE, which come first"
+            f"{name}={text!r}: expected an integer; correct it, or set XVCOMM_RANK and XVCOMM_SIZE, which take precedence"
         ) from None

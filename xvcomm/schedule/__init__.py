@@ -1,6 +1,6 @@
-"""Collectives as data: what each rank does for one collective on any number and size of islands.
+"""Collectives as data: the steps of each rank for a collective over any number and size of islands.
 
-`build` is pure: it looks at the request, the topology and the rank only, and its time grows with what this rank does.
+`build` is a pure function of request, topology and rank. Its run time grows with the number of steps of that rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xvcomm.types.topology import Topology
 __all__ = ["SEGMENTED", "build"]
 
 SEGMENTED = frozenset((Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST))
-"""The collectives that can be cut into segments; the others ignore `segment`."""
+"""Collectives that can be split into segments; the others ignore `segment`."""
 
 _WRITERS: Mapping[Collective, Callable[[Builder], None]] = {
     Collective.ALL_REDUCE: all_reduce.write,
@@ -43,15 +43,15 @@ _WRITERS: Mapping[Collective, Callable[[Builder], None]] = {
 def build(
     request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False, wide: bool = True
 ) -> Schedule:
-    """The schedule of one rank.
+    """Build the schedule of one rank.
 
     Args:
-        request: the collective; equal on all ranks but for the counts of an all_to_all.
+        request: the collective; the same on all ranks, except for the counts of an all_to_all.
         topology: the ranks and their islands.
-        rank: whose schedule.
-        segment: elements of a segment, rounded up to 16 bytes; 0 for one segment.
-        short: whether fewer steps count for more than fewer bytes over the border, and rings take every message at once.
-        wide: whether what is low precision may lie, and cross the border, in float32 until it is rounded.
+        rank: rank whose schedule is built.
+        segment: elements per segment, rounded up to 16 bytes; 0 for one segment.
+        short: prefer fewer steps to fewer bytes between islands. Rings must be able to buffer every message whole.
+        wide: whether partial results of low-precision dtypes may be stored and sent as float32 until they are rounded.
 
     Raises:
         ArgumentError: the request does not fit the topology.

@@ -1,4 +1,6 @@
-"""All-gather: native inside, the packed blocks of each island over all border links, native again on arrival."""
+"""All-gather: native within the island; then its blocks cross the border over the links of all ranks; native in the other
+islands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-reduce: native reduce-scatter, exchange of the shares over the border, native all-gather; short arrays undivided."""
+"""All-reduce: native reduce-scatter, exchange of the shares between islands, native all-gather. Short arrays are sent whole."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One segment between its two halves.
+    """One segment, between the two halves of its work.
 
     Attributes:
-        slot: which set of scratch memory it uses.
+        slot: index of the set of scratch memory that it uses.
         whole: the segment in OUT.
         shares: how this island divides it.
         partial: the island's sum of this rank's share.
-        result: the place of this rank's share in OUT.
+        result: place of this rank's share in OUT.
     """
 
     slot: int
@@ -33,12 +33,12 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """Elements that one member of each island holds; positions count from the start of the segment.
+    """Elements that are in the share of a single rank in each island. Positions count from the start of the segment.
 
     Attributes:
         start: first element.
-        holders: a rank for each island.
-        parts: which of its elements each holder finishes, counted from `start`.
+        holders: that rank of each island.
+        parts: the elements that each holder sums up over the islands, counted from `start`.
     """
 
     start: int
@@ -46,7 +46,7 @@ class _Interval:
     parts: Cut
 
     def finished_by(self, island: int) -> tuple[int, int]:
-        """What the holder of an island finishes, counted from the start of the segment."""
+        """Range of elements that the holder of an island sums up, counted from the start of the segment."""
         start, stop = self.parts.part(island)
         return self.start + start, self.start + stop
 
@@ -54,8 +54,8 @@ class _Interval:
 def write(b: Builder) -> None:
     """Write the steps of an all-reduce.
 
-    Two islands send each other their sums and both add. Three and more divide the adding, so that each rank of the
-    communicator adds the same number of elements, and then exchange the results.
+    Two islands send each other their sums, and both add them. With three or more islands the additions are divided, so that
+    each rank of the communicator adds the same number of elements, and then the results are exchanged.
     """
     if b.short and b.request.count and not b.wide:
         _exchange_all(b)
@@ -86,7 +86,7 @@ def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Pi
     if b.scale_before is not None:
         b.take(source, whole)
         source = whole
-    # Two islands: the wire reads the partial while the other's is added to the result, so it needs memory of its own.
+    # With two islands, `partial` is being sent while the other island's sum is added to `result`: it needs memory of its own.
     partial = b.scratch(result.count, ("partial", slot)) if two else result
     island_sum(b, source, shares, partial)
     if two:
@@ -95,7 +95,7 @@ def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Pi
 
 
 def _exchange_all(b: Builder) -> None:
-    """Every rank sends its island's whole sum to the ranks of the other islands that have it for their partner."""
+    """Send this island's whole sum from every rank to the corresponding ranks of the other islands."""
     count = b.request.count
     whole, source = Span(Buf.OUT, 0, count), Span(Buf.IN, 0, count)
     if b.scale_before is not None:
@@ -167,7 +167,7 @@ def _divide_sums(b: Builder, piece: _Piece) -> None:
 
 
 def _intervals(b: Builder, piece: _Piece) -> list[_Interval]:
-    """This rank's share, cut wherever the shares of any island end."""
+    """This rank's share, cut at every position where a share of any island ends."""
     begin, end = piece.shares.part(b.local)
     if begin == end:
         return []

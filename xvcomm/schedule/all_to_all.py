@@ -1,4 +1,4 @@
-"""All-to-all: native inside the island, straight to each rank beyond the border."""
+"""All-to-all: native within the island, direct messages to the ranks of other islands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def write(b: Builder) -> None:
     request, topology = b.request, b.topology
     sends, receives = Cut.of(request.counts), Cut.of(request.recv_counts)
     _inside(b, sends, receives)
-    # By distance, so that no rank is the first goal of all; one common order of messages keeps lanes out of circles.
+    # Ordered by distance, so that not all ranks send to the same rank first. A common order of messages excludes deadlock.
     for distance in range(1, topology.size):
         peer = (b.rank + distance) % topology.size
         if topology.island_of(peer) is not b.island:
@@ -25,7 +25,7 @@ def write(b: Builder) -> None:
 
 
 def _inside(b: Builder, sends: Cut, receives: Cut) -> None:
-    """Exchange within the island. Every member calls the library: none knows whether the others have data."""
+    """Exchange within the island. Every member makes the native call, because no rank knows whether the others have data."""
     outgoing, incoming = Packed(b, Buf.IN, b.island, sends), Packed(b, Buf.OUT, b.island, receives)
     outgoing.collect(b)
     if b.island.size == 1:

@@ -1,4 +1,4 @@
-"""Broadcast: native in the root's island, split over all its border links, native all-gather in the others."""
+"""Broadcast: native in the root's island, divided among all its links to other islands, native all-gather in those."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from xvcomm.schedule.steps import Buf, NativeOp, Span
 
 
 def write(b: Builder) -> None:
-    """Write the steps of a broadcast. At the root IN and OUT are the same memory."""
+    """Write the steps of a broadcast. At the root, IN and OUT are the same memory."""
     at_home = b.island is b.topology.island_of(b.request.root)
     for start, stop in b.pieces(b.request.count):
         if at_home:

@@ -1,4 +1,4 @@
-"""Appends steps to a schedule, finds what each must wait for, and hands out scratch memory."""
+"""Builds a schedule: appends steps, derives their dependencies, and allocates scratch memory."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ NOTHING = Span(Buf.TMP, 0, 0)
 _LANE_NUMBER = {lane: i for i, lane in enumerate(Lane)}
 _State = TypeVar("_State")
 _ENDS = 5
-"""The first and the last segment are so many times shorter than the others: an island needs about that much less time
-for a segment than a border does, so that it is through with the second when the border is with the first."""
+"""The first and last segment are this many times shorter than the others. An island needs about that much less time per segment
+than the border, so it has finished the second segment when the border has sent the first.
+"""
 
 _UNITS = 64
-"""Segments are cut at multiples of such a part of their size."""
+"""Segment boundaries are multiples of the segment size divided by this."""
 
 
 class Builder:
-    """The schedule of one rank while it is written.
+    """The schedule of one rank while it is being written.
 
-    Steps without elements are left out, except Native steps, which all members of an island must call together.
-    `after` is found from the memory that steps touch, taking IN and OUT to coincide as in a call in place, so a
-    schedule is right in both cases. It names at most one step of each other lane: lanes keep their own order.
+    Steps without elements are left out, except Native steps, which all members of an island must call together. `after` is
+    derived from the memory that steps access, assuming that IN and OUT coincide as in an in-place call, so a schedule is valid
+    in both cases. It contains at most one step per other lane, because each lane runs in order.
 
     Attributes:
-        request, topology, rank: what is built, and for whom.
+        request, topology, rank: arguments of `build`.
         island: this rank's island.
-        local: this rank's place in it.
-        scale_before: factor of each rank's input, or None.
-        scale_after: factor of the result, or None.
-        wide: whether partial results lie in WIDE, and nothing is rounded before the end.
-        adds_two: whether there are two islands, and what one sends is added as it arrives.
+        local: this rank's index in it.
+        scale_before: factor for each rank's input, or None.
+        scale_after: factor for the result, or None.
+        wide: whether partial results are in WIDE and only the final result is rounded.
+        adds_two: whether there are two islands, and data from the other one is added as it arrives.
         short: see `build`.
     """
 
@@ -67,7 +68,7 @@ class Builder:
         self.local = topology.local(rank)
         self.scale_before = Factor.PREMUL if request.premul else None
         self.scale_after = Factor.AVERAGE if request.average else None
-        # Where every contribution is one rank's array, the only step that rounds is the sum of all.
+        # If every island has one rank and nothing is scaled, only the sum over islands rounds, so WIDE is not needed.
         scaled = request.premul or request.average
         low, many = request.low_precision, topology.size > len(topology.islands)
         self.wide = wide and low and not topology.homogeneous and (scaled or many)
@@ -87,14 +88,14 @@ class Builder:
         }
 
     def schedule(self) -> Schedule:
-        """What was written so far."""
+        """The steps written so far."""
         return Schedule(tuple(self._steps), self._reserved[Buf.TMP], self._reserved[Buf.WIDE])
 
     def pieces(self, count: int) -> list[tuple[int, int]]:
-        """`count` elements cut into segments, as (start, stop); none for no elements.
+        """Split `count` elements into segments, as (start, stop) pairs; an empty list for 0 elements.
 
-        The first and the last are short: while one is worked on inside the islands, the border has nothing to do. What
-        lies between is cut evenly into as few as come near the segment's size, since messages do not overlap well.
+        The first and the last segment are short, because the border is idle while they are processed within the islands. The
+        rest is divided evenly into segments of about the segment size: few, because messages do not overlap well.
         """
         size = self._segment
         if not size or count <= size // 2:
@@ -107,14 +108,14 @@ class Builder:
         return list(pairwise(sorted(cuts | {0, count})))
 
     def fair(self, total: int, island: Island) -> Cut:
-        """Fair shares of `total` elements among the members of an island."""
+        """Divide `total` elements evenly among the members of an island."""
         return fair(total, island.size, self.request.itemsize)
 
     def ahead(self) -> Iterator[Island]:
-        """The other islands in the order in which this rank sends to them.
+        """The other islands, in the order in which this rank sends to them.
 
-        Together with `behind` it puts all messages of a phase into one order, known to all ranks: by distance, then
-        sender, then receiver. Lanes that follow a common order cannot wait for each other in a circle.
+        Together with `behind` it defines one order for all messages of a phase, the same on all ranks: by distance, then
+        sender, then receiver. Lanes that follow a common order cannot deadlock.
         """
         islands = self.topology.islands
         return (islands[(self.island.index + d) % len(islands)] for d in range(1, len(islands)))
@@ -125,7 +126,7 @@ class Builder:
         return (islands[(self.island.index - d) % len(islands)] for d in range(1, len(islands)))
 
     def scratch(self, count: int, slot: object = None, wide: bool = False) -> Span:
-        """`count` elements of TMP or WIDE, aligned; calls with an equal `slot` share the memory."""
+        """Allocate `count` elements of TMP or WIDE, aligned; calls with an equal `slot` share the memory."""
         buf = Buf.WIDE if wide else Buf.TMP
         held = self._slots.get(slot)
         if held is not None and held.count >= count:
@@ -146,7 +147,7 @@ class Builder:
         recv_counts: tuple[int, ...] = (),
         root: int = -1,
     ) -> None:
-        """Call the island's library; `root` is a place in the island."""
+        """Call the island's native library; `root` is an index in the island."""
         fields = {"op": op, "src": src, "dst": dst, "counts": counts, "recv_counts": recv_counts, "root": root}
         self._append(Native, Lane.NATIVE, (src,), (dst,), **fields)
 
@@ -161,31 +162,31 @@ class Builder:
             self._append(Get, Lane.RECV, (), (dst,), peer=peer, dst=dst)
 
     def get_reduce(self, peer: int, dst: Span) -> None:
-        """Receive from `peer` and reduce into `dst`, the lower island's elements on the left."""
+        """Receive from `peer` and reduce into `dst`, with the elements of the lower island as left operand."""
         if dst.count:
             remote_first = self.topology.island_of(peer).index < self.island.index
             self._append(GetReduce, Lane.RECV, (dst,), (dst,), peer=peer, dst=dst, remote_first=remote_first)
 
     def copy(self, src: Span, dst: Span, lane: Lane = Lane.NATIVE) -> None:
-        """Copy `src` to `dst`, unless they are one span."""
+        """Copy `src` to `dst`, unless they are the same span."""
         if src.count and src != dst:
             self._append(Copy, lane, (src,), (dst,), src=src, dst=dst)
 
     def reduce(self, srcs: Sequence[Span], dst: Span) -> None:
-        """Reduce what was received, in the order of `srcs`, and scale it if results are scaled."""
+        """Reduce `srcs` in their order into `dst`, and scale the result if the request asks for an average."""
         if dst.count:
             average = self.scale_after is not None
             self._append(Reduce, Lane.RECV, srcs, (dst,), srcs=tuple(srcs), dst=dst, average=average)
 
     def take(self, src: Span, dst: Span) -> None:
-        """Bring a part of the input to `dst`, scaled if inputs are scaled."""
+        """Copy a part of the input to `dst`, multiplied by this rank's factor if there is one."""
         if self.scale_before is None:
             self.copy(src, dst)
         elif src.count:
             self._append(Scale, Lane.NATIVE, (src,), (dst,), src=src, dst=dst, factor=self.scale_before)
 
     def finish(self, span: Span, lane: Lane = Lane.RECV) -> None:
-        """Scale a part of the result that did not come by `reduce`, if results are scaled."""
+        """Scale a part of the result that was not written by `reduce`, if the request asks for an average."""
         if self.scale_after is not None and span.count:
             self._append(Scale, lane, (span,), (span,), src=span, dst=span, factor=self.scale_after)
 
@@ -220,10 +221,10 @@ def pipelined(
     first: Callable[[int, int, int], _State],
     second: Callable[[_State], None],
 ) -> None:
-    """Write the two halves of each piece so that the first half of a piece comes before the second of the one before.
+    """Write the two halves of each piece, with the first half of a piece before the second half of the previous one.
 
-    The native lane can then work on the next piece while the border carries this one. Two pieces are under way at a
-    time: `first(slot, start, stop)` gets slot 0 and 1 in turn.
+    So the native lane works on the next piece while the border carries this one. Two pieces are in progress at a time:
+    `first(slot, start, stop)` gets slot 0 and 1 alternately.
     """
     pending: list[_State] = []
     for i, (start, stop) in enumerate(pieces):

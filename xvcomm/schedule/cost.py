@@ -1,4 +1,4 @@
-"""Predicted time of schedules: an alpha-beta model over their steps, lanes overlapping as `after` allows."""
+"""Predicts the time of schedules: an alpha-beta model of their steps, with lanes overlapping as `after` permits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from xvcomm.types.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What moves data, in seconds a call and bytes a second.
+    """Latency in seconds per call, and bandwidth in bytes per second, of everything that moves data.
 
-    The defaults are one current data-centre GPU: NVLink inside the island, PCIe 5 x16 through host memory across.
+    The defaults describe a data-centre GPU: NVLink within the island, PCIe 5 x16 through host memory between islands.
 
     Attributes:
-        native_latency, native_bandwidth: of the island's library, a rank and direction.
-        border_latency, border_bandwidth: of one rank's link over the border, each direction by itself.
+        native_latency, native_bandwidth: of the native library, per rank and direction.
+        border_latency, border_bandwidth: of one rank's link to other islands, per direction.
         local_latency, local_bandwidth: of copies and reductions within a rank, counting bytes read and written.
     """
 
@@ -52,7 +52,7 @@ class Prediction:
     """Predicted time of one collective.
 
     Attributes:
-        seconds: until the slowest rank is done.
+        seconds: until the slowest rank has finished.
         rank: that rank.
         busy: seconds for which each of its lanes works.
     """
@@ -63,17 +63,17 @@ class Prediction:
 
 
 def predict(schedules: Mapping[int, Schedule], itemsize: int, links: Links) -> Prediction:
-    """The time of the slowest of these ranks, each taken by itself with its peers on time."""
+    """Predict the time of the slowest of these ranks, assuming that its peers are never late."""
     return max((_predict(rank, s, itemsize, links) for rank, s in schedules.items()), key=lambda p: p.seconds)
 
 
 def representatives(topology: Topology) -> tuple[int, ...]:
-    """First and last rank of each island: shares differ by 16 bytes at most, so they stand for all."""
+    """First and last rank of each island. Shares within an island differ by at most 16 bytes, so these represent all ranks."""
     return tuple(sorted({rank for island in topology.islands for rank in (island.ranks[0], island.ranks[-1])}))
 
 
 def estimate(request: Request, topology: Topology, segment: int, links: Links, short: bool = False) -> Prediction:
-    """Predicted time of a collective that all ranks describe with `request`, from representative ranks."""
+    """Predict the time of a collective with the same `request` on all ranks, from representative ranks."""
     schedules = {rank: build(request, topology, rank, segment, short) for rank in representatives(topology)}
     return predict(schedules, request.itemsize, links)
 
@@ -102,7 +102,7 @@ def _duration(step: Step, itemsize: int, links: Links) -> float:
         case Reduce(srcs=srcs, dst=dst):
             touched = (len(srcs) + 1) * _nbytes(dst, itemsize)
         case _:
-            raise ScheduleError(f"{step!r} has no cost; schedules are made of the words in steps.py")
+            raise ScheduleError(f"{step!r} has no cost; a schedule consists of the steps of steps.py")
     return links.local_latency + touched / links.local_bandwidth
 
 
@@ -115,10 +115,10 @@ def _nbytes(span: Span, itemsize: int) -> int:
 
 
 def _moved(call: Native) -> int:
-    """Elements that one member sends or receives, whichever is more, when the library works in a ring."""
+    """Elements that one member sends or receives, whichever is more, if the native library uses a ring algorithm."""
     larger, smaller = max(call.src.count, call.dst.count), min(call.src.count, call.dst.count)
     if call.op is NativeOp.ALL_REDUCE:
         return 2 * larger
     if call.op in (NativeOp.REDUCE_SCATTER, NativeOp.ALL_GATHER, NativeOp.GATHER, NativeOp.SCATTER):
-        return larger - smaller  # a member's own part stays
+        return larger - smaller  # a member's own part is not transferred
     return larger

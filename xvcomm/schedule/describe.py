@@ -1,11 +1,11 @@
-"""Schedules as text, for `xvcomm plan` and for messages."""
+"""Schedules as text, for `xvcomm plan` and error messages."""
 
 from __future__ import annotations
 
 from xvcomm.errors import ScheduleError
 from xvcomm.schedule.steps import Copy, Get, GetReduce, Native, Put, Reduce, Scale, Schedule, Span, Step
 
-_LONGEST = 8  # counts printed in full up to here
+_LONGEST = 8  # longer lists of counts are cut here
 
 
 def span_text(span: Span) -> str:
@@ -14,7 +14,7 @@ def span_text(span: Span) -> str:
 
 
 def step_text(step: Step) -> str:
-    """What a step does, without its lane and what it waits for."""
+    """What a step does, without its lane and dependencies."""
     match step:
         case Native(op=op, src=src, dst=dst, counts=counts, recv_counts=recv_counts, root=root):
             text = f"{op.value} {span_text(src)} -> {span_text(dst)}"
@@ -33,11 +33,11 @@ def step_text(step: Step) -> str:
             return f"{'average' if average else 'reduce'} {', '.join(map(span_text, srcs))} -> {span_text(dst)}"
         case Scale(src=src, dst=dst, factor=factor):
             return f"scale {span_text(src)} -> {span_text(dst)} by {factor.value}"
-    raise ScheduleError(f"{step!r} is not a step of a schedule; schedules are made of the words in steps.py")
+    raise ScheduleError(f"{step!r} is not a step; a schedule consists of the steps of steps.py")
 
 
 def lines(schedule: Schedule) -> list[str]:
-    """One line a step: its index, lane, what it does and which steps it waits for."""
+    """One line per step: index, lane, what it does, and the steps it waits for."""
     return [
         f"{i:4d}  {step.lane.value:<6}  {step_text(step)}"
         + (f"  after {', '.join(map(str, step.after))}" if step.after else "")

@@ -1,4 +1,4 @@
-"""Gather and scatter: native in the root's island, straight over the border for everyone else."""
+"""Gather and scatter: native in the root's island, direct messages between the root and ranks of other islands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xvcomm.schedule.steps import Buf, NativeOp, Span
 
 
 def write_gather(b: Builder) -> None:
-    """Write the steps of a gather; only the root touches OUT."""
+    """Write the steps of a gather; only the root uses OUT."""
     root, counts = b.request.root, b.request.counts
     block = Span(Buf.IN, 0, counts[b.rank])
     if b.island is not b.topology.island_of(root):
@@ -29,7 +29,7 @@ def write_gather(b: Builder) -> None:
 
 
 def write_scatter(b: Builder) -> None:
-    """Write the steps of a scatter; only the root touches IN."""
+    """Write the steps of a scatter; only the root uses IN."""
     root, counts = b.request.root, b.request.counts
     block = Span(Buf.OUT, 0, counts[b.rank])
     if b.island is not b.topology.island_of(root):

@@ -1,4 +1,4 @@
-"""Which earlier steps a step must wait for, found from the memory that each of them touches."""
+"""Dependencies between steps, derived from the memory that each of them reads and writes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _UNTOUCHED = (-1, -1, -1, -1)
 
 
 class Hazards:
-    """For each element of one memory: the step that wrote it last, and the last step of each lane that read it since.
+    """For each element of a memory: the step that wrote it last, and the last step of each lane that has read it since.
 
-    Neighbouring elements with equal history are one cell; the last cell has no end.
+    Adjacent elements with equal history share a cell; the last cell is unbounded.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Hazards:
         self._cells = [_UNTOUCHED]
 
     def read(self, start: int, stop: int, step: int, lane: int) -> set[int]:
-        """Note that `step` reads; gives the steps whose writes it needs (-1 among them where nobody wrote)."""
+        """Record that `step` reads; return the steps that wrote the data (including -1 for data that no step wrote)."""
         first, last = self._split(start), self._split(stop)
         waits = set()
         for i in range(first, last):
@@ -29,7 +29,7 @@ class Hazards:
         return waits
 
     def write(self, start: int, stop: int, step: int) -> set[int]:
-        """Note that `step` writes; gives the steps that must have written or read before (-1 among them)."""
+        """Record that `step` writes; return the steps that must have written or read before it (including -1 for none)."""
         first, last = self._split(start), self._split(stop)
         waits = {step for cell in self._cells[first:last] for step in cell}
         self._starts[first:last] = [start]
@@ -37,7 +37,7 @@ class Hazards:
         return waits
 
     def _split(self, at: int) -> int:
-        """Make a cell begin at `at`; gives its place."""
+        """Make a cell begin at `at`; return its index."""
         i = bisect_left(self._starts, at)
         if i == len(self._starts) or self._starts[i] != at:
             self._starts.insert(i, at)

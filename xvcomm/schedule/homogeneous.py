@@ -1,4 +1,4 @@
-"""Communicators without a border: one native call, or one copy for a single rank."""
+"""Communicators with one island: one native call, or one copy for a single rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xvcomm.schedule.steps import Buf, Collective, Lane, NativeOp, Span
 
 
 def write(b: Builder) -> None:
-    """Write any collective as the native library's own."""
+    """Write any collective as one call of the native library."""
     request = b.request
     source = Span(Buf.IN, 0, in_count(request, b.rank))
     result = Span(Buf.OUT, 0, out_count(request, b.rank))

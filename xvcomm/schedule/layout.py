@@ -1,4 +1,4 @@
-"""Where a request's data lies in the caller's arrays."""
+"""Position of a request's data in the caller's arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _ROOTED = frozenset((Collective.REDUCE, Collective.BROADCAST, Collective.GATHER,
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` elements that lie together both where blocks lie side by side and in the caller's array."""
+    """`count` elements that are contiguous both in the packed blocks (from `packed`) and in the caller's
+    array (from `place`).
+    """
 
     packed: int
     place: int
@@ -24,11 +26,11 @@ class Run:
 
 
 def runs(ranks: Sequence[int], blocks: Cut) -> list[Run]:
-    """How the blocks of `ranks`, packed side by side, map to the caller's array; empty blocks vanish.
+    """Map the blocks of `ranks`, packed without gaps, to the caller's array; empty blocks are left out.
 
     Args:
-        ranks: ascending.
-        blocks: cut of the caller's array into one block a rank.
+        ranks: in ascending order.
+        blocks: division of the caller's array into one block per rank.
     """
     found: list[Run] = []
     packed = 0
@@ -46,7 +48,7 @@ def runs(ranks: Sequence[int], blocks: Cut) -> list[Run]:
 
 
 def in_count(request: Request, rank: int) -> int:
-    """Elements of IN on `rank`; 0 where the operation takes none from it."""
+    """Elements of IN on `rank`; 0 if the operation reads none there."""
     op = request.op
     if op in _WHOLE:
         return request.count if op is not Collective.BROADCAST or rank == request.root else 0
@@ -56,7 +58,7 @@ def in_count(request: Request, rank: int) -> int:
 
 
 def out_count(request: Request, rank: int) -> int:
-    """Elements of OUT on `rank`; 0 where the operation gives it none."""
+    """Elements of OUT on `rank`; 0 if the operation writes none there."""
     op = request.op
     if op in _WHOLE:
         return request.count if op is not Collective.REDUCE or rank == request.root else 0
@@ -68,9 +70,9 @@ def out_count(request: Request, rank: int) -> int:
 
 
 def in_place(request: Request, rank: int) -> tuple[int, int]:
-    """Where IN and OUT begin in one array when the caller passes the same memory for both.
+    """Start of IN and OUT within one array, for a caller that passes the same memory for both.
 
-    An all_to_all cannot run in place: its two arrays lie one behind the other.
+    An all_to_all cannot run in place: its two arrays are placed one after the other.
     """
     op = request.op
     if op in _WHOLE:
@@ -84,18 +86,18 @@ def in_place(request: Request, rank: int) -> tuple[int, int]:
 
 
 def check(request: Request, topology: Topology, rank: int) -> None:
-    """Refuse a request that does not fit the topology.
+    """Check that a request fits the topology.
 
     Raises:
-        ArgumentError: says which field is wrong.
+        ArgumentError: names the invalid field.
     """
     size = topology.size
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} is not in 0..{size - 1}; pass a rank of this topology")
     if request.op in _ROOTED and not 0 <= request.root < size:
-        raise ArgumentError(f"{request.op.value}: root {request.root} is not in 0..{size - 1}; name a rank")
+        raise ArgumentError(f"{request.op.value}: root {request.root} is not in 0..{size - 1}; pass a rank")
     if request.op in _WHOLE:
         return
     lengths = (len(request.counts), len(request.recv_counts) if request.op is Collective.ALL_TO_ALL else size)
     if lengths != (size, size):
-        raise ArgumentError(f"{request.op.value}: counts must have {size} entries, one a rank")
+        raise ArgumentError(f"{request.op.value}: counts must have {size} entries, one per rank")

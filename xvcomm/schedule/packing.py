@@ -1,4 +1,4 @@
-"""The blocks of an island's members, side by side as native calls want them."""
+"""Blocks of an island's members, packed without gaps as native calls need them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xvcomm.types.topology import Island
 
 
 class Packed:
-    """An island's blocks in one span: in the caller's array if they lie together there, else in scratch.
+    """An island's blocks in one span: in the caller's array if they are contiguous there, otherwise in scratch memory.
 
     Attributes:
-        span: where they are packed.
-        count: elements in all.
-        members: how the span divides into the blocks of the island's members.
+        span: the packed blocks.
+        count: total number of elements.
+        members: division of the span into the blocks of the island's members.
     """
 
     def __init__(self, b: Builder, buf: Buf, island: Island, blocks: Cut) -> None:
@@ -30,11 +30,11 @@ class Packed:
             self.span = b.scratch(self.count, wide=b.wide and b.scale_before is not None)
 
     def collect(self, b: Builder) -> None:
-        """Bring the blocks together, scaled if inputs are scaled."""
+        """Copy the blocks into the span, scaled if the request scales inputs."""
         for run in self._runs:
             b.take(Span(self._buf, run.place, run.count), part(self.span, run.packed, run.packed + run.count))
 
     def spread(self, b: Builder) -> None:
-        """Bring the blocks to their places in the caller's array."""
+        """Copy the blocks from the span to their places in the caller's array."""
         for run in self._runs:
             b.copy(part(self.span, run.packed, run.packed + run.count), Span(self._buf, run.place, run.count))

@@ -1,6 +1,6 @@
-"""What all reductions share: the island's own sum of a range, and the sum over islands in island order.
+"""Helpers of the reductions: the island's sum of a range, and the sum over islands in island order.
 
-Where partial sums lie in WIDE, nothing is rounded before the end. An island of one rank then sends its array as it is.
+If partial sums are in WIDE, only the final result is rounded. An island of one rank then sends its array unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from xvcomm.types.topology import Island
 
 
 def island_sum(b: Builder, source: Span, shares: Cut, dst: Span) -> None:
-    """Reduce every member's `source` within the island; this rank's share of the result comes to `dst`."""
+    """Reduce every member's `source` within the island, and write this rank's share of the result to `dst`."""
     if b.island.size > 1:
         b.native(NativeOp.REDUCE_SCATTER, source, dst, shares.counts)
     else:
@@ -20,7 +20,9 @@ def island_sum(b: Builder, source: Span, shares: Cut, dst: Span) -> None:
 
 
 def wide_sum(b: Builder, source: Span, shares: Cut, slot: int) -> Span:
-    """This rank's share of the island's sum of `source`, of the input: in WIDE, or an island's only input itself."""
+    """This rank's share of the island's sum of `source`, which is part of the input: in WIDE, or `source` itself if the island
+    has one rank.
+    """
     if b.scale_before is not None:
         scaled = b.scratch(source.count, ("scaled", slot), wide=True)
         b.take(source, scaled)
@@ -34,13 +36,15 @@ def wide_sum(b: Builder, source: Span, shares: Cut, slot: int) -> Span:
 
 
 def room(b: Builder, other: Island, count: int, slot: object = None) -> Span:
-    """Room for what another island sends of its sum."""
+    """Scratch memory for the sum that another island sends."""
     wide = b.wide and (other.size > 1 or b.scale_before is not None)
     return b.scratch(count, (other.index, slot), wide=wide)
 
 
 def total(b: Builder, own: Span, others: dict[int, Span], slot: object = None) -> Span:
-    """The result out of this island's part and what others sent, by island index; gives where it lies: `own`, or in WIDE."""
+    """Sum this island's part and those of the others (by island index); return the span of the result:
+    `own`, or one in WIDE.
+    """
     spans = {b.island.index: own, **others}
     if not b.wide:
         b.reduce([spans[index] for index in sorted(spans)], own)
@@ -49,6 +53,6 @@ def total(b: Builder, own: Span, others: dict[int, Span], slot: object = None) -
         if span.buf is not Buf.WIDE:
             spans[index] = b.scratch(span.count, ("wide", index, slot), wide=True)
             b.copy(span, spans[index], Lane.RECV)
-    result = spans[next(iter(others))]  # what is on its way to others stays as it is
+    result = spans[next(iter(others))]  # not `own`, which is still being sent to other islands
     b.reduce([spans[index] for index in sorted(spans)], result)
     return result

@@ -1,4 +1,4 @@
-"""How a range of elements is divided among holders."""
+"""Division of a range of elements among ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ ALIGNMENT = 16  # bytes: the widest load of the movers, on GPUs and on the host
 
 
 def grain(itemsize: int) -> int:
-    """Elements of `itemsize` bytes that shares are multiples of."""
+    """Shares are multiples of this number of elements."""
     return max(1, ALIGNMENT // itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A range that begins at 0, cut into neighbouring parts; part `i` goes from `offsets[i]` to `offsets[i + 1]`."""
+    """A range from 0, divided into consecutive parts; part `i` goes from `offsets[i]` to `offsets[i + 1]`."""
 
     offsets: tuple[int, ...]
 
     @classmethod
     def of(cls, counts: Iterable[int]) -> Cut:
-        """The cut whose parts have these sizes."""
+        """The division into parts of these sizes."""
         return cls(tuple(accumulate(counts, initial=0)))
 
     @property
     def total(self) -> int:
-        """Elements in all."""
+        """Total number of elements."""
         return self.offsets[-1]
 
     @property
@@ -38,11 +38,11 @@ class Cut:
         return tuple(b - a for a, b in pairwise(self.offsets))
 
     def part(self, index: int) -> tuple[int, int]:
-        """Start and stop of one part."""
+        """Start and stop of a part."""
         return self.offsets[index], self.offsets[index + 1]
 
     def holder(self, position: int) -> int:
-        """The part that `position` lies in."""
+        """The part that contains `position`."""
         return bisect_right(self.offsets, position) - 1
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -58,7 +58,7 @@ class Cut:
 
 @lru_cache(maxsize=64)
 def weighted(total: int, weights: tuple[int, ...], itemsize: int) -> Cut:
-    """`total` elements in parts proportional to `weights`, cut at multiples of 16 bytes; the last part ends anywhere."""
+    """Divide `total` elements into parts proportional to `weights`, at multiples of 16 bytes except for the end."""
     unit = grain(itemsize)
     units = -(-total // unit)
     whole = sum(weights)
@@ -66,5 +66,5 @@ def weighted(total: int, weights: tuple[int, ...], itemsize: int) -> Cut:
 
 
 def fair(total: int, parts: int, itemsize: int) -> Cut:
-    """`total` elements in `parts` parts whose sizes differ by 16 bytes at most; see `weighted`."""
+    """Divide `total` elements into `parts` parts whose sizes differ by at most 16 bytes; see `weighted`."""
     return weighted(total, (1,) * parts, itemsize)

@@ -1,4 +1,4 @@
-"""Reduce to a root: native reduce-scatter, shares over the border to the root's island, native gather."""
+"""Reduce: native reduce-scatter, shares sent to the root's island, native gather to the root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One segment between its two halves: where it begins, its shares, and the island's sum of this rank's share."""
+    """One segment, between the two halves of its work: its start, its shares, and the island's sum of this rank's share."""
 
     slot: int
     start: int
@@ -21,7 +21,7 @@ class _Piece:
 
 
 def write(b: Builder) -> None:
-    """Write the steps of a reduce; only the root touches OUT."""
+    """Write the steps of a reduce; only the root uses OUT."""
     at_home = b.island is b.topology.island_of(b.request.root)
 
     def first(slot: int, start: int, stop: int) -> _Piece:
@@ -66,7 +66,7 @@ def _send(b: Builder, piece: _Piece) -> None:
 
 
 def _collect(b: Builder, piece: _Piece) -> Span:
-    """Add the other islands' sums of this rank's share; gives where the result lies."""
+    """Add the other islands' sums of this rank's share; return the span of the result."""
     begin, end = piece.shares.part(b.local)
     others: dict[int, Span] = {}
     for other in b.behind():

@@ -1,4 +1,4 @@
-"""Reduce-scatter: each island sums what each other island needs, and only that crosses the border."""
+"""Reduce-scatter: each island sums the blocks of every other island, and only these sums cross the border."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from xvcomm.types.topology import Island
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """This rank's part of what its island sums for another: where it begins in the packed blocks, and its memory."""
+    """This rank's share of the sum that its island computes for another one.
+
+    Attributes:
+        owners: division of the packed blocks among the other island's ranks.
+        begin: start of the share in the packed blocks.
+        span: memory of the share.
+    """
 
     owners: Cut
     begin: int
@@ -33,7 +39,7 @@ def write(b: Builder) -> None:
 
 
 def _sum_for(b: Builder, other: Island, blocks: Cut) -> _Share:
-    """This island's sum of another's blocks, divided fairly among its members."""
+    """Sum the blocks of another island within this one, divided evenly among its members."""
     packed = Packed(b, Buf.IN, other, blocks)
     packed.collect(b)
     if b.island.size == 1 or not packed.count:
@@ -46,7 +52,7 @@ def _sum_for(b: Builder, other: Island, blocks: Cut) -> _Share:
 
 
 def _sum_own(b: Builder, blocks: Cut) -> tuple[Cut, Span]:
-    """This island's sum of its own blocks, each at its owner; gives how they divide the packed blocks, and where it lies."""
+    """Sum this island's own blocks, each at its owner; return the division of the packed blocks and the span of the result."""
     count = b.request.counts[b.rank]
     result = b.scratch(count, wide=True) if b.wide else Span(Buf.OUT, 0, count)
     if b.island.size == 1:
@@ -60,7 +66,7 @@ def _sum_own(b: Builder, blocks: Cut) -> tuple[Cut, Span]:
 
 
 def _collect(b: Builder, members: Cut, own: Span) -> None:
-    """Receive the other islands' sums of this rank's block and add them in island order."""
+    """Receive the other islands' sums of this rank's block, and add them in island order."""
     begin, end = members.part(b.local)
     result = Span(Buf.OUT, 0, end - begin)
     others: dict[int, Span] = {}

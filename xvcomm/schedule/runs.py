@@ -1,4 +1,4 @@
-"""Which neighbouring messages of a schedule may start together, where one step runs after the other otherwise."""
+"""Groups consecutive messages of a schedule that may start together when all steps otherwise run one by one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from xvcomm.schedule.steps import Get, GetReduce, Put, Span, Step
 
 _MOST = 16
-"""Messages of a run: for more, one launch of movers would have too few blocks."""
+"""Maximum number of messages in a run: with more, one launch of the movers would have too few blocks per message."""
 
 
 class _Run:
-    """Messages that start together: none waits for another, uses another's ring or writes where another does."""
+    """Messages that may start together: none waits for another, uses the same ring, or writes to the same memory."""
 
     def __init__(self, begin: int) -> None:
         self._begin = begin
@@ -20,7 +20,7 @@ class _Run:
         self._targets: list[Span] = []
 
     def add(self, step: Step) -> bool:
-        """Take a step in; False if it may not start together with the others."""
+        """Add a step; returns False if it cannot start together with the others."""
         target = step.dst if isinstance(step, Get | GetReduce) else None
         ring = (step.peer, target is None) if isinstance(step, Put | Get | GetReduce) else None
         if self.steps and not (ring is not None and self._rings and self._suits(step, ring, target)):
@@ -35,12 +35,12 @@ class _Run:
     def _suits(self, step: Step, ring: tuple[int, bool], target: Span | None) -> bool:
         if len(self.steps) >= _MOST or ring in self._rings or max(step.after, default=-1) >= self._begin:
             return False
-        # What shares a lane says nothing of what it must wait for there: lanes keep their order.
+        # `after` does not order steps of the same lane, so overlapping targets are checked here.
         return target is None or not any(_overlap(target, other) for other in self._targets)
 
 
 def runs(steps: Sequence[Step]) -> tuple[tuple[Step, ...], ...]:
-    """All steps in order; those of a run are messages that may start together, everything else is alone."""
+    """All steps in order; the messages of a run may start together, every other step is a run by itself."""
     found: list[_Run] = []
     for index, step in enumerate(steps):
         if not found or not found[-1].add(step):

@@ -1,4 +1,4 @@
-"""What steps mean, on numpy arrays: the memory of a rank that is simulated, and the arithmetic of each step."""
+"""Semantics of the steps on numpy arrays: the memory of a simulated rank, and the arithmetic of each step."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _COMBINE: dict[ReduceOp, Callable[[Array, Array], Array]] = {
 
 
 class Fault(Exception):
-    """A step breaks a rule; the simulator adds whose step it is."""
+    """A step breaks a rule; the simulator adds which rank and step."""
 
 
 class Memory:
-    """IN, OUT, TMP and WIDE of one rank, and which elements hold data.
+    """IN, OUT, TMP and WIDE of one rank, and which elements have been written.
 
     Args:
-        request: as this rank describes the collective.
+        request: the collective on this rank.
         rank: this rank.
         given: contents of IN.
         scratch, wide: elements of TMP and of WIDE.
-        shared: whether IN and OUT lie in one array as in a call in place; in a broadcast they always do.
+        shared: whether IN and OUT are in one array, as in an in-place call; in a broadcast they always are.
     """
 
     def __init__(self, request: Request, rank: int, given: Array, scratch: int, wide: int, shared: bool) -> None:
@@ -56,21 +56,21 @@ class Memory:
         self._known[source] = True
 
     def address(self, span: Span) -> int:
-        """Place of a span's first element in this rank's memory.
+        """Index of a span's first element in this rank's memory.
 
         Raises:
-            Fault: the span leaves its buffer.
+            Fault: the span exceeds its buffer.
         """
         start, stop = self._ranges[span.buf]
         if span.start < 0 or span.count < 0 or start + span.stop > stop:
-            raise Fault(f"{span_text(span)} leaves its buffer of {stop - start} elements")
+            raise Fault(f"{span_text(span)} exceeds its buffer of {stop - start} elements")
         return start + span.start
 
     def read(self, span: Span) -> Array:
-        """A copy of a span.
+        """Copy a span.
 
         Raises:
-            Fault: the span leaves its buffer, or nothing was ever written to a part of it.
+            Fault: the span exceeds its buffer, or contains elements that were never written.
         """
         place = slice(self.address(span), self.address(span) + span.count)
         if not self._known[place].all():
@@ -83,7 +83,7 @@ class Memory:
         """Fill a span.
 
         Raises:
-            Fault: the span leaves its buffer, lies in IN, or differs in size.
+            Fault: the span exceeds its buffer, is in IN, or has a different size.
         """
         if span.count != values.size:
             raise Fault(f"{values.size} elements cannot fill {span_text(span)}")
@@ -97,7 +97,7 @@ class Memory:
         return self._wide if span.buf is Buf.WIDE else self._data
 
     def result(self) -> Array:
-        """The whole of OUT.
+        """Contents of OUT.
 
         Raises:
             Fault: a part of it was never written.
@@ -107,7 +107,10 @@ class Memory:
 
 
 def scaled(operation: Callable[[Array, Any], Array], values: Array, by: float, wide: bool) -> Array:
-    """`values` times or over `by`: low precision in float32, where it stays if `wide`; integers in float64, towards zero."""
+    """Multiply or divide `values` by `by`, with the rounding of the backends.
+
+    Low-precision dtypes compute in float32, and stay in it if `wide`; integers compute in float64 and truncate.
+    """
     dtype = from_numpy(values.dtype)
     if dtype.low_precision:
         found = operation(values.astype(np.float32), np.float32(by))
@@ -118,7 +121,9 @@ def scaled(operation: Callable[[Array, Any], Array], values: Array, by: float, w
 
 
 def combine(op: ReduceOp, arrays: Sequence[Array], rounds: bool = True, divisor: int = 1) -> Array:
-    """The reduction of arrays in their order over `divisor`; low precision in float32, rounded once or not at all."""
+    """Reduce arrays in their order and divide by `divisor`; low precision accumulates in float32, and is rounded at the end if
+    `rounds`.
+    """
     dtype = arrays[0].dtype
     wide = np.float32 if from_numpy(dtype).low_precision else dtype
     total = arrays[0].astype(wide)
@@ -130,16 +135,16 @@ def combine(op: ReduceOp, arrays: Sequence[Array], rounds: bool = True, divisor:
 
 
 def native(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -> None:
-    """One call of an island's library; `memories` and `calls` are in the order of its members.
+    """Simulate one native call; `memories` and `calls` are in the order of the island's members.
 
     Raises:
-        Fault: members disagree, sizes do not fit, or source and result overlap without coinciding.
+        Fault: members disagree, sizes do not fit, or source and result overlap in a way that the call does not allow.
     """
     first = calls[0]
     for call in calls[1:]:
         same = (call.op, call.root) == (first.op, first.root)
         if not same or (first.op is not NativeOp.ALL_TO_ALL and call.counts != first.counts):
-            raise Fault(f"members call different things: {first} and {call}")
+            raise Fault(f"members make different calls: {first} and {call}")
     for member, (memory, call) in enumerate(zip(memories, calls, strict=True)):
         _check_overlap(memory, call, member)
     results = _NATIVE[first.op](op, memories, calls)

@@ -1,8 +1,8 @@
-"""Runs the schedules of all ranks on numpy arrays, without processes, under the strictest rules that the words allow.
+"""Runs the schedules of all ranks on numpy arrays in one process, under the strictest assumptions.
 
-Nothing is buffered: a message moves when both ends have reached it, and a native call runs when every member of the
-island has. Which of the possible events happens next is drawn at random from a seed. A schedule that gives the right
-result here does so on any machine that keeps the contract of `Schedule`.
+Nothing is buffered: a message is transferred when both ends have reached it, and a native call runs when every member of the
+island has. Among the possible events, the next one is drawn at random from a seed. A schedule that gives the right result here
+does so on every implementation that fulfils the contract of `Schedule`.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ def run(
     order: Order = "sequential",
     seed: int = 0,
 ) -> list[Array]:
-    """Run one collective and give every rank's OUT.
+    """Run one collective and return OUT of every rank.
 
     Args:
-        requests: one a rank; they differ in an all_to_all only.
-        schedules: one a rank.
-        topology: who lies in which island.
-        inputs: contents of IN, one-dimensional, one a rank; empty where a rank gives nothing.
+        requests: one per rank; they differ in an all_to_all only.
+        schedules: one per rank.
+        topology: the ranks and their islands.
+        inputs: one-dimensional contents of IN, one per rank; empty if the rank has no input.
         op: the element-wise reduction, without scaling.
-        factors: what `Factor.PREMUL` multiplies by on each rank; 1 if left out.
-        shared: run with IN and OUT in one array, as in a call in place; a broadcast always does.
-        order: `"sequential"`: each rank does its steps in order, except that neighbouring border steps are reached
-            together. `"concurrent"`: each lane goes on as soon as `after` allows. `"buffered"`: one of `runs` after
-            the other, all on one stream, where a ring takes every message at once.
-        seed: of the choice among possible events.
+        factors: multiplier of `Factor.PREMUL` on each rank; default 1.
+        shared: put IN and OUT into one array, as in an in-place call; a broadcast always does.
+        order: `"sequential"`: each rank runs its steps in order, but starts consecutive border steps together. `"concurrent"`:
+            each lane proceeds as soon as `after` permits. `"buffered"`: one of `runs` after the other, as on a single stream,
+            with rings that buffer every message whole.
+        seed: for the choice among possible events.
 
     Raises:
-        ScheduleError: ranks wait for each other, two ends disagree, or a step touches what it must not; names the
-            rank, the index of the step and the step.
+        ScheduleError: the ranks deadlock, two ends disagree, or a step accesses memory that it must not; names rank, index and
+            step.
     """
     _check_steps(schedules)
     memories = [
@@ -85,7 +85,7 @@ def run(
         try:
             results.append(memory.result())
         except Fault as fault:
-            raise ScheduleError(f"rank {rank} does not finish its output: {fault}") from None
+            raise ScheduleError(f"rank {rank} does not complete its output: {fault}") from None
     return results
 
 
@@ -108,7 +108,7 @@ _Program = Iterator[list[int]]
 
 
 def _in_order(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
-    """Steps that a rank reaches next, when it does one after the other and neighbouring border steps together."""
+    """Indices of the steps that a rank starts next, in order, with consecutive border steps together."""
     index = 0
     while index < len(steps):
         begin = index
@@ -121,7 +121,7 @@ def _in_order(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
 
 
 def _in_runs(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
-    """Steps that a rank reaches next, when nothing goes on beside another but what starts together."""
+    """Indices of the steps that a rank starts next, one run at a time."""
     begin = 0
     for run in runs(steps):
         end = begin + len(run)
@@ -132,7 +132,7 @@ def _in_runs(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
 
 
 def _by_lanes(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
-    """Steps that a rank reaches next, when each lane goes on by itself."""
+    """Indices of the steps that a rank starts next, with each lane proceeding independently."""
     lanes = [deque(i for i, step in enumerate(steps) if step.lane is lane) for lane in Lane]
     running: dict[int, int] = {}
     while True:
@@ -151,7 +151,7 @@ _PROGRAMS: dict[Order, Callable[[Sequence[Step], Sequence[bool]], _Program]] = {
 
 @dataclass
 class _Rank:
-    """Where one rank stands. `done` has one more element, always true: the step before the first."""
+    """Progress of one rank. `done` has an additional last element, always true, for the step before the first."""
 
     steps: Sequence[Step]
     done: list[bool] = field(init=False)
@@ -167,7 +167,7 @@ _Event = tuple[tuple[int, int], ...]  # (rank, step index) of all that take part
 
 
 class _Machine:
-    """All ranks of one run."""
+    """The state of all ranks in one run."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Machine:
         self._gathered: defaultdict[int, dict[int, int]] = defaultdict(dict)
 
     def run(self, chance: random.Random) -> None:
-        """Let events happen until none is possible."""
+        """Execute events until none is possible."""
         for rank in range(len(self._ranks)):
             self._advance(rank)
         while self._possible:

@@ -1,8 +1,8 @@
-"""A collective written as data: the words a schedule is made of.
+"""The data types of a schedule: its steps, and the request that it carries out.
 
-All positions and counts are in elements. A step reads and writes spans of three buffers: the caller's input, the
-caller's output (they may be the same memory), and scratch memory that the executor provides, of the caller's elements
-and of such as partial results in low precision have until they are rounded.
+All positions and counts are in elements. Steps read and write spans of four buffers: the caller's input, the caller's output
+(possibly the same memory), and two scratch buffers that the executor provides, one with the caller's element type, one in
+float32 for unrounded partial results of low-precision dtypes.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 
 
 class Buf(enum.Enum):
-    """Which buffer a span lies in."""
+    """Buffer of a span."""
 
     IN = "in"
     OUT = "out"
     TMP = "tmp"
-    WIDE = "wide"  # its elements are float32 where those of the others are low precision
+    WIDE = "wide"  # float32 if the dtype is low precision, else the caller's dtype
 
-    __hash__ = object.__hash__  # an enumeration's own is a function in Python, and addresses are looked up by these
+    __hash__ = object.__hash__  # Enum.__hash__ is a Python function, too slow for lookups of addresses
 
 
 class Lane(enum.Enum):
-    """Which of a rank's three queues runs the step; lanes overlap, `after` orders them."""
+    """The queue of a rank that runs a step. Lanes run concurrently; `after` orders steps of different lanes."""
 
     NATIVE = "native"
     SEND = "send"
     RECV = "recv"
 
-    __hash__ = object.__hash__  # as of Buf
+    __hash__ = object.__hash__  # as in Buf
 
 
 class NativeOp(enum.Enum):
-    """What the vendor's library is asked for, within this rank's island."""
+    """Call of the native library, within this rank's island."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -61,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Base of all steps.
+    """Base class of all steps.
 
     Attributes:
         lane: the queue it runs on; steps of one lane run in order.
@@ -74,16 +74,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Native(Step):
-    """One call of the island's own library. Members are numbered by their place in the island.
+    """One call of the island's native library. Members are numbered by their index in the island.
 
     Attributes:
         op: which call. A reduce_scatter into WIDE does not round.
-        src: what this rank puts in.
-        dst: what this rank gets. May coincide with `src` or with this rank's part of it.
-        counts: elements a member for the ops that divide (reduce_scatter, all_gather, gather, scatter); for
-            all_to_all what this rank sends to each; empty otherwise.
-        recv_counts: for all_to_all what this rank receives from each; empty otherwise.
-        root: member that holds the source or the result; -1 where the op has none.
+        src: this rank's input.
+        dst: this rank's output. May coincide with `src` or with this rank's part of it.
+        counts: elements per member for reduce_scatter, all_gather, gather and scatter; for all_to_all what this rank sends to
+            each; otherwise empty.
+        recv_counts: for all_to_all what this rank receives from each; otherwise empty.
+        root: member that has the source or the result; -1 if the op has none.
     """
 
     op: NativeOp
@@ -96,7 +96,7 @@ class Native(Step):
 
 @dataclass(frozen=True, slots=True)
 class Put(Step):
-    """Send a span over the border to rank `peer`, in order."""
+    """Send a span to rank `peer` of another island, in order."""
 
     peer: int
     src: Span
@@ -104,7 +104,7 @@ class Put(Step):
 
 @dataclass(frozen=True, slots=True)
 class Get(Step):
-    """Receive a span over the border from rank `peer`, in order."""
+    """Receive a span from rank `peer` of another island, in order."""
 
     peer: int
     dst: Span
@@ -114,7 +114,7 @@ class Get(Step):
 class GetReduce(Step):
     """Receive from `peer` and reduce into `dst`: `remote op dst` if `remote_first`, else `dst op remote`.
 
-    The order is fixed so that both ends compute the same bits (signed zeros, NaN payloads).
+    The order is fixed so that both ends compute bitwise equal results (signed zeros, NaN payloads).
     """
 
     peer: int
@@ -124,7 +124,7 @@ class GetReduce(Step):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Step):
-    """Copy within the rank, to and from WIDE by conversion; nothing happens where both spans are the same memory."""
+    """Copy within the rank, with conversion to and from WIDE. No-op if both spans are the same memory."""
 
     src: Span
     dst: Span
@@ -132,9 +132,9 @@ class Copy(Step):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Step):
-    """`dst` becomes the reduction of `srcs` in their order; low precision accumulates in float32 and rounds once.
+    """Reduce `srcs` in their order into `dst`; low precision accumulates in float32 and rounds once.
 
-    `dst` may coincide with one of `srcs`. All lie in WIDE, or none.
+    `dst` may coincide with one of `srcs`. Either all spans are in WIDE, or none.
 
     Attributes:
         average: whether the result is divided by the communicator's size before it is rounded.
@@ -146,7 +146,7 @@ class Reduce(Step):
 
 
 class Factor(enum.Enum):
-    """What a Scale step multiplies by."""
+    """Multiplier of a Scale step."""
 
     PREMUL = "premul"
     AVERAGE = "average"
@@ -154,7 +154,7 @@ class Factor(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scale(Step):
-    """`dst = src * factor`: this rank's own factor (premul_sum), or one over the communicator's size (avg)."""
+    """`dst = src * factor`: this rank's own factor (premul_sum), or the reciprocal of the communicator's size (avg)."""
 
     src: Span
     dst: Span
@@ -163,13 +163,13 @@ class Scale(Step):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one rank does for one collective.
+    """The steps of one rank for one collective.
 
     Attributes:
-        steps: in an order that is itself a correct sequential program, provided that neighbouring border steps
-            (Put, Get, GetReduce with no Native between them) progress together. In one segment also one by one, if
-            no Put has to wait for its Get; those for short arrays rely on that.
-        scratch, wide: elements of TMP and of WIDE needed.
+        steps: in an order that is itself a correct sequential program if consecutive border steps (Put, Get, GetReduce without
+            a Native between them) progress together. With one segment they may also run one by one if no Put has to wait for
+            its Get; schedules with `short` rely on that.
+        scratch, wide: required elements of TMP and of WIDE.
     """
 
     steps: tuple[Step, ...]
@@ -178,7 +178,7 @@ class Schedule:
 
 
 class Collective(enum.Enum):
-    """The collectives of the public interface that need a schedule."""
+    """The public collectives that need a schedule."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"
@@ -192,18 +192,18 @@ class Collective(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One collective as all ranks describe it, less what differs by rank.
+    """One collective, as described by all ranks, without values that differ between ranks.
 
     Attributes:
         op: which collective.
-        itemsize: bytes an element; shares are cut at 16-byte multiples.
-        count: all_reduce, reduce, broadcast: elements of the array. Else 0.
-        counts: all_gather, reduce_scatter, gather, scatter: elements of each rank's block, the same tuple on all
-            ranks. all_to_all: what this rank sends to each rank.
-        recv_counts: all_to_all: what this rank receives from each rank. Else empty.
-        root: where the op has one, else -1.
-        average, premul: whether scaling is asked for.
-        low_precision: whether it is a sum or product, or made of these, in a dtype that rounds more than float32.
+        itemsize: bytes per element; shares are multiples of 16 bytes.
+        count: all_reduce, reduce, broadcast: elements of the array. Otherwise 0.
+        counts: all_gather, reduce_scatter, gather, scatter: elements of each rank's block, the same tuple on all ranks.
+            all_to_all: what this rank sends to each rank.
+        recv_counts: all_to_all: what this rank receives from each rank. Otherwise empty.
+        root: the root, or -1 if the op has none.
+        average, premul: whether the result is an average; whether inputs are multiplied by a factor.
+        low_precision: whether it is a sum, product, avg or premul_sum of a dtype with less precision than float32.
     """
 
     op: Collective

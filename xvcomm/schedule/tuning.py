@@ -1,4 +1,4 @@
-"""Chooses how a collective is carried out, from the operation, its size and the topology."""
+"""Chooses segment size and algorithm of a collective from the operation, its size and the topology."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Tuning:
     """How a collective is carried out.
 
     Attributes:
-        segment_bytes: the array is worked on in segments of this size; 0 for one segment.
+        segment_bytes: bytes of the array per segment; 0 for one segment.
         short: see `schedule.build`.
     """
 
@@ -23,20 +23,19 @@ class Tuning:
 
 
 SHORT_BYTES = 256 << 10
-"""Up to here two calls less take less time than what all of an array takes more than a share of it, over the border."""
+"""Up to this size, sending the whole array instead of a share costs less time than the two native calls that it saves."""
 
 
 def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_once: int) -> Tuning:
-    """The tuning of one collective; equal on all ranks.
+    """Choose the tuning of a collective; the same on all ranks.
 
     Args:
         op: the collective.
-        nbytes: size of the whole array.
+        nbytes: bytes of the whole array.
         topology: the ranks and their islands.
-        link_bytes: what each border link between two equal islands should carry of one segment: enough to hide what a
-            call costs, little enough for the stages to overlap. Segments grow with the number of ranks, because a
-            segment is divided among all of them.
-        at_once: bytes of a message that an empty ring takes before any of it is received.
+        link_bytes: bytes of a segment on each link between two equal islands: enough to hide the cost of a call, few enough for
+            the stages to overlap. A segment is divided among all ranks, so its size grows with their number.
+        at_once: bytes of a message that an empty ring can buffer whole.
     """
     if topology.homogeneous or op not in SEGMENTED:
         return Tuning(0)

@@ -1,6 +1,6 @@
-"""What the operating system gives this process, and what it refuses: threads, forks, interrupts, limits, folders.
+"""Operating system: threads, forks, SIGINT, file limits, warnings, private folders.
 
 Not here: shared memory (`memory.segment`), other processes of the job (`engine.session`).
 Any package may import it; it imports `errors` only.
-Begin with `limits`.
+Start reading at `limits`.
 """

@@ -1,6 +1,6 @@
-"""Fork: the child has no part in its parent's job.
+"""Fork handling: a forked child must not act as a member of its parent's job.
 
-What holds a piece of the job registers here. After a fork its `after_fork` runs in the child, before any other code of it.
+Objects that hold a resource of the job register here. After a fork their `after_fork` runs in the child, before any other code.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from xvcomm.errors import ClosedError
 T = TypeVar("T")
 
 FORKED = "in a forked child: the communicator is its parent's; join with xvcomm.init() in a process started by spawn"
-"""Why the child cannot take part, for errors."""
+"""Error text for calls in a forked child."""
 
 
 class Holder(Protocol):
-    """Something that a forked child must not use as its parent does."""
+    """An object that a forked child must not use."""
 
     def after_fork(self) -> None:
-        """Called in the child, where no other thread runs: let go without a trace that the parent or other ranks see."""
+        """Release the child's copy without affecting the parent or other ranks. Called in the child, which has one thread."""
 
 
 _memory: WeakSet[Holder] = WeakSet()
@@ -34,33 +34,39 @@ _forks = 0
 
 
 def register(holder: Holder, *, memory: bool = False) -> None:
-    """Call `after_fork` of this object in every child that this process forks, as long as the object lives.
+    """Call `holder.after_fork` in every child that this process forks, as long as the object lives.
 
     Args:
-        memory: whether it is shared memory, which comes first: what others write is then the child's alone.
+        memory: whether it maps shared memory. Such holders come first, so that later ones no longer write to the parent's
+            memory.
     """
     (_memory if memory else _holders).add(holder)
 
 
 def leave_to_parent(descriptor: int) -> None:
-    """Let go of a socket in the child; the number stays taken, for objects of the parent's that will close it."""
+    """Replace a socket by /dev/null in the child. The descriptor stays valid, because objects copied from the parent will close
+    it.
+    """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
 
 
 def forks() -> int:
-    """How many forks lie between this process and the one that was started: threads of a smaller number are not here."""
+    """Number of forks between this process and the process that was started. A thread started at a lower number does not exist
+    here.
+    """
     return _forks
 
 
 class ProcessFuture(Future[T]):
-    """What a thread of this process will end. In a forked child, which has no such thread, it has failed by ClosedError.
+    """A Future that a thread of this process completes. In a forked child, which lacks that thread, it fails with ClosedError.
 
-    That comes about when the child first asks: at the fork its callbacks could meet locks that nobody would release.
+    The child fails it on first use, not at the fork, because callbacks could block there on locks whose owner does not exist.
 
     Attributes:
-        help: does the thread's work in the thread that waits, for at most so many seconds; False if that cannot be.
+        help: called by `result` to do that thread's work in the waiting thread, for at most the given seconds; returns False if
+            it cannot.
     """
 
     def __init__(self, help: Callable[[float | None], bool] | None = None) -> None:
@@ -94,7 +100,7 @@ class ProcessFuture(Future[T]):
         if self._forks == _forks:
             return
         self._forks = _forks
-        self._condition = threading.Condition()  # a thread that the child does not have may hold the parent's
+        self._condition = threading.Condition()  # the copied lock may be held by a thread that the child does not have
         if not super().done():
             self.set_exception(ClosedError(FORKED))
 
@@ -105,7 +111,7 @@ def _after_fork() -> None:
     holders = [*_memory, *_holders]
     _memory.clear()
     _holders.clear()
-    _inherited.extend(holders)  # their finalizers are the parent's business
+    _inherited.extend(holders)  # kept alive, so that their finalizers do not release the parent's resources
     for holder in holders:
         holder.after_fork()
 

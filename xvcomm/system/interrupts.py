@@ -1,4 +1,4 @@
-"""Ctrl-C: where it waits, and what it prints: the program's lines and the operation that it was in, without what is below."""
+"""SIGINT (Ctrl-C): delays it during calls that it would break, and keeps xvcomm's internals out of its traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _installed = False
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Let Ctrl-C wait until the block is over, for libraries that an interrupt leaves broken."""
+    """Delay SIGINT until the block ends, for library calls that an interrupt leaves in a broken state. Main thread only."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -35,7 +35,7 @@ def held_back() -> Iterator[None]:
 
 
 def print_shortly() -> None:
-    """Print an interrupt that ends this process without xvcomm's internals. Other errors stay as they are. Idempotent."""
+    """Install an excepthook that leaves xvcomm's internal frames out of KeyboardInterrupt tracebacks. Idempotent."""
     global _installed
     if not _installed:
         _installed = True
@@ -53,9 +53,10 @@ def _hook(previous: Hook) -> Hook:
 
 
 def shorten(error: BaseException) -> None:
-    """Keep of an error's traceback the callers of xvcomm, the function that they called, and what xvcomm called of theirs.
+    """Remove xvcomm's internal frames from the traceback of `error`.
 
-    An error that was being handled inside xvcomm is not shown either.
+    It keeps the caller's frames, the xvcomm function that they called, and the user's functions that xvcomm called. An error
+    that was being handled inside xvcomm is suppressed.
     """
     kept: list[TracebackType] = []
     inside, entry = False, error.__traceback__
@@ -82,6 +83,6 @@ def _is_own(entry: TracebackType) -> bool:
 
 
 def _is_library(entry: TracebackType) -> bool:
-    """Whether it is of Python itself or of an installed package; what Cython compiled names its source, wherever that was."""
+    """Whether the frame is in Python itself or an installed package. Cython code has the path of its source at build time."""
     file = entry.tb_frame.f_code.co_filename
     return file.startswith((*_LIBRARIES, "<")) or file.endswith(".pyx")

@@ -1,4 +1,4 @@
-"""What the system refuses because a limit is reached, as errors that say which one and how to raise it."""
+"""Turns "too many open files" into errors that name the limit and say how to raise it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xvcomm.errors import ResourceError, XvcommError
 
 
 def reached(error: OSError, doing: str) -> ResourceError | None:
-    """The error for the user, if a call failed because no more files may be open; else None.
+    """The ResourceError to raise if `error` means too many open files; otherwise None.
 
     Args:
-        doing: what failed, in words that follow "cannot".
+        doing: what failed, as words that follow "cannot".
     """
     if isinstance(error, XvcommError):
         return None
@@ -31,7 +31,7 @@ def reached(error: OSError, doing: str) -> ResourceError | None:
 
 
 def named(error: BaseException, doing: str) -> BaseException:
-    """The error itself, or instead of it what `reached` gives."""
+    """Return the error of `reached`, or `error` itself if there is none."""
     refusal = reached(error, doing) if isinstance(error, OSError) else None
     if refusal is None:
         return error
@@ -41,7 +41,7 @@ def named(error: BaseException, doing: str) -> BaseException:
 
 @contextlib.contextmanager
 def told(doing: str) -> Iterator[None]:
-    """Raise ResourceError where the block runs out of file descriptors."""
+    """Raise ResourceError if the block runs out of file descriptors."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a user should know though nothing failed: warnings of the logger `xvcomm`, by one process of a host."""
+"""Warnings of the logger `xvcomm`, which only one process of a host prints."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import logging
 from functools import cache
 
 PLACE = __file__
-"""A file that every process can read, whose lock says which one speaks."""
+"""A file that every process can read; the process that holds its lock prints the warnings."""
 
 _logger = logging.getLogger("xvcomm")
 
 
 def notice(text: str) -> None:
-    """Log a warning, which goes to stderr where the program has not said otherwise; of several ranks here one does."""
+    """Log a warning, if this is the process of the host that prints them."""
     if _logger.isEnabledFor(logging.WARNING) and speaks():
         _logger.warning("xvcomm: %s", text)
 
 
 @cache
 def speaks() -> bool:
-    """Whether no other process of this host does; the first one does to its end.
+    """Whether this process prints the host's warnings: the first one that asks, as long as it lives.
 
-    This module's own file has the lock: it is there also where nothing can be written.
+    The lock is on this module's file, because that exists even where nothing can be written.
     """
     try:
         file = open(PLACE, "rb")  # noqa: SIM115
@@ -30,7 +30,7 @@ def speaks() -> bool:
     except BlockingIOError:
         file.close()
         return False
-    except OSError:  # a file system that has no locks
+    except OSError:  # the file system does not support locks
         return True
     _held.append(file)
     return True

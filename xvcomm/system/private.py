@@ -1,4 +1,4 @@
-"""A folder that no other user can change: what is read from it may be run."""
+"""Files in a folder that no other user can write. Code that is read from it will be executed."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class NotPrivate(PermissionError):
-    """Another user owns a folder or a file, or can change it; `strerror` says which."""
+    """Another user owns, or can write, a folder or file; `strerror` gives the reason."""
 
 
 class PrivateFolder:
-    """Files in a folder of this user's, or of root's. No symbolic link is followed, neither to the folder nor in it."""
+    """Files in a folder owned by this user or root. Symbolic links are not followed, neither to the folder nor in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def make(self) -> bool:
-        """Make the folder, readable by this user alone, if it is not there; whether files can be added.
+        """Create the folder with mode 0700 if it is missing; return whether files can be added to it.
 
         Raises:
-            NotPrivate: another user can change what is in it.
-            OSError: it cannot be made or opened.
+            NotPrivate: another user can change its contents.
+            OSError: it cannot be created or opened.
         """
-        with contextlib.suppress(OSError):  # opening it tells more
+        with contextlib.suppress(OSError):  # opening it gives the better error
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._opened() as folder:
             return os.access(".", os.W_OK | os.X_OK, dir_fd=folder, effective_ids=True)
 
     def read(self, name: str) -> bytes | None:
-        """What a file holds; None if it is not there.
+        """Contents of a file; None if it does not exist.
 
         Raises:
-            NotPrivate: another user can change it, or it is no plain file.
+            NotPrivate: another user can write it, or it is not a regular file.
             OSError: it cannot be read.
         """
         with self._opened() as folder:
@@ -56,14 +56,14 @@ class PrivateFolder:
             return opened.read()
 
     def write(self, name: str, content: bytes, *, once: bool = False) -> None:
-        """Write a file beside its place and rename it: a reader finds all of it or nothing.
+        """Write a temporary file and rename it, so that readers see either all of the content or none.
 
         Args:
-            once: leave a file that is there as it is.
+            once: keep a file that already exists.
 
         Raises:
-            NotPrivate: another user can change what is in the folder.
-            OSError: it cannot be written.
+            NotPrivate: another user can change the contents of the folder.
+            OSError: the file cannot be written.
         """
         scratch = f".{secrets.token_hex(8)}"
         with self._opened() as folder:
@@ -81,11 +81,11 @@ class PrivateFolder:
                     os.unlink(scratch, dir_fd=folder)
 
     def open_lock(self, name: str) -> int:
-        """Open a file for `taken`, and make it if it is not there; closing it lets go of the lock.
+        """Open a lock file for `taken`, creating it if it is missing. Closing the descriptor releases the lock.
 
         Raises:
-            NotPrivate: another user can change it, or it is no plain file.
-            OSError: it cannot be made.
+            NotPrivate: another user can write it, or it is not a regular file.
+            OSError: it cannot be created.
         """
         with self._opened() as folder:
             try:
@@ -114,18 +114,18 @@ class PrivateFolder:
     def _check_file(self, file: int, name: str) -> None:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise NotPrivate(errno.EPERM, "it is no plain file", str(self.path / name))
+            raise NotPrivate(errno.EPERM, "it is not a regular file", str(self.path / name))
         self._check(found, str(self.path / name))
 
     def _check(self, found: os.stat_result, path: str) -> None:
         if not trusted(found):
-            raise NotPrivate(errno.EPERM, f"it belongs to another user (uid {found.st_uid})", path)
+            raise NotPrivate(errno.EPERM, f"another user owns it (uid {found.st_uid})", path)
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             mode = stat.S_IMODE(found.st_mode)
-            raise NotPrivate(errno.EPERM, f"other users can write to it (mode {mode:o}; `chmod go-w` ends that)", path)
+            raise NotPrivate(errno.EPERM, f"other users can write to it (mode {mode:o}; run `chmod go-w`)", path)
 
     def _told(self, error: OSError, name: str = "") -> OSError:
-        """The error, or that a symbolic link stands there."""
+        """The error with its path; NotPrivate if the path is a symbolic link."""
         path = self.path / name
         if path.is_symlink():
             return NotPrivate(errno.EPERM, "it is a symbolic link", str(path))
@@ -133,12 +133,12 @@ class PrivateFolder:
 
 
 def trusted(found: os.stat_result) -> bool:
-    """Whether a file or folder is this user's or root's."""
+    """Whether this user or root owns a file or folder."""
     return found.st_uid in (os.geteuid(), 0)
 
 
 def taken(lock: int) -> bool | None:
-    """Take the lock of an open file, which goes with the open file: True, or None while another one has it."""
+    """Try to take the `flock` of an open file: True, or None if another open file holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Daemon threads that the user's thread can start while its signal handlers raise."""
+"""Daemon threads that start safely even if a signal handler raises in the middle of `start`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from xvcomm.errors import ResourceError
 
 
 class Daemon(threading.Thread):
-    """A daemon thread whose start a signal handler that raises cannot spoil.
+    """A daemon thread whose start survives a signal handler that raises.
 
-    Python runs signal handlers in the main thread, also in the middle of `Thread.start`, which then forgets the thread
-    that it has started: both end by KeyError. So another thread calls that, where no handler runs.
+    Python runs signal handlers in the main thread, also inside `Thread.start`. If one raises there, `threading` forgets the
+    thread that it has started, and both threads end with KeyError. Therefore a helper thread, where no signal handler runs,
+    calls `Thread.start`.
 
     Args:
-        name: of the thread.
-        run: what it does.
+        name: name of the thread.
+        run: function that the thread runs.
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
@@ -26,10 +27,11 @@ class Daemon(threading.Thread):
         self._barred = False
 
     def start(self) -> None:
-        """Start, unless it was started. If a signal handler raises, it starts nevertheless, or another call starts it.
+        """Start the thread, unless it was started. If a signal handler raises meanwhile, the thread still starts, or a later
+        call starts it.
 
         Raises:
-            ResourceError: the system gives no more threads.
+            ResourceError: the system refuses another thread.
         """
         if self.ident is not None:
             return
@@ -59,7 +61,7 @@ class Daemon(threading.Thread):
             done.release()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended; if it was not started yet, it never will be."""
+        """Wait until the thread has ended. If it has not started yet, it never will."""
         with self._gate:
             self._barred = True
         if self.ident is not None:

@@ -1,6 +1,6 @@
-"""Words that all packages share: element types, deadlines, numbers of operations, ranks and islands.
+"""Types that all packages use: element types, deadlines, operation codes, ranks and islands.
 
 Not here: arrays (`memory`), errors (`xvcomm.errors`), settings (`xvcomm.config`).
 Any package may import it; it imports `errors` and `system` only.
-Begin with `dtype`.
+Start reading at `dtype`.
 """

@@ -1,4 +1,4 @@
-"""One deadline, made where a call enters and passed down as time left."""
+"""Deadlines: made where a user's call enters xvcomm, and passed down to everything that waits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 def checked(timeout: float) -> float:
-    """A timeout that a user gave, in seconds.
+    """Validate a user's timeout in seconds and return it.
 
     Raises:
-        ArgumentError: it is none, or less than 0.
+        ArgumentError: it is not a number, is nan, or is negative.
     """
     try:
-        if timeout >= 0:  # nan is not
+        if timeout >= 0:  # false for nan
             return timeout
     except TypeError:
         pass
@@ -31,17 +31,17 @@ def checked(timeout: float) -> float:
 
 
 class Deadline(msgspec.Struct, eq=False, gc=False):
-    """A point on the monotonic clock, `at`; `math.inf` means none."""
+    """A point in time of `time.monotonic`; `math.inf` means no deadline."""
 
-    # A Struct, because every call makes one: a dataclass takes twice as long.
+    # A Struct, because every call creates one, and a dataclass takes twice as long to create.
     at: float
 
     @classmethod
     def after(cls, seconds: float | None) -> Deadline:
-        """The deadline `seconds` from now; None means never.
+        """The deadline `seconds` from now; None means no deadline.
 
         Raises:
-            ArgumentError: these are no seconds, or less than 0.
+            ArgumentError: `seconds` is not a number, is nan, or is negative.
         """
         return NEVER if seconds is None else cls(monotonic() + checked(seconds))
 
@@ -50,11 +50,11 @@ class Deadline(msgspec.Struct, eq=False, gc=False):
         return max(0.0, self.at - monotonic())
 
     def expired(self) -> bool:
-        """Whether the point has passed."""
+        """Whether the deadline has passed."""
         return monotonic() >= self.at
 
     def sooner(self, seconds: float) -> float:
-        """Seconds to sleep or poll: `seconds`, or what is left if that is less."""
+        """Seconds to sleep or poll: the smaller of `seconds` and the time left."""
         return min(seconds, self.left())
 
 
@@ -62,7 +62,10 @@ NEVER = Deadline(math.inf)
 
 
 def poll(look: Callable[[], T | None], deadline: Deadline) -> T | None:
-    """Call `look` until it gives something, at first often, then every 50 ms; None when time is up."""
+    """Call `look` until it returns something other than None, or the deadline passes (then returns None).
+
+    The pauses between calls grow from 0.2 ms to 50 ms.
+    """
     pause = _FIRST_PAUSE
     while (found := look()) is None and not deadline.expired():
         sleep(deadline.sooner(pause))

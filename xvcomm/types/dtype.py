@@ -1,6 +1,6 @@
-"""Element types and reduction operations: one table each, shared by every backend.
+"""Element types and reduction operations, each in one table that all backends use.
 
-Names follow numpy and ml_dtypes. `code` is what crosses the wire and lies in ledgers; it never changes meaning.
+Names follow numpy and ml_dtypes. Codes appear in messages and in ring ledgers, so a code never changes its meaning.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from xvcomm.errors import DTypeError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type. There is one object for each: compare with `is`.
+    """An element type. Each type has exactly one object, so they are compared with `is`.
 
     Attributes:
-        name: numpy's or ml_dtypes' name.
-        code: stable number for ledgers and wire messages.
-        itemsize: bytes an element.
-        kind: `f` float, `i` signed, `u` unsigned, `b` bool, `c` complex.
-        dlpack: DLPack's `(code, bits)`, or None where DLPack has no word for it.
+        name: name in numpy or ml_dtypes.
+        code: stable number for ledgers and messages.
+        itemsize: bytes per element.
+        kind: `f` float, `i` signed integer, `u` unsigned integer, `b` bool, `c` complex.
+        dlpack: DLPack's `(code, bits)`, or None if DLPack does not define the type.
     """
 
     name: str
@@ -38,7 +38,7 @@ class DType:
 
     @property
     def numpy(self) -> Any:
-        """The `numpy.dtype`, from ml_dtypes for bfloat16 and the float8 dialects."""
+        """The `numpy.dtype`; for bfloat16 and the float8 types it comes from ml_dtypes."""
         return _numpy_dtype(self.name)
 
     def __str__(self) -> str:
@@ -87,21 +87,21 @@ def _numpy_dtype(name: str) -> Any:
     try:
         return np.dtype(name)
     except TypeError:
-        import ml_dtypes  # only for what NumPy lacks: the first import opens files
+        import ml_dtypes  # imported only for types that numpy lacks, because the import takes time
 
         return np.dtype(getattr(ml_dtypes, name))
 
 
 @cache
 def from_numpy(dtype: Any) -> DType:
-    """The DType of a `numpy.dtype`, ml_dtypes included.
+    """The DType of a `numpy.dtype`, including those of ml_dtypes.
 
     Raises:
-        DTypeError: xvcomm does not carry this type.
+        DTypeError: xvcomm does not support this type.
     """
     found = BY_NAME.get(dtype.name)
     if found is None or not dtype.isnative:
-        raise DTypeError(f"dtype {dtype} is not carried by xvcomm; convert the array to one of {', '.join(BY_NAME)}")
+        raise DTypeError(f"dtype {dtype} is not supported by xvcomm; convert the array to one of {', '.join(BY_NAME)}")
     return found
 
 
@@ -109,19 +109,19 @@ def from_dlpack(code: int, bits: int, lanes: int) -> DType:
     """The DType of a DLPack type triple.
 
     Raises:
-        DTypeError: xvcomm does not carry this type.
+        DTypeError: xvcomm does not support this type.
     """
     found = BY_DLPACK.get((code, bits)) if lanes == 1 else None
     if found is None:
         raise DTypeError(
-            f"DLPack type (code {code}, {bits} bits, {lanes} lanes) is not carried by xvcomm; "
+            f"DLPack type (code {code}, {bits} bits, {lanes} lanes) is not supported by xvcomm; "
             f"convert the array to one of {', '.join(BY_NAME)}"
         )
     return found
 
 
 class ReduceOp(enum.IntEnum):
-    """What a reduction does with two elements. Values are stable: they lie in ledgers."""
+    """Reduction operations. The values are stable: ring ledgers contain them."""
 
     SUM = 1
     PROD = 2
@@ -133,7 +133,7 @@ class ReduceOp(enum.IntEnum):
     AVG = 8
     PREMUL_SUM = 9
 
-    __hash__ = int.__hash__  # an enumeration's own is a function in Python, and plans are looked up by these
+    __hash__ = int.__hash__  # Enum.__hash__ is a Python function, too slow for the keys of plan lookups
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -141,14 +141,14 @@ class ReduceOp(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduction as the user asked for it: the operation, and for `premul_sum` this rank's factor."""
+    """A reduction with its parameters: the operation, and for `premul_sum` this rank's factor."""
 
     op: ReduceOp
     factor: float = 1.0
 
     @property
     def base(self) -> ReduceOp:
-        """The element-wise operation left once scaling is taken out: AVG and PREMUL_SUM are sums."""
+        """The element-wise operation without the scaling: SUM for AVG and PREMUL_SUM."""
         return ReduceOp.SUM if self.op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else self.op
 
 
@@ -158,7 +158,9 @@ def premul_sum(factor: float) -> Reduction:
 
 
 def reduction(op: str | ReduceOp | Reduction) -> Reduction:
-    """The Reduction that `op` names: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`.
+    """Convert a name, a `ReduceOp` or a `Reduction` to a Reduction.
+
+    Names are `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`.
 
     Raises:
         DTypeError: no reduction has this name.
@@ -181,18 +183,18 @@ _ORDERED = frozenset((ReduceOp.MIN, ReduceOp.MAX))
 
 @lru_cache(maxsize=1024)
 def reduction_on(op: str | ReduceOp | Reduction, dtype: DType) -> Reduction:
-    """The Reduction that `op` names, if it is defined on a dtype.
+    """Convert `op` to a Reduction, and check that it is defined on `dtype`.
 
     Raises:
-        DTypeError: no reduction has this name, the dtype does not have it, or it cannot hold the factor.
+        DTypeError: no reduction has this name, it is not defined on the dtype, or an integer dtype gets a fractional factor.
     """
     found = reduction(op)
     if found.op in _BITWISE and dtype.kind in "fc":
         raise DTypeError(f"{found.op} is defined on integers and bool only, not on {dtype}")
     if found.op in _ORDERED and dtype.kind == "c":
-        raise DTypeError(f"{found.op} is not defined on {dtype}: complex numbers have no order; reduce the parts")
+        raise DTypeError(f"{found.op} is not defined on {dtype}: complex numbers have no order; reduce their parts")
     if found.op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype.kind == "b":
         raise DTypeError(f"{found.op} is not defined on bool; convert the array to a number first")
     if dtype.kind in "iu" and not found.factor.is_integer():
-        raise DTypeError(f"premul_sum({found.factor}) on {dtype}: the factor must be whole; convert the array")
+        raise DTypeError(f"premul_sum({found.factor}) on {dtype}: the factor must be an integer; convert the array")
     return found

@@ -1,4 +1,4 @@
-"""Numbers of the operations, for ledgers, the flight recorder and messages. They never change meaning."""
+"""Stable codes of the operations, used in ledgers, flight recorder and messages. A code never changes its meaning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class OpCode(enum.IntEnum):
-    """One public operation."""
+    """A public operation."""
 
     SEND = 1
     RECV = 2
@@ -23,7 +23,7 @@ class OpCode(enum.IntEnum):
     INIT = 13
     PROBE = 14
 
-    __hash__ = int.__hash__  # an enumeration's own is a function in Python, and operations are looked up by these
+    __hash__ = int.__hash__  # Enum.__hash__ is a Python function, too slow for the keys of lookups per operation
 
     def __str__(self) -> str:
         return self.name.lower()

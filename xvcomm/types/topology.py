@@ -1,4 +1,4 @@
-"""Who takes part: ranks, the hosts they run on and the islands they form."""
+"""The ranks of a communicator, the hosts they run on, and the islands they form."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xvcomm.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What a rank tells the others about itself when it joins.
+    """What a rank publishes about itself when it joins.
 
     Attributes:
         rank: number in the communicator, 0 to size - 1.
-        host: what tells hosts apart (boot id and shared-memory namespace).
-        hostname: for messages.
+        host: identifies the host: boot id and shared-memory namespace.
+        hostname: host name for messages.
         pid: process id on that host.
-        device: kind of its memory: `host`, `cuda`, `rocm`.
-        island: label of what it can join natively; equal labels form one island.
-        rehearsal: whether the label was given by hand rather than found.
+        device: device type: `host`, `cuda` or `rocm`.
+        island: label of the island; ranks with equal labels form one island.
+        rehearsal: whether the user gave the label; False if it was detected.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """The ranks that one native library can join; `ranks` are in ascending order."""
+    """Ranks that one native library can join; `ranks` is in ascending order."""
 
     index: int
     label: str
@@ -48,11 +48,11 @@ class Island:
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks 0 to size - 1 in islands, ordered by each island's lowest rank. Hashable: plans are cached by it.
+    """Ranks 0 to size - 1 grouped into islands, which are ordered by their lowest rank. Hashable, as a key of cached plans.
 
     Attributes:
-        islands: every rank lies in exactly one.
-        hosts: a label a rank.
+        islands: every rank is in exactly one.
+        hosts: a host label for each rank.
     """
 
     islands: tuple[Island, ...]
@@ -65,7 +65,7 @@ class Topology:
             for local, rank in enumerate(island.ranks):
                 where[rank] = (island.index, local)
         if sorted(where) != list(range(len(self.hosts))) or sum(i.size for i in self.islands) != len(self.hosts):
-            raise ArgumentError("islands must hold every rank from 0 to size - 1 exactly once")
+            raise ArgumentError("islands must contain every rank from 0 to size - 1 exactly once")
         object.__setattr__(self, "_where", tuple(where[r] for r in range(len(where))))
 
     def __hash__(self) -> int:
@@ -82,24 +82,24 @@ class Topology:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether one native library joins all ranks."""
+        """Whether all ranks are in one island."""
         return len(self.islands) == 1
 
     def island_of(self, rank: int) -> Island:
-        """The island that holds `rank`."""
+        """The island of `rank`."""
         return self.islands[self._where[rank][0]]
 
     def local(self, rank: int) -> int:
-        """Place of `rank` among the ranks of its island."""
+        """Index of `rank` within its island."""
         return self._where[rank][1]
 
     @classmethod
     def from_labels(cls, labels: Sequence[str], hosts: Iterable[str] | None = None) -> Topology:
-        """The topology in which ranks with equal labels form an island.
+        """Group ranks with equal labels into islands.
 
         Args:
-            labels: one a rank, any order: `("cuda", "rocm", "cuda")` gives the islands (0, 2) and (1,).
-            hosts: one a rank; all on one host if left out.
+            labels: a label for each rank, in any order: `("cuda", "rocm", "cuda")` gives the islands (0, 2) and (1,).
+            hosts: a host label for each rank; by default all ranks are on one host.
         """
         members: dict[str, list[int]] = {}
         for rank, label in enumerate(labels):
@@ -109,23 +109,27 @@ class Topology:
 
     @classmethod
     def from_infos(cls, infos: Sequence[RankInfo]) -> Topology:
-        """The topology of ranks that told about themselves, in rank order."""
+        """The topology of ranks given in rank order."""
         return cls.from_labels([i.island for i in infos], [i.host for i in infos])
 
 
 def check_kinds(labels: Sequence[str], kinds: Sequence[str]) -> None:
-    """Raise ArgumentError if an island holds ranks on unlike kinds of device; both one a rank."""
+    """Raise ArgumentError if ranks with the same label have different device types.
+
+    Args:
+        labels, kinds: island label and device type of each rank.
+    """
     found: dict[str, str] = {}
     for label, kind in zip(labels, kinds, strict=True):
         if found.setdefault(label, kind) != kind:
             raise ArgumentError(
-                f"island {label!r} holds ranks on {found[label]} and on {kind}: no native library joins them; "
+                f"island {label!r} contains ranks on {found[label]} and on {kind}, which no native library can join; "
                 "give them different labels (XVCOMM_ISLAND)"
             )
 
 
 def parse_islands(text: str) -> tuple[str, ...]:
-    """Labels in rank order from `"cuda:2,rocm:2"` (the form of `xvcomm run --islands`).
+    """Parse the argument of `xvcomm run --islands`: `"cuda:2,rocm:2"` gives a label for each rank, in rank order.
 
     Raises:
         ArgumentError: the text is not a list of `label:count`.

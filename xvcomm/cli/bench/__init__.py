@@ -1,6 +1,6 @@
-"""`xvcomm bench`: times the operations over sizes, beside other libraries, and checks the results.
+"""`xvcomm bench`: times operations over a range of sizes, next to other libraries, and verifies the results.
 
-Not here: the benchmarks of the project's own figures (`benchmarks/`), which measure by `measure`.
+Not here: the benchmarks for the project's own figures (`benchmarks/`), which use `measure`.
 Only `cli` and `benchmarks/` import it.
-Begin with `command`.
+Start reading at `command`.
 """

@@ -1,4 +1,4 @@
-"""What `xvcomm bench` runs: one operation at one size, its buffers, and what must come out."""
+"""A benchmark case: one operation at one size, its buffers, and the expected result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPS: dict[str, Callable[[int], float]] = {
     "barrier": lambda n: 0.0,
 }
 M = TypeVar("M")
-"""What a library's calls take for a message."""
+"""Type of a message in the calls of a library."""
 
 _DIVIDED = frozenset(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"))
 _PAIR = frozenset(("p2p", "send"))
@@ -41,12 +41,12 @@ class Case:
     """One row of the table.
 
     Attributes:
-        op: a key of `OPS`. Between ranks 0 and 1 alone: `p2p` is a ping-pong, its time one way; `send` goes from 0 to
-            1 only, one after the other. Root is rank 0.
+        op: a key of `OPS`. `p2p` and `send` use ranks 0 and 1 only: `p2p` is a ping-pong, reported as the time one way; `send`
+            sends from 0 to 1 repeatedly. The root is rank 0.
         size: bytes as nccl-tests counts them: of the larger of input and output.
         dtype: element type.
         ranks: size of the job.
-        in_place: whether the result replaces the input, where the operation has both.
+        in_place: whether the result replaces the input, if the operation has both.
     """
 
     op: str
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def block(self) -> int:
-        """Elements a rank of the operations that divide, else elements of the array."""
+        """Elements per rank for operations that divide the array, otherwise elements of the array."""
         parts = self.ranks if self.op in _DIVIDED else 1
         return self.size // (self.dtype.itemsize * parts)
 
@@ -68,17 +68,17 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """`size` less what does not divide."""
+        """`size` rounded down to a whole number of blocks."""
         return self.count * self.dtype.itemsize
 
     def takes_part(self, rank: int) -> bool:
-        """Whether `rank` has anything to do."""
+        """Whether `rank` takes part in the operation."""
         return self.op not in _PAIR or rank < 2
 
 
 @dataclass(slots=True)
 class Buffers:
-    """One rank's input and output, and where they lie; the same array for in-place operations."""
+    """One rank's input and output, and their memory; the same array for in-place operations."""
 
     src: Any
     dst: Any
@@ -86,7 +86,7 @@ class Buffers:
 
 
 def allocate(case: Case, memory: Memory) -> Buffers:
-    """Zeroed buffers of the case's sizes."""
+    """Create zeroed buffers of the case's sizes."""
     src = memory.zeros(case.block if case.op in ("all_gather", "gather") else case.count, case.dtype)
     if case.op == "broadcast" or (case.in_place and case.op in ("all_reduce", "reduce")):
         return Buffers(src, src, memory)
@@ -95,24 +95,24 @@ def allocate(case: Case, memory: Memory) -> Buffers:
 
 
 def fill(case: Case, rank: int, buffers: Buffers) -> None:
-    """Put this rank's pattern into the input, and nonsense into a separate output."""
+    """Write this rank's pattern to the input, and an unrelated value to a separate output."""
     buffers.memory.tile(buffers.dst, np.full(1, 9, case.dtype.numpy))
     buffers.memory.tile(buffers.src, _pattern(case, rank, 0))
 
 
 def clear(case: Case, buffers: Buffers) -> None:
-    """Make the input zeros, whose sums stay zeros."""
+    """Set the input to zero, so that repeated sums stay zero."""
     buffers.memory.tile(buffers.src, np.zeros(1, case.dtype.numpy))
 
 
 def wrong(case: Case, rank: int, buffers: Buffers) -> int:
-    """Number of elements of the output that differ from what the operation defines."""
+    """Number of elements of the output that differ from the expected result."""
     differ = buffers.memory.differ
     return sum(differ(buffers.dst[at : at + case.block], values) for at, values in _expected(case, rank))
 
 
 def _expected(case: Case, rank: int) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Where each block of the output begins, and the values that it repeats."""
+    """Start of each block of the output, and the values that repeat in it."""
     n, block = case.ranks, case.block
     match case.op:
         case "all_gather" | "all_to_all":
@@ -151,17 +151,21 @@ def _index(case: Case, start: int) -> NDArray[Any]:
 def one_way(
     rank: int, send: Callable[[M], object], recv: Callable[[M], object], src: M, dst: M
 ) -> Callable[[], object]:
-    """The operation `send`, of a library's calls, on what they take for the input and the output."""
+    """The operation `send`: send from rank 0, receive on rank 1.
+
+    Args:
+        send, recv: calls of the library; `src`, `dst` are their arguments.
+    """
     return partial(send, src) if rank == 0 else partial(recv, dst)
 
 
 def ping_pong(
     rank: int, send: Callable[[M], object], recv: Callable[[M], object], src: M, dst: M
 ) -> Callable[[], object]:
-    """The operation `p2p`, as `one_way`: a round trip.
+    """The operation `p2p`: a round trip; arguments as for `one_way`.
 
-    Each rank sends what it received last, so that a message has just been written, as programs' messages have. One that
-    is sent over and over stays in the receiver's caches, where a library that copies once then finds it: 64 KiB 9.9 -> 4.5 µs.
+    Each rank sends what it received last, so a message has just been written, as in real programs. A message that is sent
+    repeatedly stays in the receiver's caches, which favours libraries that copy once: 64 KiB 9.9 -> 4.5 µs.
     """
     out, into = (src, dst) if rank == 0 else (dst, dst)
 

@@ -1,4 +1,4 @@
-"""`xvcomm bench`: times the operations over sizes, beside other libraries, and checks the results."""
+"""`xvcomm bench`: times operations over a range of sizes, next to other libraries, and verifies the results."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def bench(
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="Number of ranks to start.")] = None,
-    islands: Annotated[str | None, typer.Option(help="Label the ranks, for instance cuda:1,rocm:1.")] = None,
-    op: Annotated[str, typer.Option(help=f"all, or some of {','.join(OPS)}.")] = "all_reduce",
+    islands: Annotated[str | None, typer.Option(help="Island labels of the ranks, for instance cuda:1,rocm:1.")] = None,
+    op: Annotated[str, typer.Option(help=f"all, or a list of {','.join(OPS)}.")] = "all_reduce",
     dtype: Annotated[str, typer.Option(help="Element types, separated by commas.")] = "float32",
     least: Annotated[str, typer.Option("-b", "--min", help="Smallest size; K, M and G are powers of 1024.")] = "8",
     most: Annotated[str, typer.Option("-e", "--max", help="Largest size.")] = "64M",
-    factor: Annotated[int, typer.Option("-f", "--factor", min=2, help="From one size to the next.")] = 4,
-    sizes: Annotated[str | None, typer.Option(help="These sizes instead, separated by commas.")] = None,
-    peer: Annotated[str, typer.Option(help=f"Libraries to measure beside: {', '.join(PEERS)}.")] = "",
-    device: Annotated[str, typer.Option(help="Kind of device, or one a rank: cuda:1,rocm:1; found if not given.")] = "",
-    in_place: Annotated[bool, typer.Option("--in-place/--out-of-place", help="Where the result goes.")] = True,
+    factor: Annotated[int, typer.Option("-f", "--factor", min=2, help="Factor from one size to the next.")] = 4,
+    sizes: Annotated[str | None, typer.Option(help="Sizes separated by commas, instead of a range.")] = None,
+    peer: Annotated[str, typer.Option(help=f"Libraries to compare with: {', '.join(PEERS)}.")] = "",
+    device: Annotated[str, typer.Option(help="Device type, or one per rank: cuda:1,rocm:1; default: detected.")] = "",
+    in_place: Annotated[bool, typer.Option("--in-place/--out-of-place", help="Whether results replace inputs.")] = True,
     iters: Annotated[int | None, typer.Option(min=1, help="Iterations of each of three rounds.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Time for each case and library, without --iters.")] = 0.3,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time per case and library, without --iters.")] = 0.3,
     warmup: Annotated[int, typer.Option("-w", "--warmup", min=1, help="Iterations before measuring.")] = 5,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for a calm machine before each turn.")] = 0.5,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for an idle machine before each turn.")] = 0.5,
     json: Annotated[str | None, typer.Option("--json", help="Write the records to this file.")] = None,
-    csv: Annotated[str | None, typer.Option("--csv", help="Write the records to this file, a line each.")] = None,
-    plot: Annotated[str | None, typer.Option("--plot", help="Draw time and bandwidth to this PNG.")] = None,
+    csv: Annotated[str | None, typer.Option("--csv", help="Write the records to this file, one line each.")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", help="Plot time and bandwidth to this PNG file.")] = None,
 ) -> None:
-    """Measure operations over sizes, in the manner of nccl-tests: time, algbw, busbw, wrong elements.
+    """Measure operations over a range of sizes, like nccl-tests: time, algbw, busbw, wrong elements.
 
-    Starts its own ranks (by mpirun for --peer mpi) unless a launcher already did. Peers run in the same processes and
-    take turns with xvcomm; each gets a column with its time and how many times longer it takes. Peers that need another
-    environment run in processes of their own, before.
+    Starts its own ranks (with mpirun for --peer mpi) unless a launcher has started them. Peers run in the same processes and
+    take turns with xvcomm; each gets a column with its time, also as a multiple of xvcomm's. Peers that need a different
+    environment run in separate processes, before xvcomm.
     """
     launched = discover(os.environ, Config.from_env()).launcher != "single"
     labels = () if launched else rank_labels(2 if ranks is None and islands is None else ranks, islands)
@@ -79,7 +79,7 @@ def bench(
     if launched:
         if options.separate():
             raise ArgumentError(
-                f"peer {options.separate()[0]} needs ranks of its own: let xvcomm bench start them (-n)"
+                f"peer {options.separate()[0]} needs separate processes: let xvcomm bench start the ranks (-n)"
             )
         from xvcomm.cli.bench.rank import measure_all
 
@@ -110,10 +110,10 @@ def _check(options: Options) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `"256M"`, `"64K"`, `"8"`.
+    """Number of bytes in `"256M"`, `"64K"` or `"8"`.
 
     Raises:
-        ArgumentError: this is no size.
+        ArgumentError: the text is not a size.
     """
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     if not number.isdigit():
@@ -122,7 +122,7 @@ def parse_size(text: str) -> int:
 
 
 def grid(least: int, most: int, factor: int) -> tuple[int, ...]:
-    """Sizes from `least` to `most`, each `factor` times the one before, but the last."""
+    """Sizes from `least` to `most`, each `factor` times the previous one, except for the last."""
     sizes = []
     while 0 < least < most:
         sizes.append(least)
@@ -131,10 +131,10 @@ def grid(least: int, most: int, factor: int) -> tuple[int, ...]:
 
 
 def parse_devices(text: str, ranks: int) -> tuple[str, ...]:
-    """A kind of device a rank from `"cuda"` or `"cuda:1,rocm:1"`; of nothing, nothing.
+    """A device type for each rank from `"cuda"` or `"cuda:1,rocm:1"`; empty for an empty text.
 
     Raises:
-        ArgumentError: there are not as many as ranks.
+        ArgumentError: the number of devices differs from that of ranks.
     """
     if not text:
         return ()
@@ -147,11 +147,11 @@ def parse_devices(text: str, ranks: int) -> tuple[str, ...]:
 
 
 def start(options: Options) -> int:
-    """Run the measuring ranks, by mpirun where MPI is a peer; blocks and returns the exit code.
+    """Run the measuring ranks, with mpirun if MPI is a peer; blocks and returns the exit code.
 
     Raises:
-        BackendUnavailable: MPI is asked for and there is no mpirun.
-        ResourceError: ranks of their own are asked for, and there is no folder for their records.
+        BackendUnavailable: MPI is a peer, and there is no mpirun.
+        ResourceError: a peer needs separate processes, and there is no folder for their records.
     """
     with _records(options) as folder:
         files = {name: f"{folder}/{name}.json" for name in options.separate()}
@@ -159,7 +159,7 @@ def start(options: Options) -> int:
         for name, file in files.items():
             alone = replace(_part(options, (name,)), json=file, plot=None, csv=None)
             code = _launch(alone, PEERS[name].environment) or code
-            if code > 128:  # ended from outside
+            if code > 128:  # ended by a signal from outside
                 return code
         rest = _part(options, ("xvcomm", *(name for name in options.peers if name not in files)))
         others = tuple(file for file in files.values() if Path(file).exists())
@@ -168,7 +168,7 @@ def start(options: Options) -> int:
 
 @contextmanager
 def _records(options: Options) -> Iterator[str]:
-    """A folder for the records of the ranks that measure a library alone; where there are none, it is not needed."""
+    """A folder for the records of peers measured in separate processes; an empty text if there are none."""
     if not options.separate():
         yield ""
         return
@@ -177,7 +177,7 @@ def _records(options: Options) -> Iterator[str]:
     except OSError as error:
         raise ResourceError(
             f"peer {options.separate()[0]} needs a folder for temporary files: {error.strerror}; set TMPDIR to one that "
-            "can be written"
+            "is writable"
         ) from error
     with made as folder:
         yield folder

@@ -1,4 +1,4 @@
-"""NCCL as CuPy binds it: one call, no process group, on the default stream. What a call to NCCL costs at least."""
+"""NCCL through CuPy: direct calls on the default stream, without a process group. Shows the minimum cost of an NCCL call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CupyNccl:
         from cupy.cuda import nccl
 
         if not nccl.available:
-            raise BackendUnavailable("peer nccl-cupy: this CuPy has no NCCL; install NVIDIA's package of it")
+            raise BackendUnavailable("peer nccl-cupy: this CuPy has no NCCL; install NVIDIA's NCCL package")
         self._nccl, self._rank, self._size = nccl, meeting.rank, meeting.size
         mine = nccl.get_unique_id() if meeting.rank == 0 else b""
         identity = meeting.exchange(list(mine))[0]

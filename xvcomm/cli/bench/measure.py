@@ -1,8 +1,8 @@
-"""How `xvcomm bench` and the benchmarks measure: the same operation by several libraries, in turns, in one job.
+"""How `xvcomm bench` and the benchmarks measure: the same operation with several libraries, alternating, in one job.
 
-Every rank runs the same calls; a case's time is the slowest rank's median. On host memory one operation at a time is
-timed. On GPUs a burst of operations is enqueued and waited for once, and its time divided. The libraries take turns in
-rounds, so that a disturbance meets all of them, and rounds during which other processes were busy are run again.
+Every rank runs the same calls; the time of a case is the slowest rank's median. On host memory operations are timed one by one.
+On GPUs a burst of operations is enqueued and waited for once, and its time divided. The libraries alternate in rounds, so that
+a disturbance affects all of them, and rounds during which other processes were busy are repeated.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _WAITED_US = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A library that can be measured beside xvcomm.
+    """A library that can be compared with xvcomm.
 
     Attributes:
-        memory: on which it is measured: `host`, `gpu` or `any`.
-        environment: what its processes must have set. It would change other libraries, so it gets processes of its own.
+        memory: kind of memory that it supports: `host`, `gpu` or `any`.
+        environment: variables that its processes need. They would affect other libraries, so it gets separate processes.
     """
 
     memory: str
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def serves(self, kind: str) -> bool:
-        """Whether it can be measured on this kind of device."""
+        """Whether it supports this device type."""
         return self.memory in ("any", "host" if kind == "host" else "gpu")
 
 
@@ -65,8 +65,8 @@ class Contender(Protocol):
     """A library that can be measured.
 
     Attributes:
-        name: what the table calls it.
-        communicates: False for a mere reference, whose results are not checked.
+        name: name in the table.
+        communicates: False for a reference without communication, whose results are not verified.
     """
 
     name: str
@@ -76,21 +76,21 @@ class Contender(Protocol):
         """Why it cannot run the case, or None."""
 
     def bind(self, case: Case, buffers: Buffers) -> Callable[[], object]:
-        """One operation as a call without arguments. For p2p: a round trip."""
+        """One operation as a call without arguments; for p2p a round trip."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release its resources."""
 
 
 class Meeting:
-    """Where the ranks agree between measurements: through the store, which blocks, so that waiting ranks stay quiet."""
+    """Exchange of values between measurements, through the store, so that waiting ranks block and use no CPU time."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self._store, self.rank, self.size, self._timeout = store, rank, size, timeout
         self._count = 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value (anything JSON can hold), in rank order; blocks until all have come."""
+        """Every rank's value (anything that JSON supports), in rank order; blocks until all ranks have called."""
         self._count += 1
         deadline = Deadline.after(self._timeout)
         key = f"bench/{self._count}"
@@ -99,18 +99,18 @@ class Meeting:
 
 
 class Bystanders:
-    """How busy the machine's other processes are, in cores."""
+    """CPU use of the machine's other processes, in cores."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self.reset()
 
     def reset(self) -> None:
-        """Start to watch."""
+        """Start a measurement."""
         self._begin = self._read()
 
     def cores(self) -> float:
-        """Cores that others used since `reset`."""
+        """Cores that other processes have used since `reset`."""
         now = self._read()
         wall, busy, own = (b - a for a, b in zip(self._begin, now, strict=True))
         return max(0.0, busy - own - _TICK_ERROR) / max(wall, 1e-3)
@@ -131,13 +131,13 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        seconds: time to spend on a case by each library, in all.
-        iterations: fixed number of iterations a round instead, or None.
+        seconds: total time for a case and library.
+        iterations: fixed number of iterations per round instead, or None.
         warmup: iterations before the first round.
-        rounds: turns each library takes.
-        patience: seconds to wait before a turn for other processes to calm down, at most; with 0 disturbed turns are
-            not repeated either.
-        asynchronous: whether any rank's device goes on behind the host.
+        rounds: number of turns of each library.
+        patience: maximum seconds to wait before a turn for other processes to become idle; with 0, disturbed turns are not
+            repeated either.
+        asynchronous: whether any rank's device runs asynchronously to the host.
     """
 
     seconds: float = 0.3
@@ -150,16 +150,16 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was measured of one case by one library.
+    """Results of one case with one library.
 
     Attributes:
         time: median of the slowest rank in microseconds; `p10`, `p90`, `least`, `call` and `waited` are of the same rank.
-        call: how long the host is busy with one operation; on host memory as long as it takes.
-        waited: how long one operation takes that the host waits for; on host memory it always does.
-        algbw: size over time in 10^9 bytes a second; `busbw` is what the links carried of it.
-        wrong: elements in error over all ranks; None for a reference that does not communicate.
+        call: time until the call returns; on host memory the same as `time`.
+        waited: time of an operation if the host waits for each; on host memory it always does.
+        algbw: size over time in 10^9 bytes per second; `busbw` is the bandwidth on the links, as in nccl-tests.
+        wrong: wrong elements over all ranks; None for a reference that does not communicate.
         others: cores that other processes used meanwhile.
-        noisy: whether the figure is doubtful: iterations differ widely, or others were busy.
+        noisy: whether the result is doubtful: iterations differ widely, or other processes were busy.
     """
 
     library: str
@@ -186,10 +186,10 @@ class Record:
 def measure(
     case: Case, contenders: Sequence[Contender], meeting: Meeting, memory: Memory, watch: Bystanders, effort: Effort
 ) -> list[Record]:
-    """Measure a case by each library that can run it. Collective: every rank calls it with the same arguments.
+    """Measure a case with each library that supports it. Collective: every rank calls it with the same arguments.
 
     Returns:
-        A record a library, in the order of `contenders`, the same on every rank.
+        A record per library, in the order of `contenders`, the same on every rank.
     """
     turns = [_Turns(case, c, meeting, memory, watch, effort) for c in contenders if c.refuses(case) is None]
     for turn in turns:
@@ -206,7 +206,7 @@ def measure(
 
 @dataclass(slots=True)
 class _Times:
-    """Microseconds: of each operation or burst, and of each until the host was free again."""
+    """Microseconds per operation: `whole` until it was complete, `call` until the host was free."""
 
     whole: list[float]
     call: list[float]
@@ -229,7 +229,7 @@ class _Turns:
         self._taken: list[tuple[float, _Times]] = []
 
     def check(self) -> None:
-        """Run once on a pattern and count what is wrong on any rank; then leave zeros, whose sums stay zeros."""
+        """Run once on a pattern and count wrong elements on all ranks; then clear the input."""
         if not self._checked:
             return
         rank = self._meeting.rank
@@ -241,7 +241,7 @@ class _Turns:
         clear(self._case, self._buffers)
 
     def calibrate(self) -> None:
-        """Warm up, and settle on a number of iterations that is the same on every rank."""
+        """Warm up, and choose a number of iterations that is the same on every rank."""
         effort = self._effort
         slowest = self._wait_for_each(1)
         if effort.warmup > 1 and slowest * effort.warmup < effort.seconds * 1e6:
@@ -259,12 +259,12 @@ class _Turns:
         self._burst = _burst(slowest)
 
     def _wait_for_each(self, iterations: int) -> float:
-        """Time operations one by one; the slowest rank's median."""
+        """Time operations one by one; return the slowest rank's median."""
         self._burst = 1
         return self._slowest(iterations, waited=True)
 
     def _slowest(self, iterations: int, waited: bool = False) -> float:
-        """The slowest rank's median; kept as this rank's figure of operations that are waited for, if they are."""
+        """The slowest rank's median. With `waited`, also stores this rank's median as `waited`."""
         self._memory.synchronize()
         self._meeting.exchange(None)
         times = self._loop(iterations).whole
@@ -275,11 +275,11 @@ class _Turns:
 
     @property
     def calm(self) -> bool:
-        """Whether enough turns were not disturbed by other processes."""
+        """Whether enough turns were free of disturbance by other processes."""
         return sum(others <= _NOISY_CORES for others, _ in self._taken) >= self._effort.rounds
 
     def take(self) -> None:
-        """One turn; what it measured is kept with how busy others were."""
+        """Run one turn; store its times with the CPU use of other processes."""
         if self._meeting.rank == 0:
             self._wait_for_calm()
         self._meeting.exchange(None)
@@ -332,7 +332,7 @@ class _Turns:
         return times
 
     def record(self) -> Record:
-        """The slowest rank's figures over the calmest turns."""
+        """The slowest rank's results over the turns with the least disturbance."""
         calmest = sorted(self._taken, key=lambda taken: taken[0])[: self._effort.rounds]
         whole = sorted(t for _, times in calmest for t in times.whole)
         calls = sorted(t for _, times in calmest for t in times.call)
@@ -368,7 +368,7 @@ class _Turns:
 
 
 def _burst(microseconds: float) -> int:
-    """How many operations that take so long are enqueued before they are waited for."""
+    """How many operations of this duration are enqueued before they are waited for."""
     return int(min(_BURST_MOST, max(1, _BURST_US / max(microseconds, 0.1))))
 
 

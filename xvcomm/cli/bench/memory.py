@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from xvcomm.errors import BackendUnavailable
 from xvcomm.types.dtype import DType
 
-if TYPE_CHECKING:  # it compiles kernels, which no command but the ranks of `bench` needs
+if TYPE_CHECKING:  # importing it compiles kernels, which only the ranks of `bench` need
     from xvcomm.comm.communicator import Communicator
 
 
 class Memory(Protocol):
-    """Makes, fills and compares one-dimensional arrays.
+    """Creates, fills and compares one-dimensional arrays.
 
     Attributes:
         kind: `host`, `cuda` or `rocm`.
-        name: of the device, for reports.
-        asynchronous: whether operations return before they are done.
+        name: name of the device, for reports.
+        asynchronous: whether operations return before they are complete.
     """
 
     kind: str
@@ -29,20 +29,20 @@ class Memory(Protocol):
     asynchronous: bool
 
     def zeros(self, count: int, dtype: DType) -> Any:
-        """A new array; every page of it was touched."""
+        """Create an array of zeros whose pages are all mapped."""
 
     def tile(self, array: Any, values: NDArray[Any]) -> None:
-        """Fill an array with `values`, over and over."""
+        """Fill an array by repeating `values`."""
 
     def differ(self, array: Any, values: NDArray[Any]) -> int:
-        """Number of elements that differ from `values`, over and over. Waits for the device."""
+        """Number of elements that differ from the repeated `values`. Waits for the device."""
 
     def synchronize(self) -> None:
-        """Block until the device has done all that was enqueued."""
+        """Block until the device has completed all enqueued work."""
 
 
 class HostMemory:
-    """numpy."""
+    """Arrays of numpy."""
 
     kind = "host"
     asynchronous = False
@@ -65,11 +65,11 @@ class HostMemory:
         return int(np.count_nonzero(array != np.resize(values, array.size)))
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """No-op."""
 
 
 class TorchMemory:
-    """CUDA's or ROCm's torch. Arrays are looked at as bytes, because torch cannot compute with every dtype."""
+    """Arrays of torch for CUDA or ROCm, handled as bytes, because torch does not support every dtype."""
 
     asynchronous = True
 
@@ -105,7 +105,7 @@ class TorchMemory:
 
 
 class CupyMemory:
-    """CuPy, where there is no torch."""
+    """Arrays of CuPy, used if torch is not available."""
 
     asynchronous = True
 
@@ -138,10 +138,10 @@ class CupyMemory:
 
 
 def memory_of(comm: Communicator) -> Memory:
-    """Memory of this rank's device.
+    """The Memory of this rank's device.
 
     Raises:
-        BackendUnavailable: the device is a GPU, and neither torch nor CuPy is there to make arrays for it.
+        BackendUnavailable: the device is a GPU, and neither torch nor CuPy supports it.
     """
     able = comm._context.device.capabilities()
     if able.kind == "host":
@@ -150,6 +150,6 @@ def memory_of(comm: Communicator) -> Memory:
     for make in (TorchMemory, CupyMemory):
         try:
             return make(able.kind, able.index)
-        except (ImportError, RuntimeError, AssertionError) as error:  # torch without CUDA raises either of the latter
+        except (ImportError, RuntimeError, AssertionError) as error:  # torch without CUDA raises one of the latter two
             reasons.append(f"{make.__name__.removesuffix('Memory').lower()}: {error}")
     raise BackendUnavailable(f"no arrays for {able.kind}: {'; '.join(reasons)}; install torch or CuPy for this GPU")

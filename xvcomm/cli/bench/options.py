@@ -1,4 +1,4 @@
-"""What `xvcomm bench` was asked for, as the command tells it to the ranks."""
+"""Options of `xvcomm bench`, as passed from the command to the ranks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from xvcomm.cli.bench.measure import PEERS
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What to measure and where to put it, as it travels to the ranks.
+    """What to measure, and where to write the results.
 
     Attributes:
         ops: names of `OPS`.
-        sizes: bytes.
-        dtypes: element types by name.
-        peers: libraries to measure beside xvcomm.
-        in_place: whether results replace inputs, where an operation has both.
-        seconds: time for each case and library.
-        iterations: instead of `seconds`, or None.
+        sizes: in bytes.
+        dtypes: names of element types.
+        peers: libraries to compare with xvcomm.
+        in_place: whether results replace inputs, if an operation has both.
+        seconds: time per case and library.
+        iterations: number of iterations instead of `seconds`, or None.
         warmup: iterations before measuring.
-        patience: seconds to wait for a calm machine before each turn.
-        labels: an island label a rank, empty for none.
+        patience: seconds to wait for an idle machine before each turn.
+        labels: an island label per rank, empty for none.
         json: file for the records, or None.
-        plot: file for the picture, or None.
+        plot: file for the plot, or None.
         csv: file for the records as comma-separated values, or None.
-        devices: kind of device of each rank, empty for what is found.
-        budget: seconds, of all processes together, after which no other case is begun, or None.
-        measured: what these processes measure, without a table if xvcomm is not among it; empty for xvcomm and peers.
-        others: files with the records of peers that other processes measured.
+        devices: device type of each rank, empty for detection.
+        budget: total seconds of all processes after which no further case is started, or None.
+        measured: libraries that these processes measure, without a table if xvcomm is not among them; empty for xvcomm and all
+            peers.
+        others: files with the records of peers that other processes have measured.
     """
 
     ops: tuple[str, ...]
@@ -49,5 +50,5 @@ class Options(msgspec.Struct, frozen=True):
     others: tuple[str, ...] = ()
 
     def separate(self) -> tuple[str, ...]:
-        """The peers that need processes of their own."""
+        """The peers that need separate processes."""
         return tuple(name for name in self.peers if PEERS[name].environment)

@@ -1,4 +1,4 @@
-"""The libraries that `xvcomm bench` measures side by side. Frameworks are imported only when asked for."""
+"""The libraries that `xvcomm bench` compares. Frameworks are imported only when needed."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Xvcomm:
         return calls[case.op]
 
     def close(self) -> None:
-        """Nothing: the communicator belongs to the caller."""
+        """No-op: the communicator belongs to the caller."""
 
 
 class Mpi:
-    """MPI through mpi4py; the job must have been started by mpirun."""
+    """MPI through mpi4py; the job must have been started with mpirun."""
 
     name = "mpi"
     communicates = True
@@ -112,11 +112,11 @@ class Mpi:
         return calls[case.op]
 
     def close(self) -> None:
-        """Nothing: mpi4py finalizes when the interpreter ends."""
+        """No-op: mpi4py finalizes MPI at interpreter exit."""
 
 
 class Memcpy:
-    """No communication: every rank copies as many bytes once. What no library that copies at all can beat."""
+    """No communication: every rank copies the same number of bytes once, a lower bound for libraries that copy."""
 
     name = "memcpy"
     communicates = False
@@ -139,24 +139,24 @@ class Memcpy:
         return there_and_back
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """No-op."""
 
 
 def contenders(
     names: Sequence[str], comm: Communicator, meeting: Meeting, memory: Memory, rendezvous: str
 ) -> list[Contender]:
-    """The libraries asked for, ready to be measured.
+    """Create the requested libraries.
 
     Args:
-        names: `xvcomm`, or of `measure.PEERS`.
+        names: `xvcomm`, or keys of `measure.PEERS`.
         comm: xvcomm's communicator over all ranks.
-        meeting: where the ranks agree.
+        meeting: for exchanges between the ranks.
         memory: of this rank's device.
         rendezvous: path of a file, the same on all ranks, that does not exist yet.
 
     Raises:
-        BackendUnavailable: a peer's package is missing, it is for other memory, or the job was not started the way it
-            needs.
+        BackendUnavailable: a peer's package is missing, the peer does not support the device, or the job was started in another
+            way than it needs.
     """
     ranks = TorchRanks(meeting, rendezvous)
     makers: dict[str, Callable[[], Contender]] = {

@@ -1,4 +1,4 @@
-"""One rank of `xvcomm bench`: measures all cases, and on rank 0 prints the table and writes the files."""
+"""One rank of `xvcomm bench`: measures all cases; rank 0 also prints the table and writes the files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _run(
             found += [r for r in others if (r.op, r.dtype, r.size) == (case.op, str(case.dtype), case.bytes)]
             records += found
             table.add(case, found)
-            if keep:  # each time: what fails or is ended later costs no figure
+            if keep:  # after every case, so that a later failure or interrupt loses no results
                 write_json(Path(keep), records, setting)
     finally:
         for library in libraries:
@@ -97,7 +97,7 @@ def _run(
 
 
 def _in_time(budget: float | None, cases: Sequence[Case], meeting: Meeting) -> Iterator[Case]:
-    """The cases, with a progress bar on rank 0's terminal, until the time for all of them is up."""
+    """The cases, with a progress bar on rank 0's terminal, until the total time is used up."""
     until = math.inf if budget is None else time.monotonic() + budget
     console = Console(stderr=True)
     bar = Progress(
@@ -118,7 +118,7 @@ def _in_time(budget: float | None, cases: Sequence[Case], meeting: Meeting) -> I
 
 @contextmanager
 def _rendezvous(meeting: Meeting) -> Iterator[str]:
-    """A path for torch's file store that no other job uses; the launcher removes it if the ranks are killed."""
+    """A path for torch's file store that no other job uses; the launcher removes the file if the ranks are killed."""
     config = Config.from_env()
     path = meeting.exchange(f"{config.shm_dir}/xvcomm-{config.job or os.getpid()}-gloo")[0]
     try:

@@ -1,4 +1,4 @@
-"""What `xvcomm bench` shows: the table as it grows, the records as JSON and CSV, the picture."""
+"""Output of `xvcomm bench`: the table, the records as JSON and CSV, the plot."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _GPU_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "hip-python", "nvidia-nccl-cu13
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and when figures were taken.
+    """Where and when results were measured.
 
     Attributes:
         machine: processor and system.
-        cores: cores the ranks may use.
+        cores: cores available to the ranks.
         date: ISO 8601, UTC.
         versions: of Python and the libraries.
-        islands: an island label a rank.
-        rehearsal: whether labels were given by hand.
-        devices: a device a rank: its kind and name.
+        islands: an island label per rank.
+        rehearsal: whether the user gave the labels.
+        devices: type and name of each rank's device.
         connections: `CUDA_DEVICE_MAX_CONNECTIONS`, empty if it is not set.
-        transports: what xvcomm's rings between rank 0 and the others are made of.
+        transports: of xvcomm's rings between rank 0 and the others.
     """
 
     machine: str
@@ -51,13 +51,13 @@ class Setting:
 
     @property
     def gpus(self) -> str:
-        """The GPUs, each once, with their number; empty if all ranks are on host memory."""
+        """The GPUs, each name once, with their number; empty if all ranks are on host memory."""
         counted = Counter(device for device in self.devices if not device.startswith("host "))
         return ", ".join(f"{count} x {device}" for device, count in counted.items())
 
     @property
     def over(self) -> str:
-        """The transports in words."""
+        """The transports as text."""
         return f"rings over {' and '.join(self.transports)}" if self.transports else ""
 
     @classmethod
@@ -84,7 +84,7 @@ class Setting:
 
 
 class Table:
-    """The table on stdout, a line a case as soon as it is measured; `quiet` prints nothing."""
+    """The table on stdout, printed line by line; `quiet` prints nothing."""
 
     def __init__(self, libraries: Sequence[str], setting: Setting, quiet: bool = False) -> None:
         self._libraries = libraries
@@ -113,12 +113,12 @@ class Table:
         print("  ".join(cells), flush=True)
 
     def finish(self) -> None:
-        """Print what the marks mean."""
+        """Explain the marks in the table."""
         if self._noisy:
             apart = "bursts differ by more than a fifth" if self._setting.gpus else "iterations differ by a factor of 3"
-            print(f"# ~ noisy: {apart}, or other processes were busy; measure again")
+            print(f"# ~ noisy: {apart}, or other processes were busy; repeat the measurement")
         if self._wrong:
-            print(f"# WRONG: {self._wrong} elements are not what the operation defines")
+            print(f"# WRONG: {self._wrong} elements differ from the expected result")
 
     def _head(self) -> None:
         setting = self._setting
@@ -127,7 +127,7 @@ class Table:
         print(f"# {len(setting.islands)} ranks: {'; '.join(filter(None, parts))}")
         if setting.gpus:
             limit = f"; CUDA_DEVICE_MAX_CONNECTIONS={setting.connections}" if setting.connections else ""
-            print(f"# {setting.gpus}{limit}; operations are enqueued in bursts, each waited for once")
+            print(f"# {setting.gpus}{limit}; operations are enqueued in bursts, and the host waits once per burst")
         print("# time: median of the slowest rank, us; algbw, busbw: 10^9 bytes/s; Nx: the peer takes N times as long")
         peers = "  ".join(f"{name:>11} {'':>8}" for name in self._libraries[1:])
         print(f"# {'':>12} {'':>10} {'':>10} {'':>9}  {'xvcomm':>11} {'':>8} {'':>8} {'':>6}  {peers}".rstrip())
@@ -140,12 +140,12 @@ def _time(record: Record) -> str:
 
 
 def write_json(path: Path, records: Sequence[Record], setting: Setting) -> None:
-    """Write a list of records, each complete in itself."""
+    """Write a list of records, each including the setting."""
     path.write_text(json.dumps([{**asdict(record), **asdict(setting)} for record in records], indent=1) + "\n")
 
 
 def write_csv(path: Path, records: Sequence[Record], setting: Setting) -> None:
-    """Write a line a record, below their names; of the setting what tells runs apart."""
+    """Write a header line and one line per record; of the setting only islands and date."""
     with path.open("w", newline="") as file:
         lines = csv.DictWriter(file, [*(f.name for f in fields(Record)), "islands", "date"])
         lines.writeheader()
@@ -159,7 +159,7 @@ def read_json(path: Path) -> list[Record]:
 
 
 def plot(path: Path, records: Sequence[Record], setting: Setting) -> None:
-    """Draw time and bus bandwidth over size: a row of axes for each operation and number of ranks, a line a library.
+    """Plot time and bus bandwidth over size: a row of axes per operation and number of ranks, a line per library.
 
     Raises:
         BackendUnavailable: matplotlib is missing.
@@ -171,7 +171,7 @@ def plot(path: Path, records: Sequence[Record], setting: Setting) -> None:
 
 
 def draw(path: Path, rows: Mapping[str, Sequence[Record]], setting: Setting) -> None:
-    """As `plot`, with rows of one's own and their titles; rows without records or sizes are left out.
+    """Like `plot`, with the given titles and records as rows; rows without records or sizes are left out.
 
     Raises:
         BackendUnavailable: matplotlib is missing.

@@ -1,4 +1,4 @@
-"""Libraries that `xvcomm bench` reaches through torch: Gloo, NCCL, and copies between a GPU and host memory."""
+"""Libraries that `xvcomm bench` uses through torch: Gloo, NCCL, and copies between a GPU and host memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Call = Callable[[], object]
 
 
 class TorchRanks:
-    """The ranks as torch.distributed sees them. The process group is made when a library first asks for it.
+    """Process groups of torch.distributed over the ranks, created on first use.
 
     Args:
+        meeting: rank and size.
         rendezvous: path of a file, the same on all ranks, that does not exist yet.
     """
 
@@ -36,7 +37,7 @@ class TorchRanks:
         return dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
 
     def close(self) -> None:
-        """Leave all groups. Idempotent."""
+        """Destroy all groups. Idempotent."""
         import torch.distributed as dist
 
         if dist.is_initialized():
@@ -44,7 +45,7 @@ class TorchRanks:
 
 
 class TorchLibrary:
-    """A backend of torch.distributed. Sums are in place, the only way it has; out of place adds a copy."""
+    """A backend of torch.distributed. It supports sums in place only; out of place adds a copy."""
 
     communicates = True
 
@@ -102,12 +103,12 @@ class TorchLibrary:
         }
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Destroy the process groups."""
         self._ranks.close()
 
 
 class Gloo(TorchLibrary):
-    """Gloo on loopback. What it cannot do on a GPU's memory goes through pinned host memory, as users then write it."""
+    """Gloo on loopback. Operations that it does not support on GPU memory go through pinned host memory, as users would do."""
 
     def __init__(self, ranks: TorchRanks) -> None:
         super().__init__("gloo", "gloo", ranks)
@@ -148,7 +149,9 @@ class Gloo(TorchLibrary):
 
 
 class Copies:
-    """No communication: each rank copies between its GPU and pinned host memory. The limit of a way through the host."""
+    """No communication: each rank copies between its GPU and pinned host memory. An upper bound for
+    transfers through the host.
+    """
 
     name = "raw"
     communicates = False
@@ -183,4 +186,4 @@ class Copies:
         return both_ways
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """No-op."""

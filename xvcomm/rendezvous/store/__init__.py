@@ -1,4 +1,4 @@
-"""Stores: where the ranks of a job find each other."""
+"""Key-value stores through which the ranks of a job exchange addresses and agree on a start."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _FORMS = "tcp://host:port, tcp://host:port?hosted=launcher, or file:///folder"
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """What `XVCOMM_STORE` says.
+    """Parsed value of `XVCOMM_STORE`.
 
     Attributes:
-        host, port: of a TCP store, else empty and 0.
-        folder: of a file store, else None.
-        hosted: whether the launcher serves the TCP store (`?hosted=launcher`); else rank 0 does.
+        host, port: address of a TCP store; otherwise empty and 0.
+        folder: folder of a file store; otherwise None.
+        hosted: whether the launcher serves the TCP store (`?hosted=launcher`); if not, rank 0 does.
     """
 
     host: str = ""
@@ -48,10 +48,10 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, text: str) -> StoreAddress:
-        """The address in `text`.
+        """Parse `text`.
 
         Raises:
-            ConfigError: says which forms there are.
+            ConfigError: it has none of the supported forms; lists them.
         """
         wrong = ConfigError(f"XVCOMM_STORE={text!r}: expected {_FORMS}")
         try:
@@ -70,17 +70,17 @@ class StoreAddress:
 
 
 def open_store(url: str, secret: str | None, deadline: Deadline) -> Store:
-    """A client of the store at `url`, which somebody else serves.
+    """Open a client of the store at `url`, which another process serves.
 
     Args:
         url: `tcp://host:port` or `file:///folder`.
-        secret: of the job; a file store has none.
+        secret: secret of the job; a file store ignores it.
         deadline: for the connection.
 
     Raises:
         ConfigError: the address is malformed, or a TCP store has no secret.
         StoreError: the store cannot be reached.
-        AuthenticationError: it has another secret.
+        AuthenticationError: the store has a different secret.
     """
     address = StoreAddress.parse(url)
     if address.folder is not None:

@@ -1,4 +1,4 @@
-"""A store in a folder that all ranks see."""
+"""A store in a folder that all ranks share."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _LEAVING_SECONDS = 2.0
 
 
 class FileStore(PollingStore):
-    """A file a key, written whole by renaming. The folder belongs to one job at a time."""
+    """A store with one file per key, written atomically by renaming. One job at a time may use the folder."""
 
     def __init__(self, path: str | os.PathLike[str], *, ranks: int | None = None) -> None:
-        """Make the folder if it is not there, readable by this user alone.
+        """Create the folder with mode 0700 if it is missing.
 
         Args:
             path: of the folder, on a file system that all ranks share.
-            ranks: how many will close this store; the last of them removes the folder. None: nobody does.
+            ranks: how many ranks will close this store; the last of them removes the folder. None: the folder is kept.
 
         Raises:
-            StoreError: the folder cannot be made.
-            ConfigError: others can change what is in it.
+            StoreError: the folder cannot be created.
+            ConfigError: other users can change its contents.
         """
         self._folder = Path(path)
         self._ranks = ranks
@@ -42,10 +42,11 @@ class FileStore(PollingStore):
             folder.make(self._folder)
 
     def enter(self, ranks: int, deadline: Deadline) -> None:
-        """Count this process among the job's; before the first, what a job left whose processes all died is removed.
+        """Register this process as a user of the folder. If all processes of an earlier job have died, remove their files
+        first.
 
         Raises:
-            ConfigError: another job has used the folder, and may use it still; says what to do.
+            ConfigError: another job has used the folder and may still use it; says what to do.
             DeadlineExceeded: another process holds the lock.
             StoreError: the folder cannot be used.
         """
@@ -55,7 +56,7 @@ class FileStore(PollingStore):
                 folder.make(self._folder)
                 with (self._folder / folder.LOCK).open("ab") as lock:
                     folder.hold(self._folder, lock.fileno(), deadline)
-                    # The last rank of the job before may just have removed the folder.
+                    # The last rank of the previous job may have removed the folder just now.
                     entered = (self._folder / folder.LOCK).exists() and os.path.samestat(
                         os.fstat(lock.fileno()), os.stat(self._folder / folder.LOCK)
                     )
@@ -79,20 +80,20 @@ class FileStore(PollingStore):
                 return None
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` gives the sum in decimal digits."""
+        """See `Store.add`. `get` returns the sum in decimal digits."""
         with self._reported(f"add to {key!r} in"), (self._folder / folder.LOCK).open("ab") as lock:
             folder.hold(self._folder, lock.fileno(), deadline)
             try:
                 total = int(self.look(key) or b"0") + amount
             except ValueError:
                 raise StoreError(
-                    f"the value of {key!r} is no integer; add() needs a key that only add() writes"
+                    f"the value of {key!r} is not an integer; add() needs a key that only add() writes"
                 ) from None
             self._write(key, b"%d" % total)
         return total
 
     def close(self) -> None:
-        """Count this rank out; the last of `ranks` removes the folder."""
+        """Deregister this rank; the last of `ranks` removes the folder."""
         ranks, self._ranks = self._ranks, None
         if ranks is None or not self._folder.is_dir():
             return

@@ -1,4 +1,4 @@
-"""The folder of a file store: whose it may be, its lock, and which processes use it."""
+"""The folder of a file store: its ownership, its lock, and the processes that use it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MEMBERS = "members"
 
 
 def make(folder: Path) -> None:
-    """Make the folder if it is not there, readable by this user alone.
+    """Create the folder with mode 0700 if it is missing.
 
     Raises:
-        OSError: it cannot be made.
-        ConfigError: others than this user and root can change what is in it.
+        OSError: it cannot be created.
+        ConfigError: users other than this one and root can change its contents.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for found in (folder.lstat(), folder.stat()):
@@ -40,25 +40,25 @@ def make(folder: Path) -> None:
 
 
 def hold(folder: Path, lock: int, deadline: Deadline) -> None:
-    """Take the folder's lock, which goes with the open file and so holds between threads as well as processes.
+    """Take the folder's lock. It belongs to the open file, so it excludes threads as well as processes.
 
     Raises:
-        DeadlineExceeded: another process has it.
+        DeadlineExceeded: another process holds it.
     """
     if poll(partial(taken, lock), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
         raise DeadlineExceeded(
-            f"another process holds the lock of the store in {folder} ({folder / LOCK}) and did not let go of it in time; "
+            f"another process holds the lock of the store in {folder} ({folder / LOCK}) and did not release it in time; "
             "a rank of the job is stopped, or a program outside the job holds the lock"
         )
 
 
 def enter(folder: Path, ranks: int) -> None:
-    """Count this process among those that use the folder, whose lock it holds.
+    """Register this process as a user of the folder; the caller holds the folder's lock.
 
-    What a job left whose processes are all dead is removed before: the next job may use the folder at once.
+    If all registered processes are dead, their files are removed first, so that the next job can use the folder at once.
 
     Raises:
-        ConfigError: as many as the job has ranks are in it, and none of them is known to run.
+        ConfigError: as many processes as the job has ranks are registered, and none of them is known to run.
     """
     file = folder / _MEMBERS
     members = file.read_text().splitlines() if file.exists() else []
@@ -69,7 +69,7 @@ def enter(folder: Path, ranks: int) -> None:
     elif len(members) >= ranks and "alive" not in states:
         raise ConfigError(
             f"{len(members)} processes of another job or another host used the folder {folder} of the file store and did "
-            f"not remove it: where none of them runs any more, remove it (`rm -r {folder}`), or name another folder in "
+            f"not remove it: if none of them runs any more, remove it (`rm -r {folder}`), or name another folder in "
             "XVCOMM_STORE"
         )
     with file.open("a") as out:
@@ -77,7 +77,7 @@ def enter(folder: Path, ranks: int) -> None:
 
 
 def _state(member: str) -> Literal["alive", "dead", "unknown"]:
-    """Whether the process of this line runs; those of other hosts and process namespaces cannot be seen."""
+    """Whether the process of this line runs; `unknown` for other hosts and PID namespaces."""
     place, _, process = member.partition(" ")
     pid, _, started = process.partition(" ")
     if not place or place != processes.place() or not pid.isdigit():
@@ -86,7 +86,7 @@ def _state(member: str) -> Literal["alive", "dead", "unknown"]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove all but the lock, which others may wait for."""
+    """Remove all files except the lock, which other processes may be waiting for."""
     for path in folder.iterdir():
         if path.name != LOCK:
             path.unlink(missing_ok=True)

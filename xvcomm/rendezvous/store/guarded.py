@@ -1,4 +1,4 @@
-"""A part of the store in which waiting ends early: when the communicator does, or when a rank says that it failed."""
+"""A store whose waits end early: when the communicator fails or is closed, or when a rank reports an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAUSE_SECONDS = 0.02
 _LOOK_SECONDS = 0.1
 _FAILURE_SECONDS = 1.0
 _NAMED = 16
-"""How many late ranks are named."""
+"""Maximum number of late ranks that an error names."""
 _FAILURE = "failure"
 _KINDS: dict[str, type[XvcommError]] = {kind.__name__: kind for kind in (PeerLost, DeadlineExceeded, Aborted)}
 
@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True):
-    """What `fail` was given: one of `_KINDS`, its text, and the number of the rank that it names in the whole job."""
+    """An error that `fail` was given: its class, one of `_KINDS`, its text, and the rank that it names, numbered in the whole
+    job.
+    """
 
     kind: str
     text: str
@@ -35,12 +37,12 @@ class _Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GuardedStore(PrefixStore):
-    """A view of another store in which every key begins with `prefix/`.
+    """A view of another store in which every key begins with `prefix/`, and waits end early.
 
     Args:
-        check: raises when waiting has become vain; called now and then while a key is waited for, and when the store
-            cannot be reached.
-        unreachable: called, after `check`, when the store cannot be reached; raises if the rank that serves it has died.
+        check: raises if waiting has become pointless; called periodically while a key is awaited, and when the store cannot be
+            reached.
+        unreachable: called after `check` when the store cannot be reached; raises if the rank that serves it has died.
     """
 
     def __init__(
@@ -50,17 +52,20 @@ class GuardedStore(PrefixStore):
         self._check, self._unreachable = check, unreachable
 
     def fail(self, error: XvcommError) -> None:
-        """Make everybody who waits in this part of the store, now or later, raise this error.
+        """Make every rank that waits in this part of the store, now or later, raise this error.
 
         Args:
-            error: PeerLost, DeadlineExceeded, or Aborted; its text and `peer` go with it.
+            error: PeerLost, DeadlineExceeded, or Aborted; its text and `peer` are passed on.
         """
         kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
         failure = msgspec.msgpack.encode(_Failure(kind, str(error), error.peer))
         super().set(_FAILURE, failure, Deadline.after(_FAILURE_SECONDS))
 
     def check(self) -> None:
-        """Raise what was given to `fail`, and what `check` does; who failed may have left, or died, since it told why."""
+        """Raise the error that a rank reported by `fail`, else what the `check` function raises.
+
+        The reported error comes first, because the rank that reported it may have left or died since.
+        """
         try:
             found = super().get(_FAILURE, Deadline.after(0))
         except DeadlineExceeded:
@@ -70,44 +75,48 @@ class GuardedStore(PrefixStore):
         raise _KINDS[failure.kind](failure.text, peer=failure.peer)
 
     def settle(self) -> None:
-        """See `Store.settle`; raises what `check` does, which may come to know a moment later."""
+        """See `Store.settle`. Calls `check` repeatedly for a while, because it may learn of a failure a moment later."""
         settling = Deadline.after(_SETTLE_SECONDS)
         while not settling.expired():
             self._reach(self.check)
             time.sleep(_PAUSE_SECONDS)
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`; also raises what `check` and `unreachable` do where the store cannot be reached."""
+        """See `Store.set`; also raises what the functions `check` and `unreachable` raise if the store cannot be reached."""
         self._reach(partial(super().set, key, value, deadline))
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`; also raises what `check` and `unreachable` do where the store cannot be reached."""
+        """See `Store.add`; also raises what the functions `check` and `unreachable` raise if the store cannot be reached."""
         return self._reach(partial(super().add, key, amount, deadline))
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """See `Store.get`; also raises what `check` does, and what was given to `fail`."""
+        """See `Store.get`; also raises what `check` raises."""
         return self._patiently(partial(super().get, key), deadline)
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`; also raises what `check` does, and what was given to `fail`."""
+        """See `Store.wait`; also raises what `check` raises."""
         self._patiently(partial(super().wait, list(keys)), deadline)
 
     def assemble(
         self, rank: int, ranks: Sequence[int], deadline: Deadline, departed: Callable[[], Iterable[int]]
     ) -> None:
-        """Wait until all of these ranks have come, once: one that fails before shall not leave the others in an operation.
+        """Wait once until all of these ranks have called this, so that a rank that fails earlier does not leave the others in
+        an operation.
 
         Args:
-            rank: of this process; all are numbers of the whole job.
-            departed: gives those that have left, as far as this process knows.
+            rank: of this process.
+            ranks: the ranks to wait for, numbered in the whole job like `rank`.
+            departed: returns the ranks that have left, as far as this process knows.
 
         Raises:
-            PeerLost: a rank left before it had come.
-            DeadlineExceeded: names those that did not come. Also what `check` does, and what was given to `fail`.
+            PeerLost: a rank left before it called this.
+            DeadlineExceeded: names the ranks that did not call this in time.
+            XvcommError: see `check`.
         """
         self.set(f"begun/{rank}", b"", deadline)
         if self.add("begun", 1, deadline) == len(ranks):
-            with contextlib.suppress(StoreError):  # who served it may have got this and ended before it answered
+            # the process that serves the store may have received this and ended before it answered
+            with contextlib.suppress(StoreError):
                 super().set("all begun", b"", deadline)
             return
 
@@ -146,7 +155,9 @@ class GuardedStore(PrefixStore):
                     raise
 
     def _reach(self, call: Callable[[], T]) -> T:
-        """Call the store. If it cannot be reached, say why: a process's death is seen a moment later than its socket's."""
+        """Call the store. If it cannot be reached, raise the reason: a process's death becomes known a moment after its socket
+        closes.
+        """
         try:
             return call()
         except StoreError:

@@ -1,4 +1,4 @@
-"""How rank 0 serves a store and tells the others where."""
+"""Serving a store on rank 0, and telling the other ranks its address."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from xvcomm.system import limits
 from xvcomm.types.deadline import Deadline
 
 CLOSE_GRACE = 10.0
-"""Seconds for which a closing rank 0 goes on serving ranks that have not closed."""
+"""Seconds for which a closing rank 0 continues to serve ranks that have not closed."""
 _RIVAL_SECONDS = 2.0
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """Where a store is served, and its secret, empty where every rank has XVCOMM_SECRET; JSON, ASCII only.
+    """Address of the store, and its secret (empty if every rank has XVCOMM_SECRET). Encoded as ASCII JSON.
 
-    Without a host: rank 0 serves none, and the ranks use the store in which they found this.
+    An empty host means that rank 0 serves no store: the ranks use the store in which they found the invitation.
     """
 
     host: str
@@ -30,39 +30,39 @@ class Invitation(msgspec.Struct, frozen=True):
     secret: str
 
     def pack(self) -> bytes:
-        """The bytes to send."""
+        """Encode as bytes."""
         return msgspec.json.encode(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> Invitation:
-        """The invitation that was packed.
+        """Decode what `pack` returned.
 
         Raises:
-            StoreError: it was not packed by this version.
+            StoreError: it comes from another version of xvcomm.
         """
         try:
             return msgspec.json.decode(data, type=cls)
-        except (msgspec.MsgspecError, ValueError) as error:  # bytes that are no UTF-8: ValueError
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: the bytes are not UTF-8
             raise StoreError(
                 f"rank 0 runs another version of xvcomm ({error}); install one version on all hosts"
             ) from None
 
     def accept(self, deadline: Deadline, secret: str | None = None) -> TcpStore:
-        """Connect; see `TcpStore`.
+        """Connect to the store; see `TcpStore`.
 
         Args:
             deadline: for the connection.
             secret: XVCOMM_SECRET of this rank.
 
         Raises:
-            ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
+            ConfigError: XVCOMM_SECRET is set on only one of this rank and rank 0.
         """
         self.agree(bool(secret), bool(self.host and not self.secret))
         return TcpStore(self.host, self.port, secret or self.secret, deadline)
 
     @staticmethod
     def agree(here: bool, there: bool) -> None:
-        """Raise ConfigError where one of this rank and rank 0 has XVCOMM_SECRET and the other has not."""
+        """Raise ConfigError if XVCOMM_SECRET is set on only one of this rank and rank 0."""
         if here != there:
             one, other = ("set on this rank", "not on rank 0") if here else ("set on rank 0", "not on this rank")
             raise ConfigError(f"XVCOMM_SECRET is {one} but {other}: set it to the same text on all ranks, or on none")
@@ -71,13 +71,13 @@ class Invitation(msgspec.Struct, frozen=True):
 def invite(
     host: str, deadline: Deadline, board: Store | None = None, secret: str | None = None
 ) -> tuple[TcpStore, Invitation]:
-    """Serve a store on a free port, until it is closed here and by all others.
+    """Serve a store on a free port until it is closed on all ranks; returns it with the invitation for the other ranks.
 
     Args:
-        host: name or address under which the others reach this host.
-        deadline: for the own connection.
-        board: closed with the store, and kept until then.
-        secret: XVCOMM_SECRET, which the invitation does not tell; without one it tells a fresh one.
+        host: name or address by which the other ranks reach this host.
+        deadline: for this process's own connection.
+        board: another store to close together with this one.
+        secret: XVCOMM_SECRET, which the invitation does not contain; without it the invitation contains a new secret.
     """
     fresh = "" if secret else secrets.token_hex(16)
     server = TcpServer(host, 0, secret or fresh)
@@ -85,19 +85,20 @@ def invite(
 
 
 def meet(board: Store, rank: int, host: str, deadline: Deadline, secret: str | None = None) -> TcpStore:
-    """The TCP store of rank 0, made known through another store that every rank reaches.
+    """Open the TCP store of rank 0, whose address is published in another store that every rank reaches.
 
     Args:
-        board: must be fresh: whoever finds an old address there tries it until the deadline. Closed by rank 0.
+        board: the other store, which rank 0 closes. It must be new: a rank that finds an old address in it tries that until the
+            deadline.
         rank: of this process.
         host: see `invite`; read on rank 0 only.
         deadline: for all of it.
-        secret: XVCOMM_SECRET. Without one, who reads the board knows the store's secret.
+        secret: XVCOMM_SECRET. Without it, everyone who can read the board learns the store's secret.
 
     Raises:
-        DeadlineExceeded: rank 0 did not come in time.
+        DeadlineExceeded: rank 0 did not publish the address in time.
         StoreError: rank 0 cannot be reached.
-        ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
+        ConfigError: XVCOMM_SECRET is set on only one of this rank and rank 0.
     """
     if rank != 0:
         return _invitation(board, rank, deadline).accept(deadline, secret)
@@ -111,9 +112,9 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline, secret: str | N
 
 
 def protect(board: Store, rank: int, host: str, deadline: Deadline, secret: str | None) -> Store:
-    """The store for a job whose ranks meet in one that asks nobody for a password.
+    """The store for a job whose rendezvous store has no authentication.
 
-    With XVCOMM_SECRET it is one that rank 0 serves, see `meet`; without, `board` itself. Arguments and errors as there.
+    With XVCOMM_SECRET it is one that rank 0 serves, see `meet`; without, `board` itself. Arguments and errors as in `meet`.
     """
     if secret and rank == 0:
         return meet(board, rank, host, deadline, secret)
@@ -131,18 +132,20 @@ def _invitation(board: Store, rank: int, deadline: Deadline) -> Invitation:
     try:
         found = board.get("invitation", deadline)
     except DeadlineExceeded:
-        raise DeadlineExceeded("rank 0 has not joined: it did not say in time where its store is", rank=rank) from None
+        raise DeadlineExceeded(
+            "rank 0 has not joined: it did not publish the address of its store in time", rank=rank
+        ) from None
     return Invitation.unpack(found)
 
 
 def serve_or_join(host: str, port: int, secret: str, rank: int, deadline: Deadline, epoch: int) -> TcpStore:
-    """The TCP store at an address that is known beforehand, which rank 0 serves.
+    """Open the TCP store at an address known in advance, which rank 0 serves.
 
-    A second rank 0 joins the first one's store, where its number betrays it: see `join_barrier`.
+    A second process with rank 0 joins the store of the first one, where `join_barrier` detects the duplicate.
 
     Raises:
         DeadlineExceeded: rank 0 did not come in time.
-        StoreError: another program has the port, or listens there.
+        StoreError: another program uses the port.
         AuthenticationError: the ranks have different secrets.
     """
     if rank != 0:
@@ -163,10 +166,10 @@ def serve_or_join(host: str, port: int, secret: str, rank: int, deadline: Deadli
 
 
 def loopback() -> str:
-    """The address under which this host's processes reach each other: `127.0.0.1`, or `::1` where only IPv6 is there.
+    """The loopback address of this host: `127.0.0.1`, or `::1` if only IPv6 is configured.
 
     Raises:
-        StoreError: neither is there.
+        StoreError: neither is configured.
     """
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
@@ -176,8 +179,8 @@ def loopback() -> str:
         except OSError as error:
             _pass_over(error)
     raise StoreError(
-        "this host has neither 127.0.0.1 nor ::1, so that its processes cannot reach each other: run `ip link set lo up`, or "
-        "give the ranks a folder to meet in, XVCOMM_STORE=file:///folder"
+        "this host has neither 127.0.0.1 nor ::1, so its processes cannot reach each other: run `ip link set lo up`, or "
+        "let the ranks use a folder, XVCOMM_STORE=file:///folder"
     )
 
 
@@ -185,7 +188,7 @@ def own_address() -> str:
     """An address of this host that other hosts can reach, as far as this host can tell.
 
     Raises:
-        StoreError: there is only loopback.
+        StoreError: it has loopback addresses only.
     """
     try:
         found = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
@@ -194,7 +197,8 @@ def own_address() -> str:
     for family, documentation in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connecting a datagram socket sends nothing; it only asks for the route to a documentation address.
+                # Connecting a datagram socket sends nothing; it only selects the route, here to an address reserved for
+                # documentation.
                 probe.connect((documentation, 9))
                 found.append(probe.getsockname()[0])
         except OSError as error:
@@ -203,7 +207,7 @@ def own_address() -> str:
         if not address.startswith(("127.", "::1", "fe80:")):
             return address
     raise StoreError(
-        "this host has no address but loopback, so that other hosts cannot reach its store; set "
+        "this host has only loopback addresses, so other hosts cannot reach its store; set "
         "XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
     )
 
@@ -222,7 +226,7 @@ def _served(server: TcpServer, secret: str, deadline: Deadline, board: Store | N
 
 
 def _pass_over(error: OSError) -> None:
-    """Go on without this address, unless the reason is one for all of them."""
+    """Ignore an error that concerns only this address; raise if the process is out of file descriptors."""
     refusal = limits.reached(error, "find this host's address")
     if refusal is not None:
         raise refusal from error

@@ -1,4 +1,4 @@
-"""How ranks find out that they are all there, each once."""
+"""Waits until every rank of the job has joined, and detects duplicate ranks and different sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xvcomm.types.deadline import Deadline
 _VERDICT = "verdict"
 _SETTLE_SECONDS = 5.0
 _SIZE_SHIFT = 32
-"""The counter of those that joined holds the sum of their sizes above it: one request tells both."""
+"""The counter of joined ranks has the sum of their sizes above this bit, so that one request returns both."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -32,26 +32,26 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Deadline) -> list[bytes]:
-    """Wait until all ranks are here and exchange a few bytes with all of them.
+    """Wait until all ranks have joined, and exchange a few bytes among them.
 
-    One verdict ends it for everybody: the last rank to come says that all are here, the first whose deadline passes
-    says who is missing, a rank whose number is taken says so. A store serves one call a rank: give later ones a
-    `PrefixStore` of their own.
+    One rank decides the outcome for all: the last rank to join that all are here, the first rank whose deadline passes who is
+    missing, or a rank whose number is already taken that it is. A store supports one call per rank; use a new `PrefixStore` for
+    another.
 
     Args:
         store: shared by the ranks.
         rank: of this process.
         size: number of ranks.
-        info: what this rank tells the others.
-        deadline: of this rank; the earliest deadline of all counts.
+        info: bytes that this rank sends to the others.
+        deadline: of this rank; the earliest deadline of all ranks applies.
 
     Returns:
         The bytes of every rank, in rank order.
 
     Raises:
-        DeadlineExceeded: names the ranks that have not joined; on all that have.
-        ConfigError: two processes have the same number or different sizes; names both. On all ranks that have joined.
-        Aborted: a rank that cannot take part said so by `refuse`.
+        DeadlineExceeded: names the ranks that have not joined; raised on all that have.
+        ConfigError: two processes have the same rank or different sizes; names both. Raised on all ranks that have joined.
+        Aborted: a rank called `refuse`.
         StoreError: the store cannot be reached.
     """
     if not 0 <= rank < size:
@@ -62,7 +62,7 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
     joined = store.add("joined", (size << _SIZE_SHIFT) + 1, deadline)
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
-        # Ranks that were told a smaller size may have begun without this one; it cannot join them.
+        # Ranks with a smaller size may have started without this one, which cannot join them.
         wrong = _sizes(store, rank, size)
         raise ConfigError(_decide(store, _Verdict(wrong=wrong)).wrong or wrong, rank=rank)
     if count == size:
@@ -82,7 +82,7 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
 
 
 def refuse(store: Store, rank: int, error: Exception) -> None:
-    """Let the ranks that wait in `join_barrier` know that this one cannot take part, and why."""
+    """Make the ranks that wait in `join_barrier` fail: this rank cannot take part, because of `error`."""
     text = f"rank {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
     with contextlib.suppress(XvcommError):
         _decide(store, _Verdict(failed=text))
@@ -93,17 +93,17 @@ def _who() -> str:
 
 
 def _sizes(store: Store, rank: int, size: int) -> str:
-    """Whose size differs from this rank's, in words."""
+    """The error text that names a rank whose size differs from this rank's."""
     for other in range(max(size, rank)):
         with contextlib.suppress(DeadlineExceeded):
             entry = _entry(store, other, Deadline.after(0))
             if entry.size != size:
-                there = f"rank {other} ({entry.who}) was told {entry.size}"
+                there = f"rank {other} ({entry.who}) was given {entry.size}"
                 break
     else:
-        there = "another rank was told another number"
+        there = "another rank was given another number"
     return (
-        f"rank {rank} ({_who()}) was told that the job has {size} ranks, {there}; give all of them the same XVCOMM_SIZE "
+        f"rank {rank} ({_who()}) was given {size} as the number of ranks, {there}; give all of them the same XVCOMM_SIZE "
         "(or the launcher's variable)"
     )
 
@@ -122,7 +122,7 @@ def _twice(store: Store, rank: int, deadline: Deadline) -> ConfigError:
 
 
 def _decide(store: Store, verdict: _Verdict) -> _Verdict:
-    """Make this the verdict unless there is one; what counts is given back."""
+    """Publish this verdict unless another rank has published one; return the one that applies."""
     settling = Deadline.after(_SETTLE_SECONDS)
     if store.add("decided", 1, settling) == 1:
         store.set(_VERDICT, msgspec.msgpack.encode(verdict), settling)
@@ -131,13 +131,13 @@ def _decide(store: Store, verdict: _Verdict) -> _Verdict:
 
 
 def _decided(store: Store) -> _Verdict:
-    """The verdict that another rank has begun to tell."""
+    """The verdict of the rank that decided first, which may still be publishing it."""
     try:
         return _read(store, Deadline.after(_SETTLE_SECONDS))
     except NotSet as error:
         raise DeadlineExceeded(
-            "a rank that was about to tell the others whether all have joined is stopped or very slow, or has ended; look for "
-            "one that is stopped, and start the job again"
+            "the rank that decides whether all ranks have joined is stopped or very slow, or has ended; look for a stopped "
+            "process, and start the job again"
         ) from error
 
 
@@ -150,13 +150,13 @@ def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:
 
 
 def _give_up(store: Store, size: int) -> _Verdict:
-    """The verdict once this rank's deadline has passed."""
+    """The verdict of a rank whose deadline has passed."""
     absent = []
     settling = Deadline.after(_SETTLE_SECONDS)
     for rank in range(size):
         if settling.expired():
             raise DeadlineExceeded(
-                "the store did not say in time which ranks have joined; the process that serves it is stopped"
+                "the store did not report in time which ranks have joined; the process that serves it is stopped"
             )
         try:
             store.wait([f"info/{rank}"], Deadline.after(0))
@@ -167,6 +167,6 @@ def _give_up(store: Store, size: int) -> _Verdict:
     names = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
     text = (
         f"{'rank' if len(absent) == 1 else 'ranks'} {names} of {size} did not join in time; were they started, and do "
-        "they see the same store? XVCOMM_TIMEOUT gives them longer"
+        "they use the same store? A larger XVCOMM_TIMEOUT gives them more time"
     )
     return _decide(store, _Verdict(late=text))

@@ -1,4 +1,4 @@
-"""The store of a job with one process."""
+"""A store in the memory of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xvcomm.types.deadline import NEVER, Deadline
 
 
 class MemoryStore(Store):
-    """A store that the threads of one process share."""
+    """A store that threads of one process share, for a job with one rank."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -35,11 +35,11 @@ class MemoryStore(Store):
             while missing := missing - self._values.keys():
                 left = deadline.left()
                 if not left:
-                    raise NotSet(f"nobody set {', '.join(map(repr, sorted(missing)))} in this process in time")
+                    raise NotSet(f"{', '.join(map(repr, sorted(missing)))} was not set in this process in time")
                 self._changed.wait(None if math.isinf(left) else left)
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` gives the sum in decimal digits."""
+        """See `Store.add`. `get` returns the sum in decimal digits."""
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = b"%d" % total

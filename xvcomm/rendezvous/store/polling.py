@@ -1,4 +1,4 @@
-"""Stores that can only be asked whether a key is there yet."""
+"""Base of stores that can only be polled for a key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from xvcomm.types.deadline import NEVER, Deadline, poll
 
 
 class PollingStore(Store):
-    """Base of stores that wait by looking again and again."""
+    """A store that waits by polling."""
 
     @abstractmethod
     def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
-        """The value of `key`, or None if nobody has set it.
+        """The value of `key`, or None if it is not set.
 
         Raises:
             DeadlineExceeded: the store did not answer in time.
@@ -26,7 +26,7 @@ class PollingStore(Store):
         """See `Store.get`."""
         found = poll(partial(self.look, key, deadline), deadline)
         if found is None:
-            raise NotSet(f"nobody set {key!r} in {self} in time; a rank is late or missing")
+            raise NotSet(f"{key!r} was not set in {self} in time; a rank is late or missing")
         return found
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
@@ -34,4 +34,4 @@ class PollingStore(Store):
         missing = [key for key in keys if poll(partial(self.look, key, deadline), deadline) is None]
         if missing:
             names = ", ".join(map(repr, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise NotSet(f"nobody set {names} in {self} in time; a rank is late or missing")
+            raise NotSet(f"{names} was not set in {self} in time; a rank is late or missing")

@@ -1,4 +1,4 @@
-"""The server of a TCP store: one thread that holds the map and parks those who wait for a key."""
+"""The server of a TCP store: one thread that holds the values and the clients that wait for a key."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from xvcomm.system.threads import Daemon
 
 _SERVING = "serve the store"
 _LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
-"""What an event loop opens, and a client in this process: both ends of its connection."""
+"""File descriptors that an event loop opens, and that a client in this process adds: both ends of its connection."""
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.1
 _STRANGERS = 256
-"""Connections at a time that have not proved the secret."""
+"""Maximum number of connections that have not proved the secret."""
 _CROWDED_SECONDS = 0.5
-"""For how long one of them may go on while as many are there and more come."""
+"""Seconds that such a connection may last once the maximum is reached."""
 _CROWDED_PAUSE = 0.02
 _STILL_SECONDS, _LOOK_SECONDS = 1.0, 0.1
-"""For how long clients that are stopped are waited for, and how often it is looked whether they are."""
+"""How long the server waits for clients that are all stopped, and how often it checks whether they are."""
 _UNKNOWN = "unknown"
 _LOOPBACK = ("localhost", "::1")
 
@@ -35,23 +35,23 @@ class TcpServer:
 
     Attributes:
         host: as given.
-        port: the port taken, also where 0 was asked for.
-        address: `tcp://host:port`, as `XVCOMM_STORE` takes it.
+        port: the port in use, also if 0 was requested.
+        address: `tcp://host:port`, as in `XVCOMM_STORE`.
     """
 
     def __init__(self, host: str, port: int, secret: str, *, epoch: int | None = None) -> None:
-        """Take the port and start to serve.
+        """Bind the port and start to serve.
 
         Args:
-            host: a loopback address serves this host alone; every other name serves on all interfaces, because the
-                name that others reach this host by may be loopback here.
-            port: 0 for any free one.
+            host: a loopback address serves this host only; any other name serves on all interfaces, because the name by which
+                others reach this host may resolve to loopback here.
+            port: 0 for any free port.
             secret: of the job; not empty.
-            epoch: serve only clients that name this number; None serves all. Ranks that meet at a fixed address
-                again and again count up, and so never join a server that is about to close.
+            epoch: serve only clients with this number; None serves all. Ranks that meet repeatedly at a fixed address count up,
+                so that they do not join a server that is about to close.
 
         Raises:
-            StoreError: the port is taken or not allowed.
+            StoreError: the port is in use or not permitted.
             ConfigError: the secret is empty.
             ResourceError: too many files are open.
         """
@@ -81,8 +81,8 @@ class TcpServer:
         """Stop serving and free the port; idempotent.
 
         Args:
-            grace: seconds to go on serving while clients are connected; less where all of these are stopped processes of
-                this host.
+            grace: seconds to continue serving while clients are connected; shorter if all of them are stopped processes of this
+                host.
         """
         with self._closing:
             if self._thread.is_alive():
@@ -91,8 +91,8 @@ class TcpServer:
                 self._thread.join()
 
     def after_fork(self) -> None:
-        """Serve nobody in the child: clients notice the parent's death, and its port is free then."""
-        self._closing = threading.Lock()  # a thread that the child does not have may hold the parent's
+        """Stop serving in the child, so that clients notice the parent's death, and the port is free after it."""
+        self._closing = threading.Lock()  # the copied lock may be held by a thread that the child does not have
         for descriptor in (
             self._listener.fileno(),
             *(connection.descriptor() for connection in self._hall.connections),
@@ -119,7 +119,9 @@ class TcpServer:
         await asyncio.sleep(0)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Let clients in until the listener is shut down. asyncio's own server may lose some that come meanwhile."""
+        """Accept clients until the listener is shut down. asyncio's own server may lose clients that connect during its
+        shutdown.
+        """
         listener.setblocking(False)
         while self._open:
             try:
@@ -127,12 +129,17 @@ class TcpServer:
                 sock, _ = await self._loop.sock_accept(listener)
                 await self._loop.connect_accepted_socket(lambda: _Connection(self._hall), sock)
             except OSError:
-                # Shut down, or out of file descriptors for now.
+                # Shut down, or temporarily out of file descriptors.
                 await asyncio.sleep(_ACCEPT_PAUSE if self._open else 0)
 
 
 class _Hall:
-    """The map, and the connections in the hall: all of them, and those that wait for a key."""
+    """Values and clients of the server, including the clients that wait for a key.
+
+    Attributes:
+        strangers: connections that have not proved the secret, with the time they were accepted, oldest first.
+        guests: number of connections that have proved it.
+    """
 
     def __init__(self, secret: str, epoch: int | None) -> None:
         self.secret = secret
@@ -146,9 +153,9 @@ class _Hall:
         self.empty.set()
 
     async def room(self) -> None:
-        """Wait until one more stranger may come in. Where too many are there, the one that came first has to go.
+        """Wait until another unauthenticated connection may be accepted. At the maximum, the oldest one is closed.
 
-        So silent connections use up no descriptors, and hold up clients of the job for a moment only.
+        So silent connections cannot exhaust the file descriptors, and delay the job's clients only briefly.
         """
         while len(self.strangers) >= _STRANGERS:
             first, since = next(iter(self.strangers.items()))
@@ -159,7 +166,9 @@ class _Hall:
                 first.end()
 
     async def farewell(self, grace: float) -> None:
-        """Wait until all clients have left; for `grace` seconds, or until those that have not have been stopped for a while."""
+        """Wait until all clients have left, for at most `grace` seconds, or until the remaining ones have been stopped for a
+        while.
+        """
         loop = asyncio.get_running_loop()
         end, moved = loop.time() + grace, loop.time()
         while self.guests and loop.time() < min(end, moved + _STILL_SECONDS):
@@ -176,7 +185,7 @@ class _Hall:
         self.empty.clear()
 
     def leave(self) -> None:
-        """Uncount it."""
+        """Remove such a client from the count."""
         self.guests -= 1
         if not self.guests:
             self.empty.set()
@@ -190,22 +199,22 @@ class _Hall:
         try:
             total = int(self.values.get(key, b"0")) + amount
         except ValueError:
-            return wire.Failed(f"the value of {key!r} is no integer; add() needs a key that only add() writes")
+            return wire.Failed(f"the value of {key!r} is not an integer; add() needs a key that only add() writes")
         if not -(1 << 63) <= total < 1 << 63:
-            return wire.Failed(f"the sum under {key!r} leaves 64 bits")
+            return wire.Failed(f"the sum of {key!r} exceeds 64 bits")
         self.put(key, b"%d" % total)
         return wire.Total(total)
 
 
 class _Connection(asyncio.Protocol):
-    """One client: strictly a request and its reply in turn."""
+    """One client. It sends a request and waits for the reply before it sends the next."""
 
     def __init__(self, hall: _Hall) -> None:
         self._hall = hall
         self._inbox = bytearray()
         self._nonce = secrets.token_bytes(wire.NONCE)
         self._trusted = False
-        self.process = ""  # that it says it is; empty until it has proved the secret
+        self.process = ""  # process id that the client sent; empty until it has proved the secret
         self._theirs: wire.Seal | None = None
         self._ours: wire.Seal | None = None
         self._missing: set[str] = set()
@@ -242,18 +251,18 @@ class _Connection(asyncio.Protocol):
             self._hall.leave()
 
     def descriptor(self) -> int:
-        """Of the socket; negative once it is closed."""
+        """File descriptor of the socket; negative once it is closed."""
         number: int = self._transport.get_extra_info("socket").fileno()
         return number
 
     def end(self) -> None:
-        """Cut the connection, also for copies of it in forked processes."""
+        """Close the connection, including copies of its socket in forked processes."""
         self._hall.strangers.pop(self, None)
         _shutdown(self._transport.get_extra_info("socket"))
         self._transport.abort()
 
     def arrived(self, key: str) -> None:
-        """A key that this client waits for was set."""
+        """A key that this client waits for has been set."""
         self._missing.discard(key)
         if not self._missing:
             self._grant()
@@ -345,11 +354,13 @@ class _Connection(asyncio.Protocol):
 
 
 class _Rude(Exception):
-    """The client does not speak the protocol."""
+    """The client violates the protocol."""
 
 
 def _need(sock: socket.socket, files: int) -> None:
-    """Raise OSError unless this process can open so many files: a loop half made complains when it is freed."""
+    """Raise OSError unless this process can open this many files, because an event loop that fails half-way complains when
+    freed.
+    """
     copies: list[socket.socket] = []
     try:
         for _ in range(files):
@@ -372,15 +383,15 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StoreError(
-                f"port {port} of {host} is taken: another job or program serves there; choose another port in "
-                f"XVCOMM_STORE (`ss -ltnp 'sport = :{port}'` shows who has it)"
+                f"port {port} of {host} is in use by another job or program; choose another port in "
+                f"XVCOMM_STORE (`ss -ltnp 'sport = :{port}'` shows which)"
             ) from None
         what = f"cannot serve on {host}:{port}: {error.strerror}; choose another address or port"
         raise limits.reached(error, _SERVING) or StoreError(what) from None
 
 
 def _shutdown(sock: socket.socket) -> None:
-    """End a socket for all copies of it: a forked child that holds one would keep the other side waiting."""
+    """Shut down a socket for all its copies: one in a forked child would keep the other side waiting."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -19,18 +19,18 @@ from xvcomm.types.deadline import NEVER, Deadline
 __all__ = ["TcpServer", "TcpStore"]
 
 _REPLY_SECONDS = 1.0
-"""For how long the answer to a request may take after the deadline."""
+"""Seconds after the deadline for which a reply may still arrive."""
 _LEAST_SECONDS = 0.01
-"""For an attempt to connect; sockets take 0 for non-blocking."""
+"""Minimum timeout of an attempt to connect; a timeout of 0 would make the socket non-blocking."""
 _CONNECTING = "connect to the store"
 _PIECE = 1 << 18
 _FIRST_RETRY, _LAST_RETRY = 0.002, 0.1
 
 
 class TcpStore(Store):
-    """A store behind a `TcpServer`, here or on another host.
+    """A store served by a `TcpServer`, on this host or another.
 
-    Each thread that calls at the same time gets a connection of its own, so one that waits holds up no other.
+    Each concurrent call uses its own connection, so a thread that waits does not block others.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class TcpStore(Store):
         epoch: int = 0,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """Connect; goes on trying until the deadline, because the server may come later.
+        """Connect, retrying until the deadline, because the server may start later.
 
         Args:
-            host, port: where the server is.
+            host, port: address of the server.
             secret: of the job.
             deadline: for the first connection.
             epoch: see `TcpServer`.
-            on_close: called once, after this store has let go of its connections.
+            on_close: called once, after this store has closed its connections.
 
         Raises:
-            StoreError: nobody serves there, or something that is not a store of this version.
-            AuthenticationError: the server has another secret.
+            StoreError: no server answers, or it is not a store of this version.
+            AuthenticationError: the server has a different secret.
         """
         self._host, self._port, self._secret, self._epoch = host, port, secret, epoch
         self._on_close = on_close
@@ -74,17 +74,17 @@ class TcpStore(Store):
         return reply.value
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`; one request, however many keys."""
+        """See `Store.wait`; sends one request for all keys."""
         self._call(wire.Wait(list(keys), _seconds(deadline)), deadline, "wait")
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` gives the sum in decimal digits."""
+        """See `Store.add`. `get` returns the sum in decimal digits."""
         reply = self._call(wire.Add(key, amount), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"add to {key!r}")
         assert isinstance(reply, wire.Total)
         return reply.total
 
     def close(self) -> None:
-        """Let go of all connections; calls under way in other threads raise StoreError."""
+        """Close all connections; calls in progress in other threads raise StoreError."""
         with self._lock:
             if self._closed:
                 return
@@ -101,7 +101,9 @@ class TcpStore(Store):
     def _call(self, request: wire.Request, deadline: Deadline, what: str) -> wire.Reply:
         payload = wire.encode(request)
         if len(payload) + wire.CODE > wire.FRAME_LIMIT:
-            raise StoreError(f"{what}: {len(payload)} bytes are too many; a store carries {wire.FRAME_LIMIT} at a time")
+            raise StoreError(
+                f"{what}: {len(payload)} bytes are too many; a message of the store may have {wire.FRAME_LIMIT}"
+            )
         until = Deadline(deadline.at + _REPLY_SECONDS)
         link = self._take(until, what)
         try:
@@ -110,7 +112,7 @@ class TcpStore(Store):
             self._discard(link)
             raise AuthenticationError(
                 f"the answer to {what} from the store at {self._host}:{self._port} was altered, repeated or reordered on "
-                "its way: something between this host and the store changes its messages; check XVCOMM_STORE and the network"
+                "the way: something between this host and the store changes its messages; check XVCOMM_STORE and the network"
             ) from None
         except TimeoutError:
             self._discard(link)
@@ -128,7 +130,7 @@ class TcpStore(Store):
         if isinstance(reply, wire.Missing):
             keys = ", ".join(map(repr, reply.keys[:8])) + (", ..." if len(reply.keys) > 8 else "")
             raise NotSet(
-                f"nobody set {keys} in the store at {self._host}:{self._port} in time; a rank is late or missing"
+                f"{keys} was not set in the store at {self._host}:{self._port} in time; a rank is late or missing"
             )
         if isinstance(reply, wire.Failed):
             raise StoreError(f"{what}: {reply.reason}")
@@ -137,7 +139,7 @@ class TcpStore(Store):
     def _silent(self, what: str) -> DeadlineExceeded:
         return DeadlineExceeded(
             f"the store at {self._host}:{self._port} did not answer {what} in time: the process that serves it (rank 0, "
-            "or the launcher) is stopped, or its host is out of reach"
+            "or the launcher) is stopped, or its host is unreachable"
         )
 
     def _take(self, deadline: Deadline, what: str) -> _Link:
@@ -167,7 +169,7 @@ class TcpStore(Store):
         link.close()
 
     def _connect(self, deadline: Deadline, *, patient: bool) -> _Link:
-        """One more connection; only a patient caller takes it that nobody serves yet."""
+        """Open another connection; with `patient`, retry while no server answers."""
         pause = _FIRST_RETRY
         while True:
             try:
@@ -196,7 +198,7 @@ class TcpStore(Store):
 
 
 class _NotYet(Exception):
-    """What answers is not yet the server of this communicator."""
+    """The server that answers is not the one of this communicator yet."""
 
 
 class _Link:
@@ -208,34 +210,34 @@ class _Link:
         self._seals: tuple[wire.Seal, wire.Seal] | None = None
 
     def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
-        """Authenticate all that follows; once both sides have proved the secret."""
+        """Authenticate all further messages; called once both sides have proved the secret."""
         self._seals = wire.Seal(secret, "client", theirs, own), wire.Seal(secret, "server", theirs, own)
 
     def ask(self, request: bytes, deadline: Deadline) -> wire.Reply:
-        """Send an encoded request and give the reply; raises what `exchange` does, wire.Forged and wire.Malformed."""
+        """Send an encoded request and return the reply; raises what `exchange` raises, wire.Forged and wire.Malformed."""
         assert self._seals is not None
         ours, theirs = self._seals
         return wire.decode_reply(theirs.open(self.exchange(ours.frame(request), wire.FRAME_LIMIT, deadline)))
 
     def exchange(self, frame: bytes, limit: int, deadline: Deadline) -> bytes:
-        """Send a frame and give the payload of the next one back; raises OSError, at the deadline TimeoutError."""
+        """Send a frame and return the payload of the next one; raises OSError, TimeoutError at the deadline."""
         self._until(deadline)
         self._sock.sendall(frame)
         return self.receive(limit, deadline)
 
     def receive(self, limit: int, deadline: Deadline) -> bytes:
-        """The payload of the next frame; raises OSError, also for a frame over the limit, TimeoutError at the deadline."""
+        """The payload of the next frame; raises OSError, also for a frame over the limit, and TimeoutError at the deadline."""
         length = int.from_bytes(self._exactly(wire.HEADER, deadline), "big")
         if length > limit:
             raise StoreError(f"the answer has {length} bytes where {limit} are allowed")
         return self._exactly(length, deadline)
 
     def after_fork(self) -> None:
-        """Leave the connection to the parent; what a forked child asks fails."""
+        """Close the child's copy; requests of a forked child fail."""
         self._sock.close()
 
     def hang_up(self) -> None:
-        """End the connection, also under a thread that waits on it."""
+        """Shut down the connection, also while a thread waits on it."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -251,10 +253,10 @@ class _Link:
         self._sock.settimeout(None if math.isinf(left) else left)
 
     def _exactly(self, count: int, deadline: Deadline) -> bytes:
-        # Memory is taken for what has come, not for what was announced.
+        # Allocate for the bytes received, not for the length announced, which may be forged.
         data = bytearray()
         while len(data) < count:
-            # Each piece anew: the socket's own limit begins again with every byte.
+            # Set the timeout before each recv: the socket's own timeout restarts with every byte.
             self._until(deadline)
             piece = self._sock.recv(min(count - len(data), _PIECE))
             if not piece:
@@ -264,13 +266,13 @@ class _Link:
 
 
 def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> _Link:
-    """One attempt to connect and to prove the secret both ways."""
+    """Make one attempt to connect, with mutual proof of the secret."""
     until = Deadline.after(max(deadline.sooner(wire.HANDSHAKE_SECONDS), _LEAST_SECONDS))
     sock = socket.create_connection((host, port), timeout=until.left() or _LEAST_SECONDS)
     try:
         if sock.getsockname() == sock.getpeername():
-            # Where nobody listens, Linux may pick the port itself as the source and connect the socket to itself.
-            raise _NotYet("nobody listens")
+            # If nobody listens, Linux may pick this port as the source port and connect the socket to itself.
+            raise _NotYet("connection refused")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(sock)
         link = _Link(sock)
@@ -291,7 +293,7 @@ def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadl
         verdict = wire.decode_verdict(link.exchange(wire.frame(answer), wire.HELLO_LIMIT, deadline))
     except (wire.Malformed, StoreError):
         raise StoreError(
-            f"what answers at {host}:{port} is no xvcomm store of this version; check XVCOMM_STORE"
+            f"the server at {host}:{port} is not an xvcomm store of this version; check XVCOMM_STORE"
         ) from None
     match verdict:
         case wire.Refused("epoch"):
@@ -300,13 +302,13 @@ def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadl
             link.trust(secret, theirs, own)
             return
     raise AuthenticationError(
-        f"the store at {host}:{port} has another secret: set XVCOMM_SECRET to the same text on all ranks of the job, "
+        f"the store at {host}:{port} has a different secret: set XVCOMM_SECRET to the same text on all ranks of the job, "
         "or choose another address if the store belongs to another job"
     )
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Notice within half a minute that the server's host is gone, also in a wait without deadline."""
+    """Detect within half a minute that the server's host is gone, also during a wait without deadline."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)

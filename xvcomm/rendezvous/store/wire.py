@@ -1,9 +1,9 @@
-"""What travels between a TCP store and its clients: length-prefixed msgpack, and the proofs of the job's secret.
+"""Protocol between a TCP store and its clients: length-prefixed msgpack, authenticated with the job's secret.
 
-Each side proves that it knows the secret before anything else is said. The server sends `Challenge`; the client
-answers with its proof over both nonces and a nonce of its own; the server answers with its own proof, or refuses.
-Every later message ends with a code under the connection's own key, which secret and nonces give, over the message and
-its number in its direction. So nobody in between can alter, repeat, drop or reorder messages. They are not encrypted.
+First each side proves that it knows the secret. The server sends `Challenge`; the client answers with its own nonce and a proof
+over both nonces; the server answers with its proof, or refuses. Every later message ends with an HMAC over the message and its
+sequence number, under a key for this connection and direction that is derived from secret and nonces. So messages cannot be
+altered, repeated, dropped or reordered on the way. They are not encrypted.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from xvcomm.errors import ConfigError
 
 FRAME_LIMIT = 64 << 20
 HELLO_LIMIT = 1 << 10
-"""Bytes of a frame before the sender has proved that it knows the secret."""
+"""Maximum bytes of a frame until the sender has proved that it knows the secret."""
 HEADER = 4
 NONCE = 32
 CODE = 32
-"""Bytes of a message's code."""
+"""Bytes of a message's HMAC."""
 HANDSHAKE_SECONDS = 10.0
 
 Side = Literal["client", "server"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 class Challenge(Message, frozen=True):
-    """Server: a fresh nonce."""
+    """Server: a new nonce."""
 
     nonce: bytes
 
 
 class Answer(Message, frozen=True):
-    """Client: its nonce, its proof, how many communicators it has had at this address (see `Refused`), its process."""
+    """Client: its nonce, its proof, the number of communicators it has had at this address (see `Refused`), its process."""
 
     nonce: bytes
     proof: bytes
@@ -54,7 +54,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Server: the proof is wrong, or it serves another communicator than the next one of this client."""
+    """Server: the proof is wrong (`secret`), or it serves another communicator than the client's next one (`epoch`)."""
 
     reason: Literal["secret", "epoch"]
 
@@ -67,7 +67,7 @@ class Set(Message, frozen=True):
 
 
 class Get(Message, frozen=True):
-    """Client: see `Store.get`; `seconds` is what is left, None for ever."""
+    """Client: see `Store.get`; `seconds` is the time left, None without a deadline."""
 
     key: str
     seconds: float | None
@@ -88,11 +88,11 @@ class Add(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """Server: the request without a result was carried out."""
+    """Server: success, for requests without a result."""
 
 
 class Value(Message, frozen=True):
-    """Server: what lies under the key."""
+    """Server: value of the key."""
 
     value: bytes
 
@@ -104,13 +104,13 @@ class Total(Message, frozen=True):
 
 
 class Missing(Message, frozen=True):
-    """Server: time is up and these keys are not set."""
+    """Server: the deadline has passed and these keys are not set."""
 
     keys: list[str]
 
 
 class Failed(Message, frozen=True):
-    """Server: the request makes no sense, and why."""
+    """Server: the request cannot be carried out, with the reason."""
 
     reason: str
 
@@ -120,11 +120,11 @@ Reply = Done | Value | Total | Missing | Failed
 
 
 class Malformed(Exception):
-    """Bytes that are no message of this version, or not the one that is due."""
+    """The bytes are not a message of this version, or not the message expected now."""
 
 
 class Forged(Exception):
-    """A message that the other side did not send, or not now."""
+    """The other side did not send this message, or not at this point."""
 
 
 def _reader(kind: Any) -> Callable[[bytes], Any]:
@@ -133,7 +133,7 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
     def read(payload: bytes) -> Any:
         try:
             return decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # bytes that are no UTF-8: ValueError
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: the bytes are not UTF-8
             raise Malformed(str(error)) from None
 
     return read
@@ -148,18 +148,18 @@ encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: Message) -> bytes:
-    """The bytes of a message of the handshake, its length before it."""
+    """The bytes of a handshake message, prefixed by its length."""
     payload = encode(message)
     return len(payload).to_bytes(HEADER, "big") + payload
 
 
 class Seal:
-    """Authenticates the messages of one direction of one connection, in their order; each side has one a direction.
+    """Authenticates the messages of one direction of a connection, in order. Each side has one per direction.
 
     Args:
         secret: of the job.
-        sender: whose messages these are.
-        server_nonce, client_nonce: of the handshake.
+        sender: the side that sends in this direction.
+        server_nonce, client_nonce: from the handshake.
     """
 
     def __init__(self, secret: str, sender: Side, server_nonce: bytes, client_nonce: bytes) -> None:
@@ -167,14 +167,14 @@ class Seal:
         self._count = 0
 
     def frame(self, payload: bytes) -> bytes:
-        """The bytes of the next message, as `encode` gave it: its length before it and its code behind it."""
+        """The bytes of the next message, whose `payload` comes from `encode`: length, payload, HMAC."""
         return (len(payload) + CODE).to_bytes(HEADER, "big") + payload + self._code(payload)
 
     def open(self, sealed: bytes) -> bytes:
-        """The next message out of what a frame held.
+        """Verify the next message and return its payload.
 
         Raises:
-            Forged: its code is wrong.
+            Forged: its HMAC is wrong.
         """
         payload = sealed[:-CODE]
         if not hmac.compare_digest(self._code(payload), sealed[-CODE:]):
@@ -187,10 +187,10 @@ class Seal:
 
 
 def need_secret(secret: str | None) -> str:
-    """The secret, which must be set.
+    """Return the secret.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not set.
     """
     if not secret:
         raise ConfigError(
@@ -201,12 +201,12 @@ def need_secret(secret: str | None) -> str:
 
 
 def prove(secret: str, side: Side, other: bytes, own: bytes, epoch: int) -> bytes:
-    """HMAC-SHA256 over both nonces and the epoch; the side is part of it so that a proof cannot be sent back."""
+    """HMAC-SHA256 over both nonces and the epoch. It includes the side, so that a proof cannot be reflected to its sender."""
     return _keyed(secret, side, other + own + str(epoch).encode())
 
 
 def proven(secret: str, side: Side, other: bytes, own: bytes, epoch: int, proof: bytes) -> bool:
-    """Whether the proof that `side` sent is right; takes the same time for every wrong one."""
+    """Whether the proof that `side` sent is correct. Compares in constant time."""
     return hmac.compare_digest(prove(secret, side, other, own, epoch), proof)
 
 

@@ -1,7 +1,7 @@
-"""Stores made of what a framework or launcher already has.
+"""Stores on top of what a framework or launcher already provides.
 
-The only file of the store that may import a framework, and only inside a function that its launcher's user calls:
-under torchrun and mpirun the launcher itself implies that the package is there.
+This is the only module of the store that imports a framework, and only in functions for the users of that framework's launcher,
+where it must be installed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from xvcomm.types.deadline import NEVER, Deadline, poll
 T = TypeVar("T")
 
 _REPLY_SECONDS = 1.0
-"""For how long an answer may take after the deadline, as in `TcpStore`."""
+"""Seconds after the deadline for which an answer may still arrive, as in `TcpStore`."""
 _LONGEST = timedelta(days=1)
 _NOTE_BYTES = 512
-_INCREMENT_LIMIT = 1 << 31  # JAX's own counters have 32 bits; a key of larger amounts takes only such
+_INCREMENT_LIMIT = 1 << 31  # JAX's own counters have 32 bits; a key with larger amounts is added to by _add_locked only
 _unfinished: list[tuple[Any, bytearray]] = []
 
 
@@ -42,16 +42,16 @@ class _TorchLike(Protocol):
 
 
 class _LibraryStore(PollingStore):
-    """Base of stores whose calls know no deadline: a thread makes them, one at a time, and who asked can stop waiting."""
+    """Base of stores whose library calls accept no deadline: a thread makes each call, and the caller can stop waiting for it."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
 
     def _ask(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
-        """What a call of the library gives or raises.
+        """Make a call of the library in a thread; return or raise what it does.
 
         Raises:
-            DeadlineExceeded: it did not come back in time, or one before it is still under way.
+            DeadlineExceeded: it did not return in time, or an earlier call is still in progress.
         """
         until = Deadline.after(deadline.sooner(ANSWER_SECONDS) + _REPLY_SECONDS)
         if not self._turn.acquire(timeout=until.left()):
@@ -59,9 +59,9 @@ class _LibraryStore(PollingStore):
         answer: Future[T] = Future()
         try:
             Daemon("xvcomm-ask", partial(self._answer, call, answer)).start()
-        except ResourceError:  # no thread: at the end of the interpreter, for instance
+        except ResourceError:  # no thread can start, for instance at interpreter shutdown
             self._answer(call, answer)
-        except BaseException:  # a signal handler's; the thread may run nevertheless
+        except BaseException:  # a signal handler raised; the thread may run nevertheless
             if answer.cancel():
                 self._turn.release()
             raise
@@ -86,12 +86,12 @@ class _LibraryStore(PollingStore):
     def _silent(self, what: str) -> DeadlineExceeded:
         return DeadlineExceeded(
             f"{self} did not answer {what} in time: the process that serves it (rank 0, or the launcher) is stopped, or its "
-            "host is out of reach"
+            "host is unreachable"
         )
 
 
 class TorchStore(_LibraryStore):
-    """A `torch.distributed.Store`. Its own `wait` holds up every other call on it, so it is asked instead."""
+    """A `torch.distributed.Store`. It is polled, because its own `wait` blocks every other call on it."""
 
     def __init__(self, store: _TorchLike) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class TorchStore(_LibraryStore):
         return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` gives the sum in decimal digits."""
+        """See `Store.add`. `get` returns the sum in decimal digits."""
         with _reported(self):
             return int(self._ask(partial(self._store.add, key, amount), f"add to {key!r}", deadline))
 
@@ -151,7 +151,7 @@ class JaxStore(_LibraryStore):
                 raise
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` gives the sum in decimal digits."""
+        """See `Store.add`. `get` returns the sum in decimal digits."""
         with _reported(self):
             if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
                 return int(
@@ -160,11 +160,11 @@ class JaxStore(_LibraryStore):
             return self._add_locked(key, amount, deadline)
 
     def _add_locked(self, key: str, amount: int, deadline: Deadline) -> int:
-        """Before jaxlib 0.8 the service cannot add; but it lets only one of many claim a key."""
+        """Add under a lock. Before jaxlib 0.8 the service cannot add, but only one of several ranks can create a key."""
         lock = f"{key}/lock"
         if poll(partial(self._claim, lock, deadline), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
             raise DeadlineExceeded(
-                f"a rank that adds to {key!r} in {self} did not let go of its lock in time; it is stopped or has died"
+                f"a rank that adds to {key!r} in {self} did not release its lock in time; it is stopped or has died"
             )
         try:
             total = int(self.look(key, deadline) or b"0") + amount
@@ -190,14 +190,16 @@ def _reported(store: PollingStore) -> Iterator[None]:
         yield
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise StoreError(f"{store} failed: {first}; is the process that serves it still there?") from error
+        raise StoreError(f"{store} failed: {first}; is the process that serves it still running?") from error
 
 
 def torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> TorchStore:
-    """torch's own TCP store at `MASTER_ADDR` and `MASTER_PORT`.
+    """Open torch's own TCP store at `MASTER_ADDR` and `MASTER_PORT`.
 
     Args:
-        serve: this process is the one that serves it. `init_process_group` may share it, before or after.
+        host, port: value of these variables.
+        serve: whether this process serves it. `init_process_group` may share the server, before or after.
+        deadline: for the connection.
 
     Raises:
         ConfigError: torch is not installed.
@@ -207,7 +209,7 @@ def torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> TorchS
         distributed = importlib.import_module("torch.distributed")
     except ImportError:
         raise ConfigError(
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT ask to meet through torch's store, but torch is not "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT select torch's store for the rendezvous, but torch is not "
             "installed here; set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks instead"
         ) from None
     left = deadline.left()
@@ -224,31 +226,31 @@ def torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> TorchS
 
 
 def world() -> Any:
-    """`mpi4py.MPI.COMM_WORLD`; starts MPI.
+    """Return `mpi4py.MPI.COMM_WORLD`; initializes MPI.
 
     Raises:
-        ConfigError: mpi4py is not installed, or does not load.
+        ConfigError: mpi4py is not installed, or cannot be loaded.
     """
     try:
         return importlib.import_module("mpi4py.MPI").COMM_WORLD
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"the ranks were started by mpirun but mpi4py does not load ({error}); `pip install xvcomm[mpi]`, or set "
+            f"the ranks were started by mpirun but mpi4py cannot be loaded ({error}); `pip install xvcomm[mpi]`, or set "
             "XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
         ) from None
 
 
 def mpi_store(comm: Any, host: str, deadline: Deadline, secret: str | None = None) -> TcpStore:
-    """A TCP store that rank 0 of an mpi4py communicator serves; all its ranks must call this.
+    """Open a TCP store that rank 0 of an mpi4py communicator serves; all its ranks must call this.
 
     Args:
-        comm: carries the address, and a fresh secret where there is none.
-        host: name or address of rank 0's host as the others reach it; read on rank 0 only.
+        comm: broadcasts the address, and a new secret if none is set.
+        host: name or address by which the others reach rank 0's host; read on rank 0 only.
         deadline: for all of it.
         secret: XVCOMM_SECRET.
 
     Raises:
-        ConfigError: one of this rank and rank 0 has XVCOMM_SECRET and the other has not.
+        ConfigError: XVCOMM_SECRET is set on only one of this rank and rank 0.
         DeadlineExceeded: rank 0 did not call this in time.
         StoreError: rank 0 cannot be reached.
     """
@@ -260,7 +262,7 @@ def mpi_store(comm: Any, host: str, deadline: Deadline, secret: str | None = Non
         note[: len(text)] = text
     request = comm.Ibcast(note, root=0)
     if poll(lambda: request.Test() or None, deadline) is None:
-        # MPI may still write into the note, and a broadcast cannot be cancelled.
+        # A broadcast cannot be cancelled: MPI may still write into the note, which must stay allocated.
         _unfinished.append((request, note))
         raise DeadlineExceeded("rank 0 has not joined: it did not send the store's address through MPI in time")
     return served or Invitation.unpack(bytes(note).rstrip(b"\0")).accept(deadline, secret)
