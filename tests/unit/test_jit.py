@@ -116,7 +116,7 @@ def _said(process):
 
 def test_a_start_that_compiles_for_long_says_so_and_one_that_loads_does_not(start, tmp_path):
     soon = SOON.format(place=str(tmp_path / "kernels.py"))
-    assert "compiling kernels, once for this machine and user: 1 of about" in _said(start(soon))
+    assert "compiling kernels, once per machine and user: 1 of about" in _said(start(soon))
     assert _said(start(soon)) == ""
 
 
