@@ -161,7 +161,7 @@ raise RuntimeError('a consequence')
 """
     code, _, err = finish("-n", "3", script(text))
     assert code == 1
-    assert "rank 1 ended with exit code 1; the others get" in err
+    assert "rank 1 ended with exit code 1; the others have" in err
     last = err.rpartition("its last lines:")[2]
     assert "ValueError: the cause" in last and "consequence" not in last
     assert err.count("a consequence'") == 2  # the others had time to say what they met

@@ -109,7 +109,7 @@ def test_samples_of_two_vendors():
     [
         ((10, (1, 1), 4), "multiples of 4"),
         ((10, (1, 1), 0), "multiples of 0"),
-        ((2, (1, 1, 1)), "leaves some of 3 ranks nothing"),
+        ((2, (1, 1, 1)), "leaves some of 3 ranks without samples"),
         ((8, (1, 1), 1, (3, 4)), "do not hold a batch of 8"),
         ((8, (1, 1), 4, (3, 9)), "do not hold a batch of 8"),
         ((8, (1, 1), 1, (8,)), "1 limits for 2 ranks"),

@@ -213,7 +213,7 @@ def test_ranks_that_were_told_different_sizes_find_out_at_once() -> None:
     thread = threading.Thread(target=first)
     thread.start()
     time.sleep(0.05)
-    with pytest.raises(ConfigError, match=r"rank 1 .* was told that the job has 2 ranks, rank 0 .* was told 3"):
+    with pytest.raises(ConfigError, match=r"rank 1 .* was given 2 as the number of ranks, rank 0 .* was given 3"):
         join_barrier(store, 1, 2, b"", Deadline.after(20))
     thread.join(10)
     assert "XVCOMM_SIZE" in str(errors[0])

@@ -70,7 +70,7 @@ def test_a_duplicated_action_is_named(place, to):
     schedule, rank, actions, at = place
     to %= len(actions) + 1
     doubled = [*actions[:to], actions[at], *actions[to:]]
-    assert refusal(with_program(schedule, rank, doubled)).startswith(f"rank {rank}: {actions[at]} comes 2 times")
+    assert refusal(with_program(schedule, rank, doubled)).startswith(f"rank {rank}: {actions[at]} occurs 2 times")
 
 
 @given(place=places(), data=st.data())

@@ -391,7 +391,7 @@ def test_wrong_number_of_stages_or_missing_spec_raises_everywhere():
     def few(comm):
         return run([Linear(comm.rank, 4)], comm, build("interleaved", 2, 2, 2))
 
-    everyone_raises(2, few, ArgumentError, "1 stages given, but schedule interleaved has 2 chunks a rank")
+    everyone_raises(2, few, ArgumentError, "1 stages given, but schedule interleaved has 2 chunks per rank")
 
     def silent(comm):
         stage = Linear(comm.rank, 2)
@@ -405,7 +405,7 @@ def test_wrong_number_of_stages_or_missing_spec_raises_everywhere():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, "made for 2 ranks, the pipeline has 3"),
+        ({}, "is for 2 ranks, the pipeline has 3"),
         ({"ranks": (0, 0)}, "must be different ranks"),
         ({"ranks": (0, 3)}, "must be different ranks from 0 to 2"),
         ({"ranks": (1, 2)}, "rank 0 is not in this pipeline"),

@@ -120,7 +120,7 @@ def test_sizes_refused(arguments, complaint):
 
 def test_orders_that_wait_for_each_other_are_refused():
     orders = [[Forward(0, 0), Backward(0, 0)], [Backward(0, 0), Forward(0, 0)]]
-    with pytest.raises(ScheduleError, match=r"rank 0 never comes to start Backward\(micro_batch=0, chunk=0\)"):
+    with pytest.raises(ScheduleError, match=r"rank 0 never starts Backward\(micro_batch=0, chunk=0\)"):
         pipeline.add_messages(pipeline.Layout(2, 1, 1), orders)
 
 

@@ -185,10 +185,10 @@ def test_neighbouring_border_steps_progress_together() -> None:
     [
         ((Put(Lane.SEND, (), 1, OUT),), "reads out.*element 0 was never written"),
         ((Put(Lane.SEND, (), 1, TMP),), "reads tmp.*element 0 was never written"),
-        ((Put(Lane.SEND, (), 1, Span(Buf.IN, 2, 4)),), r"in\[2:6\] leaves its buffer of 4"),
+        ((Put(Lane.SEND, (), 1, Span(Buf.IN, 2, 4)),), r"in\[2:6\] exceeds its buffer of 4"),
         ((PUT, Copy(Lane.NATIVE, (), IN, Span(Buf.OUT, 0, 3))), r"4 elements cannot fill out\[0:3\]"),
         ((PUT, Copy(Lane.NATIVE, (), IN, IN)), "writes to the caller's input"),
-        ((PUT,), "rank 0 does not finish its output"),
+        ((PUT,), "rank 0 does not complete its output"),
         ((Put(Lane.RECV, (), 1, IN),), "cannot run on the recv lane"),
         ((Put(Lane.SEND, (0,), 1, IN),), "`after` must name earlier steps"),
     ],
