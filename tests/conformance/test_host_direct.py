@@ -30,7 +30,7 @@ BIG, HUGE = 1 << 23, 1 << 26
 
 
 def native(comm):
-    return comm._context._native
+    return comm._context.joined_native()
 
 
 def words_of(comm, rank):

@@ -219,7 +219,7 @@ def aborted(comm):
             message(np.zeros(4, np.uint8), 1 - comm.rank)
         record = recorder.last(comm._context.session._regions[comm.rank])
         assert record.state == State.FAILED and record.nbytes == 4
-    return len(comm._context._active)
+    return len(comm._context.lifecycle.users)
 
 
 def test_abort(pair):

@@ -96,7 +96,7 @@ def send_and_leave(comm: Communicator) -> None:
 def receive_after_departure(comm: Communicator) -> None:
     """The message is there; another one is not."""
     a, buffer = arrays(comm), np.zeros(1000)
-    await_that(lambda: bool(comm._context.departed))
+    await_that(lambda: bool(comm._context.lifecycle.departed))
     got = a.put(buffer)
     comm.recv(got, 0)
     assert (a.get(got) == np.arange(1000.0)).all()

@@ -126,7 +126,7 @@ def late_for_no_rank(comm):
     sub = comm.split(0)
     sub.barrier()
     if comm.rank == 1:
-        sub._context.abort(Reason.DEADLINE.word(1, 1), "the store did not answer")
+        sub._context.lifecycle.abort(Reason.DEADLINE.word(1, 1), "the store did not answer")
     comm.barrier()
     error = raised(sub.barrier)
     sub.close()

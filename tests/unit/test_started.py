@@ -53,7 +53,7 @@ class Job:
     def __init__(self) -> None:
         self.through, self.stop, self.received, self.followed = False, 0, 1, list[int | None]()
         self.native: Any = SimpleNamespace(error=lambda: 0)
-        self.context, self.stream = self, SimpleNamespace(reached=lambda event: self.through)
+        self.context, self.lifecycle, self.stream = self, self, SimpleNamespace(reached=lambda event: self.through)
         self.tracker, self.handle, self.event, self.companions = self, 48, None, AsyncGroup()
         view, part = (self.view() for _ in range(2))
         self.call = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)

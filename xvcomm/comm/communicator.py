@@ -354,7 +354,7 @@ class Communicator(PointToPoint, Objects):
 
     def abort(self, reason: str = "") -> None:
         """Make every rank leave what it is in and raise Aborted, which gives the reason. Safe from any thread."""
-        self._context.abort(Reason.ABORTED.word(self.rank, self.rank), reason)
+        self._context.lifecycle.abort(Reason.ABORTED.word(self.rank, self.rank), reason)
 
     def history(self) -> list[Record]:
         """What this process did last, oldest first, by all its communicators of the job: its flight recorder. Never blocks.
@@ -372,7 +372,7 @@ class Communicator(PointToPoint, Objects):
         if self._context.path == "0":
             self._context.session.close()
         else:
-            self._context.close()
+            self._context.lifecycle.close()
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.timeout if timeout is None else timeout)

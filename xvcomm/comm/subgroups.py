@@ -189,7 +189,7 @@ class Meetings:
     def _miss(self, mine: _Card, name: str, place: Store) -> None:
         """Raise PeerLost for a member that closed the parent and has not come, so never will."""
         context = self._context
-        for member in context.departed.intersection(mine.members):
+        for member in context.lifecycle.departed.intersection(mine.members):
             try:
                 place.get(f"here/{member}", Deadline.after(0))
             except DeadlineExceeded:

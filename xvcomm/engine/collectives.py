@@ -139,7 +139,7 @@ class Caller:
         self._executor = Executor(context)
         self._stream = context.device.streams(1)[0]
         self._token = array.view(np.zeros(1, np.uint8))
-        context.closing.append(self._close)
+        context.lifecycle.on_close(self._close)
 
     def token(self) -> ArrayView:
         """One byte for operations that carry no data."""
@@ -166,7 +166,7 @@ class Caller:
                 if code != READY:
                     prepared.finish(src, dst, deadline)
                 return call.result()
-        self._context.ensure_open(call.op)  # in a forked child nobody may ever open the gate
+        self._context.lifecycle.ensure_open(call.op)  # in a forked child nobody may ever open the gate
         with self._gate:
             return self._run(call, deadline)
 
@@ -209,7 +209,7 @@ class Caller:
             finally:
                 self._gate.queue(-1)
 
-        self._context.ensure_open(call.op)
+        self._context.lifecycle.ensure_open(call.op)
         self._gate.queue(1)
         return self._worker.submit(locked, call.site or call_site(_INSIDE_START))
 

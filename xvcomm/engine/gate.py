@@ -35,8 +35,8 @@ class LaunchGate:
             ClosedError: this rank has closed the communicator.
         """
         if not self.open:
-            self._context.enter(self._standing, op)
-            self._context.closing.append(self._close)
+            self._context.lifecycle.enter(self._standing, op)
+            self._context.lifecycle.on_close(self._close)
             self.open = True
 
     def place(self, handle: int, *, blocking: bool = True) -> int:
@@ -53,5 +53,5 @@ class LaunchGate:
         """Close the gate. Memory stays mapped if a compiled call does not return in time."""
         if self.lock.acquire(timeout=_CLOSE_SECONDS):
             self.open = False
-            self._context.leave(self._standing, moved=False)
+            self._context.lifecycle.users.discard(self._standing)
             self.lock.release()

@@ -328,7 +328,7 @@ class CollectiveCall:
             return
         try:
             if number < 0:
-                raise CollectiveStopped(self._context.word())
+                raise CollectiveStopped(self._context.lifecycle.word())
             [*self._calls, recording or self._calls[-1]][self._words[CollectiveWord.AT]].failed(
                 self._words[CollectiveWord.RESULT]
             )

@@ -179,18 +179,18 @@ class HostTransfers(Transfers):
         courier = couriers.pop()
         site = t.site or call_site(_INSIDE)
         try:
-            collective = context.enter(courier, t.name)
-            if not courier.begin(collective, view.address, view.dtype.code, view.nbytes, t.tag, site):
+            context.lifecycle.enter(courier, t.name)
+            if not courier.begin(context.sequence, view.address, view.dtype.code, view.nbytes, t.tag, site):
                 courier.finish(t.deadline)
         except BaseException as error:
             self._lose(t, courier, error)
-        context.leave(courier)
+        context.moved(courier)
         couriers.append(courier)
 
     def _lose(self, t: Transfer, courier: Courier, error: BaseException) -> NoReturn:
         """Raise the user's error when a courier was stopped, or interrupted."""
         if not courier.discard():
-            self._context.leave(courier, moved=False)
+            self._context.lifecycle.users.discard(courier)
             raise error
         t.end = courier.end
         t.operation = self._context.replace(courier, t.name, t.message(), t.peer)

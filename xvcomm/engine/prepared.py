@@ -142,9 +142,10 @@ class Gate:
         """
         with self._lock:
             if not self._open:
-                self._record.sequence = self._context.enter(self._standing, op)
+                self._context.lifecycle.enter(self._standing, op)
+                self._record.sequence = self._context.sequence
                 self._record.place, self._record.hooks = self._context.place, id(hooks)
-                self._context.closing.append(self._close)
+                self._context.lifecycle.on_close(self._close)
                 self._open = True
         return PreparedCall(self._context, self, op, message, site, prepared)
 
@@ -164,7 +165,7 @@ class Gate:
     def _close(self) -> None:
         """Close the gate to compiled code. Memory stays mapped if a compiled call does not return."""
         if self._take(Deadline.after(_CLOSE_SECONDS)):
-            self._context.leave(self._standing, moved=False)
+            self._context.lifecycle.users.discard(self._standing)
         self._open = False
 
 
@@ -199,7 +200,7 @@ class PreparedCall:
         self._stream.deadline = deadline
         try:
             if number < 0:
-                raise CollectiveStopped(self._context.word())
+                raise CollectiveStopped(self._context.lifecycle.word())
             self._prepared.resume(src, dst, self._stream)
         except BaseException as error:
             raised = self._context.fail(error, operation)

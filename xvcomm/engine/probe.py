@@ -158,16 +158,16 @@ class Probing:
         """
         context = self._context
         operation = Operation(OpCode.PROBE, -1, _NOTHING, src, channel=channel)
-        context.enter(operation, OpCode.PROBE)
+        context.lifecycle.enter(operation, OpCode.PROBE)
         try:
             return self._find(src, channel, deadline).look(_ONCE)
         except RingStopped as stopped:
             if not Reason.bad(stopped.word):
                 # To ask is not to wait: that a rank has left finishes the communicator only for who needs it.
                 # Where it aborted the communicator before, that is the reason.
-                raise context.diagnosis.error(context.word() or stopped.word, operation) from None
+                raise context.diagnosis.error(context.lifecycle.word() or stopped.word, operation) from None
         finally:
-            context.leave(operation, moved=False)
+            context.lifecycle.users.discard(operation)
         return self.wait(src, channel, deadline)
 
     def wait(self, src: int, channel: int, deadline: Deadline, site: int = 0) -> Probe:

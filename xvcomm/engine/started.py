@@ -144,7 +144,7 @@ class Started(Work):
 
     def order(self, stream: int | None) -> None:
         """See `Work.order`."""
-        if self._beside.context.word() and self.done():
+        if self._beside.context.lifecycle.word() and self.done():
             self._raise()
         if not self._well:
             self._beside.follow(stream, self._event, self.done)
@@ -177,7 +177,7 @@ class Started(Work):
         failure: tuple[Exception, Operation] | None
         if batch.stream.reached(self._event):
             failure = batch.outcome(context.stopped)
-        elif Reason.bad(word := context.word()):
+        elif Reason.bad(word := context.lifecycle.word()):
             failure = CollectiveStopped(word), batch.operations[0]
         else:
             return False

@@ -53,7 +53,7 @@ class StreamCaller(Caller):
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
         self._again: dict[Key, CollectiveCall] = {}
-        context.closing.append(self._close)  # keeps its memory alive as long as operations are on the streams
+        context.lifecycle.on_close(self._close)  # keeps its memory alive as long as operations are on the streams
 
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
         """See `Caller.again`: what compiled code starts, before a Call is made, which takes as long."""

@@ -47,7 +47,7 @@ class StreamTransfers(Transfers):
         self._launch_gate = LaunchGate(context, context.enqueueing)
         self._calls: dict[tuple[_Shape, ...], MessageCall | None] = {}
         self._admission = AdmissionQueue(context.tracker, self._go)
-        context.closing.append(self._admission.close)
+        context.lifecycle.on_close(self._admission.close)
 
     def run_alone(self, t: Transfer) -> None:
         """See `Transfers.run_alone`."""

@@ -179,17 +179,12 @@ class ContractCheck:
             if ctypes.c_int64.from_address(self._row(i) + index).value <= sequence
         ]  # fmt: skip
 
-    def newest(self, following: int) -> tuple[int, Message]:
-        """Number and description of the collective that this rank posted last.
-
-        Args:
-            following: number of the next collective, or of the one that is just being started.
-        """
-        for sequence in (following, following - 1):
-            posted, *message = (ctypes.c_int64 * 6).from_address(self._row(self._me) + sequence % LEDGER * ENTRY)
-            if posted == sequence + 1:
-                break
-        return sequence, Message(*message)
+    def newest(self) -> tuple[int, Message]:
+        """Number and description of the collective that this rank posted last."""
+        row = self._row(self._me)
+        entries = [(ctypes.c_int64 * 6).from_address(row + i * ENTRY) for i in range(LEDGER)]
+        posted, *message = max(entries, key=lambda entry: entry[0])
+        return posted - 1, Message(*message)
 
     def mismatch(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
         """After a mismatch of collectives: the two ranks that differ and what each wrote."""

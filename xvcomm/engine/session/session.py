@@ -314,7 +314,7 @@ class Session:
             self._contexts.add(context)
             gone = [*self._lost, *self._seen_left]
         for rank in gone:
-            context.lose(rank)
+            context.lifecycle.lose(rank)
 
     def remove(self, context: Supervised) -> None:
         """Forget a communicator that is closed."""
@@ -337,7 +337,7 @@ class Session:
         self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        self._watch_over(lambda context: context.lose(rank))
+        self._watch_over(lambda context: context.lifecycle.lose(rank))
 
     def _look(self) -> None:
         for rank in self.neighbours:
@@ -358,7 +358,7 @@ class Session:
                 look(context)
             except Exception as error:
                 why = f"a thread that watches over the job failed: {type(error).__name__}: {error}"
-                context.abort(Reason.ABORTED.word(context.rank, context.rank), why)
+                context.lifecycle.abort(Reason.ABORTED.word(context.rank, context.rank), why)
 
     def sweep(self, rank: int, part: str = "") -> None:
         """Take away the names of the segments that a rank of this host made; `part` tells a communicator."""
@@ -437,4 +437,4 @@ class Session:
                 # After the communicators: until then others may wait for what this rank has begun.
                 self._cleanup.callback(self.recorder.live, recorder.Life.CLOSED)
             for context in self._open_contexts():
-                self._cleanup.callback(context.close)
+                self._cleanup.callback(context.lifecycle.close)

@@ -1,0 +1,93 @@
+"""What stops a communicator: errors from below, and what rings and the native library report while no thread waits."""
+
+from __future__ import annotations
+
+from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
+from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.engine.lifecycle import Lifecycle
+from xvcomm.engine.session.diagnosis import Diagnosis
+from xvcomm.engine.session.rings import Rings
+from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.memory.ring import Reason
+from xvcomm.system import limits
+from xvcomm.system.forking import FORKED
+from xvcomm.trace.operation import Operation
+from xvcomm.types.opcode import OpCode
+
+_CLOSED_EARLY = "on a communicator that was closed while it was under way; wait for asynchronous operations first"
+
+
+class Failures:
+    """Aborts one communicator for the right reason, and gives the error for the user. Thread-safe.
+
+    Args:
+        ranks, rank: the communicator's ranks as numbers of the whole job; this process's number in it.
+        island: the ranks that join one native library with this rank, in the library's order.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, diagnosis: Diagnosis, rings: Rings, ranks: tuple[int, ...], rank: int,
+        island: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self._lifecycle, self._diagnosis, self._rings = lifecycle, diagnosis, rings
+        self._ranks, self._rank, self._island = ranks, rank, island
+
+    def explain(self, error: BaseException, operation: Operation) -> BaseException:
+        """Abort the communicator because an operation ended by an error from below; gives the error for the user."""
+        lifecycle, diagnosis = self._lifecycle, self._diagnosis
+        stopped = isinstance(error, (RingStopped, CollectiveStopped))
+        if stopped and lifecycle.closed and not lifecycle.aborted():
+            what = f"{operation} {FORKED if lifecycle.closed is FORKED else _CLOSED_EARLY}"
+            return ClosedError(what, rank=self._rank, op=str(operation.name), seq=operation.sequence)
+        if known := lifecycle.word():
+            lifecycle.abort(known)
+        elif isinstance(error, (RingStopped, CollectiveStopped)):
+            # A mismatch says more than that its rank left since.
+            differs = isinstance(error, RingStopped) and error.end.mismatch()
+            self._pass_on(Reason.MISMATCH.word(self._rank) if differs else error.word)
+        elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
+            late = diagnosis.late(operation, self._suspects(error))
+            why = diagnosis.waited(operation, late) if late else f"{operation}: {error}"
+            lifecycle.abort(Reason.DEADLINE.word(late[0] if late else self._rank, self._rank), why)
+        elif isinstance(error, (PeerLost, Aborted)) and error.peer is not None:  # the store told of another rank
+            lifecycle.abort(diagnosis.passed_on(error), str(error))
+        else:
+            # It went wrong here, so that this rank has the story and the others need to be told.
+            error = limits.named(error, f"do {operation}")
+            lifecycle.abort(Reason.ABORTED.word(self._rank, self._rank), f"{type(error).__name__}: {error}")
+            return error
+        below = (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled, XvcommError)
+        return error if not isinstance(error, below) else diagnosis.error(lifecycle.word(), operation)
+
+    def _pass_on(self, word: int) -> None:
+        """Tell all that a ring, or the native library, was stopped; they were the first to know why."""
+        native = self._lifecycle.native
+        if Reason.parse(word)[0] is Reason.MISMATCH:
+            found = self._diagnosis.mismatch()
+            self._lifecycle.abort(Reason.MISMATCH.word(self._rank), found[0] if found else "")
+        elif native is not None and native.failure:
+            self._lifecycle.abort(Reason.ABORTED.word(self._rank, self._rank), native.failure)
+        else:
+            self._lifecycle.abort(word)
+
+    def _suspects(self, error: BaseException) -> list[int]:
+        if isinstance(error, RingStalled):
+            return sorted({end.peer for end in error.ends})
+        if isinstance(error, CollectiveStalled):
+            return [self._island[m] for m in error.missing]
+        return [r for r, world in enumerate(self._ranks) if isinstance(error, XvcommError) and error.peer == world]
+
+    def look(self) -> None:
+        """Find out what no host thread waits for: rings and libraries that stopped; the caller holds `Lifecycle.lock`."""
+        lifecycle = self._lifecycle
+        for end in self._rings.ends():
+            word = end.abort_word()
+            if Reason.bad(word) and not lifecycle.aborted():
+                self._pass_on(word)
+        native, contract = lifecycle.native, lifecycle.contract
+        if native is not None and contract is not None and Reason.bad(native.error()) and not lifecycle.aborted():
+            if native.failure:
+                lifecycle.abort(Reason.ABORTED.word(self._rank, self._rank), native.failure)
+            else:  # the host is in a call of it past the deadline
+                sequence, message = contract.newest()
+                self.explain(CollectiveStalled(()), Operation(OpCode(message.op), sequence, message))
