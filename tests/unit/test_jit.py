@@ -127,3 +127,15 @@ def test_a_start_that_compiles_is_silent_where(start, tmp_path, how):
     with open(place) as speaker:
         fcntl.flock(speaker, fcntl.LOCK_EX if not quiet else fcntl.LOCK_UN)
         assert _said(start(quiet + SOON.format(place=str(place)))) == ""
+
+
+def test_functions_without_a_source_file_are_compiled_at_every_start(start, tmp_path):
+    """And the user is told once."""
+    place = str(tmp_path / "kernels.py")
+    code = f"from xvcomm.system import notice; notice.PLACE = {place!r}; exec(open({place!r}).read()); sys.exit(0)"
+    for _ in range(2):
+        out, said = start(code).communicate(timeout=60)
+        assert out == "compiled 2\n"
+        assert (
+            said.count("are not kept, because xvcomm's source files cannot be read: __main__ has no source file") == 1
+        )

@@ -1,4 +1,4 @@
-"""Compiles host kernels with numba: once per machine, cached on disk by the code that they reach, one process at a time."""
+"""Compiles host kernels with numba: once per machine, cached on disk by their source files, one process at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from numba.core.sigutils import normalize_signature
 
 from xvcomm import config
 from xvcomm.jit.cache import KernelCache, kernel_cache
-from xvcomm.jit.fingerprint import fingerprint
 from xvcomm.jit.progress import Progress
+from xvcomm.jit.sources import digest
 from xvcomm.system.interrupts import held_back
 from xvcomm.system.notice import notice
 from xvcomm.system.private import taken
@@ -163,7 +163,7 @@ def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: 
 def _function(function: Callable[..., Any], signature: str, **options: bool) -> Any:
     """Like `njit(signature, cache=True)`, with xvcomm's disk cache."""
     compiled = njit(error_model="numpy", **options)(function)
-    compiled._cache = _Cache(function, compiled.targetoptions)
+    compiled._cache = _cache(function, compiled.targetoptions)
     compiled.compile(signature)
     compiled.disable_compile()
     return compiled
@@ -173,13 +173,28 @@ def _callback(function: Callable[..., Any], signature: str) -> Any:
     """Like `cfunc(signature, cache=True)`, with xvcomm's disk cache."""
     options = {"error_model": "numpy"}
     compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
-    compiled._cache = _Cache(function, options, "C")
+    compiled._cache = _cache(function, options, "C")
     compiled.compile()
     return compiled
 
 
+def _cache(function: Callable[..., Any], *options: object) -> NullCache:
+    try:
+        return _Cache(function, *options)
+    except OSError as error:
+        _tell_sources_missing(str(error))
+        return NullCache()
+
+
+def _tell_sources_missing(reason: str) -> None:
+    """Say once that nothing is kept: no file's name would tell an old version of a function from a new one."""
+    if not _told:
+        _told.append(reason)
+        notice(f"compiled kernels are not kept, because xvcomm's source files cannot be read: {reason}")
+
+
 class _Cache(NullCache):  # type: ignore[misc]
-    """A function's files in the `KernelCache`; their names contain its `fingerprint`.
+    """A function's files in the `KernelCache`; their names contain the `digest` of its sources.
 
     numba's own cache notices changes of the file that defines the function, but not of files whose functions are inlined into
     it. It also raises if no folder is writable, and loads files whoever owns them.
@@ -188,7 +203,7 @@ class _Cache(NullCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], *options: object) -> None:
         python = f"py{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}"
         self._name = f"{function.__module__}.{function.__qualname__}-{python}".replace("<", "").replace(">", "")
-        self._code = fingerprint(function, *options)
+        self._code = digest(function, *options)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load without initializing numba's typing registries, which takes longer than loading all kernels of a process."""
@@ -213,3 +228,4 @@ def _kept() -> KernelCache:
 
 
 _alive: list[Any] = []
+_told: list[str] = []
