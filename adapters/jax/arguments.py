@@ -14,11 +14,11 @@ import numpy as np
 from xvcomm.comm.communicator import Communicator
 from xvcomm.comm.point_to_point import CHANNELS
 from xvcomm.errors import ArgumentError, ArrayError, DTypeError
-from xvcomm.trace.recorder import call_site, pass_over
+from xvcomm.trace.callsite import find_call_site, skip_folder
+from xvcomm.trace.format import CALL_SITE_BYTES
 from xvcomm.types.dtype import from_numpy
 
 TOKEN = np.dtype(np.float32)
-_SITE_BYTES = 48
 _JAX = str(Path(jax.__file__).parent)
 
 
@@ -151,10 +151,10 @@ def token(op: str, given: Any) -> list[Any]:
     return [given]
 
 
-def site() -> str:
+def call_site() -> str:
     """Where the user called the operation that asks; JAX's own functions in between do not count."""
-    pass_over(_JAX)
-    return ctypes.string_at(call_site(1), _SITE_BYTES).rstrip(b"\0").decode(errors="replace")
+    skip_folder(_JAX)
+    return ctypes.string_at(find_call_site(1), CALL_SITE_BYTES).rstrip(b"\0").decode(errors="replace")
 
 
 def _number(op: str, x: Any) -> Any:

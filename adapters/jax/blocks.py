@@ -43,7 +43,7 @@ def all_gather(
     x = x if x.ndim else x.reshape(1)
     carrier = arguments.token("all_gather", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_GATHER, site=arguments.site(), carried=bool(carrier), ordered=not carrier,
+        comm=comm, op=OpCode.ALL_GATHER, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier,
         uneven=counts is not None, rows=() if axis_name is not None else arguments.owned("all_gather", x, counts, comm),
     )  # fmt: skip
     if axis_name is not None:
@@ -72,7 +72,7 @@ def reduce_scatter(
     how = reduction_on(op, from_numpy(np.dtype(x.dtype)))
     carrier = arguments.token("reduce_scatter", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.REDUCE_SCATTER, reduction=how, site=arguments.site(), carried=bool(carrier),
+        comm=comm, op=OpCode.REDUCE_SCATTER, reduction=how, call_site=arguments.call_site(), carried=bool(carrier),
         rows=arguments.divided("reduce_scatter", "counts", x, counts, comm), uneven=counts is not None,
         ordered=not carrier,
     )  # fmt: skip

@@ -21,8 +21,8 @@ from xvcomm.engine.messages import Transfer
 from xvcomm.engine.prepared import PreparedCall
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.memory.array import ArrayView
+from xvcomm.trace.callsite import make_call_site
 from xvcomm.trace.operation import ANY_PEER, NO_PEER
-from xvcomm.trace.recorder import own_site
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8, ReduceOp, Reduction, from_numpy
 from xvcomm.types.opcode import OpCode
@@ -43,7 +43,7 @@ class CustomCall(ABC):
     def __init__(self, spec: Spec, arrays: Sequence[Any], device: int | None, text: str, number: int) -> None:
         self.spec, self.device, self.text, self.number = spec, device, text, number
         self.reads, self.writes = bool(arrays), bool(arrays) and bool(spec.results(arrays[-1].shape))
-        self.site = own_site(spec.site)
+        self.call_site = make_call_site(spec.call_site)
 
     @abstractmethod
     def run(self, src: int, dst: int, stream: int | None) -> None:
@@ -118,10 +118,10 @@ class CollectiveCall(CustomCall):
         return call
 
     def _make(self) -> Call:
-        spec, site = self.spec, ctypes.addressof(self.site)
+        spec, call_site = self.spec, ctypes.addressof(self.call_site)
         if not self._arrays:
             token = self._caller.token()
-            return Call(spec.op, token, token, UINT8, _BARRIER, count=1, site=site)
+            return Call(spec.op, token, token, UINT8, _BARRIER, count=1, call_site=call_site)
         (shape, dtype), *_ = self._arrays
         rank, root = spec.comm.rank, spec.root
         view, results = self._view(shape, dtype), spec.results(shape)
@@ -140,7 +140,9 @@ class CollectiveCall(CustomCall):
             row = math.prod(shape[1:])
             counts["counts"] = tuple(n * row for n in spec.rows)
             counts["recv_counts"] = tuple(n * row for n in spec.back)
-        return Call(spec.op, src, dst, view.dtype, spec.reduction, root=root, uneven=spec.uneven, site=site, **counts)
+        return Call(
+            spec.op, src, dst, view.dtype, spec.reduction, root=root, uneven=spec.uneven, call_site=call_site, **counts
+        )
 
 
 class MessageCall(CustomCall):
@@ -166,7 +168,7 @@ class MessageCall(CustomCall):
                 view, spec.src, spec.recv_tag, channel, None, stream
             ))  # fmt: skip
         for transfer in transfers:
-            transfer.site = ctypes.addressof(self.site)
+            transfer.call_site = ctypes.addressof(self.call_site)
         # Not by way of `send` and the like: these would ask this thread where the user is, and whether it has a group.
         if len(transfers) > 1:
             comm._transfers.run(transfers)
@@ -180,7 +182,7 @@ class MessageCall(CustomCall):
         spec, comm = self.spec, self.spec.comm
         deadline = Deadline.after(comm.timeout)
         peer, channel = comm._probed(None if spec.src == ANY_PEER else spec.src, spec.channel)
-        found = comm._probing.wait(peer, channel, deadline, ctypes.addressof(self.site))
+        found = comm._probing.wait(peer, channel, deadline, ctypes.addressof(self.call_site))
         # What a derivative sends is no value, also where any tag will do: then it is a mismatch.
         tag = spec.recv_tag if spec.recv_tag != ANY else found.tag if found.tag < TAGS else 0
         transfer = comm._receiving(view, found.src, tag, channel, None, stream)

@@ -50,7 +50,7 @@ def send(
     carrier = arguments.token("send", token)
     spec = MessageSpec(
         comm=comm, dst=arguments.peer("send", "dst", dst, comm), send_tag=_tag("send", tag),
-        channel=arguments.channel("send", channel), site=arguments.site(), carried=True, ordered=not carrier,
+        channel=arguments.channel("send", channel), call_site=arguments.call_site(), carried=True, ordered=not carrier,
     )  # fmt: skip
     return bind(send_p, x, *(carrier or [make_token()]), spec=spec)[0]
 
@@ -82,7 +82,7 @@ def recv(
     spec = MessageSpec(
         comm=comm, src=ANY_PEER if src is ANY_SOURCE else arguments.peer("recv", "src", src, comm),
         recv_tag=ANY if tag is ANY_TAG else _tag("recv", tag), channel=arguments.channel("recv", channel),
-        status=None if status is None else Slot("recv", status), site=arguments.site(), carried=bool(carrier),
+        status=None if status is None else Slot("recv", status), call_site=arguments.call_site(), carried=bool(carrier),
         ordered=not carrier,
     )  # fmt: skip
     return given_back(bind(recv_p, like, *carrier, spec=spec), token)
@@ -104,7 +104,7 @@ def sendrecv(
     spec = MessageSpec(
         comm=comm, dst=arguments.peer("sendrecv", "dst", dst, comm), src=arguments.peer("sendrecv", "src", src, comm),
         send_tag=_tag("sendrecv", send_tag), recv_tag=_tag("sendrecv", recv_tag),
-        channel=arguments.channel("sendrecv", channel), site=arguments.site(), carried=bool(carrier),
+        channel=arguments.channel("sendrecv", channel), call_site=arguments.call_site(), carried=bool(carrier),
         ordered=not carrier,
     )  # fmt: skip
     return given_back(bind(sendrecv_p, x, like, *carrier, spec=spec), token)

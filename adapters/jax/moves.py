@@ -41,7 +41,12 @@ def broadcast(
     comm, x = chosen(comm), arguments.array("broadcast", x)
     root, carrier = arguments.rank("broadcast", "root", root, comm), arguments.token("broadcast", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.BROADCAST, root=root, site=arguments.site(), carried=bool(carrier), ordered=not carrier
+        comm=comm,
+        op=OpCode.BROADCAST,
+        root=root,
+        call_site=arguments.call_site(),
+        carried=bool(carrier),
+        ordered=not carrier,
     )
     if axis_name is not None:
         return islands.broadcast(broadcast_p, x, spec, axis_name, token)
@@ -57,7 +62,7 @@ def gather(
     root, carrier = arguments.rank("gather", "root", root, comm), arguments.token("gather", token)
     spec = CollectiveSpec(
         comm=comm, op=OpCode.GATHER, root=root, rows=arguments.owned("gather", x, counts, comm),
-        uneven=counts is not None, site=arguments.site(), carried=bool(carrier), ordered=not carrier,
+        uneven=counts is not None, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier,
     )  # fmt: skip
     results = bind(gather_p, x, *carrier, spec=spec)
     return given_back(results if comm.rank == root else [None, *results], token)
@@ -80,7 +85,7 @@ def scatter(
     root, carrier = arguments.rank("scatter", "root", root, comm), arguments.token("scatter", token)
     spec = CollectiveSpec(
         comm=comm, op=OpCode.SCATTER, root=root, rows=arguments.divided("scatter", "counts", x, counts, comm),
-        uneven=counts is not None, site=arguments.site(), carried=bool(carrier), ordered=not carrier,
+        uneven=counts is not None, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier,
     )  # fmt: skip
     return given_back(bind(scatter_p, x, *carrier, spec=spec), token)
 
@@ -106,7 +111,7 @@ def all_to_all(
     back = rows if recv_counts is None else arguments.counts("all_to_all", "recv_counts", recv_counts, comm)
     carrier = arguments.token("all_to_all", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_TO_ALL, rows=rows, back=back, uneven=send_counts is not None, site=arguments.site(),
+        comm=comm, op=OpCode.ALL_TO_ALL, rows=rows, back=back, uneven=send_counts is not None, call_site=arguments.call_site(),
         carried=bool(carrier), ordered=not carrier,
     )  # fmt: skip
     return given_back(bind(all_to_all_p, x, *carrier, spec=spec), token)
@@ -123,7 +128,7 @@ def barrier(*, comm: Communicator | None = None, token: Any = None) -> Any:
     """
     comm, carrier = chosen(comm), arguments.token("barrier", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.BARRIER, site=arguments.site(), carried=bool(carrier), ordered=not carrier
+        comm=comm, op=OpCode.BARRIER, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier
     )
     results = bind(barrier_p, *carrier, spec=spec)
     return results[0] if carrier else None

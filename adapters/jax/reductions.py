@@ -62,7 +62,7 @@ def all_reduce(
         raise ArgumentError(f"all_reduce: replicated= is for sums, not for {how.op}")
     carrier = arguments.token("all_reduce", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_REDUCE, reduction=how, replicated=replicated, site=arguments.site(),
+        comm=comm, op=OpCode.ALL_REDUCE, reduction=how, replicated=replicated, call_site=arguments.call_site(),
         carried=bool(carrier), ordered=not carrier,
     )  # fmt: skip
     if axis_name is not None:
@@ -79,7 +79,7 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", *, comm: Communicator | None =
     how, root = reduction_on(op, from_numpy(np.dtype(x.dtype))), arguments.rank("reduce", "root", root, comm)
     carrier = arguments.token("reduce", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.REDUCE, reduction=how, root=root, site=arguments.site(), carried=bool(carrier),
+        comm=comm, op=OpCode.REDUCE, reduction=how, root=root, call_site=arguments.call_site(), carried=bool(carrier),
         ordered=not carrier,
     )  # fmt: skip
     return given_back(bind(reduce_p, x, *carrier, spec=spec), token)
@@ -97,7 +97,7 @@ def scan(x: Any, op: Op = "sum", *, comm: Communicator | None = None, token: Any
         raise ArgumentError(f"scan: {how.op}: must be sum, prod, max or min; take others from all_gather")
     carrier = arguments.token("scan", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_GATHER, rows=(1,) * comm.size, site=arguments.site(), carried=bool(carrier),
+        comm=comm, op=OpCode.ALL_GATHER, rows=(1,) * comm.size, call_site=arguments.call_site(), carried=bool(carrier),
         ordered=not carrier,
     )  # fmt: skip
     rows, *rest = bind(all_gather_p, x[None], *carrier, spec=spec)

@@ -33,7 +33,7 @@ class Spec(ABC):
         linked: whether another token goes in as the last operand, behind which this operation comes as well.
         ordered: whether JAX keeps the order, by an effect.
         lone: whether only one of a process's devices takes part; the others' results are zeros.
-        site: where the user called it, `file.py:line`.
+        call_site: where the user called it, `file.py:line`.
     """
 
     comm: Communicator
@@ -41,7 +41,7 @@ class Spec(ABC):
     linked: bool = False
     ordered: bool = True
     lone: bool = False
-    site: str = field(default="", compare=False)
+    call_site: str = field(default="", compare=False)
 
     @abstractmethod
     def results(self, shape: Shape) -> list[Shape]:

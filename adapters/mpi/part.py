@@ -13,7 +13,7 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.errors import ArgumentError
 from xvcomm.system import forking
-from xvcomm.trace.recorder import call_site
+from xvcomm.trace.callsite import find_call_site
 from xvcomm.types.deadline import NEVER
 
 _CLOSE_SECONDS = 2.0
@@ -72,7 +72,7 @@ class Part:
             with self._order:
                 return action()
 
-        return self._queue.submit(ordered, call_site(_INSIDE))
+        return self._queue.submit(ordered, find_call_site(_INSIDE))
 
     def close(self) -> None:
         """Wait for what nobody waits for, end the thread, and close the communicator."""

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xvcomm.adapters.torch.group import ProcessGroup
 from xvcomm.adapters.torch.works import Work
-from xvcomm.trace.recorder import pass_over
+from xvcomm.trace.callsite import skip_folder
 
 _OPERATION = "all_gather_into_tensor_out"
 _libraries: list[Any] = []
@@ -35,10 +35,10 @@ def install() -> None:
     """Close them, as far as this release of torch can be extended. Idempotent."""
     if _libraries:
         return
-    pass_over(str(Path(torch.__file__).parent))
+    skip_folder(str(Path(torch.__file__).parent))
     # What stands between the program and what torch has renamed, or calls at the end of a `with`.
-    pass_over(inspect.getfile(typing_extensions.deprecated))
-    pass_over(contextlib.__file__)
+    skip_folder(inspect.getfile(typing_extensions.deprecated))
+    skip_folder(contextlib.__file__)
     library = torch.library.Library("_c10d_functional", "IMPL")
     _libraries.append(library)
     _open_monitored_barrier()

@@ -29,7 +29,7 @@ from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.errors import XvcommError
 from xvcomm.memory.array import ArrayView
 from xvcomm.system.forking import ProcessFuture
-from xvcomm.trace.recorder import call_site
+from xvcomm.trace.callsite import find_call_site
 
 _CLOSE_SECONDS = 2.0
 _INSIDE_RUN, _INSIDE_FROM_ANY = 2, 3
@@ -150,12 +150,12 @@ class HostPlane(Plane):
         """See `Plane.run`. In the calling thread if it waits and nothing is under way, or if there is nobody to wait for."""
         alone = self.comm.size == 1
         if not (waits or alone):
-            return HostWork(self._worker.submit(partial(job, self), call_site(_INSIDE_RUN)), tensors, what)
+            return HostWork(self._worker.submit(partial(job, self), find_call_site(_INSIDE_RUN)), tensors, what)
         try:
             if alone or self._worker.idle:
                 job(self)
             else:
-                self._worker.submit(partial(job, self), call_site(_INSIDE_RUN)).result()
+                self._worker.submit(partial(job, self), find_call_site(_INSIDE_RUN)).result()
         except XvcommError as error:
             raise as_torch(error) from None
         return NOTHING_LEFT if waits else Done(tensors, what)
@@ -181,7 +181,7 @@ class HostPlane(Plane):
 
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
         """See `Plane.from_any`. In a thread of the channel's, since it may wait for long."""
-        return HostWork(self._receivers[channel].submit(job, call_site(_INSIDE_FROM_ANY)), tensors, what)
+        return HostWork(self._receivers[channel].submit(job, find_call_site(_INSIDE_FROM_ANY)), tensors, what)
 
     def record_event(self) -> None:
         """See `Plane.record_event`."""

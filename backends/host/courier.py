@@ -20,7 +20,7 @@ from xvcomm.backends.host.rendezvous import join
 from xvcomm.jit.atomics import PENDING, READY, STOPPED, load, load_acquire, store
 from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.memory.ring import RingEnd
-from xvcomm.trace.recorder import DONE as ENDED
+from xvcomm.trace.format import DONE as ENDED
 from xvcomm.trace.recorder import note, note_end
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
@@ -60,10 +60,10 @@ def _end(courier: int) -> None:
     store(courier + _RECORD, ~number)
 
 
-def _begin(courier: int, collective: int, data: int, dtype: int, nbytes: int, tag: int, site: int) -> int:
+def _begin(courier: int, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> int:
     """See `Courier.begin`; READY, PENDING, STOPPED or MISMATCH."""
     recorder, communicator, peer = load(courier + _RECORDER), load(courier + _COMMUNICATOR), load(courier + _BLAME)
-    number = note(recorder, communicator, collective, load(courier + _OP), dtype, nbytes, peer, tag, site)
+    number = note(recorder, communicator, collective, load(courier + _OP), dtype, nbytes, peer, tag, call_site)
     store(courier + _RECORD, number)
     store(courier + _PHASE, mover.NEW)
     if load_acquire(load(courier + _STOP)) != 0:
@@ -121,9 +121,9 @@ class HostCourier(Courier):
         number = int(self._words[Word.RECORD])
         return number if number >= 0 else ~number
 
-    def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, site: int) -> bool:
+    def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> bool:
         """See `Courier.begin`."""
-        code = _begin_kernel(self._address, collective, data, dtype, nbytes, tag, site)
+        code = _begin_kernel(self._address, collective, data, dtype, nbytes, tag, call_site)
         if code > PENDING:
             raise self._stopped()
         return bool(code == READY)

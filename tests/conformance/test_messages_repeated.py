@@ -10,7 +10,7 @@ import pytest
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost
 from xvcomm.testing.world import World
 from xvcomm.trace import recorder
-from xvcomm.trace.recorder import State
+from xvcomm.trace.format import State, last_record
 from xvcomm.types.opcode import OpCode
 
 LIMIT = 20
@@ -54,18 +54,18 @@ def noted(comm, nbytes):
     finally:
         recorder.hooks.clear()
     assert all(r.ended >= r.posted > 0 for r in seen)
-    return [(r.op, r.nbytes, r.peer, r.tag, r.state, r.site.partition(":")[0]) for r in seen]
+    return [(r.op, r.nbytes, r.peer, r.tag, r.state, r.call_site.partition(":")[0]) for r in seen]
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_records(pair, nbytes):
     here = "test_messages_repeated.py"
     ways = [(OpCode.SEND, nbytes, 1, 0, State.DONE, here), (OpCode.RECV, nbytes, 1, 0, State.DONE, here)]
-    other = [(op, n, 0, tag, state, site) for op, n, _, tag, state, site in reversed(ways)]
+    other = [(op, n, 0, tag, state, call_site) for op, n, _, tag, state, call_site in reversed(ways)]
     assert pair.run(noted, nbytes) == [ways, other]
 
 
-def sites(comm):
+def call_sites(comm):
     """Where operations are recorded to be called that run on other threads, or at the end of a group."""
     seen = []
     recorder.hooks.append(seen.append)
@@ -83,13 +83,13 @@ def sites(comm):
         comm.barrier()
     finally:
         recorder.hooks.clear()
-    return [r.site for r in seen]
+    return [r.call_site for r in seen]
 
 
 def test_call_sites(pair):
-    for found in pair.run(sites):
+    for found in pair.run(call_sites):
         assert len(found) == 8
-        assert {site.partition(":")[0] for site in found} == {"test_messages_repeated.py"}, found
+        assert {call_site.partition(":")[0] for call_site in found} == {"test_messages_repeated.py"}, found
         assert len(set(found)) == 7, "only the two halves of sendrecv are called at one place"
 
 
@@ -134,7 +134,7 @@ def waiting(comm, kind):
     try:
         call(comm, kind, x)
     except KeyboardInterrupt:
-        record = recorder.last(comm._context.session._regions[comm.rank])
+        record = last_record(comm._context.session._regions[comm.rank])
         return record.op, record.state
     return None
 
@@ -217,7 +217,7 @@ def aborted(comm):
     for message in (comm.send, comm.recv):
         with pytest.raises(MismatchError):
             message(np.zeros(4, np.uint8), 1 - comm.rank)
-        record = recorder.last(comm._context.session._regions[comm.rank])
+        record = last_record(comm._context.session._regions[comm.rank])
         assert record.state == State.FAILED and record.nbytes == 4
     return len(comm._context.lifecycle.users)
 

@@ -15,6 +15,7 @@ from xvcomm.testing import World
 from xvcomm.testing.arrays import arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.trace import recorder
+from xvcomm.trace.format import Record
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -84,7 +85,7 @@ def refused(comm: Communicator) -> None:
 
 
 def seen(comm: Communicator) -> list[str]:
-    records: list[recorder.Record] = []
+    records: list[Record] = []
     recorder.hooks.append(records.append)
     try:
         comm.sendrecv(np.ones(2), comm.rank, np.zeros(2), comm.rank)

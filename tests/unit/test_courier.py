@@ -16,8 +16,9 @@ from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
 from xvcomm.memory.ring import LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
-from xvcomm.trace import recorder
-from xvcomm.trace.recorder import Record, Recorder, State
+from xvcomm.trace.callsite import find_call_site
+from xvcomm.trace.format import Record, State, last_record, region_bytes
+from xvcomm.trace.recorder import Recorder
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8
 from xvcomm.types.opcode import OpCode
@@ -32,7 +33,7 @@ class Side:
 
     end: RingEnd
     device: HostDevice
-    memory: memoryview = field(default_factory=lambda: memoryview(bytearray(recorder.region_bytes(512))))
+    memory: memoryview = field(default_factory=lambda: memoryview(bytearray(region_bytes(512))))
     stop: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
 
     def __post_init__(self) -> None:
@@ -47,8 +48,8 @@ class Side:
 
     def begin(self, data: np.ndarray, tag: int = 0, courier: HostCourier | None = None) -> bool:
         """Begin a message of bytes; whether it is through."""
-        site = recorder.call_site(0)
-        return (courier or self.courier).begin(COLLECTIVE, data.ctypes.data, UINT8.code, data.nbytes, tag, site)
+        call_site = find_call_site(0)
+        return (courier or self.courier).begin(COLLECTIVE, data.ctypes.data, UINT8.code, data.nbytes, tag, call_site)
 
     def move(self, data: np.ndarray, tag: int = 0) -> None:
         """Begin and finish a message."""
@@ -65,7 +66,7 @@ class Side:
 
     def last(self) -> Record:
         """What the flight recorder holds of the newest message."""
-        found = recorder.last(self.memory)
+        found = last_record(self.memory)
         assert found is not None
         return found
 
@@ -115,7 +116,7 @@ def test_how_a_message_is_noted(ring: tuple[Side, Side]) -> None:
     waiting = sink.last()
     assert (waiting.communicator, waiting.sequence, waiting.op) == (COMMUNICATOR, COLLECTIVE, OpCode.RECV)
     assert (waiting.nbytes, waiting.peer, waiting.tag, waiting.state) == (100, 0, 7, State.POSTED)
-    assert waiting.site.startswith("test_courier.py:")
+    assert waiting.call_site.startswith("test_courier.py:")
     assert source.begin(data, tag=7), "a small message waited though the ring is empty"
     sent = source.last()
     assert (sent.op, sent.peer, sent.tag, sent.state) == (OpCode.SEND, 1, 7, State.DONE) and sent.ended >= sent.posted

@@ -31,9 +31,10 @@ from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store import MemoryStore, join_barrier
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import refuse
-from xvcomm.trace import recorder as trace
+from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
-from xvcomm.trace.recorder import Recorder, State
+from xvcomm.trace.format import State, read_history, region_bytes
+from xvcomm.trace.recorder import Recorder
 from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.dtype import UINT8
 from xvcomm.types.opcode import OpCode
@@ -55,7 +56,7 @@ def boards() -> Iterator[Boards]:
     ranks = (1, 4, 6)
     made = Segment.create("/dev/shm", "test_board", ContractCheck.size(len(ranks)))
     segments = [made, *(Segment.attach("/dev/shm", made.name) for _ in ranks[1:])]
-    recorders = [Recorder(memoryview(bytearray(trace.region_bytes(16)))) for _ in ranks]
+    recorders = [Recorder(memoryview(bytearray(region_bytes(16)))) for _ in ranks]
     found = [ContractCheck(s, ranks, r, recorder, 7) for s, r, recorder in zip(segments, ranks, recorders, strict=True)]
     yield found
     for contract in found:
@@ -68,7 +69,7 @@ def call(nbytes: int) -> Message:
 
 def post(contract: ContractCheck, sequence: int, message: Message) -> bool:
     """Post a collective; whether nothing speaks against it."""
-    return contract.post(sequence, message, trace.call_site(1)) >= 0
+    return contract.post(sequence, message, find_call_site(1)) >= 0
 
 
 def test_a_board_compares_whoever_comes_second(boards: Boards) -> None:
@@ -83,15 +84,15 @@ def test_a_board_compares_whoever_comes_second(boards: Boards) -> None:
 
 def test_a_post_is_noted_even_if_the_board_is_aborted() -> None:
     made = Segment.create("/dev/shm", "test_board", ContractCheck.size(1))
-    memory = memoryview(bytearray(trace.region_bytes(16)))
+    memory = memoryview(bytearray(region_bytes(16)))
     contract = ContractCheck(made, (0,), 0, Recorder(memory), 7)
-    first = contract.post(5, call(8), trace.call_site(0))
+    first = contract.post(5, call(8), find_call_site(0))
     contract.abort(Reason.ABORTED.word(0))
-    second = contract.post(6, call(16), trace.call_site(0))
+    second = contract.post(6, call(16), find_call_site(0))
     assert (first, ~second) == (0, 1)
-    noted = [(r.communicator, r.sequence, r.op, r.nbytes, r.peer, r.state) for r in trace.history(memory)]
+    noted = [(r.communicator, r.sequence, r.op, r.nbytes, r.peer, r.state) for r in read_history(memory)]
     assert noted == [(7, n, OpCode.ALL_REDUCE, size, -1, State.POSTED) for n, size in ((5, 8), (6, 16))]
-    assert trace.history(memory)[0].site.startswith("test_faults_parts.py:")
+    assert read_history(memory)[0].call_site.startswith("test_faults_parts.py:")
     contract.close()
 
 

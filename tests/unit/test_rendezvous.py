@@ -23,7 +23,8 @@ from xvcomm.backends.host.rendezvous import LEAST, ContestWord, LineWord, Word, 
 from xvcomm.config import Config
 from xvcomm.memory.ring import CLAIMS, LINE, MEETING, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, Segment
-from xvcomm.trace import recorder
+from xvcomm.trace.callsite import find_call_site
+from xvcomm.trace.format import region_bytes
 from xvcomm.trace.recorder import Recorder
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8, ReduceOp
@@ -42,7 +43,7 @@ class Side:
 
     def __init__(self, end: RingEnd, config: Config) -> None:
         self.end, self.device = end, HostDevice(config)
-        self._memory = memoryview(bytearray(recorder.region_bytes(512)))
+        self._memory = memoryview(bytearray(region_bytes(512)))
         self._recorder, self._stop = Recorder(self._memory), ctypes.c_int64()
         op = OpCode.SEND if end.producer else OpCode.RECV
         stop = ctypes.addressof(self._stop)
@@ -63,7 +64,7 @@ class Side:
     def begin(self, data: np.ndarray, tag: int = 0) -> bool:
         """Begin a message and go on until it waits; whether it is through."""
         self._data = data  # as long as the message may need it
-        through = self.courier.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, recorder.call_site(0))
+        through = self.courier.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, find_call_site(0))
         return through or self.courier.advance(-1)
 
     def move(self, data: np.ndarray) -> None:

@@ -167,14 +167,14 @@ class Courier(ABC):
         """Number of the newest message's record in the flight recorder."""
 
     @abstractmethod
-    def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, site: int) -> bool:
+    def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> bool:
         """Note a message in the flight recorder, put it behind the ring end's others, and move what need not wait.
 
         Args:
             collective: number of the communicator's next collective, for the record.
             data: address of the array.
             dtype, nbytes, tag: as in `ring.Message`.
-            site: where the user called, from `trace.call_site`.
+            call_site: where the user called, from `trace.callsite`.
 
         Returns:
             Whether the message is through and the end of the record noted; else comes `finish`.

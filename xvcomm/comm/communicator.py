@@ -37,7 +37,7 @@ from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.memory import array
 from xvcomm.memory.array import ArrayView
 from xvcomm.memory.ring import Reason
-from xvcomm.trace.recorder import Record
+from xvcomm.trace.format import Record
 from xvcomm.types.deadline import Deadline, checked
 from xvcomm.types.dtype import UINT8, ReduceOp, Reduction, reduction_on
 from xvcomm.types.opcode import OpCode

@@ -21,8 +21,8 @@ from xvcomm.engine.session.rings import CHANNELS as CHANNELS  # adapters divide 
 from xvcomm.engine.stream_messages import StreamTransfers
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.memory import array
+from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.operation import ANY_PEER
-from xvcomm.trace.recorder import call_site
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -43,8 +43,8 @@ class _Group:
     waits: bool = False
 
     def add(self, transfer: Transfer, *, waits: bool = False) -> None:
-        """Note a call with its site, which nobody can find at the group's end."""
-        transfer.site = call_site(_INSIDE_ADD)
+        """Note a call with its call site, which nobody can find at the group's end."""
+        transfer.call_site = find_call_site(_INSIDE_ADD)
         self.transfers.append(transfer)
         self.waits = self.waits or waits
 

@@ -22,8 +22,8 @@ from xvcomm.memory.array import ArrayView
 from xvcomm.memory.ring import Message
 from xvcomm.schedule.steps import Collective as Op
 from xvcomm.schedule.steps import Request
+from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.operation import Operation, pack_detail
-from xvcomm.trace.recorder import call_site
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import DType, ReduceOp, Reduction
 from xvcomm.types.opcode import OpCode
@@ -53,7 +53,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
         src, dst: input and output; None where this rank has none.
         counts, recv_counts, root, count: as in `schedule.steps.Request`.
         uneven: whether the user gave counts, so that all ranks must give the same.
-        site: where the user called it, if that is not the thread's caller; see `trace.call_site`.
+        call_site: where the user called it, if that is not the thread's caller; see `trace.callsite`.
         key: what `Caller.again` is to know it by from now on.
     """
 
@@ -67,7 +67,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
     recv_counts: tuple[int, ...] = ()
     root: int = -1
     uneven: bool = False
-    site: int = 0
+    call_site: int = 0
     key: Key | None = None
 
     def how(self) -> Reduction:
@@ -161,7 +161,7 @@ class Caller:
         prepared = self._known(call) if self._native_only else None
         if prepared is not None:
             src, dst = array.address(call.src), array.address(call.dst)
-            code = prepared.run(src, dst, call.site or call_site(_INSIDE_RUN))
+            code = prepared.run(src, dst, call.call_site or find_call_site(_INSIDE_RUN))
             if code != BUSY:
                 if code != READY:
                     prepared.finish(src, dst, deadline)
@@ -211,7 +211,7 @@ class Caller:
 
         self._context.lifecycle.ensure_open(call.op)
         self._gate.queue(1)
-        return self._worker.submit(locked, call.site or call_site(_INSIDE_START))
+        return self._worker.submit(locked, call.call_site or find_call_site(_INSIDE_START))
 
     def prepare(self, call: Call) -> PreparedCall | None:
         """The same collective for compiled code, on any addresses; None before one has run, or if compiled code cannot."""
@@ -219,11 +219,11 @@ class Caller:
         if native is None or not self._native_only:
             return None
         found = native.prepare(call.form())
-        return self._gate.admit(call.op, call.message(), call.site, found) if found is not None else None
+        return self._gate.admit(call.op, call.message(), call.call_site, found) if found is not None else None
 
     def _run(self, call: Call, deadline: Deadline) -> Any:
         context = self._context
-        operation = context.begin(call.op, call.message(), site=call.site)
+        operation = context.begin(call.op, call.message(), call_site=call.call_site)
         try:
             if self._native_only:
                 self._native(call, deadline, self._stream)

@@ -19,9 +19,11 @@ from xvcomm.errors import ArrayError
 from xvcomm.memory.array import ArrayView
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.memory.segment import Segment
+from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
+from xvcomm.trace.format import DONE, State
 from xvcomm.trace.operation import NO_PEER, Operation
-from xvcomm.trace.recorder import DONE, State, call_site, hooks
+from xvcomm.trace.recorder import hooks
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology, check_kinds
@@ -157,27 +159,29 @@ class Context:
         self._users.discard(courier)
         return operation
 
-    def begin(self, name: OpCode, message: Message, peer: int = NO_PEER, site: int = 0) -> Operation:
+    def begin(self, name: OpCode, message: Message, peer: int = NO_PEER, call_site: int = 0) -> Operation:
         """Start an operation: number it, record it, and for collectives compare it with the others'; `end` or `fail` it.
 
         Args:
-            site: where the user called it, from `call_site`; 0 if that is this thread's caller.
+            call_site: where the user called it, from `find_call_site`; 0 if that is this thread's caller.
 
         Raises:
             MismatchError, PeerLost, Aborted, DeadlineExceeded, ClosedError: the communicator is finished.
         """
-        site = site or call_site(_INSIDE_COLLECTIVE if peer == NO_PEER else _INSIDE_SEND)
+        call_site = call_site or find_call_site(_INSIDE_COLLECTIVE if peer == NO_PEER else _INSIDE_SEND)
         operation = Operation(name, self.sequence, message, peer)
         self.lifecycle.enter(operation, name)
         contract = self.lifecycle.contract
         assert contract is not None
         if peer != NO_PEER:
             _, dtype, nbytes, tag, _ = message
-            operation.record = self.recorder.begin(self.ident, self.sequence, +name, dtype, nbytes, peer, tag, site)
+            operation.record = self.recorder.begin(
+                self.ident, self.sequence, +name, dtype, nbytes, peer, tag, call_site
+            )
             stopped = contract.abort_word() != 0
         else:
             self.sequence += 1
-            number = contract.post(operation.sequence, message, site)
+            number = contract.post(operation.sequence, message, call_site)
             stopped = number < 0
             operation.record = ~number if stopped else number
         if stopped:

@@ -26,8 +26,9 @@ from xvcomm.memory.array import ArrayView
 from xvcomm.memory.ring import ABORT, Message, RingEnd
 from xvcomm.schedule.steps import Buf
 from xvcomm.trace.contract import post
+from xvcomm.trace.format import State
 from xvcomm.trace.operation import NO_PEER, Operation
-from xvcomm.trace.recorder import State, note
+from xvcomm.trace.recorder import note
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -181,7 +182,7 @@ def _recorded(log: int, stream: int, beside: int, event: int) -> int:
     return call_3(load(beside + 8), load(beside + 16), event, stream)
 
 
-def _collective(call, log, sequence, site, src, dst, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
+def _collective(call, log, sequence, call_site, src, dst, stream, deadline, beside, user, event):  # type: ignore[no-untyped-def]
     first, end = call + _FIRST, call + _FIRST + load(call + _STEPS) * _STEP
     if not fits(log, load(call + _ENTRIES), deadline):
         return _FULL
@@ -194,7 +195,7 @@ def _collective(call, log, sequence, site, src, dst, stream, deadline, beside, u
     message, bits = call + _C_MESSAGE, bits_of(deadline)
     op, dtype, nbytes = load(message), load(message + 8), load(message + 16)
     tag, detail = load(message + 24), load(message + 32)
-    number = post(load(call), sequence, op, dtype, nbytes, tag, detail, site)
+    number = post(load(call), sequence, op, dtype, nbytes, tag, detail, call_site)
     store(call + _C_RECORD, number)
     if number < 0:
         return _FAILED
@@ -232,8 +233,10 @@ def _messages(call, log, sequence, stream, deadline, beside, user, event):  # ty
     for i in range(count):
         entry, item = first + i * _ENTRY, items + i * _ITEM
         name, peer, message = load(entry + _NAME), load(entry + _PEER), entry + _MESSAGE
-        tag, site = load(item + 8), load(item + 16)
-        number = note(recorder, communicator, sequence, name, load(message + 8), load(message + 16), peer, tag, site)
+        tag, call_site = load(item + 8), load(item + 16)
+        number = note(
+            recorder, communicator, sequence, name, load(message + 8), load(message + 16), peer, tag, call_site
+        )
         store(entry + _RECORD, number)
     code = call_5(load(call + _FUNCTION), argument, items, 0, stream, 0)
     if code == 0:
@@ -278,7 +281,7 @@ class CollectiveCall:
         self._address = ctypes.addressof(self._words)
 
     def run(
-        self, place: int, handle: int, src: ArrayView | None, dst: ArrayView | None, site: int, deadline: float,
+        self, place: int, handle: int, src: ArrayView | None, dst: ArrayView | None, call_site: int, deadline: float,
         branch: Branch | None = None,
     ) -> bool:  # fmt: skip
         """Enqueue it on a stream.
@@ -303,7 +306,7 @@ class CollectiveCall:
             sequence = context.sequence
             if self._scratch is not None:
                 self._words[CollectiveWord.SCRATCH] = self._scratch(handle)
-            call = self._address, place, sequence, site, reads, writes, handle, deadline, beside, user, event
+            call = self._address, place, sequence, call_site, reads, writes, handle, deadline, beside, user, event
             code = _collective_kernel(*call)
             if code == _FULL:
                 context.tracker.seal(handle)

@@ -17,8 +17,9 @@ from xvcomm.memory import array
 from xvcomm.memory.array import ArrayView
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.system.forking import ProcessFuture
+from xvcomm.trace.callsite import find_call_site
+from xvcomm.trace.format import State
 from xvcomm.trace.operation import Operation
-from xvcomm.trace.recorder import State, call_site
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import DType
 from xvcomm.types.opcode import OpCode
@@ -38,7 +39,7 @@ class Transfer(msgspec.Struct, eq=False):
         stream: handle of the stream that it is ordered on; None if it is unknown.
         channel: which of the pair's rings it uses.
         deferred: its Work, if it has one.
-        site: the call site, if the thread that enqueues it is not the user's; see `trace.recorder.call_site`.
+        call_site: the call site, if the thread that enqueues it is not the user's; see `trace.callsite`.
         operation, end: its operation and its ring end, once it is enqueued.
     """
 
@@ -50,7 +51,7 @@ class Transfer(msgspec.Struct, eq=False):
     stream: int | None = None
     channel: int = 0
     deferred: Any = None
-    site: int = 0
+    call_site: int = 0
     operation: Operation | None = None
     end: RingEnd | None = None
 
@@ -126,7 +127,7 @@ class Transfers(ABC):
 
     def _note(self, t: Transfer) -> Operation:
         """Begin the operation of one message, which has no ring if it is to this rank itself."""
-        operation = t.operation = self._context.begin(t.name, t.message(), t.peer, t.site)
+        operation = t.operation = self._context.begin(t.name, t.message(), t.peer, t.call_site)
         operation.channel = t.channel
         return operation
 
@@ -177,10 +178,10 @@ class HostTransfers(Transfers):
             couriers.append(context.courier(t.end, t.name))
             return
         courier = couriers.pop()
-        site = t.site or call_site(_INSIDE)
+        call_site = t.call_site or find_call_site(_INSIDE)
         try:
             context.lifecycle.enter(courier, t.name)
-            if not courier.begin(context.sequence, view.address, view.dtype.code, view.nbytes, t.tag, site):
+            if not courier.begin(context.sequence, view.address, view.dtype.code, view.nbytes, t.tag, call_site):
                 courier.finish(t.deadline)
         except BaseException as error:
             self._lose(t, courier, error)

@@ -50,7 +50,7 @@ _GATE = np.dtype([
 _CALL = np.dtype([
     ("gate", "i8"),
     ("message", MESSAGE),
-    ("site", "i8"),
+    ("call_site", "i8"),
     ("function", "i8"),
     ("argument", "i8"),
     ("begun", "i8"),  # number of the collective that `run` could not end
@@ -61,8 +61,8 @@ _Call, _call_at = python_type(_CALL), compiled_at(_CALL)
 
 
 @register_jitable
-def run(call: int, src: int, dst: int, site: int) -> int:
-    """Run a prepared collective on these addresses; `site` as in `ContractCheck.post`, 0 for the one it was prepared at.
+def run(call: int, src: int, dst: int, call_site: int) -> int:
+    """Run a prepared collective on these addresses; `call_site` as in `ContractCheck.post`, 0 for the one it was prepared at.
 
     Returns:
         READY; BUSY if Python must run it from the beginning, PENDING or STOPPED if Python must `finish` it.
@@ -77,7 +77,7 @@ def run(call: int, src: int, dst: int, site: int) -> int:
     gate.sequence = sequence + 1
     number = post(
         gate.place, sequence, message.op, message.dtype, message.nbytes, message.tag, message.detail,
-        site if site != 0 else prepared.site,
+        call_site if call_site != 0 else prepared.call_site,
     )  # fmt: skip
     code = STOPPED if number < 0 else call_3(prepared.function, prepared.argument, src, dst)
     if code != READY:
@@ -134,7 +134,7 @@ class Gate:
         with self._counting:
             self._record.queued += change
 
-    def admit(self, op: OpCode, message: Message, site: int, prepared: PreparedCollective) -> PreparedCall:
+    def admit(self, op: OpCode, message: Message, call_site: int, prepared: PreparedCollective) -> PreparedCall:
         """Make a collective for compiled code, and open the gate to it.
 
         Raises:
@@ -147,7 +147,7 @@ class Gate:
                 self._record.place, self._record.hooks = self._context.place, id(hooks)
                 self._context.lifecycle.on_close(self._close)
                 self._open = True
-        return PreparedCall(self._context, self, op, message, site, prepared)
+        return PreparedCall(self._context, self, op, message, call_site, prepared)
 
     def free(self, sequence: int) -> None:
         """Release the gate."""
@@ -177,16 +177,16 @@ class PreparedCall:
     """
 
     def __init__(
-        self, context: Context, gate: Gate, op: OpCode, message: Message, site: int, prepared: PreparedCollective
+        self, context: Context, gate: Gate, op: OpCode, message: Message, call_site: int, prepared: PreparedCollective
     ) -> None:
         self._context, self._gate, self._op, self._message, self._prepared = context, gate, op, message, prepared
-        self._record = _Call(gate.address, tuple(message), site, prepared.function, prepared.argument)
+        self._record = _Call(gate.address, tuple(message), call_site, prepared.function, prepared.argument)
         self.address = ctypes.addressof(self._record)
         self._stream = context.device.streams(1)[0]
 
-    def run(self, src: int, dst: int, site: int) -> int:
+    def run(self, src: int, dst: int, call_site: int) -> int:
         """`run` for Python."""
-        code: int = _run_kernel(self.address, src, dst, site)
+        code: int = _run_kernel(self.address, src, dst, call_site)
         return code
 
     def finish(self, src: int, dst: int, deadline: Deadline) -> None:

@@ -13,8 +13,9 @@ from xvcomm.engine.session.rings import Use
 from xvcomm.jit.atomics import PENDING, READY, STOPPED, full_fence, load, load_acquire, relax, store
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.memory.ring import ABORT, CONSUMED, ENTRY, LEDGER, Message, Reason, RingEnd
+from xvcomm.trace.callsite import find_call_site
+from xvcomm.trace.format import State
 from xvcomm.trace.operation import ANY_PEER, Operation
-from xvcomm.trace.recorder import State, call_site
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import BY_CODE, DType
 from xvcomm.types.opcode import OpCode
@@ -170,17 +171,17 @@ class Probing:
             context.lifecycle.users.discard(operation)
         return self.wait(src, channel, deadline)
 
-    def wait(self, src: int, channel: int, deadline: Deadline, site: int = 0) -> Probe:
+    def wait(self, src: int, channel: int, deadline: Deadline, call_site: int = 0) -> Probe:
         """As `look`, but blocks the host until there is a message.
 
         Args:
-            site: where the user called, if that is not the thread's caller; see `trace.call_site`.
+            call_site: where the user called, if that is not the thread's caller; see `trace.callsite`.
 
         Raises:
             DeadlineExceeded: names the ranks that sent nothing.
         """
-        context, site = self._context, site or call_site(_INSIDE)
-        operation = context.begin(OpCode.PROBE, _NOTHING, src, site)
+        context, call_site = self._context, call_site or find_call_site(_INSIDE)
+        operation = context.begin(OpCode.PROBE, _NOTHING, src, call_site)
         operation.channel = channel
         try:
             sources = self._find(src, channel, deadline)

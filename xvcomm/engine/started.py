@@ -63,7 +63,7 @@ class Beside:
         self._known: set[int] = set()
 
     def start(
-        self, ready: CollectiveCall, call: Call, user: int | None, given: int | None, site: int, deadline: Deadline
+        self, ready: CollectiveCall, call: Call, user: int | None, given: int | None, call_site: int, deadline: Deadline
     ) -> StartedCollective | None:
         """Launch a collective after the present work of a user's stream; None if nothing has begun.
 
@@ -75,7 +75,7 @@ class Beside:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
         """
         with self.lock:
-            if not ready.run(self._begin(user), self.handle, call.src, call.dst, site, deadline.at, self.branch):
+            if not ready.run(self._begin(user), self.handle, call.src, call.dst, call_site, deadline.at, self.branch):
                 return None
             return StartedCollective(self, call, given)
 

@@ -26,8 +26,8 @@ from xvcomm.engine.started import Beside
 from xvcomm.memory import array
 from xvcomm.memory.array import ArrayView
 from xvcomm.schedule.steps import Buf
+from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.operation import Operation
-from xvcomm.trace.recorder import call_site
 from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -65,8 +65,8 @@ class StreamCaller(Caller):
             return False
         if not (dst.trusted and src.trusted):
             self._context.device.adopt(handle, *_untrusted(src, dst))
-        place, site = self._places.get(handle) or self._launch_gate.place(handle), call_site(_INSIDE_AGAIN)
-        return place != 0 and ready.run(place, handle, src, dst, site, monotonic() + timeout)
+        place, call_site = self._places.get(handle) or self._launch_gate.place(handle), find_call_site(_INSIDE_AGAIN)
+        return place != 0 and ready.run(place, handle, src, dst, call_site, monotonic() + timeout)
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
@@ -80,11 +80,11 @@ class StreamCaller(Caller):
             if ready is not None:
                 if not trusted:
                     self._user(call, handle, trusted)
-                place, site = (
+                place, call_site = (
                     self._places.get(handle) or self._launch_gate.place(handle),
-                    call.site or call_site(_INSIDE),
+                    call.call_site or find_call_site(_INSIDE),
                 )
-                if place and ready.run(place, handle, call.src, call.dst, site, deadline.at):
+                if place and ready.run(place, handle, call.src, call.dst, call_site, deadline.at):
                     self._remember(call.key, ready)
                     return call.result()
         user = self._user(call, handle, trusted)
@@ -115,7 +115,7 @@ class StreamCaller(Caller):
         if ready is not None:
             if not trusted:
                 self._user(call, handle, trusted)
-            started = beside.start(ready, call, handle, stream, call.site or call_site(_INSIDE), deadline)
+            started = beside.start(ready, call, handle, stream, call.call_site or find_call_site(_INSIDE), deadline)
             if started is not None:
                 return started
         own = beside.stream
@@ -164,7 +164,7 @@ class StreamCaller(Caller):
         """Enqueue on a stream, or on streams that it waits for; gives the event after it, if one was recorded."""
         context = self._context
         with self._order:
-            operation = context.begin(call.op, call.message(), site=call.site)
+            operation = context.begin(call.op, call.message(), call_site=call.call_site)
             try:
                 if self._native_only:
                     self._native(call, deadline, carrier)

@@ -20,7 +20,7 @@ from xvcomm.engine.messages import Transfer, Transfers
 from xvcomm.engine.started import Beside
 from xvcomm.memory import array
 from xvcomm.memory.ring import RingEnd
-from xvcomm.trace.recorder import call_site
+from xvcomm.trace.callsite import find_call_site
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -60,7 +60,9 @@ class StreamTransfers(Transfers):
         call = self._calls.get(key, _UNPREPARED)
         if isinstance(call, MessageCall) and not self._admission:
             place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
-            if place and call.run(place, handle, [view.address, t.tag, t.site or call_site(_INSIDE)], t.deadline):
+            if place and call.run(
+                place, handle, [view.address, t.tag, t.call_site or find_call_site(_INSIDE)], t.deadline
+            ):
                 return
         self._run_alone(t, handle, user or self._context.device.adopt(handle))
         if call is _UNPREPARED:
@@ -128,8 +130,8 @@ class StreamTransfers(Transfers):
             if unknown:
                 self._context.device.adopt(handle, *unknown)
             place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
-            site = transfers[0].site or call_site(_INSIDE)
-            if place and call.run(place, handle, _items(transfers, site), _soonest(transfers)):
+            call_site = transfers[0].call_site or find_call_site(_INSIDE)
+            if place and call.run(place, handle, _items(transfers, call_site), _soonest(transfers)):
                 return
         self._run_together(transfers)
         if call is _UNPREPARED:
@@ -169,7 +171,7 @@ class StreamTransfers(Transfers):
 
     def start_alone(self, t: Transfer) -> Work:
         """See `Transfers.start_alone`; by compiled code, if it need not wait for its turn."""
-        started = self._start_at_once([t], t.site or call_site(_INSIDE_START))
+        started = self._start_at_once([t], t.call_site or find_call_site(_INSIDE_START))
         if started is not None:
             return started[0]
         work = self.work(t)
@@ -185,7 +187,7 @@ class StreamTransfers(Transfers):
         for t, work in zip(transfers, started, strict=True):
             t.deferred.work = work
 
-    def _start_at_once(self, transfers: Sequence[Transfer], site: int) -> Sequence[Work] | None:
+    def _start_at_once(self, transfers: Sequence[Transfer], call_site: int) -> Sequence[Work] | None:
         """Let compiled code launch messages if none of them must be queued; None if it has not."""
         handle = transfers[0].stream
         call = self._calls.get(_key(transfers))
@@ -198,7 +200,7 @@ class StreamTransfers(Transfers):
         unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
         if unknown:
             self._context.device.adopt(handle, *unknown)
-        come, items = partial(self._admission.come_behind, ends), _items(transfers, site)
+        come, items = partial(self._admission.come_behind, ends), _items(transfers, call_site)
         return self._admission.at_once(
             ends, partial(beside.move, call, transfers, items, _soonest(transfers), handle, come)
         )
@@ -368,9 +370,9 @@ def _key(transfers: Sequence[Transfer]) -> tuple[_Shape, ...]:
     return tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
 
 
-def _items(transfers: Sequence[Transfer], site: int) -> list[int]:
-    """See `MessageCall.run`; `site` is where those were called that do not say so themselves."""
-    return [word for t in transfers for word in (t.view.address, t.tag, t.site or site)]
+def _items(transfers: Sequence[Transfer], call_site: int) -> list[int]:
+    """See `MessageCall.run`; `call_site` is where those were called that do not say so themselves."""
+    return [word for t in transfers for word in (t.view.address, t.tag, t.call_site or call_site)]
 
 
 def _what(t: Transfer) -> str:

@@ -2,5 +2,5 @@
 
 Not here: what becomes of a disagreement (`engine.session.diagnosis`).
 Every package above `memory` may import it.
-Begin with `operation`.
+Begin with `operation`; `format` reads a flight recorder without numba.
 """

@@ -18,7 +18,8 @@ from xvcomm.jit.atomics import compare_and_swap, fetch_add, full_fence, load, lo
 from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.memory.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
 from xvcomm.memory.segment import PAGE, Segment
-from xvcomm.trace.recorder import DONE, Recorder, note, note_end
+from xvcomm.trace.format import DONE
+from xvcomm.trace.recorder import Recorder, note, note_end
 
 _ATTACHED, _DEPARTURES = 2 * LINE, 3 * LINE
 _NOTES = LEDGER * ENTRY
@@ -53,11 +54,11 @@ def _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # 
 
 
 @register_jitable
-def post(place, sequence, op, dtype, nbytes, tag, detail, site):  # type: ignore[no-untyped-def]
+def post(place, sequence, op, dtype, nbytes, tag, detail, call_site):  # type: ignore[no-untyped-def]
     """Record a collective in the flight recorder and post it; the record's number, inverted if the communicator is aborted."""
     contract, ranks, me = load(place), load(place + 8), load(place + 16)
     recorder, communicator = load(place + 24), load(place + 32)
-    number = note(recorder, communicator, sequence, op, dtype, nbytes, -1, tag, site)
+    number = note(recorder, communicator, sequence, op, dtype, nbytes, -1, tag, call_site)
     return number if _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail) else ~number
 
 
@@ -116,13 +117,13 @@ class ContractCheck:
         """Bytes of the segment for so many ranks."""
         return PAGE + ranks * _ROW
 
-    def post(self, sequence: int, message: Message, site: int) -> int:
+    def post(self, sequence: int, message: Message, call_site: int) -> int:
         """Record collective number `sequence` in the flight recorder and publish its description.
 
         Returns:
             The record's number; inverted, and so negative, if the communicator is aborted, also by a mismatch found here.
         """
-        number: int = _post_kernel(self.place, sequence, *message, site)
+        number: int = _post_kernel(self.place, sequence, *message, call_site)
         return number
 
     def abort(self, word: int) -> None:

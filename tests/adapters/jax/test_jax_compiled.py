@@ -22,6 +22,7 @@ from xvcomm.adapters.jax.customcalls import CollectiveCall
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.testing.world import World
 from xvcomm.trace import recorder
+from xvcomm.trace.format import State
 from xvcomm.types.opcode import OpCode
 
 SOON = 10.0
@@ -117,9 +118,9 @@ def recorded(comm):
         else:
             comm.all_reduce(np.ones(7))
         record = context.session.last_record(comm.rank)
-        assert (record.sequence, record.op, record.state) == (number, OpCode.ALL_REDUCE, recorder.State.DONE)
+        assert (record.sequence, record.op, record.state) == (number, OpCode.ALL_REDUCE, State.DONE)
         assert record.nbytes == (20 if number % 2 else 56)
-        assert record.site.startswith("test_jax_compiled.py:") and record.ended >= record.posted > 0
+        assert record.call_site.startswith("test_jax_compiled.py:") and record.ended >= record.posted > 0
     seen = []
     recorder.hooks.append(seen.append)
     program(x).block_until_ready()

@@ -211,15 +211,15 @@ def test_threads_of_python_go_on(pair):
 @separate
 def recorded(comm):
     """The flight recorder tells where the user called the operation."""
-    sites = []
-    recorder.hooks.append(hook := lambda record: sites.append((OpCode(record.op), record.site)))
+    call_sites = []
+    recorder.hooks.append(hook := lambda record: call_sites.append((OpCode(record.op), record.call_site)))
     try:
         jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))(jnp.ones(3)).block_until_ready()
         xvjax.all_reduce(jnp.ones(5), comm=comm)
     finally:
         recorder.hooks.remove(hook)
-    assert [op for op, _ in sites] == [OpCode.ALL_REDUCE] * 2
-    assert all(site.startswith("test_jax_order.py:") for _, site in sites), sites
+    assert [op for op, _ in call_sites] == [OpCode.ALL_REDUCE] * 2
+    assert all(call_site.startswith("test_jax_order.py:") for _, call_site in call_sites), call_sites
 
 
 def test_call_sites(pair):

@@ -392,7 +392,7 @@ def started_at(communicator: Communicator) -> tuple[set[str], set[str]]:
         request.Wait()
     finally:
         recorder.hooks.remove(records.append)
-    return {record.site for record in records}, {f"test_mpi_collectives.py:{first + n}" for n in (3, 4)}
+    return {record.call_site for record in records}, {f"test_mpi_collectives.py:{first + n}" for n in (3, 4)}
 
 
 def test_the_flight_recorder_names_the_line_that_started_a_collective(world: World) -> None:

@@ -15,6 +15,7 @@ from torchchecks import close, loss_of, me, mean_gradients, noise, perceptron, s
 from torchjobs import BACKEND, Job
 
 from xvcomm.trace import recorder
+from xvcomm.trace.format import Record
 
 DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
@@ -188,7 +189,7 @@ def test_ddp_logging_names_the_backend(pair: Job) -> None:
 
 def places() -> list[str]:
     """Where the flight recorder says that operations were called."""
-    records: list[recorder.Record] = []
+    records: list[Record] = []
     recorder.hooks.append(records.append)
     try:
         dist.all_reduce(torch.ones(1))
@@ -199,14 +200,14 @@ def places() -> list[str]:
             dist.all_reduce(torch.ones(1))
     finally:
         recorder.hooks.remove(records.append)
-    return [record.site for record in records]
+    return [record.call_site for record in records]
 
 
 @pytest.mark.not_gloo("a flight recorder")
 def test_the_flight_recorder_names_the_line_of_the_program(pair: Job) -> None:
     first = places.__code__.co_firstlineno + 5
-    for sites in pair.run(places):
-        assert set(sites) == {f"test_torch_debug.py:{first + n}" for n in range(5)}, sites
+    for call_sites in pair.run(places):
+        assert set(call_sites) == {f"test_torch_debug.py:{first + n}" for n in range(5)}, call_sites
 
 
 def line(function: Callable[..., Any], text: str) -> str:
@@ -215,14 +216,14 @@ def line(function: Callable[..., Any], text: str) -> str:
     return f"test_torch_debug.py:{first + next(n for n, found in enumerate(lines) if text in found)}"
 
 
-def recorded_sites(program: Callable[[], object]) -> set[str]:
-    records: list[recorder.Record] = []
+def recorded_call_sites(program: Callable[[], object]) -> set[str]:
+    records: list[Record] = []
     recorder.hooks.append(records.append)
     try:
         program()
     finally:
         recorder.hooks.remove(records.append)
-    return {record.site for record in records}
+    return {record.call_site for record in records}
 
 
 def started() -> None:
@@ -239,13 +240,13 @@ def stepped() -> None:
     loss.backward()
 
 
-def started_sites() -> list[set[str]]:
-    return [recorded_sites(program) for program in (started, stepped)]
+def started_call_sites() -> list[set[str]]:
+    return [recorded_call_sites(program) for program in (started, stepped)]
 
 
 @pytest.mark.not_gloo("a flight recorder")
 def test_the_flight_recorder_names_the_line_that_started_what_a_thread_runs(pair: Job) -> None:
-    for of_calls, of_ddp in pair.run(started_sites):
+    for of_calls, of_ddp in pair.run(started_call_sites):
         assert of_calls == {line(started, text) for text in ("all_reduce", "barrier", "irecv")}, of_calls
         assert of_ddp == {line(stepped, text) for text in ("DistributedDataParallel", "backward")}, of_ddp
 

@@ -7,8 +7,9 @@ from typing import Protocol
 
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Device
+from xvcomm.trace.format import DONE
 from xvcomm.trace.operation import Operation
-from xvcomm.trace.recorder import DONE, Recorder
+from xvcomm.trace.recorder import Recorder
 
 
 class Owner(Protocol):

@@ -21,8 +21,8 @@ from xvcomm.engine.inflight.batch import Batch, Contents
 from xvcomm.engine.inflight.log import APART, ROOM, Ends, LaunchLog, LoggedOperations
 from xvcomm.engine.inflight.owner import Owner
 from xvcomm.memory.ring import RingEnd
+from xvcomm.trace.format import DONE, FAILED
 from xvcomm.trace.operation import NO_PEER, Operation
-from xvcomm.trace.recorder import DONE, FAILED
 from xvcomm.types.deadline import NEVER, Deadline
 
 _AT_ONCE = 64

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from xvcomm.errors import ArgumentError, ClosedError, DeadlineExceeded
 from xvcomm.system.forking import FORKED, ProcessFuture, forks
 from xvcomm.system.threads import Daemon
-from xvcomm.trace.recorder import called_at
+from xvcomm.trace.callsite import called_at
 
 
 class Work:
@@ -96,11 +96,11 @@ class OrderedWorker:
         """Whether nothing is queued or running."""
         return self._pending == 0
 
-    def submit(self, call: Callable[[], Any], site: int) -> Future[Any]:
+    def submit(self, call: Callable[[], Any], call_site: int) -> Future[Any]:
         """Run `call` after all that were submitted before; at once in a callback of this thread, which may wait for it.
 
         Args:
-            site: where the user called what it does, from `trace.call_site`: the thread has no caller.
+            call_site: where the user called what it does, from `trace.callsite`: the thread has no caller.
         """
         future: Future[Any] = ProcessFuture()
         if self._forks != forks():
@@ -108,7 +108,7 @@ class OrderedWorker:
             return future
         if threading.current_thread() is self._thread:
             try:
-                future.set_result(called_at(site, call))
+                future.set_result(called_at(call_site, call))
             except BaseException as error:
                 future.set_exception(error)
             return future
@@ -117,7 +117,7 @@ class OrderedWorker:
                 self._thread = Daemon(self._name, self._run)
             self._thread.start()
             self._pending += 1
-        self._calls.put((future, call, site))
+        self._calls.put((future, call, call_site))
         return future
 
     def close(self, timeout: float) -> bool:
@@ -131,9 +131,9 @@ class OrderedWorker:
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
-            future, call, site = item
+            future, call, call_site = item
             try:
-                result = called_at(site, call)
+                result = called_at(call_site, call)
             except BaseException as error:
                 with self._lock:
                     self._pending -= 1

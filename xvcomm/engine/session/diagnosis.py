@@ -10,8 +10,8 @@ from xvcomm.engine.session.session import Session
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.trace.contract import ContractCheck
+from xvcomm.trace.format import State
 from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation, describe
-from xvcomm.trace.recorder import State
 from xvcomm.types.opcode import OpCode
 
 _NAMED = 4
@@ -42,8 +42,8 @@ class Diagnosis:
         what = f"{operation} on {self.name(self._rank)}"
         if reason is Reason.MISMATCH:
             text, peer = self._mismatch(about)
-            site = self._session.site(operation.record) if sequence is not None else ""
-            here = f" (raised in {operation} at {site})" if site else ""
+            call_site = self._session.call_site(operation.record) if sequence is not None else ""
+            here = f" (raised in {operation} at {call_site})" if call_site else ""
             return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
         if reason is Reason.DEADLINE:
             witness = Reason.witness(word)

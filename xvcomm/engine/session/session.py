@@ -39,6 +39,7 @@ from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.system import forking, limits
 from xvcomm.trace import recorder
+from xvcomm.trace.format import Life, Record, last_record, read_life, read_record, region_bytes
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.topology import RankInfo
 
@@ -173,10 +174,10 @@ class Session:
     def _record(self, journal: Segment) -> None:
         """Begin to write this rank's flight recorder."""
         self._cleanup.callback(journal.close)
-        size = recorder.region_bytes(self.config.trace_records)
+        size = region_bytes(self.config.trace_records)
         self._regions = {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
         self.recorder = recorder.Recorder(self._regions[self.rank])
-        self.recorder.live(recorder.Life.RUNNING)
+        self.recorder.live(Life.RUNNING)
         for region in self._regions.values():
             self._cleanup.callback(region.release)
         self._cleanup.callback(self.recorder.close)
@@ -220,7 +221,7 @@ class Session:
         if self.rank != first:
             segment = self.attach(place, "name", first, deadline)
         else:
-            size = len(self.neighbours) * recorder.region_bytes(self.config.trace_records)
+            size = len(self.neighbours) * region_bytes(self.config.trace_records)
             segment = Segment.create(self.config.shm_dir, self.job, size)
             with segment.named():
                 place.set("name", segment.name.encode())
@@ -384,18 +385,18 @@ class Session:
         """Whether a rank of this host died or closed its communicators."""
         return rank in self._lost or self.left(rank)
 
-    def last_record(self, rank: int) -> recorder.Record | None:
+    def last_record(self, rank: int) -> Record | None:
         """What a rank of this host did last, if it did anything and can be seen from here."""
         region = self._regions.get(rank)
         try:
-            return None if region is None else recorder.last(region)
+            return None if region is None else last_record(region)
         except ValueError:  # released
             return None
 
-    def site(self, record: int) -> str:
+    def call_site(self, record: int) -> str:
         """Where the user called an operation of this rank, by its number in the flight recorder; nothing if unknown."""
         try:
-            return recorder.read(self._regions[self.rank], record).site
+            return read_record(self._regions[self.rank], record).call_site
         except ValueError:  # released
             return ""
 
@@ -412,7 +413,7 @@ class Session:
         """Whether a rank of this host closed its communicators rather than died."""
         region = self._regions.get(rank)
         try:
-            return region is not None and recorder.life(region) is recorder.Life.CLOSED
+            return region is not None and read_life(region) is Life.CLOSED
         except ValueError:  # released
             return False
 
@@ -435,6 +436,6 @@ class Session:
         with self._cleanup:
             if self._regions:
                 # After the communicators: until then others may wait for what this rank has begun.
-                self._cleanup.callback(self.recorder.live, recorder.Life.CLOSED)
+                self._cleanup.callback(self.recorder.live, Life.CLOSED)
             for context in self._open_contexts():
                 self._cleanup.callback(context.lifecycle.close)

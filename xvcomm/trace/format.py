@@ -1,0 +1,99 @@
+"""The flight recorder's memory format, and how to read it: without numba, so also from a file of a process that has died.
+
+A region belongs to one rank: a header of 128 bytes (word 0: `Life`, word 1: number of records written so far), then records
+of 128 bytes each in a circle. A record is ten words of 64 bits, `Record`'s fields in order, and the text of its call site.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from xvcomm.types.dtype import BY_CODE
+from xvcomm.types.opcode import OpCode
+
+RECORD = 128
+HEADER = 128
+CALL_SITE_BYTES = 48
+STATE_WORD, ENDED_WORD, CALL_SITE_WORD = 7, 9, 10
+"""Words of a record."""
+_FORMAT = struct.Struct(f"<10q{CALL_SITE_BYTES}s")
+
+
+class State(enum.IntEnum):
+    """How far an operation got."""
+
+    POSTED = 1
+    DONE = 2
+    FAILED = 3
+
+
+# As plain integers: of an enumeration's member, arithmetic and compiled code first look up the value.
+POSTED, DONE, FAILED = (int(state) for state in State)
+
+
+class Life(enum.IntEnum):
+    """How far a rank got; word 0 of its region."""
+
+    JOINING = 0
+    RUNNING = 1
+    CLOSED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One operation. Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`."""
+
+    sequence: int
+    communicator: int
+    op: int
+    dtype: int
+    nbytes: int
+    peer: int
+    tag: int
+    state: int
+    posted: int
+    ended: int
+    call_site: str
+
+    def describe(self) -> str:
+        """`all_reduce #12 of 4096 x float32 at train.py:120 (in progress)`."""
+        dtype = BY_CODE.get(self.dtype)
+        what = f"{self.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{self.nbytes} bytes"
+        peer = f" with rank {self.peer}" if self.peer >= 0 else ""
+        state = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}[State(self.state)]
+        of = "" if self.op == OpCode.PROBE else f" of {what}"
+        return f"{OpCode(self.op)} #{self.sequence}{peer}{of} at {self.call_site} ({state})"
+
+
+def region_bytes(records: int) -> int:
+    """Bytes a rank needs."""
+    return HEADER + records * RECORD
+
+
+def read_record(memory: memoryview, number: int) -> Record:
+    """One record of a rank's region."""
+    capacity = (len(memory) - HEADER) // RECORD
+    *numbers, call_site = _FORMAT.unpack_from(memory, HEADER + number % capacity * RECORD)
+    sequence, communicator, op, dtype, nbytes, peer, tag, state, posted, ended = numbers
+    text = call_site.rstrip(b"\0").decode(errors="replace")
+    return Record(sequence, communicator, op, dtype, nbytes, peer, tag, state, posted, ended, text)
+
+
+def read_life(memory: memoryview) -> Life:
+    """How far the rank of a region got."""
+    return Life(memory.cast("q")[0])
+
+
+def last_record(memory: memoryview) -> Record | None:
+    """The newest record of a region, or None if the rank did nothing yet."""
+    count = memory.cast("q")[1]
+    return read_record(memory, count - 1) if count else None
+
+
+def read_history(memory: memoryview) -> list[Record]:
+    """All records kept in a region, oldest first."""
+    count = memory.cast("q")[1]
+    capacity = (len(memory) - HEADER) // RECORD
+    return [read_record(memory, n) for n in range(max(0, count - capacity), count)]
