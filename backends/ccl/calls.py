@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.abc.device import CAPTURED
+from xvcomm.abc.launch import CAPTURED
 from xvcomm.backends.ccl.routes import At, LibraryCall
 from xvcomm.backends.gpu.kernels import CAPTURING, is_capturing
 from xvcomm.jit.atomics import full_fence, load, load_acquire, store, store_release

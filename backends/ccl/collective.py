@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
 from xvcomm.abc.collective import Collective, CollectiveForm, CollectiveStalled, CollectiveStopped
-from xvcomm.abc.device import Allocation, Device, EnqueuedCall, Stream
+from xvcomm.abc.device import Allocation, Device, Stream
+from xvcomm.abc.launch import EnqueuedCall
 from xvcomm.abc.store import Store
 from xvcomm.backends.ccl.calls import ENQUEUE, State, prepared
 from xvcomm.backends.ccl.joining import Member, join, meet

@@ -6,17 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
-from xvcomm.abc.device import (
-    Allocation,
-    Device,
-    DeviceCapabilities,
+from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
+from xvcomm.abc.launch import (
     EnqueuedCall,
     EnqueuedEvents,
     EnqueuedMessages,
-    ExportedMemory,
     MessageForm,
-    Stream,
+    SupportsEnqueuedLocal,
+    SupportsEnqueuedMessages,
 )
+from xvcomm.abc.peer_memory import ExportedMemory, PeerMemory, SupportsPeerMemory
 from xvcomm.backends.gpu.events import BRANCH, FOLLOW, RECORD, StreamEvents
 from xvcomm.backends.gpu.guard import on_device, told
 from xvcomm.backends.gpu.kernels import Kernels
@@ -45,7 +44,7 @@ class _Adopted(threading.local):
         self.streams: dict[int, GpuStream] = {}
 
 
-class GpuDevice(Device):
+class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, SupportsPeerMemory):
     """One GPU of this process. Any thread; each stream by one thread at a time.
 
     Attributes:
@@ -57,10 +56,9 @@ class GpuDevice(Device):
         self.runtime, self.index = runtime, index
         self._kernels, self._engine = self._prepare(config)
         self._adopted = _Adopted()
-        self._able = DeviceCapabilities(
-            runtime.kind, runtime.architecture(index), runtime.kind, index, asynchronous=True,
-            peers=reached(runtime, index, bool(config.peer_memory)),
-        )  # fmt: skip
+        kind = runtime.kind
+        self._able = DeviceCapabilities(kind, runtime.architecture(index), kind, index, asynchronous=True)
+        self._peers = reached(runtime, index, bool(config.peer_memory))
         self._shared = PeerPool(runtime)
         before = runtime.current()
         runtime.use(index)  # starts it, which takes long
@@ -150,26 +148,26 @@ class GpuDevice(Device):
         cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
 
     @on_device
-    def enqueued(self, forms: Sequence[MessageForm]) -> EnqueuedMessages | None:
-        """See `Device.enqueued`."""
+    def enqueued_messages(self, forms: Sequence[MessageForm]) -> EnqueuedMessages | None:
+        """See `SupportsEnqueuedMessages.enqueued_messages`."""
         found = self._engine.messages([(form.end, (form.message, form.op, form.remote_first)) for form in forms])
         return EnqueuedMessages(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
 
     def enqueued_copy(self, nbytes: int) -> EnqueuedCall:
-        """See `Device.enqueued_copy`."""
+        """See `SupportsEnqueuedLocal.enqueued_copy`."""
         return self._local(LocalCall.copy(self._kernels, nbytes))
 
     def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall:
-        """See `Device.enqueued_scale`."""
+        """See `SupportsEnqueuedLocal.enqueued_scale`."""
         return self._local(LocalCall.scale(self._kernels, count, dtype, factor, divisor))
 
     def enqueued_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool) -> EnqueuedCall:
-        """See `Device.enqueued_reduce`."""
+        """See `SupportsEnqueuedLocal.enqueued_reduce`."""
         return self._local(LocalCall.reduce(self._kernels, count, dtype, op, divisor, src_first=src_first))
 
     @on_device
     def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
-        """See `Device.enqueued_events`."""
+        """See `SupportsEnqueuedEvents.enqueued_events`."""
         at_once = EVENTS_AT_ONCE if stream.lasting else _EVENTS_OF_OTHERS
         found = StreamEvents(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
         return EnqueuedEvents(BRANCH, RECORD, FOLLOW, found.address, found, found.take, self._failed)
@@ -180,23 +178,27 @@ class GpuDevice(Device):
     def _failed(self, code: int) -> NoReturn:
         raise told(self.runtime.failure(code), self.runtime.kind, self.index)
 
+    def peer_memory(self) -> PeerMemory:
+        """See `SupportsPeerMemory.peer_memory`."""
+        return self._peers
+
     @on_device
     def export_memory(self, nbytes: int) -> ExportedMemory:
-        """See `Device.export_memory`."""
+        """See `SupportsPeerMemory.export_memory`."""
         return self._shared.export_memory(nbytes)
 
     def reclaim(self, exported: ExportedMemory, returned: Callable[[], bool]) -> None:
-        """See `Device.reclaim`."""
+        """See `SupportsPeerMemory.reclaim`."""
         self._shared.reclaim(exported, returned)
 
     @on_device
     def import_memory(self, handle: bytes) -> int:
-        """See `Device.import_memory`."""
+        """See `SupportsPeerMemory.import_memory`."""
         return self._shared.import_memory(handle)
 
     @on_device
     def release_import(self, address: int) -> None:
-        """See `Device.release_import`."""
+        """See `SupportsPeerMemory.release_import`."""
         self._shared.release_import(address)
 
     @on_device

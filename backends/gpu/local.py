@@ -77,7 +77,7 @@ class LocalCall:
     def reduce(
         cls, kernels: Kernels, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool
     ) -> LocalCall:
-        """See `Device.enqueued_reduce`."""
+        """See `SupportsEnqueuedLocal.enqueued_reduce`."""
         first, second, head = REDUCE_PLACES
         src, dst = (first, second) if src_first else (second, first)
         return cls(kernels.prepare_reduce(count, dtype, op, divisor), count, dtype.itemsize, (src, head), dst)

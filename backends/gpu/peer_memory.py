@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
-from xvcomm.abc.device import ExportedMemory, PeerMemory
+from xvcomm.abc.peer_memory import ExportedMemory, PeerMemory
 from xvcomm.backends.gpu.guard import CAPTURE_ERRORS, OUT_OF_MEMORY
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.errors import ResourceError
@@ -60,7 +60,7 @@ class PeerPool:
         self._lock = threading.Lock()
 
     def export_memory(self, nbytes: int) -> ExportedMemory:
-        """See `Device.export_memory`."""
+        """See `SupportsPeerMemory.export_memory`."""
         with self._lock:
             self._look()
             fitting = next((exported for exported in self._idle if exported.nbytes == nbytes), None)
@@ -77,7 +77,7 @@ class PeerPool:
             raise ResourceError(f"{error}: {nbytes} bytes for a ring in GPU memory; {less}{_REMEDY}") from error
 
     def reclaim(self, exported: ExportedMemory, returned: Callable[[], bool]) -> None:
-        """See `Device.reclaim`."""
+        """See `SupportsPeerMemory.reclaim`."""
         with self._lock:
             self._away.append((exported, returned))
             self._look()
@@ -92,7 +92,7 @@ class PeerPool:
                 self._away.append((exported, returned))
 
     def import_memory(self, handle: bytes) -> int:
-        """See `Device.import_memory`."""
+        """See `SupportsPeerMemory.import_memory`."""
         try:
             return self._runtime.open(handle)
         except VendorError as error:
@@ -101,5 +101,5 @@ class PeerPool:
             raise ResourceError(f"{error}: another rank's GPU memory cannot be mapped; {_REMEDY}") from error
 
     def release_import(self, address: int) -> None:
-        """See `Device.release_import`."""
+        """See `SupportsPeerMemory.release_import`."""
         self._runtime.close(address)

@@ -11,6 +11,7 @@ import numpy as np
 
 from xvcomm.abc.collective import Collective, CollectiveForm, CollectiveStalled, CollectiveStopped, PreparedCollective
 from xvcomm.abc.device import Stream
+from xvcomm.abc.partial_sums import SupportsPartialSums
 from xvcomm.abc.store import NotSet, Store
 from xvcomm.backends.host import direct, kernels, processes
 from xvcomm.backends.host.batch import BUDGET
@@ -100,7 +101,7 @@ class _Scaled:
             kernels.scale(finisher(self._dtype), self._dst, self._result.ctypes.data, self._results, 1.0, 0)
 
 
-class HostCollective(Collective):
+class HostCollective(Collective, SupportsPartialSums):
     """One island's shared arena, seen from one member. One call at a time."""
 
     def __init__(
@@ -158,7 +159,7 @@ class HostCollective(Collective):
     def partial_sums(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        """See `Collective.partial_sums`."""
+        """See `SupportsPartialSums.partial_sums`."""
         self._run(self._reduce_scatter(counts, dtype, op, rounds=False), src, dst, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:

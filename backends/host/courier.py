@@ -12,7 +12,8 @@ import enum
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.abc.device import Courier, RingStalled, RingStopped
+from xvcomm.abc.courier import Courier
+from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host import mover
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.mover import WIDTH, Kind, drive_all, take, try_row

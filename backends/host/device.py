@@ -10,7 +10,9 @@ from typing import cast
 
 import numpy as np
 
+from xvcomm.abc.courier import SupportsCouriers
 from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
+from xvcomm.abc.partial_sums import SupportsConversion
 from xvcomm.backends.host.batch import NO_GATES, Batch
 from xvcomm.backends.host.courier import HostCourier
 from xvcomm.backends.host.engine import Engine
@@ -102,7 +104,7 @@ class HostStream(Stream):
         self.batch.discard()
 
 
-class HostDevice(Device):
+class HostDevice(Device, SupportsCouriers, SupportsConversion):
     """The memory of this process."""
 
     def __init__(self, config: Config) -> None:
@@ -156,7 +158,7 @@ class HostDevice(Device):
         stream.batch.add(kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates)
 
     def courier(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostCourier:
-        """See `Device.courier`."""
+        """See `SupportsCouriers.courier`."""
         return HostCourier(end, op, recorder, communicator, stop, self._spins, self._process_memory)
 
     def reduce(
@@ -179,6 +181,6 @@ class HostDevice(Device):
     def convert(
         self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream, *, widens: bool
     ) -> None:
-        """See `Device.convert`."""
+        """See `SupportsConversion.convert`."""
         stream.synchronize()
         scale(widener(dtype) if widens else finisher(dtype), dst, src, count, factor, divisor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import runpy
 import sys
 from collections.abc import Callable
@@ -11,14 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
-import numpy as np
 import pytest
 
-from xvcomm.abc.device import MessageForm
+from xvcomm.abc.launch import MessageForm
 from xvcomm.backends.gpu.kernels import _ROW_BYTES
 from xvcomm.backends.gpu.streams import STREAMS
 from xvcomm.backends.gpu.vendor import VendorError
-from xvcomm.types.dtype import BY_NAME, ReduceOp
+from xvcomm.types.dtype import BY_NAME
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
 device, stream, message, ring = (_shared[name] for name in ("device", "stream", "message", "ring"))
@@ -85,13 +83,13 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
     gpu, data = device(), bytes_of(3)
     with ring() as (producer, consumer):
         forms = [MessageForm(producer, message(data.nbytes))]
-        assert gpu.enqueued(forms) is None, "the ring is not pinned yet"
+        assert gpu.enqueued_messages(forms) is None, "the ring is not pinned yet"
         sent, got = up(gpu, data), [gpu.empty(data.nbytes) for _ in range(6)]
         receiving = stream(gpu)
         one, other = gpu.adopt(gpu.runtime.stream()), gpu.adopt(gpu.runtime.stream())
         handles = one.handle, other.handle
         gpu.put(producer, sent.address, message(data.nbytes, 0), one)
-        found = gpu.enqueued(forms)
+        found = gpu.enqueued_messages(forms)
         assert found is not None
         is_ready = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(found.ready)
         launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(found.function)
@@ -136,40 +134,6 @@ def a_launch_shows_no_addresses_of_earlier_ones() -> None:
         gpu.scale(got.address, got.address, data.nbytes, BY_NAME["uint8"], 1.0, 0, on)
         assert not any(arguments.raw[_ROW_BYTES:]) and any(arguments.raw)
         on.synchronize()
-
-
-@check
-def copies_and_scaling_of_compiled_code_suit_any_addresses() -> None:
-    """They move whole arrays, and touch nothing else."""
-    gpu, count, width = device(), 5000, 4
-    on, x = gpu.adopt(gpu.runtime.stream()), np.arange(count + 8, dtype=np.float32)
-    for call, factor in (
-        (gpu.enqueued_copy(width * count), 1),
-        (gpu.enqueued_scale(count, BY_NAME["float32"], 3.0, 0), 3),
-    ):
-        launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(call.function)
-        for src, dst in itertools.product(range(5), repeat=2):
-            source, target, want = up(gpu, x), up(gpu, -x), -x
-            want[dst : dst + count] = factor * x[src : src + count]
-            assert launch(call.argument, source.address + width * src, target.address + width * dst, on.handle, 0) == 0
-            on.synchronize()
-            assert (down(gpu, target).view(np.float32) == want).all(), f"{factor} times from {src} to {dst}"
-
-
-@check
-def averages_of_compiled_code_round_once() -> None:
-    """Of input and output, in either order: a third of their sum in float16."""
-    gpu, count, half = device(), 5000, BY_NAME["float16"]
-    on, x, y = gpu.adopt(gpu.runtime.stream()), np.arange(5008, dtype=np.float16), np.full(5008, 2.5, np.float16)
-    for src_first, src, dst in itertools.product((False, True), range(3), range(3)):
-        call = gpu.enqueued_reduce(count, half, ReduceOp.SUM, 3, src_first=src_first)
-        launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(call.function)
-        source, target, want = up(gpu, x), up(gpu, y), y.copy()
-        added = x[src : src + count].astype(np.float32) + y[dst : dst + count]
-        want[dst : dst + count] = (added / np.float32(3)).astype(np.float16)
-        assert launch(call.argument, source.address + 2 * src, target.address + 2 * dst, on.handle, 0) == 0
-        on.synchronize()
-        assert (down(gpu, target).view(np.float16) == want).all(), f"from {src} to {dst}"
 
 
 @check

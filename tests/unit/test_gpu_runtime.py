@@ -42,6 +42,15 @@ def test_check(root: Path, rocm_path: Path, name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_what_compiled_code_enqueues(root: Path, rocm_path: Path) -> None:
+    """The suite for devices that support it; of the other suites for devices the jobs on ROCm cover as much."""
+    pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install 'xvcomm[rocm]'")
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "rocm", str(root / "xvcomm/testing/test_launch.py")]
+    environment = {**os.environ, "ROCM_PATH": str(rocm_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=root)
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("asked", "local", "current", "index"),
     [(3, 1, 2, 3), (None, 1, 2, 2), (None, 5, 0, 1), (None, 5, -1, 1), (None, None, 0, 0), (None, None, -1, 0)],

@@ -13,7 +13,8 @@ from typing import cast
 
 import pytest
 
-from xvcomm.abc.device import Device, PeerMemory, RingStopped
+from xvcomm.abc.device import RingStopped
+from xvcomm.abc.peer_memory import PeerMemory, SupportsPeerMemory
 from xvcomm.abc.transport import Capabilities
 from xvcomm.backends.gpu.peer_memory import PeerPool, apart, reached
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
@@ -82,7 +83,7 @@ class Pair:
         self.runtimes = [CountingRuntime(), CountingRuntime()]
         self.pools = [PeerPool(cast(Runtime, runtime)) for runtime in self.runtimes]
         self.gone: set[int] = set()
-        self.peer_rings = [PeerRings(cast(Device, pool), self.gone.__contains__) for pool in self.pools]
+        self.peer_rings = [PeerRings(cast(SupportsPeerMemory, pool), self.gone.__contains__) for pool in self.pools]
         self.renew()
 
     def _rings(self, rank: int) -> Rings:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
-from xvcomm.abc.device import Device, PeerMemory
+from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport, peer_refusal
 from xvcomm.config import Config
@@ -21,7 +20,7 @@ from xvcomm.types.deadline import NEVER, Deadline
 
 OFFERS = [Capabilities("own", "here", 0)]
 FIRST = PeerMemory("cuda", "here", "bus 0", ("bus 0", "bus 1"))
-PEER_RINGS = PeerRings(cast(Device, None), lambda rank: False)
+PEER_RINGS = PeerRings(None, lambda rank: False)
 SECOND = replace(FIRST, device="bus 1", reaches=("bus 1", "bus 0"))
 
 

@@ -1,1 +1,1 @@
-"""All that the author of a plug-in reads: device, native collective, transport, store."""
+"""All that the author of a plug-in reads: backend, device and what only some devices have, native library, transport, store."""

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from xvcomm.abc.device import EnqueuedCall, Stream
+from xvcomm.abc.device import Stream
+from xvcomm.abc.launch import EnqueuedCall
 from xvcomm.types.dtype import DType, Reduction
 from xvcomm.types.opcode import OpCode
 
@@ -69,12 +70,6 @@ class Collective(ABC):
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
         """Member i gets the reduction of everybody's i-th block, `counts[i]` elements."""
-
-    def partial_sums(
-        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
-    ) -> None:
-        """The same of a low-precision dtype, with `dst` in float32; asked for on host memory only."""
-        raise NotImplementedError
 
     @abstractmethod
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xvcomm.abc.device import PeerMemory
+from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.device import Courier
+from xvcomm.abc.courier import Courier, SupportsCouriers
 from xvcomm.engine.failures import Failures
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.lifecycle import Lifecycle
@@ -137,9 +137,11 @@ class Context:
                 f"array, or join with xvcomm.init(device='{self.kind}:{view.index}')"
             )
 
-    def courier(self, end: RingEnd, name: OpCode) -> Courier:
-        """What sends (`name` SEND) or receives single messages of a ring end; while it
-        has a message it is one of `Lifecycle.users`."""
+    def courier(self, end: RingEnd, name: OpCode) -> Courier | None:
+        """What sends (`name` SEND) or receives single messages of a ring end, or None if
+        the device has no couriers. While it has a message it is one of `Lifecycle.users`."""
+        if not isinstance(self.device, SupportsCouriers):
+            return None
         contract = self.lifecycle.contract
         assert contract is not None
         return self.device.courier(end, +name, self.recorder.handle, self.ident, contract.stop)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from xvcomm.abc.collective import CollectiveForm
-from xvcomm.abc.device import Allocation, EnqueuedCall, Event, MessageForm, Queue, Stream
+from xvcomm.abc.device import Allocation, Event, Queue, Stream
+from xvcomm.abc.launch import EnqueuedCall, MessageForm, SupportsEnqueuedLocal, SupportsEnqueuedMessages
+from xvcomm.abc.partial_sums import SupportsConversion, SupportsPartialSums
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.launch import EnqueuedStep, Place
@@ -273,25 +275,36 @@ class _Run:
         match steps[0]:
             case Put() | Get() | GetReduce():
                 return self._enqueued_messages(steps)
-            case Copy(src=src, dst=dst):
-                return self._enqueued_call(self._device.enqueued_copy(src.count * self._dtype.itemsize), src, dst)
-            case Scale(src=src, dst=dst, factor=factor):
-                divisor = self._divisor(average=factor is Factor.AVERAGE)
-                found = self._device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor)
-                return self._enqueued_call(found, src, dst)
-            case Reduce(srcs=(first, second), dst=dst, average=average) if dst in (first, second):
-                divisor, base = self._divisor(average=average), self._op.base
-                found = self._device.enqueued_reduce(dst.count, self._dtype, base, divisor, src_first=second == dst)
-                return self._enqueued_call(found, first if second == dst else second, dst)
             case Native(op=op, src=src, dst=dst, counts=counts, recv_counts=recv_counts, root=root):
                 sizes, how = counts or (max(src.count, dst.count),), Reduction(self._op.base)
                 form = CollectiveForm(OpCode[op.name], sizes, recv_counts, self._dtype, how, root)
                 return self._enqueued_call(self._context.native(self._deadline).enqueued(form), src, dst)
+            case step:
+                return (
+                    self._enqueued_local(step, self._device)
+                    if isinstance(self._device, SupportsEnqueuedLocal)
+                    else None
+                )
+
+    def _enqueued_local(self, step: Step, device: SupportsEnqueuedLocal) -> EnqueuedStep | None:
+        match step:
+            case Copy(src=src, dst=dst):
+                return self._enqueued_call(device.enqueued_copy(src.count * self._dtype.itemsize), src, dst)
+            case Scale(src=src, dst=dst, factor=factor):
+                divisor = self._divisor(average=factor is Factor.AVERAGE)
+                return self._enqueued_call(
+                    device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor), src, dst
+                )
+            case Reduce(srcs=(first, second), dst=dst, average=average) if dst in (first, second):
+                divisor, base = self._divisor(average=average), self._op.base
+                found = device.enqueued_reduce(dst.count, self._dtype, base, divisor, src_first=second == dst)
+                return self._enqueued_call(found, first if second == dst else second, dst)
         return None
 
     def _convert(self, src: Span, dst: Span, factor: float, divisor: int, stream: Stream) -> None:
-        places, widens = (self._at(dst), self._at(src)), dst.buf is Buf.WIDE
-        self._device.convert(*places, src.count, self._dtype, factor, divisor, stream, widens=widens)
+        places, widens, device = (self._at(dst), self._at(src)), dst.buf is Buf.WIDE, self._device
+        assert isinstance(device, SupportsConversion), "only plans for host memory keep partial sums in float32"
+        device.convert(*places, src.count, self._dtype, factor, divisor, stream, widens=widens)
 
     def _divisor(self, *, average: bool) -> int:
         return self._context.topology.size if average else 0
@@ -300,7 +313,9 @@ class _Run:
         return EnqueuedStep(call, (self._place(src), self._place(dst))) if call is not None else None
 
     def _enqueued_messages(self, steps: Sequence[Step]) -> EnqueuedStep | None:
-        forms, places = [], []
+        device, forms, places = self._device, [], []
+        if not isinstance(device, SupportsEnqueuedMessages):
+            return None
         for step in steps:
             match step:
                 case Put(peer=peer, src=span):
@@ -312,7 +327,7 @@ class _Run:
                 case _:
                     return None
             places.append(self._place(span))
-        found = self._device.enqueued(forms)
+        found = device.enqueued_messages(forms)
         return EnqueuedStep(found, places, [form.end for form in forms]) if found is not None else None
 
     def _form(self, peer: int, span: Span, *, producer: bool) -> MessageForm:
@@ -351,6 +366,9 @@ class _Run:
             case NativeOp.REDUCE:
                 native.reduce(src, dst, step.src.count, dtype, op, step.root, stream)
             case NativeOp.REDUCE_SCATTER if self._of(step.dst) is not dtype:
+                assert isinstance(native, SupportsPartialSums), (
+                    "only plans for host memory keep partial sums in float32"
+                )
                 native.partial_sums(src, dst, step.counts, dtype, op, stream)
             case NativeOp.REDUCE_SCATTER:
                 native.reduce_scatter(src, dst, step.counts, dtype, op, stream)

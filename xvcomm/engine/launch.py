@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped
-from xvcomm.abc.device import CAPTURED, EnqueuedCall, EnqueuedEvents, EnqueuedMessages
+from xvcomm.abc.launch import CAPTURED, EnqueuedCall, EnqueuedEvents, EnqueuedMessages
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.log import ROOM, fits, log_operation, record_event

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from xvcomm.abc.collective import Collective, CollectiveStopped
-from xvcomm.abc.device import Courier
+from xvcomm.abc.courier import Courier
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.session.diagnosis import Diagnosis
 from xvcomm.engine.session.rings import Rings

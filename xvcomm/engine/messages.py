@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from xvcomm.abc.device import Courier, RingStalled, RingStopped, Stream
+from xvcomm.abc.courier import Courier
+from xvcomm.abc.device import RingStalled, RingStopped, Stream
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.session.rings import Use
 from xvcomm.memory import array
@@ -175,7 +176,9 @@ class HostTransfers(Transfers):
         if not couriers:
             self.run([t])
             assert t.end is not None
-            couriers.append(context.courier(t.end, t.name))
+            made = context.courier(t.end, t.name)
+            if made is not None:
+                couriers.append(made)
             return
         courier = couriers.pop()
         call_site = t.call_site or find_call_site(_INSIDE)

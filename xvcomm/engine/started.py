@@ -6,7 +6,6 @@ event of its own operation, and only when it is asked.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 from xvcomm.abc.collective import Collective, CollectiveStopped
 from xvcomm.abc.device import Event, Stream
+from xvcomm.abc.launch import SupportsEnqueuedEvents
 from xvcomm.engine.collectives import Call
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
@@ -47,18 +47,20 @@ with compiling():
 class Beside:
     """A stream of xvcomm's, on which compiled code launches operations.
 
+    One call at a time: the admission queue sees to it for messages, and the caller for collectives.
+
     Args (of the constructor):
+        device: of the stream.
         stream: the stream.
 
     Attributes:
-        lock: held while a collective is launched. Messages are ordered by the admission queue instead.
         branch: arguments of the latest operation's launch.
         event: the event after the latest operation.
     """
 
-    def __init__(self, context: Context, gate: LaunchGate, stream: Stream) -> None:
-        self.context, self.stream, self.handle, self.lock = context, stream, stream.handle, threading.Lock()
-        self._launch_gate, self._events = gate, context.device.enqueued_events(stream)
+    def __init__(self, context: Context, device: SupportsEnqueuedEvents, gate: LaunchGate, stream: Stream) -> None:
+        self.context, self.stream, self.handle = context, stream, stream.handle
+        self._launch_gate, self._events = gate, device.enqueued_events(stream)
         self.branch, self.event = Branch(self._events), self._events.take()
         self._known: set[int] = set()
 
@@ -74,10 +76,9 @@ class Beside:
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
         """
-        with self.lock:
-            if not ready.run(self._begin(user), self.handle, call.src, call.dst, call_site, deadline.at, self.branch):
-                return None
-            return StartedCollective(self, call, given)
+        if not ready.run(self._begin(user), self.handle, call.src, call.dst, call_site, deadline.at, self.branch):
+            return None
+        return StartedCollective(self, call, given)
 
     def move(
         self,

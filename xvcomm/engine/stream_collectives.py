@@ -12,6 +12,7 @@ import numpy as np
 
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Event, Stream
+from xvcomm.abc.launch import SupportsEnqueuedEvents
 from xvcomm.engine.collectives import Call, Caller, Key
 from xvcomm.engine.context import Context
 from xvcomm.engine.executor import Buffers, Executor
@@ -48,8 +49,14 @@ class StreamCaller(Caller):
         self._places = self._launch_gate.places
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._executor = Executor(context)
-        self._beside = Beside(context, self._launch_gate, context.device.streams(1)[0])
-        self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
+        device = context.device
+        self._own, self._starting = device.streams(1)[0], threading.Lock()
+        self._beside = (
+            Beside(context, device, self._launch_gate, self._own)
+            if isinstance(device, SupportsEnqueuedEvents)
+            else None  # then compiled code launches nothing
+        )
+        self._token = array.view(Staging(device).up(np.zeros(1, np.uint8)))
         self._once: set[object] = set()
         self._calls: dict[_Shape, CollectiveCall | None] = {}
         self._again: dict[Key, CollectiveCall] = {}
@@ -111,16 +118,16 @@ class StreamCaller(Caller):
     def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective after the present work of the arrays' stream and after earlier asynchronous collectives."""
         handle, trusted = self._look_at(call, stream)
-        beside, ready = self._beside, self._ready(call)
-        if ready is not None:
+        own, beside, ready = self._own, self._beside, self._ready(call)
+        if beside is not None and ready is not None:
             if not trusted:
                 self._user(call, handle, trusted)
-            started = beside.start(ready, call, handle, stream, call.call_site or find_call_site(_INSIDE), deadline)
+            with self._starting:
+                started = beside.start(ready, call, handle, stream, call.call_site or find_call_site(_INSIDE), deadline)
             if started is not None:
                 return started
-        own = beside.stream
-        with beside.lock:
-            self._context.tracker.seal_if_deadline_differs(beside.handle, deadline)
+        with self._starting:
+            self._context.tracker.seal_if_deadline_differs(own.queue[0], deadline)
             self._context.tracker.join(own, cast(Event, self._user(call, handle, trusted).record_event()))
             operation, event, ends = self._launch(call, deadline, own)
             event = event or cast(Event, own.record_event())
@@ -199,7 +206,10 @@ class StreamCaller(Caller):
                     kept.clear()
             self._once.add(shape)
             return None
-        ready = self._calls[shape] = self._compiled_native(call) if self._native_only else self._compiled_plan(call)
+        ready = None
+        if self._beside is not None:
+            ready = self._compiled_native(call) if self._native_only else self._compiled_plan(call)
+        self._calls[shape] = ready
         return ready
 
     def _compiled_plan(self, call: Call) -> CollectiveCall | None:

@@ -7,7 +7,8 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
-from xvcomm.abc.device import Event, MessageForm, Stream
+from xvcomm.abc.device import Event, Stream
+from xvcomm.abc.launch import MessageForm, SupportsEnqueuedEvents, SupportsEnqueuedMessages
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.admission import AdmissionQueue, Start
 from xvcomm.engine.inflight.batch import Batch
@@ -106,7 +107,9 @@ class StreamTransfers(Transfers):
             EnqueuedTransfer(t.name, t.end, t.operation.message._replace(tag=0))
             for t in transfers if t.end is not None and t.operation is not None
         ]  # fmt: skip
-        found = self._context.device.enqueued([MessageForm(part.end, part.message) for part in parts])
+        device, found = self._context.device, None
+        if isinstance(device, SupportsEnqueuedMessages):
+            found = device.enqueued_messages([MessageForm(part.end, part.message) for part in parts])
         if found is None:
             self._calls[key] = None
             return
@@ -223,9 +226,9 @@ class StreamTransfers(Transfers):
 
     def _know(self, transfers: Sequence[Transfer], ends: frozenset[RingEnd]) -> None:
         """Let compiled code launch further messages of these shapes."""
-        stream, key = self._of_rings.get(ends), _key(transfers)
-        if stream is not None and ends not in self._besides:
-            self._besides[ends] = Beside(self._context, self._launch_gate, stream)
+        device, stream, key = self._context.device, self._of_rings.get(ends), _key(transfers)
+        if stream is not None and ends not in self._besides and isinstance(device, SupportsEnqueuedEvents):
+            self._besides[ends] = Beside(self._context, device, self._launch_gate, stream)
         if key not in self._calls and len(ends) == len(transfers):
             self._prepare(transfers, key)
 

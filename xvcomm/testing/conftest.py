@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from xvcomm.config import Config
+from xvcomm.engine.session import plugins
 from xvcomm.testing import World
+from xvcomm.testing.benches import Bench
 from xvcomm.testing.cases import ISLANDS, environment, kinds, too_few_devices
 
 
@@ -34,3 +38,11 @@ def world(place: tuple[str, str]) -> Iterator[World]:
     kind, islands = place
     with World(islands=islands, env=environment(kind)) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module", params=kinds())
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """The devices of one backend, and a ring between them."""
+    backend, config = plugins.backend(request.param), Config()
+    with ThreadPoolExecutor(2) as threads:
+        yield Bench(config, backend.device(config), backend.device(config), threads)

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 
 from numba.extending import register_jitable
 
-from xvcomm.abc.device import EnqueuedEvents, Event
+from xvcomm.abc.device import Event
+from xvcomm.abc.launch import EnqueuedEvents
 from xvcomm.jit.atomics import copy_bytes, load, store
 from xvcomm.jit.ccall import bits_of, call_3, float_of
 from xvcomm.jit.compile import brief, compiling

@@ -16,7 +16,8 @@ from time import monotonic
 from typing import Any, cast
 from weakref import ref
 
-from xvcomm.abc.device import EnqueuedEvents, Event, Stream
+from xvcomm.abc.device import Event, Stream
+from xvcomm.abc.launch import EnqueuedEvents, SupportsEnqueuedEvents
 from xvcomm.engine.inflight.batch import Batch, Contents
 from xvcomm.engine.inflight.log import APART, ROOM, Ends, LaunchLog, LoggedOperations
 from xvcomm.engine.inflight.owner import Owner
@@ -192,7 +193,9 @@ class Tracker:
         if found is None:
             device = self._owner.device
             stream = device.adopt(handle)
-            events = None if stream.lasting else device.enqueued_events(stream)
+            events = None
+            if isinstance(device, SupportsEnqueuedEvents) and not stream.lasting:
+                events = device.enqueued_events(stream)
             found = self._open_batches[handle] = _OpenBatch(self.rings, stream, events, blocking)
         return found
 

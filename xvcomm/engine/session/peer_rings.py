@@ -15,7 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from xvcomm.abc.device import Device, ExportedMemory, RingStopped
+from xvcomm.abc.device import RingStopped
+from xvcomm.abc.peer_memory import ExportedMemory, SupportsPeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.errors import XvcommError
 from xvcomm.jit.atomics import compare_and_swap
@@ -41,11 +42,12 @@ class PeerRings:
     """The memory that a process exports and imports for the rings of all its communicators.
 
     Args:
+        memory: of this rank's device, if that shares memory.
         gone: whether a rank of the job has died or left.
     """
 
-    def __init__(self, device: Device, gone: Callable[[int], bool]) -> None:
-        self._device, self._gone = device, gone
+    def __init__(self, memory: SupportsPeerMemory | None, gone: Callable[[int], bool]) -> None:
+        self._memory, self._gone = memory, gone
         self._left: list[_ExportedSlots] = []
 
     def furnish(self, end: RingEnd, peer: int, store: Store, name: str, deadline: Deadline) -> None:
@@ -61,32 +63,42 @@ class PeerRings:
             RingStopped: the other end has closed the ring.
             StoreError, DeadlineExceeded: the other end does not say where the slots are.
         """
+        memory = self._memory
+        assert memory is not None, "both ranks of the ring have said that they share memory"
         if end.made:
-            exported = self._device.export_memory(end.layout.capacity)
+            exported = memory.export_memory(end.layout.capacity)
             end.slots = exported.address
-            end.dispose = partial(self._reclaim, end, exported, partial(self._gone, peer))
+            end.dispose = partial(self._reclaim, memory, end, exported, partial(self._gone, peer))
             store.set(name + "/slots", exported.handle, deadline)
             return
         handle = store.get(name + "/slots", deadline)
         if _exchange(end.address + IMPORTER, 0, os.getpid()):
             raise RingStopped(end, end.abort_word(), 0)
-        end.closing.append(partial(self._release, end))
-        end.slots = self._device.import_memory(handle)
+        end.closing.append(partial(self._release, memory, end))
+        end.slots = memory.import_memory(handle)
 
-    def _release(self, end: RingEnd) -> None:
+    @staticmethod
+    def _release(memory: SupportsPeerMemory, end: RingEnd) -> None:
         if end.stuck:
             return
         with contextlib.suppress(XvcommError):  # a device that is gone has no mappings
             if end.slots:
-                self._device.release_import(end.slots)
+                memory.release_import(end.slots)
         ctypes.c_int64.from_address(end.address + IMPORTER).value = _OVER
 
-    def _reclaim(self, end: RingEnd, exported: ExportedMemory, gone: Callable[[], bool], segment: Segment) -> None:
+    def _reclaim(
+        self,
+        memory: SupportsPeerMemory,
+        end: RingEnd,
+        exported: ExportedMemory,
+        gone: Callable[[], bool],
+        segment: Segment,
+    ) -> None:
         slots = _ExportedSlots(segment, end.producer, gone)
         if slots.unread():
             self._left = [*(other for other in self._left if other.unread()), slots]
         if not end.stuck:
-            self._device.reclaim(exported, slots.returned)
+            memory.reclaim(exported, slots.returned)
 
     def linger(self) -> None:
         """Wait a bounded time until others have received the messages in this rank's GPU memory, which is freed at exit."""

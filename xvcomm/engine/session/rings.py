@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from xvcomm.abc.device import PeerMemory
+from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.store import NotSet, Store
 from xvcomm.abc.transport import Capabilities, Transport, choose, peer_refusal
 from xvcomm.config import Config

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from xvcomm.abc.backend import Backend
-from xvcomm.abc.device import Device, PeerMemory
+from xvcomm.abc.device import Device
+from xvcomm.abc.peer_memory import PeerMemory, SupportsPeerMemory
 from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Capabilities, Transport
 from xvcomm.config import Config
@@ -121,7 +122,8 @@ class Session:
         everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
         self._joined = [msgspec.msgpack.decode(data, type=Joining) for data in everybody]
         self.infos = tuple(j.info for j in self._joined)
-        self.peer_rings = PeerRings(self.device, self.gone)
+        shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
+        self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         atexit.register(self.close)
         forking.register(self)
@@ -140,9 +142,10 @@ class Session:
         except (XvcommError, OSError) as error:
             refuse(join, self.rank, error)
             raise
+        memory = self.device.peer_memory() if isinstance(self.device, SupportsPeerMemory) else None
         return Joining(
             self._describe(host), [t.capabilities() for t in self.transports], self.job,
-            os.readlink("/proc/self/ns/pid"), self._presence.byte, self.device.capabilities().peers,
+            os.readlink("/proc/self/ns/pid"), self._presence.byte, memory,
         )  # fmt: skip
 
     def _start(self, mine: Joining, deadline: Deadline) -> None:

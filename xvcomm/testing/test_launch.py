@@ -1,0 +1,114 @@
+"""What compiled code enqueues, on every registered backend whose device supports it: events, messages, local operations."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from xvcomm.abc.launch import (
+    EnqueuedCall,
+    MessageForm,
+    SupportsEnqueuedEvents,
+    SupportsEnqueuedLocal,
+    SupportsEnqueuedMessages,
+)
+from xvcomm.testing.arrays import Array
+from xvcomm.testing.benches import LAYOUTS, Bench, address, get, message, put, streams
+from xvcomm.testing.cases import assert_same_bits, distinct
+from xvcomm.types.dtype import BY_NAME, UINT8, ReduceOp
+
+_WITHOUT = "compiled code enqueues no {} on this device"
+
+
+def _function(place: int, words: int) -> Callable[..., int]:
+    return ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * words)(place)
+
+
+def test_events_order_streams_from_compiled_code(bench: Bench) -> None:
+    """One stream branches from another, and a third follows its event: all work comes after a message that is late."""
+    device, data = bench.right, distinct(UINT8, 100_000, seed=6)
+    if not isinstance(device, SupportsEnqueuedEvents):
+        pytest.skip(_WITHOUT.format("events"))
+    with bench.ring(LAYOUTS[0]) as (producer, consumer):
+        first, middle, last = streams(device, 3)
+        x, y, z = [put(device, np.zeros_like(data)) for _ in range(3)]
+        calls = device.enqueued_events(middle)
+        branch, record, follow = [_function(place, 3) for place in (calls.branch, calls.record, calls.follow)]
+        event = calls.take()
+        device.get(consumer, address(x), message(data.size), first)
+        assert branch(calls.argument, first.handle, middle.handle) == 0
+        device.copy(address(y), address(x), data.size, middle)
+        assert record(calls.argument, event.handle, middle.handle) == 0
+        assert follow(calls.argument, event.handle, last.handle) == 0
+        device.copy(address(z), address(y), data.size, last)
+        assert not middle.reached(event)
+        bench.send(producer, data)
+        last.synchronize()
+        assert middle.reached(event)
+        assert_same_bits(get(device, z), data, "what two streams passed on")
+
+
+def test_messages_from_compiled_code_follow_others(bench: Bench) -> None:
+    """Where compiled code may not launch a message `put` does, and every message arrives in order."""
+    device, data = bench.left, [distinct(UINT8, 5000, seed) for seed in range(6)]
+    if not isinstance(device, SupportsEnqueuedMessages):
+        pytest.skip(_WITHOUT.format("messages"))
+    with bench.ring(LAYOUTS[1]) as (producer, consumer):
+        forms = [MessageForm(producer, message(5000))]
+        assert device.enqueued_messages(forms) is None, "the ring was never used"
+        (on,), arrays = streams(device), [put(device, x) for x in data]
+        device.put(producer, address(arrays[0]), message(5000, UINT8, 0), on)
+        found = device.enqueued_messages(forms)
+        assert found is not None
+        ready, launch = _function(found.ready, 3), _function(found.function, 5)
+        for tag, x in enumerate(arrays[1:], 1):
+            if ready(found.argument, on.handle, 0):
+                item = (ctypes.c_int64 * 3)(address(x), tag)
+                assert launch(found.argument, ctypes.addressof(item), 0, on.handle, 0) == 0
+            else:
+                device.put(producer, address(x), message(5000, UINT8, tag), on)
+            assert producer.sequence == tag + 1
+        for want, came in zip(data, bench.receive(consumer, *[5000] * len(data)), strict=True):
+            assert_same_bits(came, want, "a message")
+
+
+def _check_call(bench: Bench, call: EnqueuedCall, at: tuple[int, int], x: Array, y: Array, want: Array) -> None:
+    """Let compiled code make a call on arrays that begin some elements behind `x`, and behind `y`, which becomes `want`."""
+    (on,), launch, width = streams(bench.left), _function(call.function, 5), x.itemsize
+    source, target = put(bench.left, x), put(bench.left, y)
+    places = address(source) + width * at[0], address(target) + width * at[1]
+    assert launch(call.argument, *places, on.handle, 0) == 0
+    on.synchronize()
+    assert_same_bits(get(bench.left, target), want, f"from {at[0]} to {at[1]}")
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_copies_and_scaling_from_compiled_code_suit_any_addresses(bench: Bench, factor: int) -> None:
+    """They move whole arrays, and touch nothing else."""
+    device, count, x = bench.left, 5000, np.arange(5008, dtype=np.float32)
+    if not isinstance(device, SupportsEnqueuedLocal):
+        pytest.skip(_WITHOUT.format("local operations"))
+    copies = factor == 1
+    call = device.enqueued_copy(4 * count) if copies else device.enqueued_scale(count, BY_NAME["float32"], factor, 0)
+    for src, dst in itertools.product(range(5), repeat=2):
+        want = -x
+        want[dst : dst + count] = factor * x[src : src + count]
+        _check_call(bench, call, (src, dst), x, -x, want)
+
+
+@pytest.mark.parametrize("src_first", [False, True])
+def test_averages_from_compiled_code_round_once(bench: Bench, src_first: bool) -> None:
+    """Of input and output, in either order: a third of their sum in float16."""
+    device, count, half = bench.left, 5000, BY_NAME["float16"]
+    if not isinstance(device, SupportsEnqueuedLocal):
+        pytest.skip(_WITHOUT.format("local operations"))
+    x, y = np.arange(5008, dtype=np.float16), np.full(5008, 2.5, np.float16)
+    call = device.enqueued_reduce(count, half, ReduceOp.SUM, 3, src_first=src_first)
+    for src, dst in itertools.product(range(3), repeat=2):
+        want, added = y.copy(), x[src : src + count].astype(np.float32) + y[dst : dst + count]
+        want[dst : dst + count] = (added / np.float32(3)).astype(np.float16)
+        _check_call(bench, call, (src, dst), x, y, want)
