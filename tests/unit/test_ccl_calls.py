@@ -18,7 +18,7 @@ import pytest
 from xvcomm.abc.collective import CollectiveForm, CollectiveStalled, CollectiveStopped
 from xvcomm.backends.ccl.collective import CclCollective
 from xvcomm.engine.inflight.log import ROOM, LaunchLog, LoggedOperations
-from xvcomm.engine.launch import CollectiveCall, EnqueuedStep, Place
+from xvcomm.engine.launch import EnqueuedOperation, EnqueuedStep, Launch, Place
 from xvcomm.errors import Aborted
 from xvcomm.memory.ring import Message, Reason
 from xvcomm.memory.segment import Segment
@@ -41,13 +41,12 @@ class Caller:
 
     def __init__(self) -> None:
         self._contract = ContractCheck(Segment.create("/dev/shm", "ccl", ContractCheck.size(1)), (0,), 0, _nobody(), 0)
-        self.boarding, self.ended, self.departures = LaunchLog({}), list[Operation](), list[int]()
+        self.log, self.ended, self.departures = LaunchLog({}), list[Operation](), list[int]()
         self._launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True)
         self._context: Any = SimpleNamespace(
-            place=self._contract.place, sequence=0, word=self._contract.abort_word, end=self.ended.append,
-            fail=lambda error, operation: error, tracker=SimpleNamespace(
-                seal=self.departures.append, rings={}, events=lambda handle: self.boarding.events,
-            ),
+            place=self._contract.place, sequence=0, lifecycle=SimpleNamespace(word=self._contract.abort_word),
+            end_all=lambda operations, state=0: self.ended.extend(operations), fail=_fail,
+            tracker=SimpleNamespace(seal=self.departures.append, rings={}, events=lambda handle: self.log.events),
         )  # fmt: skip
 
     def prepare(
@@ -59,21 +58,25 @@ class Caller:
         ready = comm.enqueued(CollectiveForm(op, counts or even, recv_counts or even, dtype, how, root))
         assert ready is not None
         steps = [EnqueuedStep(ready, (Place(Buf.IN, 0), Place(Buf.OUT, 0)))]
-        made = CollectiveCall(self._context, self._launch_gate, op, Message(int(op), 0, 0, 0), steps)
+        operation = EnqueuedOperation(op, Message(int(op), 0, 0, 0))
+        made = Launch(self._context, self._launch_gate, [operation], steps)
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:
-            arrays: Any = SimpleNamespace(address=src), SimpleNamespace(address=dst)
-            assert made.run(self.boarding.address, stream, *arrays, 0, Deadline.after(seconds).at), "refused"
+            assert made.run(self.log.address, stream, Deadline.after(seconds).at, 0, src, dst), "refused"
 
         return call
 
-    def aboard(self) -> list[int]:
+    def taken(self) -> list[int]:
         """Numbers of the collectives that somebody must look after, which are then forgotten."""
-        taken = self.boarding.take()
+        taken = self.log.take()
         return [operation.sequence for operation in taken.operations()] if taken is not None else []
 
     def close(self) -> None:
         self._contract.close()
+
+
+def _fail(error: BaseException, operation: Operation) -> None:
+    raise error
 
 
 def _nobody() -> Any:
@@ -111,7 +114,7 @@ def test_compiled_code_calls_the_library_with_its_own_numbers(caller: Caller) ->
     assert [made.args[0] for made in library.address.call_args_list] == [
         "ncclAllReduce", "ncclReduceScatter", "ncclBroadcast", "ncclAllGather", "ncclAllReduce"
     ]  # fmt: skip
-    assert caller.aboard() == [0, 1, 2, 3, 4]
+    assert caller.taken() == [0, 1, 2, 3, 4]
     comm.close()
 
 
@@ -119,9 +122,9 @@ def test_what_goes_into_a_graph_is_over_for_the_host(caller: Caller) -> None:
     function = Native(lambda *words: 0)
     comm = joined(a_library(address=address(function)))
     caller.prepare(comm, OpCode.ALL_REDUCE, stream=CAPTURING)(16, 32)
-    assert [operation.sequence for operation in caller.ended] == [0] and caller.aboard() == []
+    assert [operation.sequence for operation in caller.ended] == [0] and caller.taken() == []
     caller.prepare(comm, OpCode.ALL_REDUCE)(16, 32)
-    assert caller.aboard() == [1] and len(caller.ended) == 1
+    assert caller.taken() == [1] and len(caller.ended) == 1
     comm.close()
 
 
@@ -212,7 +215,7 @@ def test_a_group_is_closed_whatever_fails_in_it(caller: Caller, failing: str) ->
     comm = joined(a_library(address=library.address), members=2)
     with pytest.raises(Aborted, match="ncclInternalError"):
         caller.prepare(comm, OpCode.ALL_TO_ALL)(1000, 2000)
-    assert library.seen[-1] == GROUP[1] and caller.aboard() == []
+    assert library.seen[-1] == GROUP[1] and caller.taken() == []
     assert len(library.seen) == {"ncclGroupStart": 2, "ncclSend": 3, "ncclGroupEnd": 6}[failing]
     comm.close()
 
@@ -228,11 +231,11 @@ def test_a_stream_without_room_takes_no_collective_until_somebody_looks_after_th
     with pytest.raises(AssertionError, match="refused"):
         call(16, 32)
     assert len(seen) == ROOM and caller.departures == [99, 99]
-    taken = caller.boarding.take()
+    taken = caller.log.take()
     assert taken is not None and taken.collective and len(taken.records) == ROOM
     assert 10.0 < taken.deadline - time.monotonic() <= 30.0
     call(16, 32)
-    assert caller.aboard() == [ROOM] and not caller.boarding
+    assert caller.taken() == [ROOM] and not caller.log
     comm.close()
 
 
@@ -248,7 +251,7 @@ def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> Non
     caller._launch_gate = SimpleNamespace(lock=threading.Lock(), open=True)
     other.append(caller.prepare(comm, OpCode.ALL_REDUCE))
     call(16, 32)
-    assert caller.departures == [99, 99] and len(caller.aboard()) == ROOM + 1
+    assert caller.departures == [99, 99] and len(caller.taken()) == ROOM + 1
     comm.close()
 
 
@@ -263,19 +266,19 @@ def test_what_boards_a_stream_that_may_be_gone_leaves_with_an_event_behind_it(ca
         recorded.append(event)
         if leaving:
             leaving = False
-            left.append(caller.boarding.take())
+            left.append(caller.log.take())
         return 0
 
     function, recorder = Native(lambda *words: 0), ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(record)
     take = lambda: SimpleNamespace(handle=next(handles), captured=0)  # noqa: E731
-    caller.boarding = LaunchLog({}, cast(Any, SimpleNamespace(record=address(recorder), argument=5, take=take)))
+    caller.log = LaunchLog({}, cast(Any, SimpleNamespace(record=address(recorder), argument=5, take=take)))
     comm = joined(a_library(address=address(function)))
     call = caller.prepare(comm, OpCode.ALL_REDUCE)
     call(16, 32)
     call(16, 32)
     leaving = True
     call(16, 32)
-    left.append(caller.boarding.take())
+    left.append(caller.log.take())
     assert recorded == [7, 7, 7, 8]
     assert [(p.event.handle, len(p.records)) for p in left if p is not None and p.event is not None] == [(7, 2), (8, 1)]
     comm.close()
@@ -295,11 +298,11 @@ def test_an_event_that_cannot_be_recorded_is_told_by_the_device(caller: Caller) 
     )
     take = lambda: SimpleNamespace(handle=7, captured=0)  # noqa: E731
     stream = SimpleNamespace(record=address(recorder), argument=5, take=take, failed=failed)
-    caller.boarding = LaunchLog({}, cast(Any, stream))
+    caller.log = LaunchLog({}, cast(Any, stream))
     comm = joined(a_library(address=address(function)))
     with pytest.raises(Aborted, match="the device's error"):
         caller.prepare(comm, OpCode.ALL_REDUCE)(16, 32)
-    assert told == [3] and caller.aboard() == []
+    assert told == [3] and caller.taken() == []
     comm.close()
 
 
@@ -310,14 +313,14 @@ def test_compiled_code_does_not_enter_a_library_that_was_stopped_and_tells_what_
     comm = joined(a_library(address=address(function)))
     call = caller.prepare(comm, OpCode.ALL_REDUCE)
     call(16, 32)
-    assert caller.aboard() == [0]
+    assert caller.taken() == [0]
     with pytest.raises(Aborted, match="ncclInternalError"):
         call(16, 32)
     comm.abort(Reason.LEFT.word(2))
     with pytest.raises(CollectiveStopped) as caught:
         call(16, 32)
     assert caught.value.word == Reason.LEFT.word(2) and len(seen) == 2
-    assert caller.aboard() == []
+    assert caller.taken() == []
     comm.close()
 
 

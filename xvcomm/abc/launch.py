@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+import numpy as np
+
 from xvcomm.abc.device import Event, Stream
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.types.dtype import DType, ReduceOp
@@ -47,6 +49,10 @@ class MessageForm(NamedTuple):
     remote_first: bool = False
 
 
+ITEM = np.dtype([("address", "i8"), ("tag", "i8"), ("call_site", "i8")])
+"""One of `EnqueuedMessages` for compiled code: the address of its array, its tag, and what the device does not read."""
+
+
 class EnqueuedMessages(NamedTuple):
     """Messages of fixed form, each through a ring end of its own, that compiled code enqueues together on a device's stream.
 
@@ -57,8 +63,8 @@ class EnqueuedMessages(NamedTuple):
         ready: address of a C function of three words: `argument`, the stream's handle, and one that means nothing. It
             gives 0 where the device has to look at more: then `Device.put` or `get` serve, after which it may be ready.
         function: address of a C function of five words, to be called where the other one has just given another number:
-            `argument`, the address of three words for each message, which are its array, its tag and one that means
-            nothing, again one such, the stream's handle, and one such. Gives 0 if the messages are enqueued, which are
+            `argument`, the address of an `ITEM` for each message, a word that means nothing, the stream's handle, and
+            another such word. Gives 0 if the messages are enqueued, which are
             then counted by the ring ends.
         argument: address of what must live as long: `keep`.
         failed: raises what another result means.

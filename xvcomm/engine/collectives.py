@@ -230,10 +230,7 @@ class Caller:
             elif not (self._alone and call.idle()):
                 self._scheduled(call, operation, deadline)
         except BaseException as error:
-            raised = context.fail(error, operation)
-            if raised is error:
-                raise
-            raise raised from None
+            context.fail(error, operation)
         context.end(operation)
         return call.result()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.courier import Courier, SupportsCouriers
@@ -208,15 +209,18 @@ class Context:
         finally:
             self._users.difference_update(operations)
 
-    def fail(self, error: BaseException, operation: Operation) -> BaseException:
-        """An operation ended by an error from below: finishes the communicator and gives the error for the user."""
+    def fail(self, error: BaseException, operation: Operation) -> NoReturn:
+        """End an operation that a lower layer's error has ended: finishes the communicator, and raises the user's error."""
         try:
-            return self.explain(error, operation)
+            raised = self.explain(error, operation)
         finally:
             self.end(operation, State.FAILED)
+        if raised is error:
+            raise error
+        raise raised from None
 
     def explain(self, error: BaseException, operation: Operation) -> BaseException:
-        """`fail` for an operation that the device may still be in."""
+        """Finish the communicator, and give the user's error, for an operation that the device may still be in."""
         return self._failures.explain(error, operation)
 
     def look(self) -> None:

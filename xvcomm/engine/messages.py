@@ -148,16 +148,16 @@ class Transfers(ABC):
         )
         begun = [t for t in transfers if t.operation is not None]
         blamed = next((t for t in begun if t.end in culprits), begun[0] if begun else None)
-        raised = error
-        if blamed is not None and blamed.operation is not None:
-            raised = self._context.fail(error, blamed.operation)
-        for t in begun:
-            if t is not blamed and t.operation is not None:
-                self._context.end(t.operation, State.FAILED)
-        self.give_up(transfers, raised)
-        if raised is error:
-            raise error
-        raise raised from None
+        try:
+            if blamed is None or blamed.operation is None:
+                raise error
+            self._context.fail(error, blamed.operation)
+        except BaseException as raised:
+            for t in begun:
+                if t is not blamed and t.operation is not None:
+                    self._context.end(t.operation, State.FAILED)
+            self.give_up(transfers, raised)
+            raise
 
 
 class HostTransfers(Transfers):

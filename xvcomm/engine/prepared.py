@@ -203,10 +203,7 @@ class PreparedCall:
                 raise CollectiveStopped(self._context.lifecycle.word())
             self._prepared.resume(src, dst, self._stream)
         except BaseException as error:
-            raised = self._context.fail(error, operation)
-            if raised is error:
-                raise
-            raise raised from None
+            self._context.fail(error, operation)
         else:
             self._context.end(operation)
         finally:

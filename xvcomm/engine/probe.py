@@ -189,7 +189,7 @@ class Probing:
                 if deadline.expired():
                     raise RingStalled([end for end in sources.ends if not end.abort_word()])
         except (RingStalled, RingStopped) as error:
-            raise context.fail(error, operation) from None
+            context.fail(error, operation)
         except BaseException:
             context.end(operation, State.FAILED)
             raise

@@ -20,7 +20,7 @@ from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.work import Work, nobody_calls_back
-from xvcomm.engine.launch import Branch, CollectiveCall, MessageCall
+from xvcomm.engine.launch import Branch, Launch
 from xvcomm.engine.messages import Transfer
 from xvcomm.errors import DeadlineExceeded
 from xvcomm.jit.ccall import call_3
@@ -65,7 +65,7 @@ class Beside:
         self._known: set[int] = set()
 
     def start(
-        self, ready: CollectiveCall, call: Call, user: int | None, given: int | None, call_site: int, deadline: Deadline
+        self, ready: Launch, call: Call, user: int | None, given: int | None, call_site: int, deadline: Deadline
     ) -> StartedCollective | None:
         """Launch a collective after the present work of a user's stream; None if nothing has begun.
 
@@ -76,15 +76,17 @@ class Beside:
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
         """
-        if not ready.run(self._begin(user), self.handle, call.src, call.dst, call_site, deadline.at, self.branch):
+        log, src, dst = self._begin(user), array.address(call.src), array.address(call.dst)
+        if not ready.run(log, self.handle, deadline.at, call_site, src, dst, branch=self.branch):
             return None
         return StartedCollective(self, call, given)
 
     def move(
         self,
-        ready: MessageCall,
+        ready: Launch,
         transfers: Sequence[Transfer],
         items: list[int],
+        call_site: int,
         deadline: Deadline,
         user: int,
         come: Come,
@@ -92,10 +94,10 @@ class Beside:
         """The same for messages whose turn it is, each with a ring of its own.
 
         Args:
-            items: see `MessageCall.run`.
+            items, call_site: see `Launch.run`.
             come: see `DeferredWork`.
         """
-        if not ready.run(self._begin(user), self.handle, items, deadline, self.branch):
+        if not ready.run(self._begin(user), self.handle, deadline.at, call_site, items=items, branch=self.branch):
             return None
         return [StartedMessage(self, t, *ring, come) for t, ring in zip(transfers, self.branch.ends, strict=True)]
 

@@ -21,7 +21,7 @@ from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.inflight.stream_work import StreamWork
 from xvcomm.engine.inflight.work import Work
-from xvcomm.engine.launch import CollectiveCall, EnqueuedStep, Place
+from xvcomm.engine.launch import EnqueuedOperation, EnqueuedStep, Launch, Place
 from xvcomm.engine.staging import Staging
 from xvcomm.engine.started import Beside
 from xvcomm.memory import array
@@ -58,8 +58,8 @@ class StreamCaller(Caller):
         )
         self._token = array.view(Staging(device).up(np.zeros(1, np.uint8)))
         self._once: set[object] = set()
-        self._calls: dict[_Shape, CollectiveCall | None] = {}
-        self._again: dict[Key, CollectiveCall] = {}
+        self._calls: dict[_Shape, Launch | None] = {}
+        self._again: dict[Key, Launch] = {}
         context.lifecycle.on_close(self._close)  # keeps its memory alive as long as operations are on the streams
 
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
@@ -73,7 +73,7 @@ class StreamCaller(Caller):
         if not (dst.trusted and src.trusted):
             self._context.device.adopt(handle, *_untrusted(src, dst))
         place, call_site = self._places.get(handle) or self._launch_gate.place(handle), find_call_site(_INSIDE_AGAIN)
-        return place != 0 and ready.run(place, handle, src, dst, call_site, monotonic() + timeout)
+        return place != 0 and ready.run(place, handle, monotonic() + timeout, call_site, src.address, dst.address)
 
     def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
@@ -91,7 +91,8 @@ class StreamCaller(Caller):
                     self._places.get(handle) or self._launch_gate.place(handle),
                     call.call_site or find_call_site(_INSIDE),
                 )
-                if place and ready.run(place, handle, call.src, call.dst, call_site, deadline.at):
+                addresses = array.address(call.src), array.address(call.dst)
+                if place and ready.run(place, handle, deadline.at, call_site, *addresses):
                     self._remember(call.key, ready)
                     return call.result()
         user = self._user(call, handle, trusted)
@@ -108,7 +109,7 @@ class StreamCaller(Caller):
             tracker.add_blocking([operation], handle, deadline, ends)
         return call.result()
 
-    def _remember(self, key: Key | None, ready: CollectiveCall) -> None:
+    def _remember(self, key: Key | None, ready: Launch) -> None:
         """Let `again` find a call by its key. Bounded: arrays of one shape may have ever new keys."""
         if key is not None:
             if len(self._again) >= _SHAPES_KEPT:
@@ -180,13 +181,10 @@ class StreamCaller(Caller):
                 buffers = Buffers(array.address(call.src), array.address(call.dst))
                 event, ends = self._executor.launch(plan, buffers, call.dtype, call.how(), operation, deadline, carrier)
             except BaseException as error:
-                raised = context.fail(error, operation)
-                if raised is error:
-                    raise
-                raise raised from None
+                context.fail(error, operation)
         return operation, event, ends
 
-    def _ready(self, call: Call) -> CollectiveCall | None:
+    def _ready(self, call: Call) -> Launch | None:
         """The compiled call of this shape; None before the shape has run once, or if compiled code cannot run it."""
         how = call.reduction
         shape = (
@@ -198,7 +196,7 @@ class StreamCaller(Caller):
         except KeyError:
             return self._prepare(call, shape)
 
-    def _prepare(self, call: Call, shape: _Shape) -> CollectiveCall | None:
+    def _prepare(self, call: Call, shape: _Shape) -> Launch | None:
         """Prepare the compiled call of a shape that has run once."""
         if shape not in self._once:
             if len(self._once) >= _SHAPES_KEPT:
@@ -212,7 +210,7 @@ class StreamCaller(Caller):
         self._calls[shape] = ready
         return ready
 
-    def _compiled_plan(self, call: Call) -> CollectiveCall | None:
+    def _compiled_plan(self, call: Call) -> Launch | None:
         """The compiled call of a collective across a border, if compiled code can run all its steps."""
         plan, executor = self._context.planner.plan(call.request()), self._executor
         steps = executor.enqueued(plan, call.dtype, call.how(), call.message(), call.src is call.dst, NEVER)
@@ -225,7 +223,7 @@ class StreamCaller(Caller):
 
         return self._compiled(call, steps, scratch if nbytes else None)
 
-    def _compiled_native(self, call: Call) -> CollectiveCall | None:
+    def _compiled_native(self, call: Call) -> Launch | None:
         """The compiled call of a collective inside an island, if the native library does all of it."""
         native = self._joined()
         found = native.enqueued(call.form()) if native is not None else None
@@ -234,12 +232,12 @@ class StreamCaller(Caller):
 
     def _compiled(
         self, call: Call, steps: list[EnqueuedStep] | None, scratch: Callable[[int], int] | None = None
-    ) -> CollectiveCall | None:
+    ) -> Launch | None:
         if steps is None:
             return None
         with self._order:
             self._launch_gate.admit(call.op)
-        return CollectiveCall(self._context, self._launch_gate, call.op, call.message(), steps, scratch)
+        return Launch(self._context, self._launch_gate, [EnqueuedOperation(call.op, call.message())], steps, scratch)
 
     def _joined(self) -> Collective | None:
         return self._context.joined_native()

@@ -16,7 +16,7 @@ from xvcomm.engine.inflight.deferred import DeferredWork
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.inflight.stream_work import StreamWork
 from xvcomm.engine.inflight.work import Work
-from xvcomm.engine.launch import EnqueuedTransfer, MessageCall
+from xvcomm.engine.launch import EnqueuedOperation, EnqueuedStep, Launch
 from xvcomm.engine.messages import Transfer, Transfers
 from xvcomm.engine.started import Beside
 from xvcomm.memory import array
@@ -46,7 +46,7 @@ class StreamTransfers(Transfers):
         self._of_rings: dict[frozenset[RingEnd], Stream] = {}
         self._besides: dict[frozenset[RingEnd], Beside] = {}
         self._launch_gate = LaunchGate(context, context.enqueueing)
-        self._calls: dict[tuple[_Shape, ...], MessageCall | None] = {}
+        self._calls: dict[tuple[_Shape, ...], Launch | None] = {}
         self._admission = AdmissionQueue(context.tracker, self._go)
         context.lifecycle.on_close(self._admission.close)
 
@@ -59,11 +59,10 @@ class StreamTransfers(Transfers):
         view, key = t.view, _key([t])
         user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
         call = self._calls.get(key, _UNPREPARED)
-        if isinstance(call, MessageCall) and not self._admission:
+        if isinstance(call, Launch) and not self._admission:
             place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
-            if place and call.run(
-                place, handle, [view.address, t.tag, t.call_site or find_call_site(_INSIDE)], t.deadline
-            ):
+            items, call_site = [view.address, t.tag, 0], t.call_site or find_call_site(_INSIDE)
+            if place and call.run(place, handle, t.deadline.at, call_site, items=items):
                 return
         self._run_alone(t, handle, user or self._context.device.adopt(handle))
         if call is _UNPREPARED:
@@ -103,19 +102,21 @@ class StreamTransfers(Transfers):
         """Let compiled code launch further messages of these shapes, if the device supports it."""
         if len(self._calls) >= _SHAPES_KEPT:
             self._calls.clear()
-        parts = [
-            EnqueuedTransfer(t.name, t.end, t.operation.message._replace(tag=0))
-            for t in transfers if t.end is not None and t.operation is not None
-        ]  # fmt: skip
+        operations, forms = [], []
+        for t in transfers:
+            assert t.end is not None and t.operation is not None
+            operations.append(EnqueuedOperation(t.name, t.operation.message._replace(tag=0), t.end))
+            forms.append(MessageForm(t.end, operations[-1].message))
         device, found = self._context.device, None
         if isinstance(device, SupportsEnqueuedMessages):
-            found = device.enqueued_messages([MessageForm(part.end, part.message) for part in parts])
+            found = device.enqueued_messages(forms)
         if found is None:
             self._calls[key] = None
             return
         with self._context.enqueueing:
             self._launch_gate.admit(transfers[0].name)
-        self._calls[key] = MessageCall(self._context, self._launch_gate, parts, found)
+        steps = [EnqueuedStep(found, rings=[form.end for form in forms])]
+        self._calls[key] = Launch(self._context, self._launch_gate, operations, steps)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for memory lent for results."""
@@ -128,13 +129,13 @@ class StreamTransfers(Transfers):
             return
         key = _key(transfers)
         call = self._calls.get(key, _UNPREPARED)
-        if isinstance(call, MessageCall) and not self._admission:
+        if isinstance(call, Launch) and not self._admission:
             unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
             if unknown:
                 self._context.device.adopt(handle, *unknown)
             place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
             call_site = transfers[0].call_site or find_call_site(_INSIDE)
-            if place and call.run(place, handle, _items(transfers, call_site), _soonest(transfers)):
+            if place and call.run(place, handle, _soonest(transfers).at, call_site, items=_items(transfers)):
                 return
         self._run_together(transfers)
         if call is _UNPREPARED:
@@ -196,16 +197,16 @@ class StreamTransfers(Transfers):
         call = self._calls.get(_key(transfers))
         if handle is None or call is None or not all(t.stream == handle for t in transfers):
             return None
-        ends = call.ends
+        ends = frozenset(call.rings)
         beside = self._besides.get(ends)
         if beside is None:
             return None
         unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
         if unknown:
             self._context.device.adopt(handle, *unknown)
-        come, items = partial(self._admission.come_behind, ends), _items(transfers, call_site)
+        come, items = partial(self._admission.come_behind, ends), _items(transfers)
         return self._admission.at_once(
-            ends, partial(beside.move, call, transfers, items, _soonest(transfers), handle, come)
+            ends, partial(beside.move, call, transfers, items, call_site, _soonest(transfers), handle, come)
         )
 
     def _start_in_turn(self, transfers: Sequence[Transfer]) -> None:
@@ -373,9 +374,9 @@ def _key(transfers: Sequence[Transfer]) -> tuple[_Shape, ...]:
     return tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
 
 
-def _items(transfers: Sequence[Transfer], call_site: int) -> list[int]:
-    """See `MessageCall.run`; `call_site` is where those were called that do not say so themselves."""
-    return [word for t in transfers for word in (t.view.address, t.tag, t.call_site or call_site)]
+def _items(transfers: Sequence[Transfer]) -> list[int]:
+    """See `Launch.run`."""
+    return [word for t in transfers for word in (t.view.address, t.tag, t.call_site)]
 
 
 def _what(t: Transfer) -> str:

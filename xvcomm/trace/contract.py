@@ -12,10 +12,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import compare_and_swap, fetch_add, full_fence, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
 from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.trace.format import DONE
@@ -53,19 +55,42 @@ def _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # 
     return True
 
 
+_PLACE = np.dtype([
+    ("contract", "i8"),  # address of the segment
+    ("ranks", "i8"),
+    ("me", "i8"),  # this rank's row
+    ("recorder", "i8"),  # `Recorder.handle`
+    ("communicator", "i8"),  # its number there
+])  # fmt: skip
+_Place, _place_at = python_type(_PLACE), compiled_at(_PLACE)
+
+
 @register_jitable
 def post(place, sequence, op, dtype, nbytes, tag, detail, call_site):  # type: ignore[no-untyped-def]
     """Record a collective in the flight recorder and post it; the record's number, inverted if the communicator is aborted."""
-    contract, ranks, me = load(place), load(place + 8), load(place + 16)
-    recorder, communicator = load(place + 24), load(place + 32)
-    number = note(recorder, communicator, sequence, op, dtype, nbytes, -1, tag, call_site)
-    return number if _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail) else ~number
+    here = _place_at(place)
+    number = note(here.recorder, here.communicator, sequence, op, dtype, nbytes, -1, tag, call_site)
+    agreed = _compare(here.contract, here.ranks, here.me, sequence, op, dtype, nbytes, tag, detail)
+    return number if agreed else ~number
 
 
 @register_jitable
 def end(place: int, number: int) -> None:
     """Record the end of a collective that was posted."""
-    note_end(load(place + 24), number, DONE)
+    note_end(_place_at(place).recorder, number, DONE)
+
+
+@register_jitable
+def note_message(place, sequence, name, dtype, nbytes, peer, tag, call_site):  # type: ignore[no-untyped-def]
+    """Record a message in the flight recorder; the record's number."""
+    here = _place_at(place)
+    return note(here.recorder, here.communicator, sequence, name, dtype, nbytes, peer, tag, call_site)
+
+
+@register_jitable
+def aborted(place: int) -> bool:
+    """Whether the communicator is aborted."""
+    return load_acquire(_place_at(place).contract + ABORT) != 0
 
 
 def _count(counter: int) -> int:
@@ -105,7 +130,7 @@ class ContractCheck:
         self._me = ranks.index(rank)
         self._address = segment.address
         self.stop = segment.address + ABORT
-        self._place = (ctypes.c_int64 * 5)(segment.address, len(ranks), self._me, recorder.handle, communicator)
+        self._place = _Place(segment.address, len(ranks), self._me, recorder.handle, communicator)
         self.place = ctypes.addressof(self._place)
         self._word = ctypes.c_int64.from_address(self.stop)
         self._departures = ctypes.c_int64.from_address(segment.address + _DEPARTURES)

@@ -1,26 +1,26 @@
-"""The launch log: operations that compiled code has enqueued on a stream, as plain words until the tracker takes them.
+"""The launch log: operations that compiled code has enqueued on a stream, as plain records until the tracker takes them.
 
 An operation that succeeds never becomes a Python object: its record in the flight recorder is ended by number. An
-`Operation` is made of the words only for an error message.
+`Operation` is made of one only for an error message.
 """
 
 from __future__ import annotations
 
 import ctypes
-import enum
 import math
-import struct
-from array import array
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.abc.device import Event
 from xvcomm.abc.launch import EnqueuedEvents
-from xvcomm.jit.atomics import copy_bytes, load, store
-from xvcomm.jit.ccall import bits_of, call_3, float_of
+from xvcomm.jit.atomics import copy_bytes, load
+from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling
-from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.jit.record import address_of, compiled_at, python_type
+from xvcomm.memory.ring import MESSAGE, Message, RingEnd
 from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.types.opcode import OpCode
 
@@ -34,83 +34,82 @@ _ENTRIES = 2 * ROOM
 """Twice the room: a collective and messages may both find room, each under its own lock, before either is logged."""
 
 
-class Word(enum.IntEnum):
-    """Words of a logged operation."""
+ENTRY = np.dtype([
+    ("record", "i8"),  # number in the flight recorder
+    ("sequence", "i8"),
+    ("name", "i8"),
+    ("peer", "i8"),
+    ("channel", "i8"),
+    ("counter", "i8"),  # `RingEnd.counter` of the ring end that it uses; else 0
+    ("following", "i8"),  # number of the next message of that ring end
+    ("message", MESSAGE),
+])  # fmt: skip
+"""An operation in the log."""
 
-    RECORD = 0
-    SEQUENCE = 1
-    NAME = 2
-    PEER = 3
-    CHANNEL = 4
-    COUNTER = 5  # `RingEnd.counter` of the ring end that it uses; else 0
-    FOLLOWING = 6  # number of the next message of that ring end
-    MESSAGE = 7  # five words
-
-
-_SIZE = Word.MESSAGE + 5
-_RECORD, _ARGUMENT, _EVENT, _COUNT, _DEADLINE, _FIRST = range(0, 48, 8)
-_FLOAT = struct.Struct("=d")
-_NEVER = struct.unpack("=q", _FLOAT.pack(math.inf))[0]
-_MESSAGE_BYTES, _ENTRY = 40, 8 * int(_SIZE)
-_MESSAGE = 8 * int(Word.MESSAGE)
-_TAG = _MESSAGE + 24
-_BLANK = array("q", bytes(8 * (1 + _ENTRIES * _SIZE)))
-_RECORD, _PEER = int(Word.RECORD), int(Word.PEER)
-_COUNTER, _FOLLOWING = int(Word.COUNTER), int(Word.FOLLOWING)
+_LOG = np.dtype([
+    ("function", "i8"),  # records the event; 0 if Python does
+    ("argument", "i8"),
+    ("event", "i8"),
+    ("count", "i8"),
+    ("deadline", "f8"),  # the earliest of the operations
+    ("entries", ENTRY, (_ENTRIES,)),
+])  # fmt: skip
+_Log, _log_at, _entry_at = python_type(_LOG), compiled_at(_LOG), compiled_at(ENTRY)
+_DEADLINE = _Log.deadline.offset
+_MESSAGE_BYTES = MESSAGE.itemsize
+_ENTRY_BYTES = ENTRY.itemsize
 
 
 @register_jitable
 def fits(log: int, entries: int, deadline: float) -> bool:
     """Whether the log has room for so many entries, and its operations have about the same deadline."""
-    count, soonest = load(log + _COUNT), load(log + _DEADLINE)
-    if count + entries > ROOM:
+    head = _log_at(log)
+    if head.count + entries > ROOM:
         return False
-    free = count == 0 and soonest == _NEVER
-    return free or soonest == bits_of(deadline) or abs(deadline - float_of(soonest)) < APART
+    free = head.count == 0 and head.deadline == math.inf
+    return free or head.deadline == deadline or abs(deadline - head.deadline) < APART
 
 
 @register_jitable
 def record_event(log: int, stream: int) -> int:
     """Record an event after the operation to be logged, on a stream that may be destroyed later; 0, or the device's error."""
-    function = load(log + _RECORD)
-    if function == 0:
+    head = _log_at(log)
+    if head.function == 0:
         return 0
     while True:
-        event = load(log + _EVENT)
-        code: int = call_3(function, load(log + _ARGUMENT), event, stream)
-        if code != 0 or event == load(log + _EVENT):  # else the log was taken meanwhile, with this event
+        event = head.event
+        code: int = call_3(head.function, head.argument, event, stream)
+        if code != 0 or event == head.event:  # else the log was taken meanwhile, with this event
             return code
 
 
 @register_jitable
-def log_operation(log, record, sequence, name, peer, channel, counter, message, tag, deadline):  # type: ignore[no-untyped-def]
+def log_operation(log, record, sequence, name, peer, channel, counter, message, deadline):  # type: ignore[no-untyped-def]
     """Append an operation; the caller has checked that it `fits`. Returns the number of entries.
 
     Args:
         counter: `RingEnd.counter` of its ring end, or 0.
-        message: address of the words of a `Message`, without the tag.
-        deadline: the bits of `Deadline.at`, which compare as the deadlines do.
+        message: address of a `MESSAGE` record.
+        deadline: `Deadline.at`.
     """
-    count = load(log + _COUNT)
-    entry = log + _FIRST + count * _ENTRY
-    following = load(counter) if counter != 0 else 0
-    for i, value in enumerate((record, sequence, name, peer, channel, counter, following)):
-        store(entry + 8 * i, value)
-    copy_bytes(entry + _MESSAGE, message, _MESSAGE_BYTES)
-    store(entry + _TAG, tag)
-    if deadline < load(log + _DEADLINE):
-        store(log + _DEADLINE, deadline)
-    store(log + _COUNT, count + 1)
-    return count + 1
+    head = _log_at(log)
+    entry = _entry_at(address_of(head, "entries"), head.count)
+    entry.record, entry.sequence, entry.name = record, sequence, name
+    entry.peer, entry.channel, entry.counter = peer, channel, counter
+    entry.following = load(counter) if counter != 0 else 0
+    copy_bytes(address_of(entry, "message"), message, _MESSAGE_BYTES)
+    head.deadline = min(head.deadline, deadline)
+    head.count += 1
+    return head.count
 
 
 def _read(log: int, into: int, take: bool, event: int) -> int:
-    count = load(log + _COUNT)
-    copy_bytes(into, log + _DEADLINE, _FIRST - _DEADLINE + count * _ENTRY)
+    head = _log_at(log)
+    count: int = head.count
+    begin = address_of(head, "deadline")
+    copy_bytes(into + (begin - log), begin, address_of(head, "entries") - begin + count * _ENTRY_BYTES)
     if take:
-        store(log + _COUNT, 0)
-        store(log + _DEADLINE, _NEVER)
-        store(log + _EVENT, event)
+        head.count, head.deadline, head.event = 0, math.inf, event
     return count
 
 
@@ -126,7 +125,7 @@ class LoggedOperations:
     """Operations taken from a launch log, in order. A collective across a border has one more entry for each ring end.
 
     Args:
-        words: the bits of the earliest deadline, then the words of each operation, `count` in all.
+        entries: records of dtype `ENTRY`.
 
     Attributes:
         event: the event after them, if compiled code has recorded one.
@@ -135,45 +134,36 @@ class LoggedOperations:
         collective: whether any of them is a collective.
     """
 
-    __slots__ = ("_counters", "_end", "_rings", "_words", "collective", "deadline", "event", "records")
+    __slots__ = ("_counters", "_entries", "_rings", "collective", "deadline", "event", "records")
 
-    def __init__(self, words: array[int], count: int, rings: Mapping[int, RingEnd], event: Event | None) -> None:
-        self._words, self._end, self._rings, self.event = words, 1 + count * _SIZE, rings, event
-        (self.deadline,) = _FLOAT.unpack_from(words)
-        self._counters = self._each(_COUNTER)
-        entries = zip(self._each(_RECORD), self._each(_PEER), self._counters, strict=True)
-        self.records = array("q", [record for record, peer, counter in entries if peer != NO_PEER or not counter])
+    def __init__(
+        self, entries: np.ndarray[Any, Any], deadline: float, rings: Mapping[int, RingEnd], event: Event | None
+    ) -> None:
+        self._entries, self.deadline, self._rings, self.event = entries, deadline, rings, event
+        self._counters: list[int] = entries["counter"].tolist()
+        once = (entries["peer"] != NO_PEER) | (entries["counter"] == 0)
+        self.records: list[int] = entries["record"][once].tolist()
         self.collective = 0 in self._counters
 
     def operations(self) -> list[Operation]:
         """The operations as Python objects."""
         return [
             Operation(OpCode(name), sequence, Message(*message), peer, record, channel)
-            for record, sequence, name, peer, channel, _, _, *message in self._entries()
+            for record, sequence, name, peer, channel, _, _, message in self._entries.tolist()
         ]
 
     def ends(self) -> Ends:
         """The ring ends that they use; see `Ends`."""
-        uses = zip(self._entries(), self.operations(), strict=True)
-        return [
-            (self._rings[entry[Word.COUNTER]], entry[Word.FOLLOWING], operation)
-            for entry, operation in uses if entry[Word.COUNTER]
-        ]  # fmt: skip
+        uses = zip(self._counters, self._entries["following"].tolist(), self.operations(), strict=True)
+        return [(self._rings[counter], following, operation) for counter, following, operation in uses if counter]
 
     def arrived(self) -> bool:
         """Whether all their messages have passed through their ring ends."""
         if not any(self._counters):
             return True
-        last = dict(zip(self._counters, self._each(_FOLLOWING), strict=True))
+        last = dict(zip(self._counters, self._entries["following"].tolist(), strict=True))
         last.pop(0, None)
         return all(self._rings[counter].finished()[0] >= following for counter, following in last.items())
-
-    def _each(self, word: int) -> array[int]:
-        """The same word of every entry."""
-        return self._words[1 + word : self._end : _SIZE]
-
-    def _entries(self) -> list[array[int]]:
-        return [self._words[at : at + _SIZE] for at in range(1, self._end, _SIZE)]
 
 
 class LaunchLog:
@@ -188,29 +178,31 @@ class LaunchLog:
         events: as above.
     """
 
-    __slots__ = ("_event", "_rings", "_words", "address", "events")
+    __slots__ = ("_event", "_log", "_rings", "address", "events")
 
     def __init__(self, rings: Mapping[int, RingEnd], events: EnqueuedEvents | None = None) -> None:
         self._rings, self.events = rings, events
         self._event = event = self._another()
-        head = (0, 0, 0) if events is None or event is None else (events.record, events.argument, event.handle)
-        self._words = (ctypes.c_int64 * (_FIRST // 8 + _ENTRIES * _SIZE))(*head, 0, _NEVER)
-        self.address = ctypes.addressof(self._words)
+        self._log = log = _Log(deadline=math.inf)
+        if events is not None and event is not None:
+            log.function, log.argument, log.event = events.record, events.argument, event.handle
+        self.address = ctypes.addressof(log)
 
     def __bool__(self) -> bool:
         """Whether it has entries."""
-        return self._words[_COUNT // 8] > 0
+        found: bool = self._log.count > 0
+        return found
 
     @property
     def deadline(self) -> float:
         """The earliest deadline of the operations that will share the event, on the monotonic clock."""
-        found: float = _FLOAT.unpack_from(self._words, _DEADLINE)[0]
+        found: float = self._log.deadline
         return found
 
     def note_deadline(self, deadline: float) -> None:
         """Take account of an operation that Python has begun, and that will share the event."""
-        if deadline < self.deadline:
-            _FLOAT.pack_into(self._words, _DEADLINE, deadline)
+        if deadline < self._log.deadline:
+            self._log.deadline = deadline
 
     def look(self) -> LoggedOperations | None:
         """The entries, which stay; None if there are none."""
@@ -225,7 +217,6 @@ class LaunchLog:
         return None if self.events is None else self.events.take()
 
     def _read(self, event: Event | None, *, take: bool) -> LoggedOperations | None:
-        words, following = _BLANK[:], self._event
-        handle = 0 if following is None else following.handle
-        count = _read_kernel(self.address, words.buffer_info()[0], take, handle)
-        return LoggedOperations(words, count, self._rings, event) if count else None
+        copy, following = np.empty((), _LOG), self._event
+        count = _read_kernel(self.address, copy.ctypes.data, take, 0 if following is None else following.handle)
+        return LoggedOperations(copy["entries"][:count], float(copy["deadline"]), self._rings, event) if count else None
