@@ -21,19 +21,19 @@ def init_process_group(
     n_devices: int, rank: int, *, backend: str = "nccl", host: str | None = None, port: int | None = None,
     use_mpi: bool = False,
 ) -> NCCLBackend:  # fmt: skip
-    """Join the others, as `cupyx.distributed.init_process_group`; blocks until all ranks are there.
+    """Join the job like `cupyx.distributed.init_process_group`; blocks until all ranks have joined.
 
     Args:
         n_devices: number of ranks.
         rank: of this process. Its GPU is CuPy's current one.
-        backend: `"nccl"`; inside an island of NVIDIA GPUs it is NCCL indeed.
-        host, port: where rank 0 serves; else `CUPYX_DISTRIBUTED_HOST` and `CUPYX_DISTRIBUTED_PORT`.
-        use_mpi: meet through mpi4py's COMM_WORLD instead.
+        backend: `"nccl"`; within an island of NVIDIA GPUs, NCCL is used.
+        host, port: address of rank 0's store; by default `CUPYX_DISTRIBUTED_HOST` and `CUPYX_DISTRIBUTED_PORT`.
+        use_mpi: use mpi4py's COMM_WORLD for the rendezvous instead.
 
     Raises:
-        ArgumentError: rank or number of ranks out of range; another backend.
-        ConfigError: `host` is not this one, and `XVCOMM_SECRET` not set.
-        DeadlineExceeded: names the ranks that did not come.
+        ArgumentError: rank or number of ranks are out of range; another backend.
+        ConfigError: `host` is another host, and `XVCOMM_SECRET` is not set.
+        DeadlineExceeded: names the ranks that did not join.
     """
     if n_devices <= 0 or not 0 <= rank < n_devices:
         raise ArgumentError(f"rank {rank} of {n_devices} devices: ranks go from 0 to n_devices - 1")
@@ -45,13 +45,13 @@ def init_process_group(
 
 
 class NCCLBackend:
-    """The methods of `cupyx.distributed.NCCLBackend`, by a Communicator of its own, `communicator`.
+    """The methods of `cupyx.distributed.NCCLBackend` over a Communicator, `communicator`.
 
-    Arrays are seen as plain memory: contiguous in C's or Fortran's order, on this rank's device. An operation is ordered on
-    `stream`, else on CuPy's current stream, and the host does not wait. What a call on another stream than the current one
-    uses is kept until that stream is through: freed arrays do not go back to CuPy's pool too early.
+    Arrays are treated as plain memory: contiguous in C or Fortran order, on this rank's device. An operation is ordered on
+    `stream`, by default CuPy's current stream, and the host does not wait. Arrays of a call on another stream are kept alive
+    until that stream has completed it, so that CuPy's pool does not reuse their memory too early.
 
-    Sparse matrices are exchanged by parts, which makes the host wait; results replace the parts of those given for them.
+    Sparse matrices are exchanged in parts, for which the host waits; results replace the parts of the output matrices.
     """
 
     def __init__(self, n_devices: int, rank: int, host: str = HOST, port: int = PORT, use_mpi: bool = False) -> None:
@@ -59,7 +59,7 @@ class NCCLBackend:
 
     @classmethod
     def over(cls, communicator: Communicator) -> NCCLBackend:
-        """The same methods over a Communicator that is there already; `stop` closes it."""
+        """The same methods over an existing Communicator; `stop` closes it."""
         made = cls.__new__(cls)
         made._begin(communicator)
         return made
@@ -80,7 +80,7 @@ class NCCLBackend:
         self._kept.add(stream, x, out)
 
     def reduce(self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None) -> None:
-        """Reduce over all ranks; the root gets the result, elsewhere `out_array` stays as it is and may be None."""
+        """Reduce over all ranks; only the root gets the result. Elsewhere `out_array` is unchanged and may be None."""
         _check_op(op)
         if is_sparse(in_array):
             self._reduce_sparse(in_array, out_array, root, op, stream)
@@ -90,7 +90,7 @@ class NCCLBackend:
         self._kept.add(stream, x, out)
 
     def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
-        """Give every rank the root's array."""
+        """Copy the root's array to every rank."""
         if is_sparse(in_out_array):
             mine = Parts.of(in_out_array)
             told = self.communicator.broadcast_object(mine.told if self.rank == root else None, root)
@@ -104,7 +104,7 @@ class NCCLBackend:
         self._kept.add(stream, x)
 
     def reduce_scatter(self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None) -> None:
-        """Reduce over all ranks, and give rank i the i-th `count` elements; of sparse matrices, the i-th of a list."""
+        """Reduce over all ranks, and give rank i the i-th `count` elements; with sparse matrices, the i-th of a list."""
         _check_op(op)
         if is_sparse(in_array):
             self._check_list("reduce_scatter", in_array)
@@ -119,7 +119,7 @@ class NCCLBackend:
             self._copy(out, result, stream)
 
     def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
-        """Give every rank `count` elements of each; sparse matrices are appended to the list `out_array`."""
+        """Gather `count` elements of each rank on every rank; sparse matrices are appended to the list `out_array`."""
         if is_sparse(in_array):
             mine = Parts.of(in_array)
             for root, told in enumerate(self.communicator.all_gather_object(mine.told)):
@@ -158,7 +158,7 @@ class NCCLBackend:
         self._kept.add(stream, x)
 
     def send_recv(self, in_array: Any, out_array: Any, peer: int, stream: Any = None) -> None:
-        """Send to a rank and receive from it; the rank may be this one."""
+        """Send to a rank and receive from it; it may be this rank."""
         if is_sparse(in_array):
             mine = Parts.of(in_array)
             told = mine.told
@@ -189,7 +189,7 @@ class NCCLBackend:
         self._kept.add(stream, x, out)
 
     def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
-        """Give the root all arrays, as rows of `out_array`; sparse matrices are appended to it, a list."""
+        """Gather all arrays on the root, as rows of `out_array`; sparse matrices are appended to it, a list."""
         if is_sparse(in_array):
             self._gather_sparse(in_array, out_array, root, stream)
             return
@@ -216,15 +216,15 @@ class NCCLBackend:
         self._kept.add(stream, x, out)
 
     def barrier(self) -> None:
-        """Wait for all ranks; the host waits."""
+        """Block the host until all ranks have called this."""
         self.communicator.barrier()
 
     def stop(self) -> None:
-        """Leave. Idempotent."""
+        """Close the communicator. Idempotent."""
         self.communicator.close()
 
     def _exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: Any) -> None:
-        """Send and receive at once. What goes from this rank to itself is copied, in order."""
+        """Send and receive concurrently. Messages of this rank to itself are copied, in order."""
         with self.communicator.group():
             for x, peer in sends:
                 if peer != self.rank:
@@ -236,18 +236,18 @@ class NCCLBackend:
         for x, source in zip((x for x, peer in recvs if peer == self.rank), sources, strict=True):
             if (x.size, x.dtype) != (source.size, source.dtype):
                 raise ArrayError(
-                    f"{source.size} x {source.dtype} from this rank to itself, and room for {x.size} x {x.dtype}"
+                    f"{source.size} x {source.dtype} from this rank to itself, but the output has {x.size} x {x.dtype}"
                 )
             self._copy(x, source, stream)
         self._kept.add(stream, *(x for x, _ in (*sends, *recvs)))
 
     def _copy(self, target: Any, source: Any, stream: Any) -> None:
-        """Copy on the stream that an operation was ordered on."""
+        """Copy on the stream of an operation."""
         with self._on(stream):
             target[...] = source
 
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Lets CuPy work on the stream of an operation."""
+        """A context manager in which CuPy uses the stream of an operation."""
         if stream is None or self.communicator.device == "host":
             return contextlib.nullcontext()
         found: contextlib.AbstractContextManager[Any] = external(stream)
@@ -264,12 +264,14 @@ class NCCLBackend:
         found.extend(parts.matrix(in_matrix) for parts in rooms)
 
     def _reduce_sparse(self, in_matrix: Any, out_matrix: Any, root: int, op: str, stream: Any) -> None:
-        """In the order of ranks. `prod` is the matrices' own `*`, as in cupyx: of arrays by element, of matrices not."""
+        """Reduce in rank order. `prod` is the operator `*`, as in cupyx: elementwise for sparse arrays, a matrix product for
+        sparse matrices.
+        """
         if op not in ("sum", "prod"):
-            raise ArgumentError(f"op {op!r}: sparse matrices have 'sum' and 'prod'")
+            raise ArgumentError(f"op {op!r}: sparse matrices support 'sum' and 'prod'")
         if self.rank == root and in_matrix.format != out_matrix.format:
             raise ArgumentError(
-                f"in_array is {in_matrix.format}, out_array {out_matrix.format}; both must be of one format"
+                f"in_array is {in_matrix.format}, out_array {out_matrix.format}; both must have the same format"
             )
         matrices: list[Any] = []
         self._gather_sparse(in_matrix, matrices, root, stream)
@@ -288,7 +290,7 @@ class NCCLBackend:
                 f"{what}: shape {x.shape}; the first dimension must be {self._n_devices}, one for each rank"
             )
         if not x.flags.c_contiguous:
-            raise ArrayError(f"{what}: the array's rows must be contiguous; pass one in C's order")
+            raise ArrayError(f"{what}: the array's rows must be contiguous; pass an array in C order")
         return x.reshape(-1)
 
     def _check_list(self, what: str, matrices: Any) -> None:
@@ -302,7 +304,7 @@ def _check_op(op: str) -> None:
 
 
 def _flat(x: Any) -> Any:
-    """An array as a vector, in the order of memory.
+    """An array as a vector, in memory order.
 
     Raises:
         ArrayError: it is not contiguous.

@@ -1,4 +1,4 @@
-"""Where the ranks of a CuPy program meet, and which GPU is whose."""
+"""Rendezvous of a CuPy program, and assignment of GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOPBACK = (HOST, "::1", "localhost")
 
 
 def join(n_devices: int, rank: int, host: str, port: int, use_mpi: bool) -> Communicator:
-    """Join under this number; see `NCCLBackend`. The device is `XVCOMM_DEVICE`'s kind, and CuPy's current one of it."""
+    """Join with this rank; see `NCCLBackend`. The device is the type of `XVCOMM_DEVICE`, and CuPy's current one of it."""
     config = Config.from_env()
     device = config.device
     if device != "host":
@@ -27,21 +27,21 @@ def join(n_devices: int, rank: int, host: str, port: int, use_mpi: bool) -> Comm
         device = f"{kind}:{cupy.cuda.Device().id}"
     if use_mpi:
         return xvcomm.init(rank=rank, size=n_devices, device=device, store=import_module("mpi4py.MPI").COMM_WORLD)
-    if config.store is not None:  # whoever started the ranks says where they meet
+    if config.store is not None:  # set by the launcher
         return xvcomm.init(rank=rank, size=n_devices, device=device)
     env = {**os.environ, "XVCOMM_SECRET": config.secret or _cookie(host)}
     return xvcomm.init(rank=rank, size=n_devices, device=device, store=f"tcp://{host}:{port}", env=env)
 
 
 def _cookie(host: str) -> str:
-    """A secret that all processes of this user can read, and nobody else: made once, and kept in the home folder.
+    """A secret that only processes of this user can read: generated once, and stored in the home folder.
 
     Raises:
         ConfigError: ranks on other hosts may not have this home folder, or it cannot be used.
     """
     if host not in _LOOPBACK:
         raise ConfigError(
-            f"the ranks meet at {host}, which needs the job's secret: set XVCOMM_SECRET to the same random text on all "
+            f"a rendezvous at {host} needs the job's secret: set XVCOMM_SECRET to the same random text on all "
             "ranks, for instance the output of `openssl rand -hex 16`"
         )
     try:
@@ -50,8 +50,8 @@ def _cookie(host: str) -> str:
         if folder.read("secret") is None:
             folder.write("secret", secrets.token_hex(16).encode(), once=True)
         return (folder.read("secret") or b"").decode()
-    except (OSError, RuntimeError) as error:  # the latter: no HOME, and nobody knows this user
+    except (OSError, RuntimeError) as error:  # RuntimeError: HOME is unset and the user database does not know the user
         raise ConfigError(
-            f"the ranks' secret cannot be kept in the home folder: {error}; set XVCOMM_SECRET to the same random text on "
+            f"the ranks' secret cannot be stored in the home folder: {error}; set XVCOMM_SECRET to the same random text on "
             "all ranks, for instance the output of `openssl rand -hex 16`"
         ) from error

@@ -17,7 +17,7 @@ class Kept:
         self._flights: deque[tuple[Any, tuple[Any, ...]]] = deque()
 
     def add(self, stream: Any, *arrays: Any) -> None:
-        """Keep arrays until a stream has passed this point; those of graphs are the user's to keep."""
+        """Keep arrays until a stream has passed this point; the user must keep those of captured graphs."""
         while self._flights and self._flights[0][0].done:
             self._flights.popleft()
         if stream is None or not self._on_gpu:
@@ -30,6 +30,6 @@ class Kept:
 
 
 def external(stream: Any) -> Any:
-    """A stream as CuPy's, whoever made it."""
+    """A stream of any library as CuPy's."""
     cupy = import_module("cupy")
     return stream if isinstance(stream, cupy.cuda.Stream) else cupy.cuda.ExternalStream(array.stream_handle(stream))

@@ -5,8 +5,8 @@
     comm = xvjax.init()
     step = jax.jit(lambda x: xvjax.all_reduce(x * 2))
 
-They keep the order in which they are called, in programs and across them, without tokens. `jax.grad`, `vmap`, `scan`,
-`cond`, `while_loop`, `checkpoint` and `shard_map` may go over them. See docs/jax.md.
+Operations keep the order in which they are called, within and across programs, without tokens. They support `jax.grad`, `vmap`,
+`scan`, `cond`, `while_loop`, `checkpoint` and `shard_map`. See docs/jax.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users pass, checked: every refusal is an error that says what to do."""
+"""Validation of users' arguments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _JAX = str(Path(jax.__file__).parent)
 
 
 def array(op: str, x: Any) -> Any:
-    """`x` as JAX's array or tracer, of a dtype of its own: that of a Python number is what JAX makes of it alone, and ranks
-    that come to different ones learn it as of any other.
+    """Convert `x` to an array or tracer of JAX with a definite dtype.
+
+    A Python number gets the dtype that JAX would give it; ranks that differ in it get a MismatchError as usual.
 
     Raises:
-        ArrayError: it is no array.
-        DTypeError: xvcomm does not carry its dtype, or a number does not fit into JAX's; 64 bits of numpy become 32 unless
-            JAX is told to keep them.
+        ArrayError: it is not an array.
+        DTypeError: xvcomm does not support its dtype, or a number does not fit JAX's; JAX would convert 64-bit numpy arrays to
+            32 bits unless configured otherwise.
     """
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, jax.Array):
         _check_width(op, x.dtype)
@@ -37,17 +38,17 @@ def array(op: str, x: Any) -> Any:
     if isinstance(x, bool | int | float | complex):
         x = _number(op, x)
     if not isinstance(x, jax.Array):
-        raise ArrayError(f"{op}: {type(x).__name__} is no array of JAX or numpy; call it on each leaf of a tree")
+        raise ArrayError(f"{op}: {type(x).__name__} is not an array of JAX or numpy; call this on each leaf of a tree")
     if getattr(x, "weak_type", False):
         x = x.astype(x.dtype)
     if x.dtype == jax.dtypes.float0 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        raise DTypeError(f"{op}: arrays of {x.dtype} hold no numbers; pass jax.random.key_data(x) of a key")
+        raise DTypeError(f"{op}: arrays of {x.dtype} contain no numbers; pass jax.random.key_data(x) of a key")
     from_numpy(np.dtype(x.dtype))
     return x
 
 
 def like(op: str, x: Any) -> Any:
-    """What tells shape and dtype of an array to receive: an array, a tracer, or a `jax.ShapeDtypeStruct`."""
+    """An object that defines shape and dtype of an array to receive: an array, a tracer, or a `jax.ShapeDtypeStruct`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         _check_width(op, x.dtype)
         return jnp.zeros(x.shape, x.dtype)
@@ -55,17 +56,17 @@ def like(op: str, x: Any) -> Any:
 
 
 def rows(op: str, x: Any) -> Any:
-    """An array that has rows."""
+    """An array with at least one dimension."""
     if not x.ndim:
-        raise ArrayError(f"{op}: a scalar has no rows to divide; pass an array of at least one dimension")
+        raise ArrayError(f"{op}: a scalar has no rows to divide; pass an array with at least one dimension")
     return x
 
 
 def whole(op: str, what: str, value: Any) -> int:
-    """A whole number that is known when the program is traced.
+    """An integer that is known when the program is traced.
 
     Raises:
-        ArgumentError: it is none, or a tracer.
+        ArgumentError: it is not an integer, or a tracer.
     """
     if isinstance(value, jax.core.Tracer):
         raise ArgumentError(
@@ -75,7 +76,7 @@ def whole(op: str, what: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise ArgumentError(f"{op}: {what}={value!r}: expected a whole number") from None
+        raise ArgumentError(f"{op}: {what}={value!r}: expected an integer") from None
 
 
 def rank(op: str, what: str, value: Any, comm: Communicator) -> int:
@@ -98,27 +99,27 @@ def channel(op: str, value: Any) -> int:
     """A channel of messages."""
     number = whole(op, "channel", value)
     if not 0 <= number < CHANNELS:
-        raise ArgumentError(f"{op}: channel {number}: must be a whole number from 0 to {CHANNELS - 1}")
+        raise ArgumentError(f"{op}: channel {number}: must be an integer from 0 to {CHANNELS - 1}")
     return number
 
 
 def counts(op: str, what: str, values: Any, comm: Communicator) -> tuple[int, ...]:
-    """Rows a rank."""
+    """Rows per rank."""
     try:
         numbers = tuple(whole(op, what, n) for n in values)
     except TypeError:
-        raise ArgumentError(f"{op}: {what}={values!r}: expected whole numbers, one a rank") from None
+        raise ArgumentError(f"{op}: {what}={values!r}: expected integers, one per rank") from None
     if len(numbers) != comm.size or min(numbers) < 0:
         raise ArgumentError(f"{op}: {what} {numbers}: expected {comm.size} numbers of rows")
     return numbers
 
 
 def divided(op: str, what: str, x: Any, values: Any, comm: Communicator) -> tuple[int, ...]:
-    """Rows a rank of an array that holds everybody's."""
+    """Rows per rank of an array that contains the rows of all ranks."""
     total = x.shape[0]
     if values is None:
         if total % comm.size:
-            raise ArrayError(f"{op}: {total} rows do not divide by {comm.size} ranks; pass {what}=")
+            raise ArrayError(f"{op}: {total} rows are not a multiple of {comm.size} ranks; pass {what}=")
         return (total // comm.size,) * comm.size
     numbers = counts(op, what, values, comm)
     if sum(numbers) != total:
@@ -127,7 +128,7 @@ def divided(op: str, what: str, x: Any, values: Any, comm: Communicator) -> tupl
 
 
 def owned(op: str, x: Any, values: Any, comm: Communicator) -> tuple[int, ...]:
-    """Rows a rank where an array holds this rank's."""
+    """Rows per rank, if an array contains this rank's rows."""
     if values is None:
         return (x.shape[0],) * comm.size
     numbers = counts(op, "counts", values, comm)
@@ -139,20 +140,22 @@ def owned(op: str, x: Any, values: Any, comm: Communicator) -> tuple[int, ...]:
 
 
 def token(op: str, given: Any) -> list[Any]:
-    """The operand for a token: none if none is given.
+    """Operands for a token: an empty list if none is given.
 
     Raises:
-        ArgumentError: it is not what `make_token` or an operation gave.
+        ArgumentError: it is not the result of `make_token` or an operation.
     """
     if given is None:
         return []
     if not isinstance(given, jax.Array) or given.dtype != TOKEN or given.shape:
-        raise ArgumentError(f"{op}: token={given!r}: expected what make_token() or an operation with token= gave")
+        raise ArgumentError(
+            f"{op}: token={given!r}: expected the result of make_token() or of an operation with token="
+        )
     return [given]
 
 
 def call_site() -> str:
-    """Where the user called the operation that asks; JAX's own functions in between do not count."""
+    """The user's call site of the calling operation; JAX's own frames are skipped."""
     skip_folder(_JAX)
     return ctypes.string_at(find_call_site(1), CALL_SITE_BYTES).rstrip(b"\0").decode(errors="replace")
 

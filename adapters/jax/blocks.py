@@ -1,4 +1,4 @@
-"""all_gather and reduce_scatter, each the other's transpose."""
+"""all_gather and reduce_scatter, which are each other's transpose."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def all_gather(
     x: Any, *, counts: Sequence[int] | None = None, comm: Communicator | None = None, token: Any = None,
     axis_name: Any = None,
 ) -> Any:  # fmt: skip
-    """Give every rank all blocks, one after the other along axis 0.
+    """Concatenate the blocks of all ranks along axis 0, on every rank.
 
-    Differentiable: what comes back is reduce-scattered.
+    Differentiable: the cotangent is reduce-scattered.
 
     Args:
-        x: this rank's block; `counts[rank]` rows. A scalar counts as one row.
-        counts: rows a rank; equal if left out.
-        axis_name: as in `all_reduce`; a rank's block is then those of its devices, one after the other.
-        comm, token: as in `all_reduce`, whose errors it raises too.
+        x: this rank's block, `counts[rank]` rows. A scalar counts as one row.
+        counts: rows per rank; by default equal.
+        axis_name: as in `all_reduce`; a rank's block is then the concatenation of its devices' blocks.
+        comm, token: as in `all_reduce`, which also lists the errors.
 
     Returns:
         All rows; with `token`, those and the next token.
@@ -55,15 +55,15 @@ def reduce_scatter(
     x: Any, op: Op = "sum", *, counts: Sequence[int] | None = None, comm: Communicator | None = None, token: Any = None,
     axis_name: Any = None,
 ) -> Any:  # fmt: skip
-    """Reduce over all ranks and give rank i the i-th block of rows.
+    """Reduce elementwise over all ranks, and give rank i the i-th block of rows.
 
-    Differentiable for sum, avg and premul_sum: what comes back is all-gathered.
+    Differentiable for sum, avg and premul_sum: the cotangent is all-gathered.
 
     Args:
-        x: as many rows (axis 0) as `sum(counts)`; rows must divide by the ranks if `counts` is left out.
-        counts: rows a rank.
+        x: `sum(counts)` rows along axis 0; without `counts` their number must be a multiple of the ranks.
+        counts: rows per rank.
         axis_name: as in `all_reduce`; each of a rank's devices then gets an equal part of the rank's block.
-        op, comm, token: as in `all_reduce`, whose errors it raises too.
+        op, comm, token: as in `all_reduce`, which also lists the errors.
 
     Returns:
         This rank's block; with `token`, that and the next token.

@@ -1,4 +1,4 @@
-"""Communicators as programs see them: by name in compiled code, and one that is meant where none is given."""
+"""Communicators in programs: their names in compiled code, and the default communicator."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _default: Communicator | None = None
 
 
 def init(**arguments: Any) -> Communicator:
-    """Join the job as `xvcomm.init` does, whose arguments these are, and make it the default.
+    """Join the job like `xvcomm.init`, with the same arguments, and make it the default communicator.
 
-    Where `jax.distributed` runs and no other launcher speaks, ranks are its processes, and they meet in its service.
+    If `jax.distributed` is initialized and no other launcher is found, the ranks are its processes, and its service is the
+    store.
     """
     comm = xvcomm.init(**arguments)
     use(comm)
@@ -28,7 +29,7 @@ def init(**arguments: Any) -> Communicator:
 
 
 def use(comm: Communicator | None) -> None:
-    """Make a communicator the one that operations without `comm=` mean; None for none."""
+    """Set the default communicator of operations without `comm=`; None for no default."""
     global _default
     _default = comm
 
@@ -37,7 +38,7 @@ def chosen(comm: Communicator | None) -> Communicator:
     """The communicator of an operation.
 
     Raises:
-        ArgumentError: none is given and there is no default, or it is something else.
+        ArgumentError: none is given and there is no default, or it is not a communicator.
     """
     found = _default if comm is None else comm
     if isinstance(found, Communicator):
@@ -51,9 +52,9 @@ def chosen(comm: Communicator | None) -> Communicator:
 
 
 def name_of(comm: Communicator) -> str:
-    """What compiled programs call a communicator: the job, counted in this process, and its path there.
+    """Name of a communicator in compiled programs: the job's number in this process, and its path in the job.
 
-    The same on all ranks and from run to run if a process joins its jobs in the same order.
+    The same on all ranks, and from run to run if a process joins its jobs in the same order.
     """
     context = comm._context
     with _lock:

@@ -1,8 +1,8 @@
-"""The handler on host memory: compiled code, which runs prepared operations by itself and leaves the others to Python.
+"""The handler on host memory: compiled code that runs prepared operations itself and passes others to Python.
 
-XLA calls it with a frame; the operation's number leads to the prepared call by a table. Neither the table nor the
-function in Python has the same address in every process, while compiled code is kept on disk: both are symbols, which
-get their addresses when the code is loaded.
+XLA calls it with a call frame; the operation's number leads to the prepared call through a table. The addresses of the table
+and of the Python function differ between processes, while compiled code is cached on disk: both are symbols that are resolved
+when the code is loaded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from xvcomm.jit.atomics import READY, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling, native
 
 ROOM = 1 << 16
-"""Entries of the table, number and address of a prepared call. Half of them are used; what comes later stays in Python."""
+"""Entries of the table: number and address of a prepared call. At most half of them are used; further
+operations run in Python.
+"""
 
 ARGUMENT, RESULT = -1, -2
-"""In place of an address: where the first operand's data lie, and where the first result's are wanted."""
+"""In place of an address: the data of the first operand, and of the first result."""
 
 _TABLE, _PYTHON = "xvcomm_jax_table", "xvcomm_jax_python"
 _CALL, _SRC, _DST = 0, 8, 16
@@ -50,7 +52,7 @@ def _table(typingctx: Any) -> Any:
 
 @register_jitable
 def _entry(table: int, number: int) -> int:
-    """Address of the entry of an operation; of an empty one if it is not there."""
+    """Address of the entry of an operation, or of an empty entry."""
     place = number & (ROOM - 1)
     while True:
         entry = table + 16 * place
@@ -75,7 +77,7 @@ def _where(place: int, frame: int) -> int:
 
 
 def _handle(frame: int) -> int:
-    """What XLA calls; gives XLA's error, or 0."""
+    """Called by XLA; returns XLA's error, or 0."""
     if load(frame + _EXTENSION) != 0 or load(frame + _STAGE) & 0xFFFFFFFF != _EXECUTE:
         return _in_python(frame, 0)
     operation = _find(_table(), load(load(load(load(frame + _ATTRS)) + _VALUE)))
@@ -106,7 +108,7 @@ def handler(function: Any) -> int:
     """Address of the handler.
 
     Args:
-        function: C function of a frame and whether the operation was begun; what the handler calls where it cannot go on.
+        function: C function of a frame and whether the operation has been started; called if the handler cannot continue.
     """
     binding.add_symbol(_TABLE, _entries.ctypes.data)
     binding.add_symbol(_PYTHON, ctypes.cast(function, ctypes.c_void_p).value)

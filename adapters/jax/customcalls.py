@@ -1,4 +1,4 @@
-"""What handlers do: each operation of a compiled program, ready to be run on the addresses that XLA gives."""
+"""The operations of compiled programs, as run by XLA's handlers on the addresses that XLA passes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _BARRIER = Reduction(ReduceOp.MAX)
 
 
 class CustomCall(ABC):
-    """One operation as its handler runs it. May be run by several threads at once.
+    """One operation of a compiled program. Several threads may run it concurrently.
 
     Attributes:
-        spec: what it is.
+        spec: the operation.
         reads, writes: whether it has an input, and an output, in memory.
-        device: number of the one device that takes part, if others must not.
-        text, number: what stands for it in compiled programs.
+        device: index of the only device that takes part, if it is `lone`.
+        text, number: identify it in compiled programs.
     """
 
     def __init__(self, spec: Spec, arrays: Sequence[Any], device: int | None, text: str, number: int) -> None:
@@ -47,22 +47,22 @@ class CustomCall(ABC):
 
     @abstractmethod
     def run(self, src: int, dst: int, stream: int | None) -> None:
-        """Carry it out.
+        """Run the operation.
 
         Args:
-            src, dst: addresses of input and output; 0 where there is none.
-            stream: the vendor's handle of the stream that it is put on; None on host memory, where this blocks.
+            src, dst: addresses of input and output; 0 if there is none.
+            stream: the vendor's handle of the stream that it is enqueued on; None on host memory, where this blocks.
         """
 
     def prepare(self) -> None:  # noqa: B027
-        """Let compiled code run it on host memory from now on, if it can. Called when it has run there."""
+        """Let compiled code run it on host memory from now on, if possible. Called after it has run there."""
 
     def finish(self, src: int, dst: int) -> None:
-        """End what compiled code has begun. Arguments as in `run`."""
+        """Complete an operation that compiled code has started. Arguments as in `run`."""
         raise NotImplementedError
 
     def _view(self, shape: Shape, dtype: Any, address: int = 0) -> ArrayView:
-        """An array of this rank's device; XLA owns its memory."""
+        """A view of memory on this rank's device, which XLA owns."""
         kind, count = from_numpy(np.dtype(dtype)), math.prod(shape)
         comm = self.spec.comm
         return ArrayView(
@@ -71,7 +71,7 @@ class CustomCall(ABC):
 
 
 class CollectiveCall(CustomCall):
-    """A collective. Keeps the core's description of it, with the views that only addresses are missing in."""
+    """A collective. Keeps the core's description of it, with views that lack only addresses."""
 
     spec: CollectiveSpec
 
@@ -90,7 +90,7 @@ class CollectiveCall(CustomCall):
         self._spare.append(call)
 
     def prepare(self) -> None:
-        """See `CustomCall.prepare`; on one device, in one island."""
+        """See `CustomCall.prepare`; for one device and one island."""
         with _preparing:
             if self._asked or self.device is not None:
                 return
@@ -146,7 +146,7 @@ class CollectiveCall(CustomCall):
 
 
 class MessageCall(CustomCall):
-    """A message, or one each way."""
+    """A message, or one in each direction."""
 
     spec: MessageSpec
 
@@ -169,7 +169,7 @@ class MessageCall(CustomCall):
             ))  # fmt: skip
         for transfer in transfers:
             transfer.call_site = ctypes.addressof(self.call_site)
-        # Not by way of `send` and the like: these would ask this thread where the user is, and whether it has a group.
+        # Not through `send` and the like, which would look up this thread's call site and group.
         if len(transfers) > 1:
             comm._transfers.run(transfers)
         else:
@@ -178,12 +178,12 @@ class MessageCall(CustomCall):
             spec.status.fill(transfers[-1].peer, transfers[-1].tag)
 
     def _found(self, view: ArrayView, stream: int | None) -> Transfer:
-        """The receive of what is there first; the host waits for it."""
+        """The receive of the first available message; the host waits for it."""
         spec, comm = self.spec, self.spec.comm
         deadline = Deadline.after(comm.timeout)
         peer, channel = comm._probed(None if spec.src == ANY_PEER else spec.src, spec.channel)
         found = comm._probing.wait(peer, channel, deadline, ctypes.addressof(self.call_site))
-        # What a derivative sends is no value, also where any tag will do: then it is a mismatch.
+        # A derivative's tag does not match ANY_TAG: receiving it as a value must be a mismatch.
         tag = spec.recv_tag if spec.recv_tag != ANY else found.tag if found.tag < TAGS else 0
         transfer = comm._receiving(view, found.src, tag, channel, None, stream)
         transfer.deadline = deadline
@@ -202,17 +202,18 @@ _preparing = threading.Lock()
 
 
 def prepared(spec: Spec, arrays: Sequence[Any], device: int | None = None) -> CustomCall:
-    """The call for a spec and its operands; the same one for the same text.
+    """The call for a spec and its operands; the same object for the same text.
 
     Args:
-        arrays: operands, or what tells shape and dtype of each.
-        device: number of the device that takes part, of a `lone` operation.
+        spec: the operation.
+        arrays: operands, or objects that define shape and dtype of each.
+        device: index of the device that takes part, for a `lone` operation.
     """
     return _prepared(spec, tuple(Kind(tuple(x.shape), x.dtype) for x in arrays), device)
 
 
 def passing(spec: Spec, arrays: Sequence[Any]) -> CustomCall:
-    """A call of a message that nobody keeps: statuses are many."""
+    """A call of a message that is not cached, because there are many statuses."""
     assert isinstance(spec, MessageSpec)
     return MessageCall(spec, arrays, None, "", 0)
 
@@ -235,7 +236,7 @@ def _addresses(call: Call) -> tuple[int, int]:
 def _lost(frame: ffi.Frame) -> ArgumentError:
     return ArgumentError(
         f"this program was compiled in another process (for {ffi.text(frame)}): programs with xvcomm's operations "
-        "cannot be exported or pickled, because communicators belong to a process; compile the function in this one"
+        "cannot be exported or pickled, because communicators are bound to a process; compile the function in this one"
     )
 
 
@@ -254,7 +255,7 @@ def _on_host(frame: ffi.Frame, number: int, begun: bool) -> None:
 
 
 def _on_gpu(frame: ffi.Frame, number: int, begun: bool) -> None:
-    """Put the call on XLA's stream. Only the first calls of a communicator make the host wait, and barriers."""
+    """Enqueue the call on XLA's stream. The host waits only for the first calls of a communicator, and for barriers."""
     call, mine = _calls.get(number), ffi.device(frame)
     if call is None:
         raise _lost(frame)
@@ -276,11 +277,11 @@ def _handler(kind: str) -> Any:
 
 
 PLATFORMS = {"cpu": "host", "cuda": "cuda", "rocm": "rocm"}
-"""XLA's platforms, and what their memory is called in xvcomm."""
+"""Names of XLA's platforms, and the corresponding device types."""
 
 
 def target(name: str, platform: str) -> str:
-    """Name of the custom call of an operation; registers its handler for the platform when first asked for."""
+    """Name of the custom call of an operation; registers its handler for the platform on first use."""
     symbol = f"xvcomm_{name}"
     ffi.register(symbol, platform, _handler("host" if platform == "cpu" else "gpu"))
     return symbol

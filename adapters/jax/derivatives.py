@@ -1,4 +1,4 @@
-"""What the rules for differentiation have in common."""
+"""Helpers of the differentiation rules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LINEAR = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 
 
 def no_derivative(made: Primitive) -> None:
-    """Let differentiation of an operation be an error that says what to do."""
+    """Make differentiation of an operation raise an error that says what to do."""
     ad.primitive_jvps[made] = lambda primals, tangents, *, spec: unless_constant(made, primals, tangents, spec)
 
 
 def linear(made: Primitive) -> None:
-    """Let the derivative of an operation be the same operation on the tangents, for reductions that are linear."""
+    """Make the derivative of an operation the same operation on the tangents, for linear reductions."""
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any], *, spec: CollectiveSpec) -> Any:
         if not jnp.issubdtype(primals[0].dtype, jnp.inexact) or (
@@ -41,10 +41,10 @@ def linear(made: Primitive) -> None:
 
 
 def unless_constant(made: Primitive, primals: Sequence[Any], tangents: Sequence[Any], spec: Spec) -> Any:
-    """The operation, if only its token is differentiated."""
+    """The operation, if only its token is differentiated; raises otherwise."""
     if any(type(t) is not ad.Zero for t in arrays_of(spec, tangents)):
         raise ArgumentError(
-            f"{spec.name} {spec.details()} has no derivative; put jax.lax.stop_gradient on its array, or use what has "
+            f"{spec.name} {spec.details()} has no derivative; put jax.lax.stop_gradient on its array, or use an operation with "
             "one: all_reduce and reduce_scatter of sum, avg or premul_sum, all_gather, send, sendrecv, and recv of one rank "
             "and tag"
         )
@@ -56,8 +56,8 @@ def unless_constant(made: Primitive, primals: Sequence[Any], tangents: Sequence[
 def behind(results: Sequence[Any], tangents: Sequence[Any], spec: AnySpec) -> tuple[list[Any], AnySpec]:
     """Operands and spec for the same operation on the tangents.
 
-    With tokens it comes behind the operation itself, and so does its transpose: no operation of a backward pass may
-    overtake one of the forward pass. Without, JAX's effect sees to it.
+    With tokens it is ordered after the operation itself, and so is its transpose: no operation of a backward pass may overtake
+    one of the forward pass. Without tokens, JAX's effect ensures that.
     """
     inner = [*arrays_of(spec, tangents), *tokens_of(spec, tangents)[:1]]
     linked = spec.carried and not spec.ordered
@@ -66,21 +66,21 @@ def behind(results: Sequence[Any], tangents: Sequence[Any], spec: AnySpec) -> tu
 
 
 def cotangents_of(cotangents: Sequence[Any]) -> list[Any]:
-    """Cotangents as arrays: other ranks wait for them, also where they are zero."""
+    """Cotangents as arrays, even if they are zero, because other ranks wait for them."""
     return [ad.instantiate_zeros(c) for c in cotangents]
 
 
 def for_operands(results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Cotangents of a transposed operation's operands; None for those that are not differentiated."""
+    """Cotangents for the operands of a transposed operation; None for those that are not differentiated."""
     missing = [None] * (len(operands) - len(results))
     return [y if ad.is_undefined_primal(x) else None for y, x in zip([*results, *missing], operands, strict=True)]
 
 
 def links(spec: Spec, operands: Sequence[Any]) -> Sequence[Any]:
-    """The token of a transposed operation behind which it comes, if it is linked."""
+    """The token that a transposed operation is ordered after, if it is linked."""
     return operands[len(operands) - spec.linked :]
 
 
 def scaled(x: Any, factor: float) -> Any:
-    """`x` times a number, in its own dtype."""
+    """`x` times a number, in the dtype of `x`."""
     return x * jnp.asarray(factor, x.dtype)

@@ -1,6 +1,6 @@
-"""Operations outside of compiled functions, on host memory: straight to the core, without XLA.
+"""Operations outside of compiled functions, on host memory: called directly, without XLA.
 
-JAX's arrays are read where they lie. Results are made at addresses that JAX takes over without a copy.
+JAX's arrays are read in place. Results are allocated at addresses that JAX can adopt without a copy.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from xvcomm.errors import ArrayError
 from xvcomm.types.opcode import OpCode
 
 ALIGNMENT = 64
-"""Bytes; from memory that begins elsewhere JAX copies."""
+"""Bytes; JAX copies memory with a smaller alignment."""
 
 COPIED = 4096
-"""Bytes up to which a copy takes less time than taking memory over."""
+"""Up to this size in bytes, a copy takes less time than adopting memory."""
 
 _BY_SHARD = (OpCode.ALL_REDUCE, OpCode.REDUCE, OpCode.BROADCAST)
 
 
 def evaluate(arrays: Sequence[Any], tokens: Sequence[Any], spec: Spec) -> list[Any]:
-    """Run an operation of a rank on host memory; blocks until it is through.
+    """Run an operation of a rank on host memory; blocks until it is complete.
 
     Args:
         arrays: concrete arrays.
-        tokens: behind which it comes; the first is given back, if the operation is carried.
+        tokens: tokens that it is ordered after; the first is returned, if the operation is carried.
+        spec: the operation.
 
     Raises:
-        ArrayError: an array lies on other devices, or on several and the operation does not work on parts.
+        ArrayError: an array is on another device, or on several devices and the operation does not work on parts.
     """
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
     check(arrays, spec)
@@ -54,7 +55,7 @@ def evaluate(arrays: Sequence[Any], tokens: Sequence[Any], spec: Spec) -> list[A
 
 
 def check(arrays: Sequence[Any], spec: Spec) -> None:
-    """Raise ArrayError for concrete arrays that an operation cannot take from where they lie."""
+    """Raise ArrayError for concrete arrays on devices that the operation cannot use."""
     comm = spec.comm
     for x in arrays:
         if not x.is_fully_addressable:
@@ -66,7 +67,7 @@ def check(arrays: Sequence[Any], spec: Spec) -> None:
         platform = next(iter(devices)).platform
         if (platform == "cpu") != (comm.device == "host"):
             raise ArrayError(
-                f"{spec.name}: the array lies on {platform} but this rank's device is {comm.device}; move it with "
+                f"{spec.name}: the array is on {platform} but this rank's device is {comm.device}; move it with "
                 f"jax.device_put, or join with xvcomm.init(device=...)"
             )
         by_shard = comm.device == "host" and isinstance(spec, CollectiveSpec) and spec.op in _BY_SHARD
@@ -78,13 +79,13 @@ def check(arrays: Sequence[Any], spec: Spec) -> None:
 
 
 def _run(call: CustomCall, arrays: Sequence[Any]) -> list[Any]:
-    sources = [np.asarray(x, order="C") for x in arrays]  # JAX may keep them in another layout
+    sources = [np.asarray(x, order="C") for x in arrays]  # JAX may store them in another layout
     if not call.writes:
         call.run(sources[0].ctypes.data if call.reads else 0, 0, None)
         return []
     out = _empty(call.spec.results(sources[-1].shape)[0], sources[-1].dtype)
     call.run(sources[0].ctypes.data, out.ctypes.data, None)
-    # As JAX does it, results are bound to a device only if an operand was.
+    # As in JAX, results are committed to a device only if an operand was.
     device = next((next(iter(x.devices())) for x in arrays if getattr(x, "committed", True)), None)
     if device is None and out.nbytes <= COPIED:
         return [jnp.asarray(out)]
@@ -92,7 +93,7 @@ def _run(call: CustomCall, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _by_shard(x: Any, spec: Spec) -> list[Any]:
-    """Each part by itself, equal ones once."""
+    """Run on each part by itself, and once for equal ones."""
     assert isinstance(spec, CollectiveSpec)
     done: dict[str, np.ndarray[Any, Any]] = {}
     parts = []
@@ -109,7 +110,7 @@ def _by_shard(x: Any, spec: Spec) -> list[Any]:
 
 
 def _empty(shape: Shape, dtype: Any) -> np.ndarray[Any, Any]:
-    """An array whose first element lies at an address that JAX takes over."""
+    """An array at an address that JAX can adopt."""
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
     room = np.empty(size + ALIGNMENT, np.uint8)

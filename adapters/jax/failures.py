@@ -1,4 +1,4 @@
-"""How errors of handlers reach the user: XLA carries a text, the error itself is kept here."""
+"""Errors of handlers: XLA passes on a text, and the error itself is kept here."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MARK = re.compile(r"\[xvcomm error (\d+)\]")
 
 
 def explain(error: BaseException) -> tuple[ErrorCode, str]:
-    """XLA's code and text for what a handler raised; the error is kept for `cause`."""
+    """XLA's error code and text for an error of a handler, which is kept for `cause`."""
     if isinstance(error, KeyboardInterrupt):
-        _thread.interrupt_main()  # XLA raises something else; the user shall still see the interrupt
+        _thread.interrupt_main()  # XLA raises another error; the user must still get the interrupt
     number = next(_numbers)
-    error.__traceback__ = None  # it would keep the handler's memory
+    error.__traceback__ = None  # the traceback would keep the handler's memory alive
     _kept[number] = error
     while len(_kept) > _KEPT:
         _kept.popitem(last=False)
@@ -52,19 +52,19 @@ def explain(error: BaseException) -> tuple[ErrorCode, str]:
 
 
 def cause(error: BaseException) -> BaseException | None:
-    """The error of xvcomm's behind one that JAX raised for a compiled program; None if there is none, or long ago."""
+    """The xvcomm error behind one that JAX raised for a compiled program; None if there is none, or it is too old."""
     found = _MARK.search(str(error))
     return _kept.get(int(found[1])) if found else None
 
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Raise xvcomm's own errors in place of what JAX makes of them, a `jax.errors.JaxRuntimeError` or a ValueError.
+    """Raise xvcomm's own errors instead of a `jax.errors.JaxRuntimeError` or ValueError.
 
         with xvjax.named_errors():
             step(params, batch)[0].block_until_ready()
 
-    Only what is raised inside counts: wait for results inside.
+    Applies to errors raised within the block: wait for results inside.
     """
     try:
         yield

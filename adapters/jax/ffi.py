@@ -1,9 +1,9 @@
-"""XLA's foreign function interface by ctypes: where things lie, one handler a platform, errors, registration.
+"""XLA's foreign function interface through ctypes: structures, one handler per platform, errors, registration.
 
-The layouts are those of `jaxlib/include/xla/ffi/api/c_api.h`, version 0.1 and newer; nothing is used of what later
-versions added. A handler reads plain words: fields of a ctypes structure take five times as long. XLA calls it on any of
-its threads; ctypes takes the interpreter lock, and the core's compiled code gives it up where it waits. On host memory
-compiled code stands in front of it, and mostly leaves nothing to it.
+The layouts are those of `jaxlib/include/xla/ffi/api/c_api.h`, version 0.1 and newer; additions of later versions are not used.
+A handler reads plain words, because fields of a ctypes structure take five times as long. XLA calls it on any of its threads;
+ctypes takes the interpreter lock, and the core's compiled code releases it while it waits. On host memory the compiled handler
+runs first, and handles most calls itself.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import jax
 
 MAJOR, MINOR = 0, 1
-"""The oldest version of the interface that has all that is used here."""
+"""The oldest version of the interface that has everything used here."""
 
 
 class Stage(enum.IntEnum):
-    """XLA_FFI_ExecutionStage; handlers do nothing in the others."""
+    """XLA_FFI_ExecutionStage; handlers do nothing in other stages."""
 
     EXECUTE = 3
 
 
 class ErrorCode(enum.IntEnum):
-    """Those of XLA_FFI_Error_Code that handlers give."""
+    """Values of XLA_FFI_Error_Code that handlers return."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -41,7 +41,7 @@ class ErrorCode(enum.IntEnum):
 
 
 METADATA = 1
-"""XLA_FFI_Extension_Metadata: XLA asks for the version that a handler was written for."""
+"""XLA_FFI_Extension_Metadata: XLA asks for the interface version of a handler."""
 
 
 class ApiVersion(Structure):
@@ -98,7 +98,7 @@ class CallFrame(Structure):
 
 
 class Metadata(Structure):
-    """XLA_FFI_Metadata, up to what handlers fill in."""
+    """XLA_FFI_Metadata, up to the fields that handlers fill in."""
 
     _fields_ = [("struct_size", c_size_t), ("version", ApiVersion), ("traits", c_uint32)]
 
@@ -151,7 +151,7 @@ _FUNCTION = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _BEHIND = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_int64)
 _words = (ctypes.c_ssize_t * (1 << 58)).from_address(0)
 
-# Places in words of eight bytes.
+# Offsets in words of eight bytes.
 EXTENSION, STAGE = CallFrame.extension.offset // 8, CallFrame.stage.offset // 8
 API, CTX = CallFrame.api.offset // 8, CallFrame.ctx.offset // 8
 ARGS = (CallFrame.args.offset + Buffers.items.offset) // 8
@@ -162,16 +162,16 @@ _EXECUTE = int(Stage.EXECUTE)
 
 
 Frame = int
-"""Address of a call's frame, in words of eight bytes."""
+"""Address of a call frame, which is read as words of eight bytes."""
 
 
 def argument(frame: Frame) -> int:
-    """Where the first operand's data lie."""
+    """Address of the first operand's data."""
     return _words[(_words[_words[frame + ARGS] >> 3] >> 3) + DATA]
 
 
 def result(frame: Frame) -> int:
-    """Where the first result's data are wanted."""
+    """Address of the first result's data."""
     return _words[(_words[_words[frame + RETS] >> 3] >> 3) + DATA]
 
 
@@ -182,7 +182,7 @@ def text(frame: Frame) -> str:
 
 
 def stream(frame: Frame) -> int:
-    """The vendor's handle of the stream that XLA works on.
+    """The vendor's handle of XLA's stream.
 
     Raises:
         RuntimeError: the platform has none.
@@ -193,7 +193,7 @@ def stream(frame: Frame) -> int:
 
 
 def device(frame: Frame) -> int:
-    """Number of the device among those of this process."""
+    """Index of the device among those of this process."""
     asked = DeviceOrdinalGet(sizeof(DeviceOrdinalGet), None, _words[frame + CTX], -1)
     _ask(frame, "DeviceOrdinal_Get", asked)
     return int(asked.device_ordinal)
@@ -213,15 +213,15 @@ Explain = Callable[[BaseException], tuple[ErrorCode, str]]
 
 
 def handler(execute: Execute, explain: Explain, front: Callable[[Any], int] | None = None) -> Any:
-    """A C function for XLA that calls `execute`, and turns what it raises into an error by `explain`.
+    """A C function for XLA that calls `execute`, and converts its exceptions with `explain`.
 
-    It lives as long as the process: XLA never lets go of a handler.
+    It is never freed, because XLA never unregisters a handler.
 
     Args:
-        execute: is given the frame, the attribute `number`, the first by name, and whether the operation was begun.
-        explain: gives code and text of an error.
-        front: gives the address of the handler that stands in front of a C function of a frame and whether the operation
-            was begun.
+        execute: called with the frame, the attribute `number`, the first by name, and whether the operation has been started.
+        explain: returns code and text of an error.
+        front: returns the address of a handler that runs first, given a C function of a frame and whether the operation has
+            been started.
     """
 
     def handle(address: int, begun: int = 0) -> int | None:
@@ -243,7 +243,7 @@ _kept: list[Any] = []
 
 
 def _prepare(frame: Frame) -> int | None:
-    """Any call but one to execute: tell XLA what the handler was written for; nothing else needs preparation."""
+    """Handle a call of another stage than execution: return the interface version; nothing else needs preparation."""
     if not _words[frame + EXTENSION]:
         return None
     extension = MetadataExtension.from_address(_words[frame + EXTENSION])
@@ -262,5 +262,5 @@ def _error(frame: Frame, code: ErrorCode, text: str) -> int:
 
 @cache
 def register(target: str, platform: str, capsule: Any) -> None:
-    """Make a handler known to XLA as `target` on a platform: `cpu`, `cuda` or `rocm`; once."""
+    """Register a handler with XLA as `target` on a platform: `cpu`, `cuda` or `rocm`; once."""
     jax.ffi.register_ffi_target(target, capsule, platform={"cpu": "cpu"}.get(platform, platform.upper()))

@@ -1,7 +1,7 @@
-"""Several devices of one process, inside `jax.shard_map`: they reduce among themselves, and one crosses the border.
+"""Several devices of one process, inside `jax.shard_map`: they reduce among themselves, and one communicates with other ranks.
 
-That one is the rank's own device, on host memory the first. The others take part in the same program with zeros, which
-they add to its result.
+That one is the rank's own device, on host memory the first. The others take part in the same program with zeros, which are
+added to its result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOCAL = {
 
 
 def all_reduce(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any, token: Any) -> Any:
-    """See `reductions.all_reduce`. An average is that of all devices if all ranks have as many."""
+    """See `reductions.all_reduce`. An average is that of all devices, if all ranks have the same number."""
     _without_token("all_reduce", token)
     x, spec, ways = _reduced(x, spec, axis_name)
     return _divided(_crossing(made, x, spec, axis_name), ways)
@@ -40,7 +40,7 @@ def reduce_scatter(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any
     devices = jax.lax.psum(1, axis_name)
     mine = spec.rows[spec.comm.rank]
     if mine % devices:
-        raise ArgumentError(f"reduce_scatter: the rank's {mine} rows do not divide by its {devices} devices")
+        raise ArgumentError(f"reduce_scatter: the rank's {mine} rows are not a multiple of its {devices} devices")
     x, spec, ways = _reduced(x, spec, axis_name)
     block = _divided(_crossing(made, x, spec, axis_name), ways)
     part = mine // devices
@@ -61,14 +61,14 @@ def broadcast(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any, tok
     """See `moves.broadcast`."""
     _without_token("broadcast", token)
     if spec.comm.rank == spec.root:
-        # A token, because XLA before Shardy wants a result to tell the sharding of.
+        # A token, because XLA before Shardy derives the sharding from a result.
         bind(made, varying(x, axis_name), make_token(), spec=spec.but(lone=True, carried=True))
         return x
     return _crossing(made, x, spec, axis_name)
 
 
 def _reduced(x: Any, spec: CollectiveSpec, axis_name: Any) -> tuple[Any, CollectiveSpec, int]:
-    """The array reduced among this process's devices, in its own dtype; how to go on, and what to divide by in the end."""
+    """The array reduced among this process's devices, in its own dtype; the spec to continue with; and the final divisor."""
     how = spec.reduction
     assert how is not None
     local = _LOCAL.get(how.op)
@@ -77,7 +77,7 @@ def _reduced(x: Any, spec: CollectiveSpec, axis_name: Any) -> tuple[Any, Collect
             f"{spec.name}: JAX does not reduce by {how.op} among the devices of a process; gather with "
             "jax.lax.all_gather, reduce, and call it outside of jax.shard_map"
         )
-    if how.op is ReduceOp.AVG and not jnp.issubdtype(x.dtype, jnp.inexact):  # JAX would give floats
+    if how.op is ReduceOp.AVG and not jnp.issubdtype(x.dtype, jnp.inexact):  # JAX would return floats
         ways = jax.lax.psum(1, axis_name) * spec.comm.size
         return jax.lax.psum(x, axis_name), spec.but(reduction=Reduction(ReduceOp.SUM)), ways
     return local(x, axis_name).astype(x.dtype), spec, 1
@@ -88,7 +88,7 @@ def _divided(x: Any, ways: int) -> Any:
 
 
 def _crossing(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any) -> Any:
-    """The operation by one device, and its result on all."""
+    """Run the operation on one device, and return its result on all."""
     (y,) = bind(made, varying(x, axis_name), spec=spec.but(lone=True))
     if y.dtype == jnp.bool_:
         return jax.lax.psum(y.astype(jnp.uint8), axis_name).astype(y.dtype)
@@ -97,4 +97,4 @@ def _crossing(made: Primitive, x: Any, spec: CollectiveSpec, axis_name: Any) -> 
 
 def _without_token(op: str, token: Any) -> None:
     if token is not None:
-        raise ArgumentError(f"{op}: axis_name= and token= do not go together; leave the token out")
+        raise ArgumentError(f"{op}: axis_name= and token= cannot be combined; omit the token")

@@ -1,4 +1,6 @@
-"""send, recv and sendrecv. What comes back of a message goes the other way: send and recv transpose each other."""
+"""send, recv and sendrecv. Cotangents of a message travel in the opposite direction: send and recv are each
+other's transpose.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ recv_p = primitive("recv")
 sendrecv_p = primitive("sendrecv")
 
 _TANGENT, _COTANGENT = TAGS, 2 * TAGS
-"""In the tags of what derivatives send, so that nobody takes it for the values."""
+"""Bits in the tags of derivatives' messages, so that they are not mistaken for values."""
 
 
 def send(
@@ -33,18 +35,18 @@ def send(
 ) -> Any:
     """Send an array to rank `dst`.
 
-    The derivative receives from `dst` what comes back of the array. For that the loss must depend on this call: add the
-    receipt to it. The receiver must differentiate too.
+    The derivative receives the array's cotangent from `dst`. For that the loss must depend on this call: add the receipt to it.
+    The receiver must differentiate too.
 
     Args:
-        x: array of any dtype that xvcomm carries.
+        x: array of any dtype that xvcomm supports.
         dst: another rank.
-        tag: checked by the receiver, not searched for; up to 2**60.
+        tag: checked by the receiver, not searched; up to 2**60.
         channel: messages of one channel between two ranks are received in the order in which they are sent.
-        comm, token: as in `all_reduce`, whose errors it raises too.
+        comm, token: as in `all_reduce`, which also lists the errors.
 
     Returns:
-        A receipt, a float32 scalar that is zero; with `token`, the next token, which is as good.
+        A receipt, a float32 scalar that is zero; with `token`, the next token, which serves the same purpose.
     """
     comm, x = chosen(comm), arguments.array("send", x)
     carrier = arguments.token("send", token)
@@ -59,17 +61,16 @@ def recv(
     like: Any, src: int | None, tag: int | None = 0, *, channel: int = 0, comm: Communicator | None = None,
     token: Any = None, status: Any = None,
 ) -> Any:  # fmt: skip
-    """Receive an array from rank `src`, or from any.
+    """Receive an array from rank `src`, or from any rank.
 
-    The derivative sends what comes back of the array to `src`. For that `like` must be differentiated: let it be an
-    argument of the function, and give its number in `argnums`; its derivative is zero. From any rank, or with any tag,
-    it has none.
+    The derivative sends the array's cotangent to `src`. For that `like` must be differentiated: make it an argument of the
+    function, and list its number in `argnums`; its derivative is zero. With any rank or any tag there is no derivative.
 
     Args:
-        like: what tells shape and dtype: an array, whose elements do not matter, or a `jax.ShapeDtypeStruct`.
-        src: another rank; ANY_SOURCE takes the next message of whichever rank has sent one, none of which starves others.
-        tag, channel: as in `send`; ANY_TAG takes a message of any tag. The tag is checked, not searched for, also then.
-        comm, token: as in `all_reduce`, whose errors it raises too.
+        like: defines shape and dtype: an array, whose elements are not used, or a `jax.ShapeDtypeStruct`.
+        src: another rank; ANY_SOURCE takes the next message of any rank, in round-robin order.
+        tag, channel: as in `send`; ANY_TAG accepts any tag. The tag is always checked, not searched.
+        comm, token: as in `all_reduce`, which also lists the errors.
         status: a `Status`, or mpi4py's, which gets source and tag of the message when it is received.
 
     Returns:
@@ -77,7 +78,7 @@ def recv(
     """
     comm, like = chosen(comm), arguments.like("recv", like)
     if src is ANY_SOURCE and comm.size == 1:
-        raise ArgumentError("recv: this communicator has no other rank that could send")
+        raise ArgumentError("recv: this communicator has no other rank")
     carrier = arguments.token("recv", token)
     spec = MessageSpec(
         comm=comm, src=ANY_PEER if src is ANY_SOURCE else arguments.peer("recv", "src", src, comm),
@@ -92,10 +93,10 @@ def sendrecv(
     x: Any, dst: int, like: Any, src: int, send_tag: int = 0, recv_tag: int = 0, *, channel: int = 0,
     comm: Communicator | None = None, token: Any = None,
 ) -> Any:  # fmt: skip
-    """Send to one rank and receive from another (or the same) at once; gives the received array.
+    """Send to one rank and receive from another (or the same) concurrently; returns the received array.
 
-    Where both are this rank itself nothing is sent, and `x` comes back. Arguments and errors as in `send` and
-    `recv`. The derivative sends what comes back to `src` and receives from `dst`.
+    If both are this rank itself nothing is sent, and `x` is returned. Arguments and errors as in `send` and `recv`. The
+    derivative sends the cotangent to `src` and receives from `dst`.
     """
     comm, x, like = chosen(comm), arguments.array("sendrecv", x), arguments.like("sendrecv", like)
     carrier = arguments.token("sendrecv", token)
@@ -113,16 +114,16 @@ def sendrecv(
 def _tag(op: str, tag: Any) -> int:
     number = arguments.whole(op, "tag", tag)
     if not 0 <= number < TAGS:
-        raise ArgumentError(f"{op}: tag {number}: must be a whole number from 0 to 2**60 - 1")
+        raise ArgumentError(f"{op}: tag {number}: must be an integer from 0 to 2**60 - 1")
     return number
 
 
 def _own(x: Any, like: Any, send_tag: Any, recv_tag: Any) -> Any:
-    """What a rank receives that exchanges with itself."""
+    """Result of a rank that exchanges with itself."""
     if (x.shape, x.dtype) != (like.shape, like.dtype):
         raise ArrayError(
             f"sendrecv of a rank with itself: x is {x.dtype}{list(x.shape)} and like is {like.dtype}{list(like.shape)}; "
-            "pass one like the other"
+            "both must be equal"
         )
     if _tag("sendrecv", send_tag) != _tag("sendrecv", recv_tag):
         raise ArgumentError(
@@ -136,7 +137,7 @@ def _inexact(x: Any) -> bool:
 
 
 def _jvp_send(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageSpec) -> Any:
-    """Send the tangent too."""
+    """Also send the tangent."""
     results = bind(send_p, *primals, spec=spec)
     if not _inexact(primals[0]):
         return results, [tangents[1]]
@@ -145,7 +146,7 @@ def _jvp_send(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageS
 
 
 def _transpose_send(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec) -> list[Any]:
-    """Receive the array's cotangent; the token's cotangent orders it, if the token does."""
+    """Receive the array's cotangent, ordered by the token's cotangent, if there is a token."""
     like = jnp.zeros(operands[0].aval.shape, operands[0].aval.dtype)
     other = spec.reversed().tagged(_COTANGENT)
     if spec.ordered:
@@ -156,7 +157,7 @@ def _transpose_send(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec
 
 
 def _jvp_recv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageSpec) -> Any:
-    """Receive the tangent too."""
+    """Also receive the tangent."""
     if spec.wild:
         return unless_constant(recv_p, primals, tangents, spec)
     results = bind(recv_p, *primals, spec=spec)
@@ -167,7 +168,9 @@ def _jvp_recv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageS
 
 
 def _transpose_recv(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec) -> list[Any]:
-    """Send the array's cotangent. That of `like` is zero, and made of the receipt: nobody may leave the message out."""
+    """Send the array's cotangent. The cotangent of `like` is zero, computed from the receipt so that the message is not
+    eliminated.
+    """
     x, *token = cotangents_of(cotangents)
     other = spec.reversed().tagged(_COTANGENT).but(carried=True)
     (receipt,) = bind(send_p, x, *(token or [make_token()]), *links(spec, operands), spec=other)
@@ -176,12 +179,12 @@ def _transpose_recv(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec
 
 
 def _jvp_sendrecv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageSpec) -> Any:
-    """Exchange the tangents too."""
+    """Also exchange the tangents."""
     x, like, *_ = primals
     results = bind(sendrecv_p, *primals, spec=spec)
     if _inexact(x) != _inexact(like):
         raise ArgumentError(
-            f"sendrecv of {x.dtype} for {like.dtype} has no derivative: only one of the two has; use send and recv"
+            f"sendrecv of {x.dtype} for {like.dtype} has no derivative: only one of them is differentiable; use send and recv"
         )
     if not _inexact(x):
         return results, [zero_tangent(results[0]), *tokens_of(spec, tangents)[:1]]
@@ -190,7 +193,7 @@ def _jvp_sendrecv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Mess
 
 
 def _transpose_sendrecv(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec) -> list[Any]:
-    """Exchange the cotangents in the other direction."""
+    """Exchange the cotangents in the opposite direction."""
     y, *token = cotangents_of(cotangents)
     like = jnp.zeros(operands[0].aval.shape, operands[0].aval.dtype)
     other = spec.reversed().tagged(_COTANGENT)
@@ -210,7 +213,7 @@ def _batch_recv(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSp
 
 
 def _batch_sendrecv(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSpec) -> Any:
-    """The whole batch each way; an array without one is sent for each of its members."""
+    """Exchange the whole batch; an array without a batch dimension is repeated for each of its members."""
     pairs = list(zip(operands[:2], dims[:2], strict=True))
     size = next((x.shape[dim] for x, dim in pairs if dim is not None), None)
     if size is not None:

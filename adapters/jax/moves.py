@@ -1,4 +1,4 @@
-"""broadcast, gather, scatter, all_to_all and barrier: none of them has a derivative."""
+"""broadcast, gather, scatter, all_to_all and barrier, which have no derivatives."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ barrier_p = primitive("barrier")
 def broadcast(
     x: Any, root: int = 0, *, comm: Communicator | None = None, token: Any = None, axis_name: Any = None
 ) -> Any:
-    """Give every rank the root's array.
+    """Copy the root's array to every rank.
 
     Args:
-        x: the array on the root; elsewhere what tells shape and dtype.
-        root: rank that has it.
-        axis_name: as in `all_reduce`; the root's devices must all have the array.
-        comm, token: as in `all_reduce`, whose errors it raises too.
+        x: the array on the root; elsewhere an object that defines shape and dtype.
+        root: rank that sends.
+        axis_name: as in `all_reduce`; all of the root's devices must have the array.
+        comm, token: as in `all_reduce`, which also lists the errors.
 
     Returns:
         The root's array; with `token`, that and the next token.
@@ -56,7 +56,7 @@ def broadcast(
 def gather(
     x: Any, root: int = 0, *, counts: Sequence[int] | None = None, comm: Communicator | None = None, token: Any = None
 ) -> Any:
-    """Give the root all blocks, one after the other along axis 0; None elsewhere. Arguments as in `all_gather`."""
+    """Concatenate the blocks of all ranks along axis 0 on the root; None elsewhere. Arguments as in `all_gather`."""
     comm, x = chosen(comm), arguments.array("gather", x)
     x = x if x.ndim else x.reshape(1)
     root, carrier = arguments.rank("gather", "root", root, comm), arguments.token("gather", token)
@@ -74,8 +74,8 @@ def scatter(
     """Give rank i the i-th block of the root's rows.
 
     Args:
-        x: all rows on the root; elsewhere what tells shape and dtype of them.
-        counts: rows a rank; equal if left out. All ranks give the same.
+        x: all rows on the root; elsewhere an object that defines their shape and dtype.
+        counts: rows per rank, the same on all ranks; by default equal.
         root, comm, token: as in `broadcast`.
 
     Returns:
@@ -94,19 +94,19 @@ def all_to_all(
     x: Any, *, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None,
     comm: Communicator | None = None, token: Any = None,
 ) -> Any:  # fmt: skip
-    """Send the i-th block of rows to rank i and get one block from each, in rank order.
+    """Send the i-th block of rows to rank i, and receive one block from each rank, in rank order.
 
     Args:
         x: `sum(send_counts)` rows along axis 0.
-        send_counts, recv_counts: rows for and from each rank; equal if left out. Give both or none.
-        comm, token: as in `all_reduce`, whose errors it raises too.
+        send_counts, recv_counts: rows for and from each rank; by default equal. Give both or neither.
+        comm, token: as in `all_reduce`, which also lists the errors.
 
     Returns:
         `sum(recv_counts)` rows; with `token`, those and the next token.
     """
     comm, x = chosen(comm), arguments.rows("all_to_all", arguments.array("all_to_all", x))
     if (send_counts is None) != (recv_counts is None):
-        raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
+        raise ArgumentError("all_to_all: give both send_counts and recv_counts, or neither")
     rows = arguments.divided("all_to_all", "send_counts", x, send_counts, comm)
     back = rows if recv_counts is None else arguments.counts("all_to_all", "recv_counts", recv_counts, comm)
     carrier = arguments.token("all_to_all", token)
@@ -118,13 +118,13 @@ def all_to_all(
 
 
 def barrier(*, comm: Communicator | None = None, token: Any = None) -> Any:
-    """Let no rank go on to its next operation before every rank is here.
+    """Delay each rank's next operation until every rank has called this.
 
-    In a compiled program only operations of xvcomm are ordered behind it, or what uses its token; the host does not
-    wait for a program that it has started. Outside, the host waits.
+    In a compiled program this orders only operations of xvcomm, or those that use its token; the host does not wait for a
+    program that it has started. Outside of compiled programs the host waits.
 
     Returns:
-        Nothing; with `token`, the next one.
+        None; with `token`, the next token.
     """
     comm, carrier = chosen(comm), arguments.token("barrier", token)
     spec = CollectiveSpec(

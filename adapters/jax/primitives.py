@@ -1,10 +1,9 @@
-"""JAX primitives of xvcomm's operations: how they are typed, lowered to custom calls, and bound.
+"""JAX primitives of xvcomm's operations: typing, lowering to custom calls, and binding.
 
-Each has one static parameter, a `Spec`. Operands are the arrays, then a token if the spec is `carried`, then another if
-it is `linked`; results are the array that comes out, if one does, or the operand that is this rank's result (`passes`),
-then the first token. A token is a float32 scalar,
-zero unless it is a cotangent: data that order operations because one's result is the next one's operand. Without one,
-JAX orders them by an effect.
+Each has one static parameter, a `Spec`. Operands are the arrays, then a token if the spec is `carried`, then another if it is
+`linked`. Results are the output array, if there is one, or the operand that is this rank's result (`passes`), then the first
+token. A token is a float32 scalar, zero unless it is a cotangent: a data dependency that orders operations. Without tokens, JAX
+orders them by an effect.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from xvcomm.errors import ArgumentError, ArrayError
 
 
 def primitive(name: str) -> Primitive:
-    """A primitive for an operation; its rules for differentiation and batching are the caller's to add."""
+    """Create a primitive for an operation; the caller adds its rules for differentiation and batching."""
     made = Primitive(f"xvcomm_{name}")
     made.multiple_results = True
     made.def_effectful_abstract_eval(_typed)
@@ -53,7 +52,7 @@ def bind(made: Primitive, *operands: Any, spec: Spec) -> list[Any]:
 
 
 def arrays_of(spec: Spec, operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands but the tokens."""
+    """The operands without tokens."""
     return operands[: len(operands) - spec.carried - spec.linked]
 
 
@@ -77,7 +76,7 @@ def _typed(*operands: Any, spec: Spec) -> tuple[list[Any], set[Any]]:
 
 
 def _evaluate(made: Primitive, *operands: Any, spec: Spec) -> list[Any]:
-    """Outside of compiled functions: on host memory at once, on GPUs as a program of one operation."""
+    """Run outside of compiled functions: on host memory directly, on GPUs as a program of one operation."""
     if spec.comm.device == "host":
         return eager.evaluate(arrays_of(spec, operands), tokens_of(spec, operands), spec)
     eager.check(arrays_of(spec, operands), spec)
@@ -90,7 +89,7 @@ def _compiled(made: Primitive, spec: Spec) -> Any:
 
 
 def _lower(context: Any, *operands: Any, spec: Spec) -> Sequence[Any]:
-    """One custom call; of a lone operation, results that are zeros where no handler writes them."""
+    """Lower to one custom call; results of a lone operation are zeros on devices that do not take part."""
     if spec.idle:
         return operands[: len(context.avals_out)]
     device = _placed(context, spec)
@@ -120,16 +119,17 @@ def _lower(context: Any, *operands: Any, spec: Spec) -> Sequence[Any]:
 
 
 def _placed(context: Any, spec: Spec) -> int | None:
-    """Number of the device that takes part in a lone operation.
+    """Index of the device that takes part in a lone operation.
 
     Raises:
         ArgumentError: the program is exported.
-        ArrayError: it runs where this rank's communicator cannot, or on several devices that are not told apart.
+        ArrayError: it runs on a platform that this rank's communicator does not support, or on several devices that cannot be
+            distinguished.
     """
     op, comm = spec.name, spec.comm
     if versions.exporting(context):
         raise ArgumentError(
-            f"{op}: a program with xvcomm's operations cannot be exported, because communicators belong to a process; "
+            f"{op}: a program with xvcomm's operations cannot be exported, because communicators are bound to a process; "
             "export the parts between them, or compile ahead of time with jax.jit(...).lower(...).compile()"
         )
     platform = versions.platform(context)
@@ -156,14 +156,14 @@ def _placed(context: Any, spec: Spec) -> int | None:
         return min(numbers)
     if comm.device_index not in numbers:
         raise ArrayError(
-            f"{op}: the mesh holds {comm.device} devices {numbers} of this process, but its rank is on "
+            f"{op}: the mesh contains {comm.device} devices {numbers} of this process, but its rank is on "
             f"{comm.device}:{comm.device_index}; include that one, or join with xvcomm.init(device='{comm.device}:N')"
         )
     return comm.device_index
 
 
 def batched_as_is(made: Primitive) -> None:
-    """Let `jax.vmap` of an operation that treats each element alike be the operation on the whole batch."""
+    """Make `jax.vmap` of an elementwise operation the operation on the whole batch."""
 
     def rule(operands: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> Any:
         results = bind(made, operands[0], *unbatched_tokens(spec, operands, dims), spec=spec)
@@ -173,7 +173,7 @@ def batched_as_is(made: Primitive) -> None:
 
 
 def batched_by_rows(made: Primitive) -> None:
-    """Let `jax.vmap` of an operation that divides rows be the operation on longer rows: the batch goes last."""
+    """Make `jax.vmap` of an operation that divides rows the operation on longer rows: the batch dimension goes last."""
 
     def rule(operands: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> Any:
         x, last = operands[0], None
@@ -195,8 +195,9 @@ def unbatched_tokens(spec: Spec, operands: Sequence[Any], dims: Sequence[Any]) -
 
 
 def _kept(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
-    """Let `jax.checkpoint` keep results and tokens instead of communicating again: what is repeated would have no place
-    in the order of the others."""
+    """Make `jax.checkpoint` save results and tokens instead of repeating the communication, which would break the order of
+    operations.
+    """
     count = len(equation.outvars)
     if not any(unknown):
         return equation, None, [False] * count, [False] * count, []

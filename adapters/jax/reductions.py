@@ -34,27 +34,27 @@ def all_reduce(
     x: Any, op: Op = "sum", *, comm: Communicator | None = None, token: Any = None, axis_name: Any = None,
     replicated: bool = False,
 ) -> Any:  # fmt: skip
-    """Reduce elementwise over all ranks; every rank gets the same bits.
+    """Reduce elementwise over all ranks; every rank gets bitwise equal results.
 
-    Differentiable for sum, avg and premul_sum. The derivative is that of the sum of all ranks' losses: what comes back
-    is all-reduced too.
+    Differentiable for sum, avg and premul_sum. The derivative is that of the sum of all ranks' losses: the cotangent is
+    all-reduced too.
 
     Args:
-        x: array of any dtype that xvcomm carries.
+        x: array of any dtype that xvcomm supports.
         op: `"sum"`, `"avg"`, `"prod"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"`, `xvcomm.premul_sum(factor)`.
-        comm: communicator; the default one if left out.
-        token: orders this operation behind the one that gave it; see `make_token`.
+        comm: the communicator; by default the one of `init` or `use`.
+        token: orders this operation after the one that returned it; see `make_token`.
         axis_name: inside `jax.shard_map`: axes of a mesh of this process's devices, over which to reduce as well.
-        replicated: of a sum: whether every rank makes the same of it, a loss for instance, so that the derivative is
-            that of this one value: what comes back is everybody's already, and passed on as it is.
+        replicated: for a sum: every rank uses the result in the same way, for instance as a loss, so that the derivative is
+            that of one such value: cotangents are equal on all ranks, and passed on unchanged.
 
     Returns:
         An array like `x`; with `token`, that array and the next token.
 
     Raises:
-        ArrayError, DTypeError, ArgumentError: what is wrong with an argument and what to do.
-        MismatchError, PeerLost, DeadlineExceeded, Aborted, ClosedError: as in `Communicator`; out of compiled programs
-            as what JAX makes of them, see `named_errors`.
+        ArrayError, DTypeError, ArgumentError: an argument is invalid; says what to do.
+        MismatchError, PeerLost, DeadlineExceeded, Aborted, ClosedError: as in `Communicator`; compiled programs raise JAX's
+            errors instead, see `named_errors`.
     """
     comm, x = chosen(comm), arguments.array("all_reduce", x)
     how = reduction_on(op, from_numpy(np.dtype(x.dtype)))
@@ -71,7 +71,7 @@ def all_reduce(
 
 
 def reduce(x: Any, root: int = 0, op: Op = "sum", *, comm: Communicator | None = None, token: Any = None) -> Any:
-    """Reduce elementwise over all ranks; only the root gets the result, elsewhere `x` comes back as it is.
+    """Reduce elementwise over all ranks; only the root gets the result, the others get `x` back.
 
     Arguments and errors as in `all_reduce`. Not differentiable.
     """
@@ -86,15 +86,15 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", *, comm: Communicator | None =
 
 
 def scan(x: Any, op: Op = "sum", *, comm: Communicator | None = None, token: Any = None) -> Any:
-    """Reduce elementwise over the ranks up to this one, as MPI's Scan does; op is sum, prod, max or min.
+    """Reduce elementwise over the ranks up to this one, like MPI_Scan; op is sum, prod, max or min.
 
-    It gathers the arrays of all ranks, so it is for small ones. Differentiable as JAX's own reductions are.
-    Arguments and errors as in `all_reduce`.
+    It gathers the arrays of all ranks, so it is meant for small ones. Differentiable like JAX's own reductions. Arguments and
+    errors as in `all_reduce`.
     """
     comm, x = chosen(comm), arguments.array("scan", x)
     how = reduction_on(op, from_numpy(np.dtype(x.dtype)))
     if how.op not in _ALONG:
-        raise ArgumentError(f"scan: {how.op}: must be sum, prod, max or min; take others from all_gather")
+        raise ArgumentError(f"scan: {how.op}: must be sum, prod, max or min; compute others from all_gather")
     carrier = arguments.token("scan", token)
     spec = CollectiveSpec(
         comm=comm, op=OpCode.ALL_GATHER, rows=(1,) * comm.size, call_site=arguments.call_site(), carried=bool(carrier),
@@ -105,7 +105,7 @@ def scan(x: Any, op: Op = "sum", *, comm: Communicator | None = None, token: Any
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, spec: CollectiveSpec) -> list[Any]:
-    """A sum is its own transpose; of premul_sum, each rank's factor comes behind the sum."""
+    """A sum is its own transpose; for premul_sum, each rank's factor is applied after the sum."""
     how, back = spec.reduction, [*cotangents_of(cotangents), *links(spec, operands)]
     assert how is not None
     if spec.replicated:

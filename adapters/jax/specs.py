@@ -1,4 +1,4 @@
-"""What an operation is, without its data: the parameter of the primitives, and a line of text in compiled programs."""
+"""Descriptions of operations without their data: the parameter of the primitives, and a text in compiled programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from xvcomm.types.dtype import ReduceOp, Reduction
 from xvcomm.types.opcode import OpCode
 
 TAGS = 1 << 60
-"""Tags of users are below; derivatives' have bits above."""
+"""Tags of users are below this; those of derivatives have bits above."""
 
 ANY = -1
-"""In place of the tag of a message to receive."""
+"""In place of the tag of a message to receive: any tag."""
 
 Shape = tuple[int, ...]
 
@@ -29,11 +29,11 @@ class Spec(ABC):
 
     Attributes:
         comm: the communicator.
-        carried: whether a token goes in, behind the arrays, and comes out, as the last result.
-        linked: whether another token goes in as the last operand, behind which this operation comes as well.
-        ordered: whether JAX keeps the order, by an effect.
+        carried: whether it has a token as operand, after the arrays, and as last result.
+        linked: whether it has another token as last operand, which it is also ordered after.
+        ordered: whether JAX orders it by an effect.
         lone: whether only one of a process's devices takes part; the others' results are zeros.
-        call_site: where the user called it, `file.py:line`.
+        call_site: the user's call site, `file.py:line`.
     """
 
     comm: Communicator
@@ -45,29 +45,29 @@ class Spec(ABC):
 
     @abstractmethod
     def results(self, shape: Shape) -> list[Shape]:
-        """Shapes of the arrays that are written, one or none; `shape` is that of the last array that goes in."""
+        """Shapes of the arrays that are written, one or none; `shape` is that of the last input array."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the operation is called."""
+        """Name of the operation."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be done: the results are the operands."""
+        """Whether there is nothing to do: the results are the operands."""
         return False
 
     @property
     def passes(self) -> bool:
-        """Whether this rank's result is the array that it gave, so that the first operand comes out as the first result.
+        """Whether this rank's result is its input, so that the first operand is the first result.
 
-        It is a result of the operation all the same: who uses it keeps the operation in the program.
+        It is a result of the operation nevertheless: using it keeps the operation in the program.
         """
         return False
 
     @property
     def mute(self) -> bool:
-        """Whether no array comes out on this rank while others get one: the operation stays even if nobody uses its token."""
+        """Whether this rank gets no array while others do: the operation is kept even if its token is unused."""
         return False
 
     @property
@@ -77,21 +77,21 @@ class Spec(ABC):
 
     @abstractmethod
     def details(self) -> str:
-        """What tells apart specs of one operation and communicator."""
+        """Text that distinguishes specs of the same operation and communicator."""
 
     def text(self, arrays: Sequence[Any], device: int | None) -> str:
-        """The line in compiled programs.
+        """The text in compiled programs.
 
         Args:
-            arrays: operands, or what tells shape and dtype of each.
-            device: number of the device that takes part, of a `lone` operation.
+            arrays: operands, or objects that define shape and dtype of each.
+            device: index of the device that takes part, for a `lone` operation.
         """
         where = "" if device is None else f" by device {device}"
         of = " and ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in arrays)
         return f"{self.name} {self.details()} of {of} on {name_of(self.comm)}{where}"
 
     def but(self, **changes: Any) -> Self:
-        """The same with changes."""
+        """A copy with changes."""
         return replace(self, **changes)
 
 
@@ -100,14 +100,14 @@ class CollectiveSpec(Spec):
     """A collective.
 
     Attributes:
-        op: which.
-        reduction: for those that reduce.
-        root: for those that have one.
-        rows: rows a rank along axis 0, of the array that holds everybody's.
-        back: likewise of the output of all_to_all.
-        uneven: whether the user gave rows.
-        replicated: of all_reduce: whether every rank uses the result in the same way; see there.
-        identity: of a replicated all_reduce: whether it is the transposed one.
+        op: which collective.
+        reduction: for reductions.
+        root: for collectives with a root.
+        rows: rows per rank along axis 0 of the array that contains all ranks' rows.
+        back: the same for the output of all_to_all.
+        uneven: whether the user passed rows.
+        replicated: for all_reduce: whether every rank uses the result in the same way; see there.
+        identity: for a replicated all_reduce: whether it is the transposed one.
     """
 
     op: OpCode
@@ -171,13 +171,13 @@ class CollectiveSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSpec(Spec):
-    """A message, or one each way.
+    """A message, or one in each direction.
 
     Attributes:
-        dst, src: the other ranks; NO_PEER where there is none; of `src` ANY_PEER for any.
-        send_tag, recv_tag: what the messages carry; ANY where nothing is asked for.
+        dst, src: the other ranks; NO_PEER if there is none; `src` may be ANY_PEER.
+        send_tag, recv_tag: tags of the messages; ANY accepts any tag.
         channel: of both.
-        status: what is told of the message that was received.
+        status: filled with source and tag of the received message.
     """
 
     dst: int = NO_PEER
@@ -199,7 +199,7 @@ class MessageSpec(Spec):
 
     @property
     def wild(self) -> bool:
-        """Whether only the message tells its sender or its tag."""
+        """Whether source or tag are only known from the message."""
         return self.src == ANY_PEER or self.recv_tag == ANY
 
     def results(self, shape: Shape) -> list[Shape]:
@@ -213,9 +213,9 @@ class MessageSpec(Spec):
         return f"({', '.join(filter(None, (out, back)))}, channel {self.channel}{status})"
 
     def tagged(self, bits: int) -> MessageSpec:
-        """The same with bits of the tags inverted, of which no status tells."""
+        """A copy with bits of the tags inverted, and without status."""
         return self.but(send_tag=self.send_tag ^ bits, recv_tag=self.recv_tag ^ bits, status=None)
 
     def reversed(self) -> MessageSpec:
-        """The message that goes the other way between the same ranks."""
+        """The message in the opposite direction between the same ranks."""
         return self.but(dst=self.src, src=self.dst, send_tag=self.recv_tag, recv_tag=self.send_tag)

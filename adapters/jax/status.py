@@ -1,4 +1,4 @@
-"""Messages of any rank or tag, and what a receive tells of the one that it took."""
+"""Wildcards for rank and tag, and the status of a receive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from xvcomm.errors import ArgumentError
 
 ANY_SOURCE = ANY_TAG = None
-"""In place of a rank or a tag that is known: as in `Communicator.probe`, and no number that a program could compute."""
+"""Wildcards; None as in `Communicator.probe`, which no computed number equals."""
 
 
 class Status:
@@ -18,11 +18,11 @@ class Status:
         self.source = self.tag = -1
 
     def Get_source(self) -> int:
-        """Rank that sent it."""
+        """Rank that sent the message."""
         return self.source
 
     def Get_tag(self) -> int:
-        """Its tag."""
+        """Tag of the message."""
         return self.tag
 
 
@@ -30,22 +30,22 @@ _numbers = itertools.count()
 
 
 class Slot:
-    """A status in a spec: equal if it is the same object, whatever it holds.
+    """A status in a spec; compared by identity.
 
     Attributes:
-        number: what stands for it in compiled programs.
+        number: identifies it in compiled programs.
     """
 
     def __init__(self, op: str, status: Any) -> None:
         if not (hasattr(status, "source") and hasattr(status, "tag")) or isinstance(status, type):
             raise ArgumentError(
-                f"{op}: status={status!r}: expected xvcomm.adapters.jax.Status(), or another object whose source and tag "
-                "can be set, as mpi4py's"
+                f"{op}: status={status!r}: expected xvcomm.adapters.jax.Status(), or an object with settable source and tag, "
+                "such as mpi4py's"
             )
         self._status, self.number = status, next(_numbers)
 
     def fill(self, source: int, tag: int) -> None:
-        """Say where a message came from."""
+        """Set source and tag of the message."""
         self._status.source, self._status.tag = source, tag
 
     def __eq__(self, other: object) -> bool:

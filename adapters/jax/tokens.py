@@ -1,4 +1,6 @@
-"""Explicit tokens: data that order operations, for who wants the fast path or has a JAX without ordered effects."""
+"""Explicit tokens, which order operations by data dependencies: the fast path, and for releases of JAX
+without ordered effects.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from xvcomm.adapters.jax.arguments import TOKEN
 
 
 def make_token() -> jax.Array:
-    """A first token.
+    """Create a first token.
 
-    Pass it as `token=` to an operation, that operation's token to the next one, and return the last from the jitted
-    function: an operation whose token and result this rank does not use may be left out. One chain of tokens orders
-    all operations, also those of different communicators. It is a float32 scalar that is zero, so that derivatives can
-    be taken along it: the operations of the backward pass are ordered by the tokens' cotangents.
+    Pass it as `token=` to an operation, that operation's token to the next one, and return the last from the jitted function:
+    JAX eliminates an operation whose token and result are unused. One chain of tokens orders all operations, also those of
+    different communicators. It is a float32 scalar that is zero, so that it can be differentiated: the operations of the
+    backward pass are ordered by the tokens' cotangents.
     """
     return jnp.zeros((), TOKEN)
 
 
 def given_back(results: Sequence[Any], token: Any) -> Any:
-    """What a function returns: the array alone, or with the token if the user passed one."""
+    """Return value of a function: the array alone, or with the token if the user passed one."""
     return results[0] if token is None else (results[0], results[-1])

@@ -1,11 +1,11 @@
-"""All that depends on JAX's release. Written for 0.7 to 0.12.
+"""Everything that depends on JAX's release. Written for 0.7 to 0.12.
 
-What JAX has no public name for stands here and nowhere else:
+Private interfaces of JAX are used here only:
 
-* the registry of ordered effects (`jax._src.effects`), without which only the form with explicit tokens works;
+* the registry of ordered effects (`jax._src.effects`), without which explicit tokens are required;
 * the type of XLA's tokens, public only from 0.11 on;
-* where a program is lowered for: export, the mesh, the devices;
-* whether programs with ordered effects are under way.
+* the target of a lowering: export, mesh, devices;
+* whether programs with ordered effects are running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OLDEST = (0, 7)
 
 
 def _require(release: str) -> None:
-    """Refuse a JAX that the adapter was not written for.
+    """Check that the adapter supports this JAX.
 
     Raises:
         BackendUnavailable: it is older than OLDEST.
@@ -54,8 +54,8 @@ class Effects(NamedTuple):
 
     Attributes:
         order: keeps all of xvcomm's operations in program order.
-        call: makes JAX call compiled programs in Python, where it passes them the tokens of ordered effects: what
-            `lower().compile()` gives takes a faster way from its second call on, and forgets them.
+        call: makes JAX call compiled programs from Python, where it passes the tokens of ordered effects; the faster path that
+            `lower().compile()` uses from its second call on omits them.
     """
 
     order: Any
@@ -64,14 +64,14 @@ class Effects(NamedTuple):
 
 def _unpicklable(effect: Any) -> NoReturn:
     raise ArgumentError(
-        "a program with xvcomm's operations cannot be pickled, because communicators belong to a process; trace and "
+        "a program with xvcomm's operations cannot be pickled, because communicators are bound to a process; trace and "
         "compile the function in the process that runs it"
     )
 
 
 @cache
 def effects() -> Effects:
-    """The effects of operations without tokens of their own; registered with JAX when first asked for.
+    """The effects of operations without tokens; registered with JAX on first use.
 
     Raises:
         BackendUnavailable: this JAX has no such registry.
@@ -82,7 +82,7 @@ def effects() -> Effects:
         base = module.Effect
     except (ImportError, AttributeError) as missing:
         raise BackendUnavailable(
-            f"JAX {jax.__version__} does not let others order effects ({missing}); pass token= to every operation"
+            f"JAX {jax.__version__} has no registry of ordered effects ({missing}); pass token= to every operation"
         ) from None
 
     def made(name: str, registries: list[Any]) -> Any:
@@ -99,9 +99,9 @@ def effects() -> Effects:
 
 
 def keeping() -> set[Any]:
-    """The effect of an operation with a token of its own that must stay in its program whoever uses the token.
+    """The effect of an operation with a token that must be kept in its program even if the token is unused.
 
-    None if this JAX has no registry of effects: then only the token keeps it.
+    Empty if this JAX has no registry of effects: then only the token keeps it.
     """
     try:
         return {effects().call}
@@ -125,7 +125,7 @@ def _runtime_tokens() -> Any:
 
 
 def finish_ordered() -> None:
-    """Wait for the programs with ordered effects that this thread has started, if there are any."""
+    """Wait for programs with ordered effects that this thread has started."""
     tokens = _runtime_tokens()
     if tokens is None or tokens.current_tokens or tokens.output_runtime_tokens:
         jax.effects_barrier()
@@ -139,16 +139,16 @@ def exporting(context: Any) -> bool:
 
 
 def platform(context: Any) -> str:
-    """What a lowering is for: `cpu`, `cuda`, `rocm`, ..."""
+    """Platform of a lowering: `cpu`, `cuda`, `rocm`, ..."""
     platforms = getattr(context, "platforms", None) or context.module_context.platforms
     name: str = platforms[0]
     return {"gpu": "cuda"}.get(name, name)
 
 
 def devices(context: Any) -> tuple[tuple[Any, ...], bool]:
-    """This process's devices that a program runs on, as far as is known, and whether each has a program of its own.
+    """This process's devices that a program runs on, as far as known, and whether each runs its own program.
 
-    Each has inside `jax.shard_map` over all axes of the mesh; elsewhere XLA divides one program among them.
+    The latter is the case inside `jax.shard_map` over all axes of the mesh; elsewhere XLA partitions one program.
     """
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):
@@ -165,12 +165,12 @@ def devices(context: Any) -> tuple[tuple[Any, ...], bool]:
 
 
 def zero_tangent(x: Any) -> Any:
-    """The tangent of what is not differentiated."""
+    """The tangent of an operand that is not differentiated."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def varying(x: Any, axis_name: Any) -> Any:
-    """`x`, known to differ along an axis of `jax.shard_map`."""
+    """Mark `x` as varying along an axis of `jax.shard_map`."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     kind = jax.typeof(x)
     known: Any = getattr(getattr(kind, "mat", None), "varying", None) or getattr(kind, "vma", ())

@@ -1,9 +1,9 @@
-"""What a caller may pass as a buffer, and the flat arrays that xvcomm gets for it; nothing is copied.
+"""Converts buffer specifications to flat arrays for xvcomm, without copies.
 
-A buffer specification is an array alone, or a list or tuple: `[data, type]`, `[data, count]`, `[data, count, type]`,
-`[data, (count, displacement), type]`, `[data, count, displacement, type]`. Operations with counts of their own for each
-rank take sequences in place of both numbers. `data` is a numpy array, anything with Python's buffer protocol
-(`bytearray`, `array.array`, `mmap`), or anything in host memory that xvcomm can see by DLPack or the array interface.
+A buffer specification is an array alone, or a list or tuple: `[data, type]`, `[data, count]`, `[data, count, type]`, `[data,
+(count, displacement), type]`, `[data, count, displacement, type]`. Operations with separate counts for each rank take sequences
+in place of both numbers. `data` is a numpy array, an object with Python's buffer protocol (`bytearray`, `array.array`, `mmap`),
+or an array in host memory with DLPack or the array interface.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bytes = NDArray[np.uint8]
 
 
 class _Constant:
-    """What stands for a buffer."""
+    """A constant in place of a buffer."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -40,7 +40,7 @@ class _Constant:
 
 IN_PLACE = _Constant("MPI.IN_PLACE")
 BOTTOM = _Constant("MPI.BOTTOM")
-"""No memory, as None: for messages without elements."""
+"""No memory, like None: for messages without elements."""
 
 
 class Block(NamedTuple):
@@ -48,7 +48,8 @@ class Block(NamedTuple):
 
     Attributes:
         memory: bytes from the first element on.
-        each: elements a rank.
+        kind: type of the elements.
+        each: elements per rank.
     """
 
     memory: Bytes
@@ -56,7 +57,7 @@ class Block(NamedTuple):
     each: int
 
     def flat(self, blocks: int = 1) -> Array:
-        """The elements of so many ranks, as a vector.
+        """The elements of `blocks` ranks, as a vector.
 
         Raises:
             ArgumentError: the buffer is too small.
@@ -65,27 +66,27 @@ class Block(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Elements that a derived datatype picks out of a buffer.
+    """Elements that a derived datatype selects from a buffer.
 
     Attributes:
-        memory: all of the buffer, as a vector.
-        layout: where the elements lie in it.
+        memory: the whole buffer, as a vector.
+        layout: positions of the elements in it.
     """
 
     memory: Array
     layout: Layout
 
     def packed(self) -> Array:
-        """The elements, as a vector of their own."""
+        """Copy the elements to a new vector."""
         return self.layout.pack(self.memory)
 
     def unpack(self, x: Array) -> None:
-        """Put elements, of which there may be fewer, in their places."""
+        """Copy elements, possibly fewer, to their positions."""
         self.layout.unpack(self.memory, x)
 
 
 class Blocks(NamedTuple):
-    """A number of elements of its own for each rank, at a place of its own."""
+    """A separate number of elements for each rank, each at its own displacement."""
 
     memory: Bytes
     type: Datatype
@@ -94,12 +95,12 @@ class Blocks(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether the ranks' elements lie one after the other, in rank order."""
+        """Whether the ranks' elements are contiguous, in rank order."""
         ends = np.cumsum(self.counts) - self.counts
         return all(d == end or not n for n, d, end in zip(self.counts, self.displacements, ends, strict=True))
 
     def flat(self) -> Array:
-        """All elements, as a vector, of blocks that are packed.
+        """All elements of packed blocks, as a vector.
 
         Raises:
             ArgumentError: the buffer is too small.
@@ -111,17 +112,17 @@ class Blocks(NamedTuple):
         return _elements(self.memory, self.type, self.displacements[rank], self.counts[rank])
 
     def gathered(self) -> Array:
-        """All elements in rank order, as a vector: a copy if they do not lie so."""
+        """All elements in rank order, as a vector: a copy unless they are packed."""
         if self.packed:
             return self.flat()
         return np.concatenate([self.part(rank) for rank in range(len(self.counts))])
 
     def room(self) -> Array:
-        """Where to put all elements in rank order, for `spread` to take them from."""
+        """A vector to receive all elements in rank order, for `spread`."""
         return self.flat() if self.packed else np.empty(sum(self.counts), self.type.numpy)
 
     def spread(self, room: Array) -> None:
-        """Put what `room` was filled with where it belongs."""
+        """Copy the elements from the vector of `room` to their positions."""
         if self.packed:
             return
         start = 0
@@ -131,16 +132,16 @@ class Blocks(NamedTuple):
 
 
 def carried(x: Array) -> Array:
-    """A vector as xvcomm can take it: as bytes if its type is none of xvcomm's."""
+    """A vector as xvcomm supports it: as bytes if xvcomm does not support its dtype."""
     return x if datatypes.of(x.dtype).carried else x.view(np.uint8)
 
 
 def memory(data: Any, kind: Any = None) -> tuple[Bytes, Datatype]:
-    """The bytes of an array, and the type of its elements, or the one that is given.
+    """The bytes of an array, and the type of its elements, or the given type.
 
     Raises:
-        ArrayError: it is no array, not contiguous, or not in host memory.
-        DTypeError: its elements have no type that can be sent.
+        ArrayError: it is not an array, not contiguous, or not in host memory.
+        DTypeError: its elements cannot be sent.
     """
     if data is None or data is BOTTOM:
         return np.empty(0, np.uint8), BYTE if kind is None else datatypes.resolve(kind)
@@ -153,7 +154,7 @@ def memory(data: Any, kind: Any = None) -> tuple[Bytes, Datatype]:
         x = x.T
     found = datatypes.of(x.dtype) if kind is None else datatypes.resolve(kind)
     if x.dtype.hasobject:
-        raise DTypeError(f"dtype {x.dtype} holds Python objects: send it by the lower-case methods")
+        raise DTypeError(f"dtype {x.dtype} contains Python objects: use the lower-case methods")
     return x.reshape(-1).view(np.uint8), found
 
 
@@ -164,8 +165,8 @@ def _seen(data: Any) -> Array:
         found = array.view(data)
     if found.device != "host":
         raise ArrayError(
-            f"the array lies in {found.device} memory, and MPI's buffers in host memory: copy it there, or use the "
-            "Communicator's own operations, which take it as it is"
+            f"the array is in {found.device} memory, but MPI's buffers must be in host memory: copy it there, or use the "
+            "Communicator's own operations, which accept it"
         )
     if not found.nbytes:
         return np.empty(found.shape, found.dtype.numpy)
@@ -176,20 +177,20 @@ def _seen(data: Any) -> Array:
 
 
 class _Borrowed(np.ndarray[Any, Any]):
-    """An array over somebody else's memory, whose owner it keeps."""
+    """An array over memory of another object, which it keeps alive."""
 
     owner: Any
 
     @classmethod
     def of(cls, x: Array, owner: Any) -> _Borrowed:
-        """Give an array an owner; its views have the array as their base, and so keep the owner too."""
+        """Set the owner of an array's memory; views of the array keep it alive too, through their base."""
         made: _Borrowed = x.view(cls)
         made.owner = owner
         return made
 
 
 def _split(spec: Any) -> tuple[Any, Any, Any, Any]:
-    """A buffer specification as (data, counts, displacements, type), None for what is left out."""
+    """A buffer specification as (data, counts, displacements, type), None for omitted parts."""
     if not isinstance(spec, (list, tuple)):
         return spec, None, None, None
     match len(spec):
@@ -209,22 +210,24 @@ def _split(spec: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _pair(counts: Any) -> tuple[Any, Any]:
-    """`(counts, displacements)` is told from counts alone by what is in it: a tuple of two sequences, or of a number each."""
+    """Split `(counts, displacements)`. It is distinguished from counts alone by its contents: two sequences, or a sequence and
+    a number.
+    """
     if isinstance(counts, tuple) and len(counts) == 2:
         return counts
     return counts, None
 
 
 def block(spec: Any, ranks: int = 0) -> Block:
-    """What a specification means where every rank has as many elements.
+    """Parse a specification in which every rank has the same number of elements.
 
     Args:
         spec: see the module.
-        ranks: how many share the buffer if no count is given; 0 or 1 if it is one rank's.
+        ranks: number of ranks that share the buffer if no count is given; 0 or 1 if it belongs to one rank.
 
     Raises:
         ArgumentError: count or displacement do not fit the data.
-        ArrayError, DTypeError: the data is no array that can be sent.
+        ArrayError, DTypeError: the data is not an array that can be sent.
     """
     data, count, displacement, kind = _split(spec)
     if isinstance(count, list) and len(count) == 2:
@@ -243,18 +246,18 @@ def block(spec: Any, ranks: int = 0) -> Block:
 
 
 def vector(spec: Any) -> Array:
-    """All elements that a specification means for one rank, as a vector. Raises as `block` does."""
+    """All elements of a specification for one rank, as a vector. Raises the same as `block`."""
     if type(spec) is np.ndarray and spec.dtype in datatypes.PLAIN and spec.flags.c_contiguous:
-        return spec.reshape(-1)  # the usual case, at a tenth of the time
+        return spec.reshape(-1)  # the usual case, in a tenth of the time
     return block(spec).flat()
 
 
 def placed(spec: Any) -> Placed | None:
-    """What a specification with a derived datatype means; None of any other.
+    """Parse a specification with a derived datatype; None if the datatype is not derived.
 
     Raises:
-        ArgumentError: count or displacement do not fit the data, or the count is left out and cannot be told.
-        ArrayError, DTypeError: the data is no array that can be sent.
+        ArgumentError: count or displacement do not fit the data, or the count is omitted and cannot be derived.
+        ArrayError, DTypeError: the data is not an array that can be sent.
     """
     if not isinstance(spec, (list, tuple)) or not (isinstance(spec[-1], Datatype) and spec[-1].derived):
         return None
@@ -263,7 +266,7 @@ def placed(spec: Any) -> Placed | None:
     if count is None:
         if not kind.extent or raw.size % kind.extent:
             raise ArgumentError(
-                f"a buffer of {raw.size} bytes holds no whole number of {kind}, {kind.extent} bytes each; give a count"
+                f"a buffer of {raw.size} bytes is not a multiple of {kind}, {kind.extent} bytes each; give a count"
             )
         count = raw.size // kind.extent
     first = 0 if displacement is None else number("displacement", displacement)
@@ -271,7 +274,7 @@ def placed(spec: Any) -> Placed | None:
     elements = raw[: raw.size // kind.numpy.itemsize * kind.numpy.itemsize].view(kind.numpy)
     if layout.last >= elements.size:
         raise ArgumentError(
-            f"{count} x {kind}: element {layout.last} lies behind the buffer's {elements.size} x {kind.numpy}"
+            f"{count} x {kind}: element {layout.last} is beyond the buffer's {elements.size} x {kind.numpy}"
         )
     return Placed(elements, layout)
 
@@ -280,20 +283,20 @@ def _dividing(raw: Bytes, found: Datatype, ranks: int) -> int:
     elements = raw.size // found.size
     if ranks > 1 and elements % ranks:
         raise ArgumentError(
-            f"{elements} elements of {found} do not divide by {ranks} ranks; give a count, or use the form with v"
+            f"{elements} elements of {found} are not a multiple of {ranks} ranks; give a count, or use the form with v"
         )
     return max(1, ranks)
 
 
 def blocks(spec: Any, ranks: int) -> Blocks:
-    """What a specification means where each rank has elements of its own.
+    """Parse a specification in which each rank has its own count.
 
-    Counts that are left out share the data as equally as can be, the first ranks having one more; displacements that
-    are left out follow from the counts. A single number counts for every rank.
+    By default the data is divided as equally as possible, with one more element for the first ranks; displacements follow from
+    the counts by default. A single number applies to every rank.
 
     Raises:
-        ArgumentError: counts or displacements are not one a rank, or do not fit the data.
-        ArrayError, DTypeError: the data is no array that can be sent.
+        ArgumentError: the number of counts or displacements differs from that of ranks, or they do not fit the data.
+        ArrayError, DTypeError: the data is not an array that can be sent.
     """
     data, counts, displacements, kind = _split(spec)
     raw, found = memory(data, kind)
@@ -313,7 +316,7 @@ def blocks(spec: Any, ranks: int) -> Blocks:
 
 def _inferred(raw: Bytes, found: Datatype) -> int:
     if raw.size % found.size:
-        raise ArgumentError(f"a buffer of {raw.size} bytes holds no whole number of {found}; give a count")
+        raise ArgumentError(f"a buffer of {raw.size} bytes is not a multiple of {found}; give a count")
     return int(raw.size // found.size)
 
 

@@ -1,4 +1,4 @@
-"""Ranks in a grid: places, neighbours, and how to divide a number of ranks among axes."""
+"""Cartesian topologies: coordinates, neighbours, and the division of ranks among axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Grid:
 
     Attributes:
         dims: ranks along each axis.
-        periods: whether an axis closes to a ring.
+        periods: whether each axis is periodic.
     """
 
     dims: tuple[int, ...]
@@ -23,10 +23,10 @@ class Grid:
 
     @classmethod
     def of(cls, dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Grid:
-        """A grid of at most `size` ranks.
+        """Create a grid of at most `size` ranks.
 
         Raises:
-            ArgumentError: it needs more, or dims and periods do not fit.
+            ArgumentError: it needs more, or dims and periods differ in length.
         """
         extents = tuple(int(n) for n in dims)
         each = [bool(periods)] * len(extents) if periods is None or isinstance(periods, (bool, int)) else periods
@@ -39,11 +39,11 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks in the grid."""
         return math.prod(self.dims)
 
     def coordinates(self, rank: int) -> list[int]:
-        """Place of a rank.
+        """Coordinates of a rank.
 
         Raises:
             ArgumentError: it is not in the grid.
@@ -57,7 +57,7 @@ class Grid:
         return places[::-1]
 
     def rank(self, coordinates: Sequence[int]) -> int | None:
-        """The rank at a place; None outside. Along rings every place is inside."""
+        """The rank at given coordinates; None outside of the grid. Coordinates of periodic axes wrap around."""
         rank = 0
         for place, extent, ring in zip(coordinates, self.dims, self.periods, strict=True):
             if not ring and not 0 <= place < extent:
@@ -66,19 +66,19 @@ class Grid:
         return rank
 
     def shifted(self, rank: int, axis: int, by: int) -> int | None:
-        """The rank that lies `by` places further along an axis; None outside."""
+        """The rank `by` positions further along an axis; None outside of the grid."""
         place = self.coordinates(rank)
         place[axis] += by
         return self.rank(place)
 
     def kept(self, remain: Sequence[bool]) -> Grid:
-        """The grid of some of the axes."""
+        """The grid of the axes that remain."""
         axes = [axis for axis, stays in enumerate(remain) if stays]
         return Grid(tuple(self.dims[a] for a in axes), tuple(self.periods[a] for a in axes))
 
 
 def divide(ranks: int, dims: int | Sequence[int]) -> list[int]:
-    """Extents whose product is `ranks`, as equal as can be, larger ones first; those that are not 0 stay (MPI_Dims_create).
+    """Extents whose product is `ranks`, as equal as possible, in descending order; nonzero ones are kept (MPI_Dims_create).
 
     Raises:
         ArgumentError: the given extents do not divide the number of ranks.
@@ -86,13 +86,13 @@ def divide(ranks: int, dims: int | Sequence[int]) -> list[int]:
     given = [0] * dims if isinstance(dims, int) else [int(n) for n in dims]
     fixed, free = math.prod(n for n in given if n), given.count(0)
     if fixed < 1 or ranks % fixed or (not free and fixed != ranks):
-        raise ArgumentError(f"{ranks} ranks cannot be divided into {given}, where 0 may be anything")
+        raise ArgumentError(f"{ranks} ranks cannot be divided into {given}, where 0 is to be chosen")
     found = iter(_factors(ranks // fixed, free) or [])
     return [n or next(found) for n in given]
 
 
 def _factors(number: int, count: int) -> list[int] | None:
-    """So many factors of a number, falling, the first as small as can be, then the second, and so on."""
+    """`count` factors of a number in descending order: the lexicographically smallest such list; None if there is none."""
     if count <= 1:
         return [number] if count else ([] if number == 1 else None)
     for first in range(math.ceil(round(number ** (1 / count), 9)), number + 1):

@@ -1,7 +1,7 @@
-"""The upper-case collectives, blocking and not. Buffers are those of `buffers`; reductions those of `ops`.
+"""The upper-case collectives, blocking and non-blocking. Buffers are those of `buffers`, reductions those of `ops`.
 
-As in MPI, all ranks of a communicator call them in the same order. Equal types and lengths are checked: ranks that
-differ raise MismatchError.
+As in MPI, all ranks of a communicator call them in the same order. Types and lengths must be equal on all ranks, otherwise they
+raise MismatchError.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Collectives:
         return Request(Queued(self._part.start(plan)))
 
     def Barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this."""
         self._run(self._plans.barrier())
 
     def Ibarrier(self) -> Request:
@@ -41,7 +41,7 @@ class Collectives:
         return self._begin(self._plans.barrier())
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Give every rank the root's buffer."""
+        """Copy the root's buffer to every rank."""
         self._run(self._plans.bcast(buf, root))
 
     def Ibcast(self, buf: Any, root: int = 0) -> Request:
@@ -49,7 +49,7 @@ class Collectives:
         return self._begin(self._plans.bcast(buf, root))
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Give the root equal blocks of all ranks."""
+        """Concatenate equal blocks of all ranks on the root."""
         self._run(self._plans.gather(sendbuf, recvbuf, root))
 
     def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
@@ -57,7 +57,7 @@ class Collectives:
         return self._begin(self._plans.gather(sendbuf, recvbuf, root))
 
     def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Give the root blocks of any length; it alone says how long, and where they go."""
+        """Gather blocks of different length on the root, which alone passes counts and displacements."""
         self._run(self._plans.gatherv(sendbuf, recvbuf, root))
 
     def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
@@ -65,7 +65,7 @@ class Collectives:
         return self._begin(self._plans.gatherv(sendbuf, recvbuf, root))
 
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Give every rank an equal block of the root's buffer."""
+        """Send an equal block of the root's buffer to every rank."""
         self._run(self._plans.scatter(sendbuf, recvbuf, root))
 
     def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
@@ -73,7 +73,7 @@ class Collectives:
         return self._begin(self._plans.scatter(sendbuf, recvbuf, root))
 
     def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Give every rank a block of any length; the root alone says how long, and where they lie."""
+        """Send a block of different length to every rank; only the root passes counts and displacements."""
         self._run(self._plans.scatterv(sendbuf, recvbuf, root))
 
     def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
@@ -81,7 +81,7 @@ class Collectives:
         return self._begin(self._plans.scatterv(sendbuf, recvbuf, root))
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Give every rank equal blocks of all."""
+        """Concatenate equal blocks of all ranks on every rank."""
         self._run(self._plans.allgather(sendbuf, recvbuf))
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
@@ -89,7 +89,7 @@ class Collectives:
         return self._begin(self._plans.allgather(sendbuf, recvbuf))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Give every rank blocks of any length of all."""
+        """Gather blocks of different length of all ranks on every rank."""
         self._run(self._plans.allgatherv(sendbuf, recvbuf))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
@@ -97,7 +97,7 @@ class Collectives:
         return self._begin(self._plans.allgatherv(sendbuf, recvbuf))
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Give every rank an equal block of each."""
+        """Send an equal block to every rank, and receive one from each."""
         self._run(self._plans.alltoall(sendbuf, recvbuf))
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
@@ -105,7 +105,7 @@ class Collectives:
         return self._begin(self._plans.alltoall(sendbuf, recvbuf))
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Give every rank a block of any length of each."""
+        """Send a block of different length to every rank, and receive one from each."""
         self._run(self._plans.alltoallv(sendbuf, recvbuf))
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
@@ -113,7 +113,7 @@ class Collectives:
         return self._begin(self._plans.alltoallv(sendbuf, recvbuf))
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
-        """Reduce over all ranks; the root gets the result."""
+        """Reduce over all ranks; only the root gets the result."""
         self._run(self._plans.reduce(sendbuf, recvbuf, op, root))
 
     def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:
@@ -121,7 +121,7 @@ class Collectives:
         return self._begin(self._plans.reduce(sendbuf, recvbuf, op, root))
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over all ranks; every rank gets the same bits."""
+        """Reduce over all ranks; every rank gets bitwise equal results."""
         self._run(self._plans.allreduce(sendbuf, recvbuf, op))
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
@@ -129,7 +129,7 @@ class Collectives:
         return self._begin(self._plans.allreduce(sendbuf, recvbuf, op))
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over all ranks, and give every rank an equal block."""
+        """Reduce over all ranks, and give every rank an equal block of the result."""
         self._run(self._plans.reduce_scatter_block(sendbuf, recvbuf, op))
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
@@ -137,7 +137,7 @@ class Collectives:
         return self._begin(self._plans.reduce_scatter_block(sendbuf, recvbuf, op))
 
     def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM) -> None:
-        """Reduce over all ranks, and give every rank a block of any length."""
+        """Reduce over all ranks, and give every rank a block of different length."""
         self._run(self._plans.reduce_scatter(sendbuf, recvbuf, recvcounts, op))
 
     def Ireduce_scatter(
@@ -147,7 +147,7 @@ class Collectives:
         return self._begin(self._plans.reduce_scatter(sendbuf, recvbuf, recvcounts, op))
 
     def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over the ranks up to this one. Gathers the buffers of all on every rank: for small ones."""
+        """Reduce over the ranks up to this one. Gathers all buffers on every rank, so it is meant for small ones."""
         self._run(self._plans.scan(sendbuf, recvbuf, op, inclusive=True))
 
     def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
@@ -155,7 +155,7 @@ class Collectives:
         return self._begin(self._plans.scan(sendbuf, recvbuf, op, inclusive=True))
 
     def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over the ranks before this one; rank 0's buffer stays as it is. Gathers as `Scan` does."""
+        """Reduce over the ranks before this one; rank 0's buffer is unchanged. Gathers all buffers like `Scan`."""
         self._run(self._plans.scan(sendbuf, recvbuf, op, inclusive=False))
 
     def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:

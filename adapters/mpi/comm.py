@@ -1,4 +1,4 @@
-"""A communicator as mpi4py's programs know it."""
+"""A communicator with the interface of mpi4py's."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ConfigError
 
 IDENT, CONGRUENT, SIMILAR, UNEQUAL = 0, 1, 2, 3
-"""How two communicators compare: the same; the same ranks in the same order; in another order; other ranks."""
+"""Results of `Compare`: the same communicator; the same ranks in the same order; in another order; other ranks."""
 
 COMM_TYPE_SHARED = 1
-"""For `Split_type`: ranks that can share memory, which are those of one host."""
+"""For `Split_type`: ranks that can share memory, that is, those of one host."""
 
 
 class Comm(Collectives, Objects):
-    """A view over a Communicator with the methods of mpi4py's; arrays lie in host memory.
+    """A view of a Communicator with the methods of mpi4py's; arrays are in host memory.
 
-    Its messages are numbered, so that both ends must use it: a `send` of the Communicator does not meet a `Recv` of this.
+    Its messages carry sequence numbers, so both ends must use it: a `send` of the Communicator does not match a `Recv` of a
+    Comm.
 
     Args:
-        communicator: the Communicator, a function that makes it when it is first needed, or None for a null one.
+        communicator: the Communicator, a function that creates it on first use, or None for COMM_NULL.
         name: for `Get_name`.
 
     Raises:
-        ArgumentError: this rank's device is not host memory; when it is first needed.
+        ArgumentError: this rank's device is not host memory; raised on first use.
     """
 
     def __init__(self, communicator: Communicator | Callable[[], Communicator] | None, name: str = "") -> None:
@@ -48,14 +49,12 @@ class Comm(Collectives, Objects):
 
     def _join(self) -> Part:
         if self._given is None:
-            raise ArgumentError(
-                "this is COMM_NULL: this rank is in no group; look before calling: if comm != MPI.COMM_NULL"
-            )
+            raise ArgumentError("this is COMM_NULL: this rank is not in a group; check first: if comm != MPI.COMM_NULL")
         with self._joining:
             if self._under_way:
                 raise ConfigError(
-                    f"{self._name} is needed to join the job, before it has joined: the ranks meet through mpi4py.MPI, which "
-                    "stands for this adapter here; set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
+                    f"{self._name} is used while joining the job: the rendezvous uses mpi4py.MPI, which is replaced by this "
+                    "adapter here; set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET on all ranks"
                 )
             if self._found is None:
                 given, self._under_way = self._given, True
@@ -67,7 +66,7 @@ class Comm(Collectives, Objects):
 
     @property
     def communicator(self) -> Communicator:
-        """The Communicator behind it."""
+        """The underlying Communicator."""
         return self._part.comm
 
     def __bool__(self) -> bool:
@@ -95,7 +94,7 @@ class Comm(Collectives, Objects):
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Number of this rank."""
+        """Rank of this process."""
         return self._part.comm.rank
 
     @property
@@ -104,7 +103,7 @@ class Comm(Collectives, Objects):
         return self._part.comm.size
 
     def Get_rank(self) -> int:
-        """Number of this rank."""
+        """Rank of this process."""
         return self.rank
 
     def Get_size(self) -> int:
@@ -113,7 +112,7 @@ class Comm(Collectives, Objects):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the communicator."""
         return self._name
 
     @name.setter
@@ -121,30 +120,30 @@ class Comm(Collectives, Objects):
         self._name = name
 
     def Get_name(self) -> str:
-        """Its name."""
+        """Name of the communicator."""
         return self._name
 
     def Set_name(self, name: str) -> None:
-        """Give it a name."""
+        """Set the name of the communicator."""
         self._name = name
 
     def Is_inter(self) -> bool:
-        """False: all ranks are in one group."""
+        """False: there are no intercommunicators."""
         return False
 
     def Is_intra(self) -> bool:
-        """True: all ranks are in one group."""
+        """True: there are no intercommunicators."""
         return True
 
     is_inter, is_intra = property(Is_inter), property(Is_intra)
 
     def Get_group(self) -> Group:
-        """Its ranks."""
+        """The group of its ranks."""
         return Group(self._world_ranks(), self._world_ranks()[self.rank])
 
     @property
     def group(self) -> Group:
-        """Its ranks."""
+        """The group of its ranks."""
         return self.Get_group()
 
     def _world_ranks(self) -> tuple[int, ...]:
@@ -158,29 +157,29 @@ class Comm(Collectives, Objects):
         return CONGRUENT if mine == theirs else SIMILAR if set(mine) == set(theirs) else UNEQUAL
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
-        """Make a communicator of the ranks that give the same colour, in order of their keys; COMM_NULL for UNDEFINED."""
+        """Create a communicator of the ranks with the same colour, in order of their keys; COMM_NULL for UNDEFINED."""
         return self._made(lambda comm: comm.split(None if color == UNDEFINED else color, key))
 
     def Split_type(self, split_type: int, key: int = 0, info: Any = None) -> Comm:
-        """Make a communicator of the ranks of one host (COMM_TYPE_SHARED); COMM_NULL for UNDEFINED."""
+        """Create a communicator of the ranks of one host (COMM_TYPE_SHARED); COMM_NULL for UNDEFINED."""
         if split_type not in (COMM_TYPE_SHARED, UNDEFINED):
-            raise ArgumentError(f"Split_type {split_type}: only MPI.COMM_TYPE_SHARED is there")
+            raise ArgumentError(f"Split_type {split_type}: only MPI.COMM_TYPE_SHARED is supported")
         host = self._part.comm.topology.hosts[self.rank]
         return self._made(lambda comm: comm.split(host if split_type == COMM_TYPE_SHARED else None, key))
 
     def Dup(self, info: Any = None) -> Comm:
-        """Make a communicator of the same ranks, whose messages and collectives do not meet this one's."""
+        """Create a communicator of the same ranks, with separate messages and collectives."""
         return self._made(lambda comm: comm.split(0, comm.rank))
 
     Clone = Dup
 
     def Create(self, group: Group) -> Comm:
-        """Make a communicator of a group; all ranks call it, and those outside get COMM_NULL."""
+        """Create a communicator of a group; all ranks call this, and those outside of the group get COMM_NULL."""
         place = group.ranks.index(group.mine) if group.mine in group.ranks else None
         return self._made(lambda comm: comm.split(None if place is None else 0, place or 0))
 
     def Create_group(self, group: Group, tag: int = 0) -> Comm:
-        """The same, but only the ranks of the group call it."""
+        """Like `Create`, but only the ranks of the group call this."""
         world = self._world_ranks()
         return self._made(lambda comm: comm.subgroup([world.index(rank) for rank in group.ranks], f"mpi {tag}"))
 
@@ -188,11 +187,11 @@ class Comm(Collectives, Objects):
         return Intracomm(self._part.run(lambda: make(self._part.comm)))
 
     def Free(self) -> None:
-        """Close it, after the sends that nobody waits for; from then on it is null."""
+        """Wait for detached sends, and close the communicator, which then is COMM_NULL."""
         if self._given is None:
             return
         given, found, self._given, self._found = self._given, self._found, None, None
-        if found is None and isinstance(given, Communicator):  # nobody has used it
+        if found is None and isinstance(given, Communicator):  # it has never been used
             found = Part.of(given)
         if found is not None:
             found.close()
@@ -200,18 +199,18 @@ class Comm(Collectives, Objects):
     Disconnect, free = Free, Free
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
-        """Make every rank leave what it is in and raise Aborted; this one exits with `errorcode`."""
+        """Make every rank raise Aborted; this process exits with `errorcode`."""
         self._part.comm.abort(f"MPI Abort({errorcode}) by rank {self.rank}")
         sys.exit(errorcode)
 
 
 class Intracomm(Comm):
-    """A communicator of one group, as all are here."""
+    """A communicator of one group, the only kind here."""
 
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
     ) -> Comm:
-        """Make a communicator of the first ranks in a grid, row by row; COMM_NULL on those that it has no place for."""
+        """Create a communicator of the first ranks in a grid, in row-major order; COMM_NULL on ranks outside of the grid."""
         grid = Grid.of(dims, periods, self.size)
         color = 0 if self.rank < grid.size else None
         made = self._part.run(lambda: self._part.comm.split(color, self.rank))
@@ -219,7 +218,7 @@ class Intracomm(Comm):
 
 
 class Cartcomm(Intracomm):
-    """A communicator whose ranks lie in a grid."""
+    """A communicator whose ranks form a grid."""
 
     def __init__(self, communicator: Communicator, grid: Grid) -> None:
         super().__init__(communicator)
@@ -232,12 +231,12 @@ class Cartcomm(Intracomm):
 
     @property
     def periods(self) -> list[int]:
-        """Whether an axis closes to a ring."""
+        """Whether each axis is periodic."""
         return [int(ring) for ring in self._grid.periods]
 
     @property
     def coords(self) -> list[int]:
-        """Place of this rank."""
+        """Coordinates of this rank."""
         return self._grid.coordinates(self.rank)
 
     @property
@@ -261,27 +260,27 @@ class Cartcomm(Intracomm):
         return self.dim
 
     def Get_coords(self, rank: int) -> list[int]:
-        """Place of a rank."""
+        """Coordinates of a rank."""
         return self._grid.coordinates(rank)
 
     def Get_cart_rank(self, coords: Sequence[int]) -> int:
-        """The rank at a place.
+        """The rank at given coordinates.
 
         Raises:
-            ArgumentError: the place is outside.
+            ArgumentError: the coordinates are outside of the grid.
         """
         rank = self._grid.rank(coords)
         if rank is None:
-            raise ArgumentError(f"{list(coords)} lies outside of the grid {self.dims}")
+            raise ArgumentError(f"{list(coords)} is outside of the grid {self.dims}")
         return rank
 
     def Shift(self, direction: int, disp: int) -> tuple[int, int]:
-        """Whom to receive from and whom to send to, to shift data along an axis; PROC_NULL outside of the grid."""
+        """Source and destination rank for a shift of data along an axis; PROC_NULL outside of the grid."""
         before, after = (self._grid.shifted(self.rank, direction, by) for by in (-disp, disp))
         return PROC_NULL if before is None else before, PROC_NULL if after is None else after
 
     def Sub(self, remain_dims: Sequence[bool]) -> Cartcomm:
-        """Make communicators of the ranks that differ only in the axes that remain."""
+        """Create communicators of the ranks that differ only in the remaining axes."""
         fixed = [place for place, stays in zip(self.coords, remain_dims, strict=True) if not stays]
         color, key = ",".join(map(str, fixed)), self.rank
         return Cartcomm(self._part.run(lambda: self._part.comm.split(color, key)), self._grid.kept(remain_dims))

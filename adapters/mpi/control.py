@@ -1,7 +1,7 @@
-"""What two ranks tell each other about their messages, on a channel of its own and without data.
+"""Control messages between two ranks about their messages, on a separate channel and without data.
 
-A sender announces the first message of each channel but channel 0, so that receives of any tag need not look at all
-channels. A receiver acknowledges a synchronous message when somebody receives it.
+A sender announces its first message on each channel except channel 0, so that receives with ANY_TAG need not poll all channels.
+A receiver acknowledges a synchronous message when it is matched.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from xvcomm.engine.inflight.work import Work
 from xvcomm.errors import PeerLost
 
 CHANNEL = CHANNELS - 1
-"""Where they tell it; tags share the channels below."""
+"""Channel of the control messages; tags use the channels below it."""
 
 _ACKNOWLEDGED = CHANNELS
-"""What is told in place of a tag: a channel, or this and the number of a message."""
+"""The tag of a control message is either a channel number, or this plus the number of an acknowledged message."""
 
 Key = tuple[int, int]
 """A synchronous message: receiver and number."""
 
 
 class Control:
-    """Of one communicator. Any thread, one at a time.
+    """The control messages of one communicator. Thread-safe only under the caller's lock.
 
     Attributes:
         heard: channels that each rank has announced.
@@ -42,31 +42,31 @@ class Control:
 
     @property
     def expecting(self) -> bool:
-        """Whether acknowledgements are to come."""
+        """Whether acknowledgements are outstanding."""
         return bool(self._expected)
 
     def announce(self, dest: int, channel: int) -> None:
-        """Say that messages come on a channel; once."""
+        """Announce messages on a channel, once."""
         if channel not in self._announced[dest]:
             self._announced[dest].add(channel)
             self._tell(dest, channel)
 
     def expect(self, key: Key) -> None:
-        """A synchronous message is sent."""
+        """Expect an acknowledgement of a synchronous message that is being sent."""
         self._expected.add(key)
 
     def acknowledge(self, source: int, number: int) -> None:
-        """A synchronous message is received."""
+        """Acknowledge a synchronous message."""
         if source == self._comm.rank:
             self._expected.discard((source, number))
         else:
             self._tell(source, _ACKNOWLEDGED + number)
 
     def answered(self, key: Key) -> bool:
-        """Whether a synchronous message was received.
+        """Whether a synchronous message has been acknowledged.
 
         Raises:
-            PeerLost: its receiver has left without.
+            PeerLost: its receiver has left without an acknowledgement.
         """
         if key in self._expected and key[0] in self._lost:
             self._expected.discard(key)
@@ -74,7 +74,7 @@ class Control:
         return key not in self._expected
 
     def listen(self) -> None:
-        """Hear what those have to say of whom acknowledgements are expected."""
+        """Process control messages of ranks whose acknowledgements are outstanding."""
         for peer in {dest for dest, _ in self._expected} - {self._comm.rank}:
             try:
                 self.hear(peer)
@@ -82,10 +82,10 @@ class Control:
                 self._lost[peer] = error
 
     def hear(self, source: int | None) -> None:
-        """Hear all that a rank, or any, has said. Does not wait.
+        """Process all available control messages of a rank, or of any rank. Never blocks.
 
         Raises:
-            PeerLost: it has left, and so has said all.
+            PeerLost: the rank has left, and all its messages have been processed.
         """
         while (probe := self._comm.iprobe(source, channel=CHANNEL)) is not None:
             self._comm.recv(np.empty(0, np.uint8), probe.src, probe.tag, channel=CHANNEL)
@@ -95,13 +95,13 @@ class Control:
                 self._expected.discard((probe.src, probe.tag - _ACKNOWLEDGED))
 
     def look_after(self, work: Work) -> None:
-        """Keep a send that nobody waits for, until it is done."""
+        """Keep a detached send alive until it is complete."""
         self._background.append(work)
         while self._background and self._background[0].done():
             self._background.popleft()
 
     def flush(self) -> None:
-        """Wait for the sends that nobody waits for."""
+        """Wait for detached sends."""
         while self._background:
             self._background.popleft().wait()
 

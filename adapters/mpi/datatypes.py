@@ -1,7 +1,7 @@
-"""MPI's datatypes: names for numpy's, and which elements of a buffer those mean that are derived from them.
+"""MPI's datatypes: names of numpy's dtypes, and derived types, which select elements of a buffer.
 
-Types that xvcomm does not carry (extended precision) travel as bytes, and are reduced on the host. Derived types are for
-messages: what they mean is packed when it is sent, and put in its places when it is received.
+Types that xvcomm does not support (extended precision) are sent as bytes, and reduced on the host. Derived types are for
+messages: the selected elements are packed before they are sent, and unpacked when they are received.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from xvcomm.errors import DTypeError
 from xvcomm.types import dtype as dtypes
 
 ORDER_C, ORDER_FORTRAN = 56, 57
-"""Order of the elements of an array, with mpi4py's numbers."""
+"""Order of the elements of an array, with mpi4py's values."""
 
 
 class Datatype:
-    """A datatype, basic or derived.
+    """A basic or derived datatype.
 
     Attributes:
         numpy: the `numpy.dtype` of its basic elements.
-        name: as MPI has it, `"MPI_DOUBLE"`.
-        layout: where those lie; BASIC of a basic type.
+        name: name in MPI, `"MPI_DOUBLE"`.
+        layout: positions of its basic elements; BASIC for a basic type.
     """
 
     def __init__(self, name: str, dtype: Any, layout: Layout = BASIC) -> None:
@@ -50,12 +50,12 @@ class Datatype:
 
     @property
     def derived(self) -> bool:
-        """Whether it is made of others."""
+        """Whether it is a derived datatype."""
         return self.layout is not BASIC
 
     @property
     def size(self) -> int:
-        """Bytes of an element that are sent."""
+        """Bytes sent per element."""
         return self.numpy.itemsize * self.layout.size
 
     @property
@@ -65,17 +65,17 @@ class Datatype:
 
     @property
     def typechar(self) -> str:
-        """numpy's character for it."""
+        """numpy's type character."""
         return self.numpy.char
 
     @property
     def typestr(self) -> str:
-        """numpy's string for it, `"<f8"`."""
+        """numpy's type string, `"<f8"`."""
         return self.numpy.str
 
     @cached_property
     def carried(self) -> bool:
-        """Whether arrays of it go through xvcomm as what they are."""
+        """Whether xvcomm supports arrays of this dtype directly."""
         try:
             dtypes.from_numpy(self.numpy)
         except DTypeError:
@@ -83,50 +83,50 @@ class Datatype:
         return True
 
     def tocode(self) -> str:
-        """numpy's character for it."""
+        """numpy's type character."""
         return self.typechar
 
     def Get_size(self) -> int:
-        """Bytes of an element that are sent."""
+        """Bytes sent per element."""
         return self.size
 
     def Get_extent(self) -> tuple[int, int]:
-        """Lower bound, which is 0 here, and bytes from one element to the next."""
+        """Lower bound, which is always 0 here, and bytes from one element to the next."""
         return 0, self.extent
 
     def Get_name(self) -> str:
-        """MPI's name."""
+        """Name in MPI."""
         return self.name
 
     def Commit(self) -> Datatype:
-        """Nothing: types are ready for use."""
+        """No-op: types need no commit."""
         return self
 
     def Free(self) -> None:
-        """Nothing: a type goes when nobody has it any more."""
+        """No-op: types are garbage-collected."""
 
     def Dup(self) -> Datatype:
-        """Another one that means the same."""
+        """An equal datatype."""
         return Datatype(self.name, self.numpy, self.layout)
 
     def Create_contiguous(self, count: int) -> Datatype:
-        """`count` elements, one after the other."""
+        """A type of `count` consecutive elements."""
         return self._of("contiguous", layouts.vector(self.layout, count, 1, 1))
 
     def Create_vector(self, count: int, blocklength: int, stride: int) -> Datatype:
-        """`count` blocks, whose beginnings lie `stride` elements apart: a column of an array in C's order, for instance."""
+        """A type of `count` blocks that begin `stride` elements apart, for instance a column of an array in C order."""
         return self._of("vector", layouts.vector(self.layout, count, blocklength, stride))
 
     def Create_indexed(self, blocklengths: Any, displacements: Any) -> Datatype:
-        """Blocks of so many elements, each at its displacement in elements."""
+        """A type of blocks with given lengths and displacements, in elements."""
         return self._of("indexed", layouts.indexed(self.layout, blocklengths, displacements))
 
     def Create_indexed_block(self, blocklength: int, displacements: Any) -> Datatype:
-        """Blocks of equal length."""
+        """A type of blocks of equal length."""
         return self._of("indexed_block", layouts.indexed(self.layout, blocklength, displacements))
 
     def Create_subarray(self, sizes: Any, subsizes: Any, starts: Any, order: int = ORDER_C) -> Datatype:
-        """A part of an array, given by the number of elements of both and where the part begins, in each dimension."""
+        """A type that selects a part of an array, given by the sizes of both and the start of the part in each dimension."""
         layout = layouts.subarray(self.layout, sizes, subsizes, starts, columns_first=order == ORDER_FORTRAN)
         return self._of("subarray", layout)
 
@@ -135,7 +135,7 @@ class Datatype:
 
     @classmethod
     def fromcode(cls, code: str) -> Datatype:
-        """The type for a string that numpy knows: `"i"`, `"<f8"`."""
+        """The type for a numpy type string: `"i"`, `"<f8"`."""
         return of(np.dtype(code))
 
 
@@ -178,26 +178,26 @@ _C_TYPES = (
 _found = {NAMED[name].numpy.char: NAMED[name] for name in _C_TYPES}
 
 PLAIN = frozenset(kind.numpy for kind in _found.values())
-"""Dtypes that may be sent as they are."""
+"""Dtypes that are sent without conversion."""
 
 
 def of(dtype: np.dtype[Any]) -> Datatype:
-    """The type of a numpy dtype; of one that has no name in MPI, one of its own.
+    """The type of a numpy dtype; a new one if it has no name in MPI.
 
     Raises:
-        DTypeError: the elements are Python objects, of other byte order, or have fields.
+        DTypeError: the elements are Python objects, have foreign byte order, or have fields.
     """
     if dtype.hasobject or not dtype.isnative or dtype.names is not None:
         raise DTypeError(
-            f"dtype {dtype} has no MPI datatype: send it by the lower-case methods, or as bytes: [buf, MPI.BYTE]"
+            f"dtype {dtype} has no MPI datatype: use the lower-case methods, or send it as bytes: [buf, MPI.BYTE]"
         )
-    # Equal characters may stand for different types of ml_dtypes.
+    # Different types of ml_dtypes may have the same character.
     found = _found.get(dtype.char)
     return found if found is not None and found.numpy == dtype else Datatype(f"MPI_{dtype.name.upper()}", dtype)
 
 
 def resolve(spec: Any) -> Datatype:
-    """The type that a buffer specification names: a Datatype, or a string that numpy knows.
+    """The type in a buffer specification: a Datatype, or a numpy type string.
 
     Raises:
         DTypeError: it is neither, or a derived type.
@@ -211,5 +211,5 @@ def resolve(spec: Any) -> Datatype:
     except TypeError:
         found = None
     if found is None or not found.size:
-        raise DTypeError(f"{spec!r} is no datatype; pass MPI.DOUBLE, or a string such as 'd' or '<f8'")
+        raise DTypeError(f"{spec!r} is not a datatype; pass MPI.DOUBLE, or a string such as 'd' or '<f8'")
     return found

@@ -1,4 +1,4 @@
-"""Groups of ranks, to make communicators of."""
+"""Groups of ranks, from which communicators are created."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from xvcomm.errors import ArgumentError
 
 
 class Group:
-    """Ranks in an order, as the whole job numbers them; local to this process.
+    """An ordered list of ranks of the whole job; local to this process.
 
     Attributes:
         ranks: its members.
-        mine: this process's own number.
+        mine: this process's rank in the whole job.
     """
 
     def __init__(self, ranks: Sequence[int], mine: int) -> None:
@@ -36,7 +36,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """Place of this process in it, or UNDEFINED."""
+        """Index of this process in the group, or UNDEFINED."""
         return self.ranks.index(self.mine) if self.mine in self.ranks else UNDEFINED
 
     def Get_size(self) -> int:
@@ -44,26 +44,26 @@ class Group:
         return self.size
 
     def Get_rank(self) -> int:
-        """Place of this process in it, or UNDEFINED."""
+        """Index of this process in the group, or UNDEFINED."""
         return self.rank
 
     def Incl(self, ranks: Sequence[int]) -> Group:
-        """The members at these places, in this order.
+        """The members with these indices, in this order.
 
         Raises:
-            ArgumentError: a place is out of range or given twice.
+            ArgumentError: an index is out of range or given twice.
         """
         self._check(ranks)
         return Group([self.ranks[place] for place in ranks], self.mine)
 
     def Excl(self, ranks: Sequence[int]) -> Group:
-        """All members but those at these places."""
+        """All members except those with these indices."""
         self._check(ranks)
         return Group([rank for place, rank in enumerate(self.ranks) if place not in set(ranks)], self.mine)
 
     @classmethod
     def Union(cls, group1: Group, group2: Group) -> Group:
-        """The members of the first, then those of the second that it lacks."""
+        """The members of the first group, then those of the second that are not in the first."""
         return cls([*group1.ranks, *(rank for rank in group2.ranks if rank not in group1.ranks)], group1.mine)
 
     @classmethod
@@ -77,12 +77,12 @@ class Group:
         return cls([rank for rank in group1.ranks if rank not in group2.ranks], group1.mine)
 
     def Translate_ranks(self, ranks: Sequence[int] | None = None, group: Group | None = None) -> list[int]:
-        """Places in another group of the members at these places; UNDEFINED for those that it lacks.
+        """Indices in another group of the members with these indices; UNDEFINED for those not in it.
 
-        A place may be given several times; PROC_NULL stays PROC_NULL.
+        An index may occur several times; PROC_NULL stays PROC_NULL.
 
         Raises:
-            ArgumentError: a place is out of range.
+            ArgumentError: an index is out of range.
         """
         places = list(range(self.size) if ranks is None else ranks)
         self._check({place for place in places if place != PROC_NULL})
@@ -91,7 +91,7 @@ class Group:
         return [PROC_NULL if p == PROC_NULL else theirs.get(self.ranks[p], UNDEFINED) for p in places]
 
     def Free(self) -> None:
-        """Nothing: it goes when nobody has it any more."""
+        """No-op: groups are garbage-collected."""
 
     def _check(self, places: Collection[int]) -> None:
         if len(set(places)) != len(places) or any(not 0 <= place < self.size for place in places):

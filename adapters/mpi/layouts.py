@@ -1,7 +1,7 @@
-"""Which elements of a buffer a derived datatype means. Pure; all numbers are elements of its basic type.
+"""Positions of the elements that a derived datatype selects. Pure functions; all numbers count elements of the basic type.
 
-A layout is as small as what describes it, however many elements it has: regular places are ranges, which are never
-written out, and others take a number for each block.
+The size of a layout depends on its description, not on the number of elements: regular positions are ranges, which are not
+expanded, and irregular ones take one number per block.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from xvcomm.errors import ArgumentError
 _Starts = range | NDArray[np.int64]
 
 _FEW = 16
-"""Elements a block below which their places take less memory than a layout of each block."""
+"""Below this number of elements per block, a list of positions takes less memory than one layout per block."""
 
 _AT_ONCE = 1 << 16
-"""Irregular places that are computed at a time."""
+"""Irregular positions that are computed at a time."""
 
 
 class Layout(NamedTuple):
     """One element of a derived datatype.
 
     Attributes:
-        starts: where its parts lie: all of them at each of these.
-        parts: one after the other in the order in which they are sent; none means one basic element.
-        extent: from one to the next in a buffer of several.
-        size: how many basic elements there are.
-        last: the place of the hindmost of them; -1 if there is none.
+        starts: positions; all `parts` are repeated at each of them.
+        parts: in the order in which they are sent; none means one basic element.
+        extent: distance between consecutive elements in a buffer.
+        size: number of basic elements.
+        last: highest position of a basic element; -1 if there is none.
     """
 
     starts: _Starts
@@ -44,24 +44,26 @@ class Layout(NamedTuple):
     last: int
 
     def repeated(self, first: int, count: int) -> Layout:
-        """Several elements, of which the first lies so many extents behind the beginning."""
+        """`count` elements, the first of which begins `first` extents after the start of the buffer."""
         return _made(_progression(first * self.extent, count, self.extent), (self,))
 
     def pack(self, memory: NDArray[Any]) -> NDArray[Any]:
-        """The elements out of a vector, as a vector of their own."""
+        """Copy the elements from a vector to a new vector."""
         packed = np.empty(self.size, memory.dtype)
         self._copy((), memory, packed, out=True)
         return packed
 
     def unpack(self, memory: NDArray[Any], x: NDArray[Any]) -> None:
-        """Put elements, of which there may be fewer, in their places in a vector."""
+        """Copy elements, possibly fewer, to their positions in a vector."""
         start = 0
         for layout in self._beginning(x.size):
             layout._copy((), memory, x[start : start + layout.size], out=False)
             start += layout.size
 
     def _copy(self, outer: tuple[_Starts, ...], memory: NDArray[Any], x: NDArray[Any], *, out: bool) -> None:
-        """Copy the elements at each combination of `outer`, between `memory` and `x`, whose last axis is one of these each."""
+        """Copy the elements at each combination of `outer` between `memory` and `x`, whose last axis has
+        one entry per element.
+        """
         if not x.size:
             return
         levels = (*outer, self.starts)
@@ -74,7 +76,7 @@ class Layout(NamedTuple):
             start += part.size
 
     def _beginning(self, count: int) -> list[Layout]:
-        """Layouts of the first so many basic elements."""
+        """Layouts of the first `count` basic elements."""
         if count >= self.size:
             return [self]
         whole, rest = divmod(count, self.size // len(self.starts))
@@ -106,13 +108,14 @@ def _progression(first: int, count: int, step: int) -> _Starts:
 
 
 def _move(levels: tuple[_Starts, ...], memory: NDArray[Any], x: NDArray[Any], *, out: bool) -> None:
-    """Copy between `x` and the places in `memory` that are sums of one number of each level."""
+    """Copy between `x` and the positions in `memory` that are sums of one number of each level."""
     regular = len(levels)
     while regular and isinstance(levels[regular - 1], range):
         regular -= 1
     irregular, inner = levels[:regular], [r for r in levels[regular:] if isinstance(r, range)]
     first, item = sum(r[0] for r in inner), memory.itemsize
-    room = memory.size - sum(r[-1] for r in inner)  # that many places may a pattern of the inner levels begin at
+    # number of positions at which a pattern of the inner levels may begin
+    room = memory.size - sum(r[-1] for r in inner)
     window: NDArray[Any] = np.ndarray(
         (room, *map(len, inner)), memory.dtype, memory.view(np.uint8), first * item, (item, *(r.step * item for r in inner))
     )  # fmt: skip
@@ -138,11 +141,11 @@ def _array(starts: _Starts) -> NDArray[np.int64]:
 
 
 def indexed(of: Layout, lengths: Any, displacements: Any) -> Layout:
-    """Blocks of so many at each displacement; one length counts for all blocks."""
+    """Blocks with given lengths and displacements; a single length applies to all blocks."""
     starts = _numbers("displacements", displacements)
     counts = _numbers("blocklengths", lengths) if np.ndim(lengths) else [number("blocklength", lengths)] * len(starts)
     if len(counts) != len(starts):
-        raise ArgumentError(f"{len(counts)} blocklengths and {len(starts)} displacements: expected as many of both")
+        raise ArgumentError(f"{len(counts)} blocklengths and {len(starts)} displacements: expected equal numbers")
     end = max((start + count for start, count in zip(starts, counts, strict=True)), default=0)
     extent = (end - min(starts, default=0)) * of.extent
     pairs = zip(counts, starts, strict=True)
@@ -162,21 +165,21 @@ def _count(block: tuple[int, int]) -> int:
 
 
 def vector(of: Layout, count: Any, length: Any, stride: Any) -> Layout:
-    """`count` blocks of `length`, whose beginnings lie `stride` apart."""
+    """`count` blocks of `length` elements that begin `stride` apart."""
     count, length, stride = number("count", count), number("blocklength", length), number("stride", stride)
     extent = ((count - 1) * stride + length) * of.extent if count else 0
     return _made(_progression(0, count, stride * of.extent), (of.repeated(0, length),), extent)
 
 
 def subarray(of: Layout, sizes: Any, subsizes: Any, starts: Any, *, columns_first: bool) -> Layout:
-    """A part of an array with so many elements in each dimension; the extent is that of the whole array."""
+    """A part of an array, given by sizes per dimension; its extent is that of the whole array."""
     whole, part, first = _numbers("sizes", sizes), _numbers("subsizes", subsizes), _numbers("starts", starts)
     if not len(whole) == len(part) == len(first):
         raise ArgumentError(
-            f"sizes {whole}, subsizes {part}, starts {first}: expected as many of each, one a dimension"
+            f"sizes {whole}, subsizes {part}, starts {first}: expected the same number of each, one per dimension"
         )
     if any(begin + n > size for size, n, begin in zip(whole, part, first, strict=True)):
-        raise ArgumentError(f"a part of {part} at {first} does not lie in an array of {whole}")
+        raise ArgumentError(f"a part of {part} at {first} exceeds an array of {whole}")
     dimensions = list(zip(whole, part, first, strict=True))
     found, stride = of, of.extent
     for size, n, begin in dimensions if columns_first else reversed(dimensions):
@@ -186,15 +189,15 @@ def subarray(of: Layout, sizes: Any, subsizes: Any, starts: Any, *, columns_firs
 
 
 def number(what: str, value: Any) -> int:
-    """A whole number from 0 on.
+    """Validate a nonnegative integer.
 
     Raises:
-        ArgumentError: it is none; says `what` it is.
+        ArgumentError: it is not one; the text begins with `what`.
     """
     try:
         found = operator.index(value)
     except TypeError:
-        raise ArgumentError(f"{what} {value!r}: expected a whole number") from None
+        raise ArgumentError(f"{what} {value!r}: expected an integer") from None
     if found < 0:
         raise ArgumentError(f"{what} {found}: must not be negative")
     return found
@@ -204,4 +207,4 @@ def _numbers(what: str, values: Sequence[Any]) -> list[int]:
     try:
         return [number(what, value) for value in values]
     except TypeError:
-        raise ArgumentError(f"{what} {values!r}: expected whole numbers") from None
+        raise ArgumentError(f"{what} {values!r}: expected integers") from None

@@ -1,12 +1,12 @@
-"""Which message belongs to which receive: by source and tag in any order, as MPI has it.
+"""Matches messages to receives by source and tag, in any order, as in MPI.
 
-xvcomm matches messages of one pair and channel in the order they were sent. So every tag has a channel, and receives look
-before they take. A message that stands before the wanted one, because two tags share a channel, is taken into memory of
-its own until somebody wants it. What a sender writes as xvcomm's tag holds the number of the message too, by which
-receives of any tag keep to the order of sending.
+xvcomm matches messages of one pair and channel in the order in which they were sent. So every tag is mapped to a channel, and
+receives probe before they receive. If two tags share a channel, a message in front of the wanted one is received into separate
+memory until a receive matches it. The tag given to xvcomm also contains the message's sequence number, so that receives with
+ANY_TAG preserve the order of sending.
 
-Nothing here runs by itself: receives that were posted are matched whenever this process is in any call of this package
-that waits or asks (MPI's weak progress), not in a thread of its own.
+No thread runs in the background: posted receives are matched whenever this process is in a call of this package that waits or
+tests (MPI's weak progress).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import from_numpy
 
 _AT_ONCE = 32 << 10
-"""Bytes of a message up to which the caller's thread moves it: that is sooner done than handed to another."""
+"""Messages up to this size in bytes are moved by the caller's thread, which is faster than handing them to another."""
 
 _SPINS = 100
 _SHORTEST, _LONGEST = 50e-6, 1e-3
@@ -48,11 +48,12 @@ class Send:
     """A send that was started.
 
     Args:
-        work: of the transfer; None if it is done.
-        key: if the receiver is to acknowledge it.
+        matcher: of its communicator.
+        work: of the transfer; None if it is complete.
+        key: if the receiver must acknowledge the message; else None.
 
     Attributes:
-        timeout: seconds that it may take.
+        timeout: in seconds.
     """
 
     def __init__(self, matcher: Matcher, work: Work | None, key: control.Key | None) -> None:
@@ -60,16 +61,16 @@ class Send:
         self.timeout = matcher.timeout
 
     def over(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
+        """Whether it has completed or failed. Never blocks."""
         return (self._work is None or self._work.done()) and (self._key is None or self._matcher.answered(self._key))
 
     def check(self) -> None:
-        """Raise what went wrong, of one that is over."""
+        """Raise its error, once it is over."""
         if self._work is not None:
             self._work.wait()
 
     def late(self) -> None:
-        """Raise DeadlineExceeded for a synchronous message; what moves any other has a deadline of its own."""
+        """Raise DeadlineExceeded for a synchronous message; transfers have deadlines of their own."""
         if self._key is not None and not self._matcher.answered(self._key):
             raise DeadlineExceeded(
                 f"rank {self._key[0]} has not received a synchronous message after {self.timeout:g} s"
@@ -77,7 +78,7 @@ class Send:
 
 
 class Matcher:
-    """The messages of one communicator. Any thread."""
+    """The messages of one communicator. Thread-safe."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._comm = communicator
@@ -92,30 +93,30 @@ class Matcher:
         self._sent = [0] * communicator.size
 
     def after_fork(self) -> None:
-        """Make the locks anew: threads that a forked child does not have may hold its parent's."""
+        """Replace the locks: threads that a forked child does not have may hold the copied ones."""
         self._gate, self._sending = threading.RLock(), threading.Lock()
 
     @property
     def timeout(self) -> float:
-        """Seconds that an operation may take."""
+        """Timeout of an operation in seconds."""
         return self._comm.timeout
 
     @property
     def intact(self) -> bool:
-        """Whether nothing has finished the communicator: ranks that left it did so in good order."""
+        """Whether the communicator has not failed; ranks may have left it regularly."""
         with contextlib.suppress(XvcommError):
             self._comm.check()
             return True
         return False
 
     def send(self, data: Array, dest: int, tag: int, *, synchronous: bool = False) -> Send | None:
-        """Send a vector; None if that is done, else what to wait for until `data` may be changed.
+        """Send a vector. Returns None if that is complete, else the Send to wait for before `data` may be modified.
 
         Args:
-            synchronous: whether it is over only when it is received.
+            synchronous: whether the send completes only when it is matched by a receive.
 
         Raises:
-            ArgumentError: no such rank or tag.
+            ArgumentError: the rank or tag is invalid.
         """
         self._check(dest, tag)
         with self._sending:
@@ -149,38 +150,38 @@ class Matcher:
             _waiting.add(self)
 
     def answered(self, key: control.Key) -> bool:
-        """Whether a synchronous message was received.
+        """Whether a synchronous message has been acknowledged.
 
         Raises:
-            PeerLost: its receiver has left without.
+            PeerLost: its receiver has left without an acknowledgement.
         """
         with self._gate:
             return self._control.answered(key)
 
     def look_after(self, send: Send) -> None:
-        """Keep a send that nobody waits for, until it is done."""
+        """Keep a detached send alive until it is complete."""
         if send._work is not None:
             self._control.look_after(send._work)
 
     def flush(self) -> None:
-        """Wait for the sends that nobody waits for."""
+        """Wait for detached sends."""
         self._control.flush()
 
     def _keep(self, envelope: Envelope, data: Array) -> None:
-        """A message to this rank itself; nobody waits for its receive, so it is copied."""
+        """Store a copy of a message of this rank to itself until it is received."""
         with self._gate:
             self._arrived[envelope.source].append(Arrived(envelope, data.copy(), None))
 
     def post(self, source: int, tag: int, room: Room, *, waits: bool = False) -> Receive:
-        """Start to receive.
+        """Post a receive.
 
         Args:
             source: rank, or ANY_SOURCE.
-            tag: or ANY_TAG.
-            waits: whether the caller will wait for it at once, so that its thread may as well move the message.
+            tag: tag, or ANY_TAG.
+            waits: whether the caller will wait for it at once, so that its thread may move the message.
 
         Raises:
-            ArgumentError: no such rank or tag.
+            ArgumentError: the rank or tag is invalid.
         """
         self._check(source, tag, -1)
         receive = Receive(source, tag, room)
@@ -191,7 +192,7 @@ class Matcher:
         return receive
 
     def finish(self, receive: Receive) -> None:
-        """Block until a receive is over, and raise what it raises."""
+        """Block until a receive is over, and raise its error, if any."""
         deadline = Deadline.after(self.timeout)
         place = receive.source, channel_of(receive.tag)
         if receive.tag != ANY_TAG and receive.source not in (ANY_SOURCE, self._comm.rank):
@@ -205,8 +206,10 @@ class Matcher:
         receive.check()
 
     def _claim(self, receive: Receive, place: tuple[int, int]) -> bool:
-        """Whether nothing else needs this thread, so that it may wait in compiled code for a message from there. No other
-        thread looks there then: it might take the message away, and this one wait on."""
+        """Whether this thread has nothing else to progress, so that it may wait in compiled code for a message from `place`.
+
+        No other thread probes `place` then: it could take the message that this one waits for.
+        """
         with self._gate:
             alone = _waiting == {self} and self._posted == [receive] and not self._control.expecting
             if alone:
@@ -214,7 +217,7 @@ class Matcher:
             return alone
 
     def cancel(self, receive: Receive) -> bool:
-        """Give up a receive that has no message yet; whether that could be done."""
+        """Cancel a receive that has not been matched; returns whether that was possible."""
         with self._gate:
             if receive not in self._posted:
                 return False
@@ -224,7 +227,7 @@ class Matcher:
             return True
 
     def advance(self, urgent: Receive | None = None) -> None:
-        """Give what is there to the receives that wait for it, in the order they were posted. Does not wait."""
+        """Match available messages to posted receives, in the order of posting. Never blocks."""
         with self._gate:
             self._control.listen()
             for receive in self._posted.copy():
@@ -239,7 +242,7 @@ class Matcher:
             return found.envelope if isinstance(found, Arrived) else found
 
     def take(self, source: int, tag: int) -> Arrived | None:
-        """The same message, taken so that nobody else gets it."""
+        """Like `look`, but takes the message, so that no other receive gets it."""
         with self._gate:
             found = self._unclaimed(source, tag)
             if isinstance(found, Envelope):
@@ -250,7 +253,7 @@ class Matcher:
             return found
 
     def _unclaimed(self, source: int, tag: int) -> Arrived | Envelope | None:
-        """The first message that fits and that no receive which was posted gets."""
+        """The first message that fits and is not matched by any posted receive."""
         self._check(source, tag, -1)
         while True:
             self.advance()
@@ -259,22 +262,22 @@ class Matcher:
                 return found
 
     def late(self) -> None:
-        """Raise DeadlineExceeded on behalf of the first receive that waits."""
+        """Raise DeadlineExceeded on behalf of the first waiting receive."""
         with self._gate:
             receive = next(iter(self._posted), None)
         if receive is not None:
             self.expire(receive.source, receive.tag)
 
     def expire(self, source: int, tag: int) -> None:
-        """Raise DeadlineExceeded for a message that did not come; it names the ranks that sent nothing."""
+        """Raise DeadlineExceeded for a message that did not arrive; names the ranks that sent nothing."""
         if source == self._comm.rank or self._comm.size == 1:
             raise DeadlineExceeded(
-                f"rank {self._comm.rank} waits for a message from itself, and has sent none; Isend it first"
+                f"rank {self._comm.rank} waits for a message from itself but has sent none; Isend it first"
             )
         self._comm.probe(_given(source), channel=0 if tag == ANY_TAG else channel_of(tag), timeout=0)
 
     def close(self) -> None:
-        """Wait for the sends that nobody waits for, and give up the receives that have no message."""
+        """Wait for detached sends, and cancel the receives that have not been matched."""
         self.flush()
         with self._gate:
             for receive in self._posted.copy():
@@ -286,7 +289,7 @@ class Matcher:
             _waiting.discard(self)
 
     def _serve(self, receive: Receive, urgent: Receive | None) -> None:
-        """Give messages to a receive, or to those before it that want them, until there is one for it, or none."""
+        """Match messages to a receive, or to earlier ones that fit, until it has one or none is available."""
         while receive in self._posted:
             try:
                 found = self._find(receive.source, receive.tag)
@@ -297,13 +300,13 @@ class Matcher:
                 return
             if found is None:
                 return
-            # One that came while the others were looked after may be for one of them.
+            # A message that arrived while the others were served may belong to one of them.
             taker = self._taker(found) or receive
             self._posted.remove(taker)
             self._give(found, taker, taker is urgent)
 
     def _taker(self, found: Arrived | Envelope) -> Receive | None:
-        """The receive that was posted first among those that a message fits."""
+        """The earliest posted receive that a message fits."""
         envelope = found.envelope if isinstance(found, Arrived) else found
         first = envelope.number == self._next[envelope.source]
         return next((r for r in self._posted if r.fits(envelope, first)), None)
@@ -327,12 +330,12 @@ class Matcher:
             receive.follow(self._comm.irecv(where, found.source, found.wire, channel=channel))
 
     def _others_send(self) -> bool:
-        """Whether, all other ranks having left, another thread of this one may still send."""
+        """Whether another thread of this rank may still send to it, all other ranks having left."""
         mine = threading.current_thread()
         return self.intact and any(thread is not mine and not thread.daemon for thread in threading.enumerate())
 
     def _find(self, source: int, tag: int) -> Arrived | Envelope | None:
-        """The first message in order that fits; takes away what stands before it."""
+        """The first message in order that fits; messages in front of it are moved to separate memory."""
         sources = range(self._comm.size) if source == ANY_SOURCE else (source,)
         for rank in sources:
             for arrived in self._arrived[rank]:
@@ -348,12 +351,12 @@ class Matcher:
         return head
 
     def _find_next(self, source: int) -> Envelope | None:
-        """The message of any tag that was sent first, if it is there."""
+        """The message of any tag that was sent first, if it is available."""
         gone: PeerLost | None = None
         try:
             self._control.hear(_given(source))
         except PeerLost as error:
-            gone = error  # the channels may still hold what was sent before
+            gone = error  # the channels may still contain messages that were sent before
         peers = range(self._comm.size) if source == ANY_SOURCE else (source,)
         for channel in set[int]().union(*(self._control.heard[rank] for rank in peers)):
             try:
@@ -367,7 +370,7 @@ class Matcher:
         return None
 
     def _head(self, source: int, channel: int) -> Envelope | None:
-        """What comes next on a channel, from one rank or any."""
+        """The next message on a channel, from one rank or any."""
         if not self._claimed:
             probe = self._comm.iprobe(_given(source), channel=channel)
             return None if probe is None else Envelope.of(probe)
@@ -381,7 +384,7 @@ class Matcher:
         return None
 
     def _pull(self, envelope: Envelope) -> Arrived:
-        """Take a message aside."""
+        """Receive a message into separate memory."""
         data = scratch(envelope)
         work = self._comm.irecv(data, envelope.source, envelope.wire, channel=envelope.channel)
         arrived = Arrived(envelope, data, work)
@@ -389,7 +392,7 @@ class Matcher:
         return arrived
 
     def _matched(self, envelope: Envelope) -> None:
-        """A message has its receive: tell its sender, and find out which one is now the first without."""
+        """A message has been matched: acknowledge it if it is synchronous, and find the next unmatched one of its source."""
         if envelope.synchronous:
             self._control.acknowledge(envelope.source, envelope.number)
         source, ahead = envelope.source, self._ahead[envelope.source]
@@ -406,7 +409,7 @@ class Matcher:
 
 
 _waiting: set[Matcher] = set()
-"""Those that have receives without a message, or sends that are not acknowledged: whoever waits looks after them."""
+"""Matchers with unmatched receives or unacknowledged sends; every waiting thread advances all of them."""
 
 
 def _given(source: int) -> int | None:
@@ -420,15 +423,17 @@ def advance() -> None:
 
 
 def busy() -> bool:
-    """Whether anything must be looked after, so that nobody may block in anything else."""
+    """Whether any Matcher needs to be advanced, so that no thread may block elsewhere."""
     return bool(_waiting)
 
 
 def wait_until(done: Callable[[], bool], deadline: Deadline, late: Callable[[], None] | None = None) -> None:
-    """Block until `done` says so, and match messages meanwhile.
+    """Block until `done` returns True, and match messages meanwhile.
 
     Args:
-        late: what to call when the deadline has passed; it should raise.
+        done: the condition.
+        deadline: when to stop waiting.
+        late: called when the deadline has passed; it should raise.
     """
     turns, pause = 0, _SHORTEST
     while not done():

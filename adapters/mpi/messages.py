@@ -1,4 +1,4 @@
-"""Messages and receives, before they meet, while and after."""
+"""Messages and receives, before and after they are matched."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ Array = NDArray[Any]
 
 ANY_SOURCE = ANY_TAG = -1
 TAG_UB = 999_999_999
-"""The largest tag. What xvcomm's own error messages call a tag shows it behind the number of the message."""
+"""The largest tag. xvcomm's own error messages show a tag that also contains the message's number."""
 
 _SYNCHRONOUS = TAG_UB + 1
 _STRIDE = 10 * _SYNCHRONOUS
 NUMBERS = 1 << 28
-"""Where the numbers of messages begin again."""
+"""Message numbers wrap around at this value."""
 
 
 class Envelope(NamedTuple):
-    """What is known of a message before it is received.
+    """Properties of a message that are known before it is received.
 
     Attributes:
-        number: of the message, among those from its source to this rank.
+        source, tag: of the message.
+        number: sequence number among the messages from its source to this rank.
+        nbytes, dtype: of its data.
         synchronous: whether its sender waits for the receive.
     """
 
@@ -44,19 +46,19 @@ class Envelope(NamedTuple):
 
     @classmethod
     def of(cls, probe: Probe) -> Envelope:
-        """Of a message that xvcomm has found."""
+        """From a probe of xvcomm."""
         number, rest = divmod(probe.tag, _STRIDE)
         synchronous, tag = divmod(rest, _SYNCHRONOUS)
         return cls(probe.src, tag, number, probe.nbytes, probe.dtype, synchronous > 0)
 
     @property
     def wire(self) -> int:
-        """xvcomm's tag of it."""
+        """The tag that xvcomm gets for it."""
         return self.number * _STRIDE + self.synchronous * _SYNCHRONOUS + self.tag
 
     @property
     def channel(self) -> int:
-        """xvcomm's channel of it."""
+        """The channel of xvcomm that it is sent on."""
         return channel_of(self.tag)
 
 
@@ -66,27 +68,27 @@ def channel_of(tag: int) -> int:
 
 
 class Arrived:
-    """A message that was taken from its ring, or sent by this rank to itself, before anybody wanted it."""
+    """A message that was received into separate memory, or sent by this rank to itself, before a receive matched it."""
 
     def __init__(self, envelope: Envelope, data: Array, work: Work | None) -> None:
         self.envelope, self.data, self.work = envelope, data, work
 
     def ready(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all of its data has arrived."""
         return self.work is None or self.work.done()
 
 
 Room = Callable[[Envelope], Array]
-"""Gives the vector that a message goes to, of its length and dtype, or raises what the receive is to raise."""
+"""Returns the vector for a message, of its length and dtype, or raises the error of the receive."""
 
 
 class Receive:
-    """A receive that was posted.
+    """A posted receive.
 
     Attributes:
-        envelope: of the message, once it has one.
-        data: where the message went.
-        cancelled: whether it was given up before it had a message.
+        envelope: of the message, once matched.
+        data: the vector with the message.
+        cancelled: whether it was cancelled before it was matched.
     """
 
     def __init__(self, source: int, tag: int, room: Room) -> None:
@@ -94,20 +96,20 @@ class Receive:
         self.envelope: Envelope | None = None
         self.data: Array | None = None
         self.cancelled = False
-        self._settled = False  # whether it is known what becomes of it; the last to be set, for threads that only look
+        self._settled = False  # whether the outcome is known; set last, because other threads read it without a lock
         self._work: Work | None = None
         self._arrived: Arrived | None = None
         self._error: BaseException | None = None
         self._gate = threading.Lock()
 
     def fits(self, envelope: Envelope, first: bool) -> bool:
-        """Whether a message is for it; `first` tells whether it is the first of its source that nobody has."""
+        """Whether a message matches it; `first` tells whether it is the first unmatched one of its source."""
         if self.source not in (ANY_SOURCE, envelope.source):
             return False
         return first if self.tag == ANY_TAG else self.tag == envelope.tag
 
     def accept(self, envelope: Envelope) -> Array:
-        """Take a message; gives where it is to go: aside, if it does not fit."""
+        """Match a message; returns the vector to receive into, a temporary one if the message does not fit the buffer."""
         self.envelope = envelope
         try:
             self.data = self._room(envelope)
@@ -117,27 +119,27 @@ class Receive:
         return self.data
 
     def follow(self, work: Work | None) -> None:
-        """The message is under way, or here if there is no Work."""
+        """Complete with `work`, or at once if it is None."""
         self._work = work
         self._settled = True
 
     def copy(self, arrived: Arrived) -> None:
-        """The message is here already, or will be, but elsewhere."""
+        """Complete with a message that is, or will be, in separate memory."""
         self.accept(arrived.envelope)
         self._arrived = arrived
         self._settled = True
 
     def fail(self, error: BaseException) -> None:
-        """It ends without its message."""
+        """Complete with an error."""
         self._error = error
         self._settled = True
 
     def cancel(self) -> None:
-        """It is given up before it had a message."""
+        """Cancel it before it is matched."""
         self.cancelled = self._settled = True
 
     def over(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
+        """Whether it has completed or failed. Never blocks."""
         if not self._settled or (self._work is not None and not self._work.done()):
             return False
         with self._gate:
@@ -151,7 +153,7 @@ class Receive:
         return True
 
     def check(self) -> None:
-        """Raise what went wrong, of one that is over."""
+        """Raise its error, once it is over."""
         error = self._error or _error_of(self._work)
         if error is not None:
             raise error
@@ -162,5 +164,5 @@ def _error_of(work: Work | None) -> BaseException | None:
 
 
 def scratch(envelope: Envelope) -> Array:
-    """A new vector for a message."""
+    """Allocate a vector for a message."""
     return np.empty(envelope.nbytes // envelope.dtype.itemsize, envelope.dtype.numpy)

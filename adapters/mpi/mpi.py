@@ -1,7 +1,7 @@
-"""The names of `mpi4py.MPI`, so that a program ports by its import: `from xvcomm.adapters.mpi import MPI`.
+"""The names of `mpi4py.MPI`, so that a program is ported by its import: `from xvcomm.adapters.mpi import MPI`.
 
-COMM_WORLD joins the job, as `xvcomm.init()` does, when it is first used; on host memory unless `XVCOMM_DEVICE` says
-otherwise. Finalize, or the end of the process, leaves it.
+COMM_WORLD joins the job on first use, like `xvcomm.init()`; on host memory unless `XVCOMM_DEVICE` is set. Finalize, or process
+exit, leaves the job.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _World(Intracomm):
     """All ranks of the job."""
 
     def Free(self) -> None:
-        """Refused: the world ends with `Finalize`.
+        """Not allowed: `Finalize` closes the world.
 
         Raises:
             ArgumentError: always.
@@ -76,7 +76,7 @@ class _World(Intracomm):
 def _join() -> Communicator:
     device = Config.from_env().device
     communicator = xvcomm.init(device=device or "host")
-    # Behind the registration of the session's own end, and so before it: sends that nobody waited for still go out.
+    # Registered after the session's own exit handler, so it runs first: detached sends are still completed.
     atexit.register(_at_exit)
     return communicator
 
@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
     if found is None:
         raise AttributeError(
             f"xvcomm's MPI has no {name}: one-sided operations, files, dynamic processes and "
-            "intercommunicators are not there"
+            "intercommunicators are not supported"
             if name[:1].isupper()
             else f"module {__name__!r} has no attribute {name!r}"
         )
@@ -119,18 +119,18 @@ def __dir__() -> list[str]:
 
 
 def Init() -> None:
-    """Join the job now, instead of when COMM_WORLD is first used."""
+    """Join the job now, instead of on first use of COMM_WORLD."""
     _ = COMM_WORLD.rank
 
 
 def Init_thread(required: int = THREAD_MULTIPLE) -> int:
-    """`Init`; gives THREAD_MULTIPLE."""
+    """Like `Init`; returns THREAD_MULTIPLE."""
     Init()
     return THREAD_MULTIPLE
 
 
 def Query_thread() -> int:
-    """THREAD_MULTIPLE: any thread may call."""
+    """THREAD_MULTIPLE: any thread may call MPI."""
     return THREAD_MULTIPLE
 
 
@@ -145,7 +145,7 @@ def Is_finalized() -> bool:
 
 
 def Finalize() -> None:
-    """Leave the job, after the sends that nobody waits for."""
+    """Wait for detached sends, and leave the job."""
     COMM_WORLD._leave()
 
 
@@ -155,7 +155,7 @@ def Wtime() -> float:
 
 
 def Wtick() -> float:
-    """Seconds that two different values of `Wtime` lie apart at the least."""
+    """Resolution of `Wtime` in seconds."""
     return time.get_clock_info("perf_counter").resolution
 
 
@@ -165,7 +165,7 @@ def Get_processor_name() -> str:
 
 
 def Get_version() -> tuple[int, int]:
-    """The version of MPI whose habit this follows."""
+    """The MPI version that this interface follows."""
     return 4, 0
 
 
@@ -181,29 +181,29 @@ def get_vendor() -> tuple[str, tuple[int, int, int]]:
 
 
 def Compute_dims(nnodes: int, dims: Any) -> list[int]:
-    """Divide ranks among the axes of a grid, as equally as can be; axes that are not 0 stay."""
+    """Divide ranks among the axes of a grid as equally as possible; nonzero axes are kept."""
     return _divide(nnodes, dims)
 
 
 def Alloc_mem(size: int, info: Any = None) -> memoryview:
-    """Zeroed memory of so many bytes."""
+    """Allocate zeroed memory of `size` bytes."""
     return memoryview(bytearray(size))
 
 
 def Free_mem(mem: Any) -> None:
-    """Nothing: it goes when nobody has it any more."""
+    """No-op: memory is garbage-collected."""
 
 
 _attached: list[Any] = []
 
 
 def Attach_buffer(buf: Any) -> None:
-    """Nothing but to keep the buffer for `Detach_buffer`: `Bsend` finds its own memory."""
+    """Keep the buffer for `Detach_buffer`; `Bsend` allocates its own memory."""
     _attached.append(buf)
 
 
 def Detach_buffer() -> Any:
-    """Wait until every `Bsend` is on its way, and give back what was attached."""
+    """Wait until every `Bsend` has been sent, and return the attached buffer."""
     if COMM_WORLD._found is not None:
         COMM_WORLD._found.matcher.flush()
     return _attached.pop() if _attached else None

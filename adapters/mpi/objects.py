@@ -1,4 +1,6 @@
-"""The lower-case operations: Python objects, by pickle. Collectives are xvcomm's own; messages are matched as buffers' are."""
+"""The lower-case operations: Python objects, with pickle. Collectives are xvcomm's own; messages are matched like those of
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SUM = NAMED["SUM"]
 
 
 class Objects(PointToPoint):
-    """Part of Comm. Convenient, not fast; only between ranks that proved the job's secret to each other."""
+    """Part of Comm. Convenient, not fast; safe because only ranks that know the job's secret take part."""
 
     _part: Part
     rank: int
@@ -43,34 +45,34 @@ class Objects(PointToPoint):
         self._posting(obj, dest, tag).finish()
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Send an object without waiting; it may be changed at once."""
+        """Start to send an object, which may be modified at once."""
         return Request(self._posting(obj, dest, tag))
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object; does not wait for the receiver."""
+        """Send an object without waiting for the receiver."""
         started = self._posting(obj, dest, tag)
         if isinstance(started, Sending):
             self._matcher.look_after(started.send)
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """`bsend`, whose request is over at once."""
+        """Like `bsend`; the request is complete at once."""
         self.bsend(obj, dest, tag)
         return Request(Done())
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object; blocks until it is being received."""
+        """Send an object; blocks until it is matched by a receive."""
         self._posting(obj, dest, tag, synchronous=True).finish()
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """`ssend` without waiting; the object may be changed at once."""
+        """Start an `ssend`; the object may be modified at once."""
         return Request(self._posting(obj, dest, tag, synchronous=True))
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
-        """Receive an object. `buf`, which mpi4py receives into, is not needed."""
+        """Receive an object. `buf`, which mpi4py receives into, is ignored."""
         return Request(self._fetching(source, tag, waits=True)).wait(status)
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Receive an object without waiting; `Request.wait` gives it."""
+        """Start to receive an object; `Request.wait` returns it."""
         return Request(self._fetching(source, tag))
 
     def sendrecv(
@@ -98,32 +100,32 @@ class Objects(PointToPoint):
         return self.Improbe(source, tag, status)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this."""
         self._part.run(self._part.comm.barrier)
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Give every rank the root's object."""
+        """Send the root's object to every rank."""
         return self._part.run(lambda: self._part.comm.broadcast_object(obj, root))
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Give the root the list of all ranks' objects; None elsewhere."""
+        """Return the list of all ranks' objects on the root; None elsewhere."""
         found: list[Any] | None = self._part.run(lambda: self._part.comm.gather_object(sendobj, root))
         return found
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Give rank i the i-th of the root's objects."""
+        """Send the i-th of the root's objects to rank i."""
         return self._part.run(lambda: self._part.comm.scatter_object(sendobj, root))
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Give every rank the list of all ranks' objects."""
+        """Return the list of all ranks' objects."""
         found: list[Any] = self._part.run(lambda: self._part.comm.all_gather_object(sendobj))
         return found
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Give rank i the i-th object of every rank.
+        """Send the i-th object to rank i, and return the objects received from all ranks.
 
         Raises:
-            ArgumentError: there is not one object a rank.
+            ArgumentError: the number of objects differs from that of ranks.
         """
         if len(sendobj) != self.size:
             raise ArgumentError(f"alltoall: {len(sendobj)} objects; pass {self.size}, one a rank")
@@ -141,7 +143,7 @@ class Objects(PointToPoint):
         return found
 
     def reduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:
-        """Combine all ranks' objects in rank order; the root gets the result, the others None."""
+        """Combine all ranks' objects in rank order; returns the result on the root, None elsewhere."""
         found = self.gather(sendobj, root)
         return None if found is None else reduce(op, found)
 

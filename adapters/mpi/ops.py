@@ -1,4 +1,4 @@
-"""Reductions: MPI's names, what they are in xvcomm, and what to do with those it does not have."""
+"""Reductions: MPI's names, the corresponding ones of xvcomm, and implementations of the others."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Op:
     """A reduction; also a function of two Python objects.
 
     Attributes:
-        core: name of xvcomm's own for it, or None.
-        logical: name of xvcomm's own that does it to truth values, or None.
+        core: name of the same reduction in xvcomm, or None.
+        logical: name of xvcomm's reduction that gives the result on truth values, or None.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Op:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self.name not in NAMED:
-            raise TypeError("a reduction made by Op.Create cannot be pickled")
+            raise TypeError("a reduction created by Op.Create cannot be pickled")
         return _named, (self.name,)
 
     def __call__(self, x: Any, y: Any) -> Any:
@@ -47,22 +47,22 @@ class Op:
 
     @classmethod
     def Create(cls, function: UserFunction, commute: bool = False) -> Op:
-        """Make one of a function `f(a, b, datatype)`, which gets two memories and puts a combined with b into b."""
+        """Create a reduction from a function `f(a, b, datatype)` of two buffers, which stores the result in b."""
 
         def apply(x: Any, y: Any) -> Any:
-            raise ArgumentError("a reduction of memories is for the upper-case methods; pass a function of two objects")
+            raise ArgumentError("a reduction of buffers is for the upper-case methods; pass a function of two objects")
 
         return cls("user-defined", apply, user=function, commutes=commute)
 
     def Is_commutative(self) -> bool:
-        """Whether the order of ranks does not matter."""
+        """Whether the order of ranks is irrelevant."""
         return self._commutes
 
     def Free(self) -> None:
-        """Nothing: it goes when nobody has it any more."""
+        """No-op: reductions are garbage-collected."""
 
     def Reduce_local(self, inbuf: Any, inoutbuf: Any) -> None:
-        """Combine two buffers of this rank; the result goes to the second.
+        """Combine two buffers of this rank into the second one.
 
         Raises:
             ArgumentError: they differ in length or type.
@@ -74,7 +74,7 @@ class Op:
         out[...] = self.fold([a.flat(), out.copy()])
 
     def carries(self, dtype: np.dtype[Any]) -> bool:
-        """Whether xvcomm itself reduces arrays of a dtype by it."""
+        """Whether xvcomm supports this reduction of a dtype."""
         if self.core is None:
             return False
         try:
@@ -84,10 +84,10 @@ class Op:
         return True
 
     def fold(self, rows: Sequence[Array] | Array) -> Array:
-        """Combine vectors in their order, on this rank; low precision in float32, rounded once.
+        """Combine vectors in their order, on this rank; low precision computes in float32 and rounds once.
 
         Raises:
-            DTypeError: it is not defined on their dtype.
+            DTypeError: it is not defined for their dtype.
         """
         if self._user is not None:
             kind, total = of(rows[-1].dtype), rows[-1].copy()
@@ -95,9 +95,9 @@ class Op:
                 self._user(memoryview(_bytes(row)), memoryview(_bytes(total)), kind)
             return total
         if self._ufunc is None:
-            raise DTypeError(f"{self.name} is for Python objects, by the lower-case methods")
+            raise DTypeError(f"{self.name} is for Python objects; use the lower-case methods")
         try:
-            # A single row is nothing to combine, and must be refused all the same.
+            # Checks the dtype even if there is a single row, which needs no combination.
             self._ufunc(rows[0][:0], rows[0][:0])
             given = rows[0].dtype
             low = BY_NAME.get(given.name)

@@ -1,4 +1,4 @@
-"""What all views of one communicator share: its matcher, and the order of its collectives."""
+"""State shared by all views of one communicator: its matcher, and the queue of its collectives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from xvcomm.trace.callsite import find_call_site
 from xvcomm.types.deadline import NEVER
 
 _CLOSE_SECONDS = 2.0
-_INSIDE = 2  # functions of xvcomm that are under way at the least when `start` asks for the call site
+_INSIDE = 2  # minimum depth of xvcomm's own frames when `start` looks up the call site
 
 
 class Part:
-    """One communicator, seen as MPI sees it.
+    """The MPI state of one communicator.
 
     Attributes:
         comm: the communicator.
@@ -31,8 +31,8 @@ class Part:
     def __init__(self, communicator: Communicator) -> None:
         if communicator.device != "host":
             raise ArgumentError(
-                f"this rank's device is {communicator.device}, and MPI's buffers lie in host memory: join with "
-                "xvcomm.init(device='host'), or use the Communicator's own operations, which take arrays of the device"
+                f"this rank's device is {communicator.device}, but MPI's buffers must be in host memory: join with "
+                "xvcomm.init(device='host'), or use the Communicator's own operations, which accept arrays of the device"
             )
         self.comm = communicator
         self.matcher = Matcher(communicator)
@@ -41,15 +41,15 @@ class Part:
         forking.register(self)
 
     def after_fork(self) -> None:
-        """Let calls come to the communicator, which refuses them, where threads of the parent's hold locks."""
+        """Replace locks that threads of the parent may hold, so that calls reach the communicator, which refuses them."""
         self._order = threading.Lock()
         self.matcher.after_fork()
 
     @classmethod
     def of(cls, communicator: Communicator) -> Part:
-        """The one of a communicator, made when first asked for."""
+        """The Part of a communicator, created on first use."""
         with _making:
-            # A table of all would keep them: each holds its communicator.
+            # Stored on the communicator: a global table would keep all communicators alive.
             found: Part | None = vars(communicator).get(_NAME)
             if found is None:
                 found = vars(communicator)[_NAME] = cls(communicator)
@@ -57,16 +57,16 @@ class Part:
             return found
 
     def run(self, action: Callable[[], Any]) -> Any:
-        """Do a collective, behind those that were started."""
+        """Run a collective after those that were started before."""
         if self._queue.idle and not busy():
             with self._order:
                 return action()
         future = self.start(action)
-        wait_until(future.done, NEVER)  # the action has deadlines of its own
+        wait_until(future.done, NEVER)  # the operations of the action have deadlines of their own
         return future.result()
 
     def start(self, action: Callable[[], Any]) -> Future[Any]:
-        """Let a collective be done, behind those that were started before, while this thread goes on."""
+        """Run a collective in a thread, after those that were started before."""
 
         def ordered() -> Any:
             with self._order:
@@ -75,7 +75,7 @@ class Part:
         return self._queue.submit(ordered, find_call_site(_INSIDE))
 
     def close(self) -> None:
-        """Wait for what nobody waits for, end the thread, and close the communicator."""
+        """Wait for detached sends, stop the thread, and close the communicator."""
         try:
             self.matcher.close()
         finally:
@@ -83,11 +83,11 @@ class Part:
         self.comm.close()
 
     def _end(self) -> None:
-        """Let the thread end. Any thread may close the communicator, also this one."""
+        """Stop the thread. Any thread may close the communicator, including this one."""
         with contextlib.suppress(RuntimeError):
             self._queue.close(0)
 
 
 _making = threading.Lock()
 _NAME = "_mpi_part"
-"""Of the communicator's attribute."""
+"""Name of the communicator's attribute that stores the Part."""

@@ -1,7 +1,7 @@
-"""What the upper-case collectives do: buffers to xvcomm's operations, and back.
+"""Implements the upper-case collectives with xvcomm's operations.
 
-A plan is a function without arguments, made of arguments that were checked. A blocking call does it at once; a
-non-blocking one puts it into the communicator's queue.
+A plan is a function without arguments, created from validated arguments. A blocking call runs it at once; a non-blocking one
+puts it into the communicator's queue.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ SUM = NAMED["SUM"]
 
 
 class Plans:
-    """The plans of one communicator's collectives."""
+    """Creates the plans of one communicator's collectives."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._rank, self._size = comm.rank, comm.size
 
     def barrier(self) -> Plan:
-        """Wait for all."""
+        """Plan of `Barrier`."""
         return self._comm.barrier
 
     def bcast(self, buf: Any, root: int) -> Plan:
-        """Give everybody the root's buffer."""
+        """Plan of `Bcast`."""
         x = carried(vector(buf))
         return lambda: self._comm.broadcast(x, root)
 
     def gather(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Equal blocks to the root."""
+        """Plan of `Gather`."""
         if self._rank != root:
             x = carried(vector(sendbuf))
             return lambda: self._comm.gather(x, root)
@@ -50,7 +50,7 @@ class Plans:
         return lambda: self._comm.gather(mine, root, out=out)
 
     def gatherv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Blocks of any length to the root, which alone knows the lengths."""
+        """Plan of `Gatherv`; the root, which alone knows the counts, broadcasts them first."""
         if self._rank != root:
             x = carried(vector(sendbuf))
             return lambda: self._comm.gather(x, root, counts=self._told(None, root))
@@ -65,7 +65,7 @@ class Plans:
         return run
 
     def scatter(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Equal blocks from the root."""
+        """Plan of `Scatter`."""
         if self._rank != root:
             out = carried(vector(recvbuf))
             return lambda: self._comm.scatter(None, root, out=out)
@@ -75,7 +75,7 @@ class Plans:
         return lambda: self._comm.scatter(source, root, out=room)
 
     def scatterv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Blocks of any length from the root, which alone knows the lengths."""
+        """Plan of `Scatterv`; the root, which alone knows the counts, broadcasts them first."""
         if self._rank != root:
             out = carried(vector(recvbuf))
             return lambda: self._comm.scatter(None, root, out=out, counts=self._told(None, root))
@@ -85,14 +85,14 @@ class Plans:
         return lambda: self._comm.scatter(x, root, out=carried(mine), counts=self._told(_lengths(source), root))
 
     def allgather(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Equal blocks to everybody."""
+        """Plan of `Allgather`."""
         out = carried(block(recvbuf, self._size).flat(self._size))
         x = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(vector(sendbuf))
         _check_equal("Allgather", x, out, self._size)
         return lambda: self._comm.all_gather(x, out=out)
 
     def allgatherv(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Blocks of any length to everybody."""
+        """Plan of `Allgatherv`."""
         target = blocks(recvbuf, self._size)
         x = target.part(self._rank).copy() if _in_place(sendbuf) else vector(sendbuf)
         room = target.room()
@@ -104,14 +104,14 @@ class Plans:
         return run
 
     def alltoall(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Equal blocks from everybody to everybody."""
+        """Plan of `Alltoall`."""
         out = carried(block(recvbuf, self._size).flat(self._size))
         x = out.copy() if _in_place(sendbuf) else carried(block(sendbuf, self._size).flat(self._size))
         _check_equal("Alltoall", x, out, 1)
         return lambda: self._comm.all_to_all(x, out=out)
 
     def alltoallv(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Blocks of any length from everybody to everybody."""
+        """Plan of `Alltoallv`."""
         target = blocks(recvbuf, self._size)
         source = target if _in_place(sendbuf) else blocks(sendbuf, self._size)
         x = carried(source.gathered())
@@ -126,7 +126,7 @@ class Plans:
         return run
 
     def reduce(self, sendbuf: Any, recvbuf: Any, op: Op, root: int) -> Plan:
-        """Reduce to the root."""
+        """Plan of `Reduce`."""
         if self._rank != root:
             x = vector(sendbuf)
             return lambda: self._reduce(x, None, op, root)
@@ -136,18 +136,18 @@ class Plans:
         return lambda: self._reduce(x, out, op, root)
 
     def allreduce(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
-        """Reduce to everybody."""
+        """Plan of `Allreduce`."""
         out = vector(recvbuf)
         x = out if _in_place(sendbuf) else vector(sendbuf)
         _check_equal("Allreduce", x, out, 1)
         return lambda: self._allreduce(x, out, op)
 
     def reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
-        """Reduce, and give everybody an equal block."""
+        """Plan of `Reduce_scatter_block`."""
         if _in_place(sendbuf):
             x = vector(recvbuf)
             if x.size % self._size:
-                raise ArgumentError(f"Reduce_scatter_block: {x.size} elements do not divide by {self._size} ranks")
+                raise ArgumentError(f"Reduce_scatter_block: {x.size} elements are not a multiple of {self._size} ranks")
             out = x[: x.size // self._size]
         else:
             x, out = vector(sendbuf), vector(recvbuf)
@@ -155,11 +155,11 @@ class Plans:
         return lambda: self._reduce_scatter(x, out, op, (out.size,) * self._size)
 
     def reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None, op: Op) -> Plan:
-        """Reduce, and give everybody a block of any length; without counts everybody tells its own."""
+        """Plan of `Reduce_scatter`; without counts the ranks exchange the sizes of their blocks."""
         out = vector(recvbuf)
         x = out if _in_place(sendbuf) else vector(sendbuf)
         if recvcounts is None and x is out:
-            raise ArgumentError("Reduce_scatter: counts cannot be told from the buffer in place; pass recvcounts")
+            raise ArgumentError("Reduce_scatter: counts cannot be derived from a buffer with IN_PLACE; pass recvcounts")
         counts = None if recvcounts is None else tuple(int(n) for n in recvcounts)
         if counts is not None and (len(counts) != self._size or min(counts) < 0 or sum(counts) > x.size):
             raise ArgumentError(f"recvcounts {counts}: expected {self._size} numbers that add up to {x.size} elements")
@@ -171,7 +171,7 @@ class Plans:
         return run
 
     def scan(self, sendbuf: Any, recvbuf: Any, op: Op, *, inclusive: bool) -> Plan:
-        """Reduce over the ranks up to this one, itself included or not. Gathers everybody's buffer on every rank."""
+        """Plan of `Scan` (inclusive) and `Exscan`. Gathers the buffers of all ranks on every rank."""
         out = vector(recvbuf)
         x = out if _in_place(sendbuf) else vector(sendbuf)
         _check_equal("Scan", x, out, 1)
@@ -186,7 +186,7 @@ class Plans:
     def _reduce(self, x: Array, out: Array | None, op: Op, root: int) -> None:
         if op.carries(x.dtype):
             self._comm.reduce(x, root, str(op.core), out=None if out is x else out)
-        elif op.logical is not None and self._size > 1:  # a single rank's values stay as they are
+        elif op.logical is not None and self._size > 1:  # a single rank's values are returned unchanged
             truth = self._comm.reduce((x != 0).view(np.uint8), root, op.logical)
             if out is not None:
                 out[...] = truth
@@ -198,7 +198,7 @@ class Plans:
     def _allreduce(self, x: Array, out: Array, op: Op) -> None:
         if op.carries(x.dtype):
             self._comm.all_reduce(x, str(op.core), out=None if out is x else out)
-        elif op.logical is not None and self._size > 1:  # a single rank's values stay as they are
+        elif op.logical is not None and self._size > 1:  # a single rank's values are returned unchanged
             out[...] = self._comm.all_reduce((x != 0).view(np.uint8), op.logical)
         else:
             out[...] = op.fold(self._gathered(x))
@@ -209,19 +209,19 @@ class Plans:
             result = self._comm.reduce_scatter(x, str(op.core), out=out if apart else None, counts=counts)
             if not apart:
                 out[...] = result
-        elif op.logical is not None and self._size > 1:  # a single rank's values stay as they are
+        elif op.logical is not None and self._size > 1:  # a single rank's values are returned unchanged
             out[...] = self._comm.reduce_scatter((x != 0).view(np.uint8), op.logical, counts=counts)
         else:
             start = sum(counts[: self._rank])
             out[...] = op.fold(self._gathered(x))[start : start + counts[self._rank]]
 
     def _gathered(self, x: Array) -> Array:
-        """Everybody's vector, a row each."""
+        """The vectors of all ranks, as rows."""
         everything: Array = self._comm.all_gather(carried(x)).view(x.dtype)
         return everything.reshape(self._size, -1)
 
     def _told(self, counts: tuple[int, ...] | None, root: int) -> list[int]:
-        """The root's counts."""
+        """Broadcast the root's counts."""
         known = np.empty(self._size, np.int64) if counts is None else np.array(counts, np.int64)
         told: list[int] = self._comm.broadcast(known, root).tolist()
         return told
@@ -235,21 +235,21 @@ def _in_place(buf: Any) -> bool:
 
 
 def _own(out: Array, rank: int, size: int) -> Array:
-    """A copy of this rank's block of a buffer that an operation fills."""
+    """Copy of this rank's block of a buffer that an operation overwrites."""
     each = out.size // size
     return out[rank * each : (rank + 1) * each].copy()
 
 
 def _lengths(b: Blocks) -> tuple[int, ...]:
-    """Counts as xvcomm gets them: of bytes, where it gets bytes."""
+    """Counts in elements as xvcomm sees them: in bytes if the data is sent as bytes."""
     return b.counts if b.type.carried else tuple(n * b.type.size for n in b.counts)
 
 
 def _check_equal(what: str, one: Array, all_: Array, ranks: int) -> None:
-    """What differs only here would be told as something else below."""
+    """Raise ArgumentError if this rank's two buffers differ, which the collective would report less clearly."""
     if one.dtype != all_.dtype or one.size * ranks != all_.size:
         raise ArgumentError(
             f"{what}: {one.size} x {one.dtype}"
             + (f" a rank, {ranks} ranks," if ranks > 1 else "")
-            + f" and {all_.size} x {all_.dtype}; both buffers must say the same"
+            + f" and {all_.size} x {all_.dtype}; both buffers must be equal"
         )

@@ -1,7 +1,7 @@
-"""The upper-case messages: any tag in any order, from a rank or from any, of any length that fits.
+"""The upper-case messages: matched by tag and source in any order, with receives of any sufficient length.
 
-`Send` returns once its data is on the way, a small one before the receiver comes, and so does `Rsend`. `Ssend` waits until
-it is being received, `Bsend` for nothing. Ranks PROC_NULL, tags ANY_TAG and sources ANY_SOURCE are as in MPI.
+`Send` and `Rsend` return once the buffer may be modified, for a small message before the receive is posted. `Ssend` waits until
+the message is matched; `Bsend` does not wait at all. PROC_NULL, ANY_TAG and ANY_SOURCE are as in MPI.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8
 
 PROC_NULL = -2
-"""The rank that takes everything and sends nothing."""
+"""The null rank: sends to it and receives from it complete at once without data."""
 
 NOTHING = Envelope(PROC_NULL, ANY_TAG, 0, 0, UINT8)
-"""What is received from PROC_NULL."""
+"""Envelope of a receive from PROC_NULL."""
 
 NO_MESSAGE = Arrived(NOTHING, np.empty(0, np.uint8), None)
 
@@ -37,22 +37,22 @@ def pickled(obj: Any) -> Array:
 
 
 def unpickled(receive: Receive) -> Any:
-    """The object of a message; None of an empty one."""
+    """The object of a message; None for an empty message."""
     assert receive.data is not None
     return pickle.loads(receive.data.tobytes()) if receive.data.size else None
 
 
 def outgoing(buf: Any) -> Array:
-    """The elements of a buffer, as a vector; a copy of those that a derived datatype means."""
+    """The elements of a buffer, as a vector; a packed copy for a derived datatype."""
     found = placed(buf)
     return vector(buf) if found is None else found.packed()
 
 
 class Target:
-    """A buffer to receive into; gives the vector that a message goes to.
+    """A buffer to receive into; returns the vector for a message.
 
     Attributes:
-        read: what to call when the message is there, if it must be put in its places then.
+        read: called when the message has arrived, if it must then be unpacked; else None.
     """
 
     def __init__(self, buf: Any) -> None:
@@ -70,11 +70,11 @@ class Target:
         self._placed.unpack(self._room[: receive.envelope.nbytes // self._dtype.itemsize])
 
     def __call__(self, envelope: Envelope) -> Array:
-        """See `matching.Room`.
+        """See `messages.Room`.
 
         Raises:
             ArrayError: the message is longer than the buffer; it is lost.
-            DTypeError: it has elements of another type; likewise.
+            DTypeError: it has elements of another type; it is lost.
         """
         if envelope.nbytes > self._memory.size:
             raise ArrayError(
@@ -84,14 +84,14 @@ class Target:
             )
         if envelope.dtype is not UINT8 and self._dtype != np.uint8 and self._dtype != envelope.dtype.numpy:
             raise DTypeError(
-                f"rank {envelope.source} sent {envelope.dtype}, tag {envelope.tag}, and the buffer holds {self._dtype}; "
-                "both must be the same, or one of bytes; the message is lost"
+                f"rank {envelope.source} sent {envelope.dtype}, tag {envelope.tag}, but the buffer has {self._dtype}; "
+                "both must be equal, or one of them bytes; the message is lost"
             )
         return self._memory[: envelope.nbytes].view(envelope.dtype.numpy)
 
 
 class Message:
-    """A message that `Mprobe` has taken out of the others' reach; null once it was received, unless it is a constant."""
+    """A message that `Mprobe` has taken from the queue; null once it was received, unless it is a constant."""
 
     def __init__(self, arrived: Arrived | None = None, *, constant: bool = False) -> None:
         self._arrived, self._constant = arrived, constant
@@ -105,36 +105,36 @@ class Message:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def Recv(self, buf: Any, status: Status | None = None) -> None:
-        """Receive it."""
+        """Receive the message."""
         self.Irecv(buf).Wait(status)
 
     def Irecv(self, buf: Any) -> Request:
-        """`Recv` without waiting."""
+        """Start a `Recv`."""
         if self._arrived is NO_MESSAGE:
             return Request(self._fetched(None))
         target = Target(buf)
         return Request(self._fetched(target, target.read))
 
     def recv(self, status: Status | None = None) -> Any:
-        """Receive an object."""
+        """Receive the message as an object."""
         return self.irecv().wait(status)
 
     def irecv(self) -> Request:
-        """`recv` without waiting."""
+        """Start a `recv`."""
         return Request(self._fetched(scratch, unpickled))
 
     @classmethod
     def Probe(
         cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message:
-        """`Mprobe` of a communicator."""
+        """See `PointToPoint.Mprobe`."""
         return comm.Mprobe(source, tag, status)
 
     @classmethod
     def Iprobe(
         cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
-        """`Improbe` of a communicator."""
+        """See `PointToPoint.Improbe`."""
         return comm.Improbe(source, tag, status)
 
     probe, iprobe = Probe, Iprobe
@@ -144,7 +144,7 @@ class Message:
         if not self._constant:
             self._arrived = None
         if arrived is None:
-            raise ArgumentError("this message was received before, or there was none")
+            raise ArgumentError("this message has already been received, or is MESSAGE_NULL")
         if arrived is NO_MESSAGE or room is None:
             return Done(envelope=NOTHING)
         receive = Receive(arrived.envelope.source, arrived.envelope.tag, room)
@@ -179,56 +179,56 @@ class PointToPoint:
         return Receiving(self._matcher, self._matcher.post(source, tag, target, waits=waits), target.read)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer; blocks until it may be changed."""
+        """Send a buffer; blocks until it may be modified."""
         self._sending(buf, dest, tag).finish()
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Send without waiting; the buffer may be changed when the request is over."""
+        """Start a send; the buffer must not be modified until the request is complete."""
         return Request(self._sending(buf, dest, tag))
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a copy; does not wait for the receiver, whatever the length."""
+        """Send a copy without waiting for the receiver, whatever the length."""
         self._sending(buf, dest, tag, copy=True).finish()
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """`Bsend`, whose request is over at once."""
+        """Like `Bsend`; the request is complete at once."""
         return Request(self._sending(buf, dest, tag, copy=True))
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer; blocks until it is being received."""
+        """Send a buffer; blocks until the message is matched by a receive."""
         self._sending(buf, dest, tag, synchronous=True).finish()
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """`Ssend` without waiting."""
+        """Start an `Ssend`."""
         return Request(self._sending(buf, dest, tag, synchronous=True))
 
     Rsend, Irsend = Send, Isend
 
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
-        """Receive a message of at most the buffer's length; blocks until it is there.
+        """Receive a message of at most the buffer's length; blocks until it has arrived.
 
         Raises:
             ArrayError, DTypeError: the message does not fit the buffer, and is lost.
-            DeadlineExceeded: none came within the communicator's timeout; names who sent nothing.
+            DeadlineExceeded: none arrived within the communicator's timeout; names the ranks that sent nothing.
         """
         Request(self._receiving(buf, source, tag, waits=True)).Wait(status)
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Receive without waiting. Messages come in while this process waits, or asks, for anything."""
+        """Start a receive. It progresses while this process waits for, or tests, any operation."""
         return Request(self._receiving(buf, source, tag))
 
     def Sendrecv(
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
-        """Send and receive at once."""
+        """Send and receive concurrently."""
         self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).Wait(status)
 
     def Isendrecv(
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
         recvtag: int = ANY_TAG,
     ) -> Request:  # fmt: skip
-        """`Sendrecv` without waiting."""
+        """Start a `Sendrecv`."""
         receive = self._receiving(recvbuf, source, recvtag)
         try:
             return Request(Both(self._sending(sendbuf, dest, sendtag), receive))
@@ -240,38 +240,38 @@ class PointToPoint:
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
         status: Status | None = None,
     ) -> None:  # fmt: skip
-        """Send a buffer and receive into it."""
+        """Send a buffer and receive into the same buffer."""
         self.Isendrecv_replace(buf, dest, sendtag, source, recvtag).Wait(status)
 
     def Isendrecv_replace(
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
     ) -> Request:
-        """`Sendrecv_replace` without waiting."""
+        """Start a `Sendrecv_replace`."""
         copy = None if dest == PROC_NULL else outgoing(buf).copy()
         return self.Isendrecv(copy, dest, sendtag, buf, source, recvtag)
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """A send to be started as often as wanted."""
+        """Create a persistent `Send`."""
         return Prequest(lambda: self._sending(buf, dest, tag))
 
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """A `Bsend` to be started as often as wanted."""
+        """Create a persistent `Bsend`."""
         return Prequest(lambda: self._sending(buf, dest, tag, copy=True))
 
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """An `Ssend` to be started as often as wanted."""
+        """Create a persistent `Ssend`."""
         return Prequest(lambda: self._sending(buf, dest, tag, synchronous=True))
 
     Rsend_init = Send_init
 
     def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
-        """A receive to be started as often as wanted."""
+        """Create a persistent `Recv`."""
         return Prequest(lambda: self._receiving(buf, source, tag))
 
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Whether a message is there that `Recv` would get; it stays. Never blocks.
+        """Whether a message is available that `Recv` would get; it remains in the queue. Never blocks.
 
-        Where it may come from any rank and all others have freed the communicator there is none.
+        With ANY_SOURCE, returns False once all other ranks have freed the communicator.
         """
         try:
             return self._seen(source, tag, status)
@@ -287,15 +287,15 @@ class PointToPoint:
         return envelope is not None
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Block until a message is there that `Recv` would get; it stays. True.
+        """Block until a message is available that `Recv` would get; it remains in the queue. Returns True.
 
         Raises:
-            DeadlineExceeded: none came within the communicator's timeout.
+            DeadlineExceeded: none arrived within the communicator's timeout.
         """
         return bool(self._awaited(lambda: self._seen(source, tag, status), source, tag))
 
     def Improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message | None:
-        """Take a message that is there, for nobody else to receive; None if there is none, as in `Iprobe`. Never blocks."""
+        """Take an available message from the queue; None if there is none, as in `Iprobe`. Never blocks."""
         try:
             return self._taken(source, tag, status)
         except PeerLost:
@@ -310,12 +310,12 @@ class PointToPoint:
         return None if arrived is None else Message(arrived)
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
-        """`Improbe`, but blocks until there is one."""
+        """Like `Improbe`, but blocks until there is a message."""
         message: Message = self._awaited(lambda: self._taken(source, tag, status), source, tag)
         return message
 
     def _awaited(self, look: Callable[[], Any], source: int, tag: int) -> Any:
-        """Block until `look` gives something that is true."""
+        """Block until `look` returns a true value."""
         found: list[Any] = []
 
         def done() -> bool:

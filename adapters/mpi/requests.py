@@ -1,4 +1,4 @@
-"""Operations that were started, and waiting for one, any, some or all of them."""
+"""Started operations, and waiting for one, any, some or all of them."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Started(ABC):
 
     @abstractmethod
     def over(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
+        """Whether it has completed or failed. Never blocks."""
 
     @abstractmethod
     def finish(self) -> Any:
-        """Block until it has ended; give its object, if it has one, or raise what it raises."""
+        """Block until it is over; return its object, if it has one, or raise its error."""
 
     def tell(self, status: Status) -> None:
-        """Fill the status of one that has ended."""
+        """Fill the status, once it is over."""
         status.tell(None)
 
     def cancel(self) -> bool:
-        """Give it up; whether that could be done."""
+        """Cancel it; returns whether that was possible."""
         return False
 
 
 class Done(Started):
-    """One that ended at once.
+    """An operation that completed at once.
 
     Args:
         value: its object.
-        envelope: what its status tells.
+        envelope: for its status.
     """
 
     def __init__(self, value: Any = None, envelope: Envelope | None = None) -> None:
@@ -59,7 +59,7 @@ class Done(Started):
 
 
 class Sending(Started):
-    """A send under way."""
+    """A send in progress."""
 
     def __init__(self, send: Send) -> None:
         self.send = send
@@ -79,11 +79,13 @@ class Receiving(Started):
     """A receive.
 
     Args:
-        read: makes the object of what was received.
+        matcher: of its communicator.
+        receive: the posted receive.
+        read: converts the received message to an object.
 
     Attributes:
-        timeout: seconds that it may take.
-        late: what to call then; it raises.
+        timeout: in seconds.
+        late: called when it has passed; raises.
     """
 
     def __init__(self, matcher: Matcher, receive: Receive, read: Callable[[Receive], Any] | None = None) -> None:
@@ -109,7 +111,7 @@ class Receiving(Started):
 
 
 class Fetching(Started):
-    """A receive of a message that was taken before; `read` as in `Receiving`."""
+    """A receive of a message that was taken from the queue before; `read` as in `Receiving`."""
 
     def __init__(self, receive: Receive, read: Callable[[Receive], Any] | None) -> None:
         self._receive, self._read = receive, read
@@ -120,7 +122,7 @@ class Fetching(Started):
 
     def finish(self) -> Any:
         """See `Started.finish`."""
-        wait_until(self._receive.over, NEVER)  # it is under way, and has a deadline of its own
+        wait_until(self._receive.over, NEVER)  # the transfer is in progress, and has a deadline of its own
         self._receive.check()
         return None if self._read is None else self._read(self._receive)
 
@@ -168,10 +170,10 @@ class Queued(Started):
 
 
 class Request:
-    """What a non-blocking operation gives; null once it was waited for.
+    """Result of a non-blocking operation; null once it was waited for.
 
-    The upper-case methods give what MPI gives, the lower-case ones also the object that was received. Everything that
-    waits here, and everything that asks, lets other operations of this process go on.
+    The upper-case methods return what MPI returns, the lower-case ones also the received object. Every method that waits or
+    tests also progresses other operations of this process.
     """
 
     def __init__(self, started: Started | None = None) -> None:
@@ -188,26 +190,26 @@ class Request:
     __hash__ = object.__hash__
 
     def Wait(self, status: Status | None = None) -> bool:
-        """Block until the operation is over; True."""
+        """Block until the operation is complete; returns True."""
         self.wait(status)
         return True
 
     def wait(self, status: Status | None = None) -> Any:
-        """Block until the operation is over; gives the object that was received, if it received one."""
+        """Block until the operation is complete; returns the received object, if any."""
         return self._finish(status)
 
     def Test(self, status: Status | None = None) -> bool:
-        """Whether the operation is over; if it is, as `Wait`. Never blocks."""
+        """Whether the operation is complete; if so, like `Wait`. Never blocks."""
         return self.test(status)[0]
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
-        """The same, and the object that was received."""
+        """Like `Test`, with the received object."""
         if self._pending():
             return False, None
         return True, self._finish(status)
 
     def Get_status(self, status: Status | None = None) -> bool:
-        """Whether the operation is over; keeps the request. Never blocks."""
+        """Whether the operation is complete; keeps the request. Never blocks."""
         if self._pending():
             return False
         self._tell(status)
@@ -216,14 +218,14 @@ class Request:
     get_status = Get_status
 
     def Cancel(self) -> None:
-        """Give up a receive that has no message yet; it must still be waited for. Nothing else can be given up."""
+        """Cancel an unmatched receive, which must still be waited for. Other operations cannot be cancelled."""
         if self._started is not None:
             self._started.cancel()
 
     cancel = Cancel
 
     def Free(self) -> None:
-        """Let go of the request; the operation goes on."""
+        """Release the request; the operation continues."""
         self._started = None
 
     free = Free
@@ -252,55 +254,55 @@ class Request:
             self._end()
 
     def _end(self) -> None:
-        """It was waited for."""
+        """Make the request null, after it was waited for."""
         self._started = None
 
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> bool:
-        """Block until all are over; True."""
+        """Block until all are complete; returns True."""
         cls.waitall(requests, statuses)
         return True
 
     @classmethod
     def waitall(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[Any]:
-        """The same; gives the objects that were received."""
+        """Block until all are complete; returns the received objects."""
         fill = _statuses(statuses, len(requests))
         return [request._finish(status) for request, status in zip(requests, fill, strict=True)]
 
     @classmethod
     def Testall(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> bool:
-        """Whether all are over; if so, as `Waitall`. Never blocks."""
+        """Whether all are complete; if so, like `Waitall`. Never blocks."""
         return cls.testall(requests, statuses)[0]
 
     @classmethod
     def testall(
         cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """The same, and the objects that were received."""
+        """Like `Testall`, with the received objects."""
         if any(request._pending() for request in requests):
             return False, None
         return True, cls.waitall(requests, statuses)
 
     @classmethod
     def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
-        """Block until one is over; its index, or UNDEFINED if none is under way."""
+        """Block until one is complete; returns its index, or UNDEFINED if none is active."""
         return cls.waitany(requests, status)[0]
 
     @classmethod
     def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
-        """The same, and the object that was received."""
+        """Like `Waitany`, with the received object."""
         _await_any(requests)
         index, _, value = cls.testany(requests, status)
         return index, value
 
     @classmethod
     def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Index of one that is over, or UNDEFINED, and whether one is, or none is under way. Never blocks."""
+        """Index of a complete one or UNDEFINED, and whether one is complete or none is active. Never blocks."""
         return cls.testany(requests, status)[:2]
 
     @classmethod
     def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
-        """The same, and the object that was received."""
+        """Like `Testany`, with the received object."""
         active = _active(requests)
         if not active:
             if status is not None:
@@ -313,27 +315,27 @@ class Request:
 
     @classmethod
     def Waitsome(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[int] | None:
-        """Block until at least one is over; the indices of all that are, or None if none is under way."""
+        """Block until at least one is complete; returns the indices of all complete ones, or None if none is active."""
         return cls.waitsome(requests, statuses)[0]
 
     @classmethod
     def waitsome(
         cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """The same, and the objects that were received."""
+        """Like `Waitsome`, with the received objects."""
         _await_any(requests)
         return cls.testsome(requests, statuses)
 
     @classmethod
     def Testsome(cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[int] | None:
-        """The indices of all that are over, or None if none is under way. Never blocks."""
+        """The indices of all complete ones, or None if none is active. Never blocks."""
         return cls.testsome(requests, statuses)[0]
 
     @classmethod
     def testsome(
         cls, requests: Sequence[Request], statuses: Sequence[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """The same, and the objects that were received."""
+        """Like `Testsome`, with the received objects."""
         active = _active(requests)
         if not active:
             return None, None
@@ -343,7 +345,7 @@ class Request:
 
 
 class Prequest(Request):
-    """A persistent request: made once, started as often as wanted.
+    """A persistent request, which can be started repeatedly.
 
     Args:
         start: starts the operation.
@@ -360,10 +362,10 @@ class Prequest(Request):
         """Start the operation.
 
         Raises:
-            ArgumentError: it is under way, or the request was freed.
+            ArgumentError: it is active, or the request was freed.
         """
         if self._start is None or self._started is not None:
-            raise ArgumentError("Start: the request is under way, or was freed; Wait for it, or make a new one")
+            raise ArgumentError("Start: the request is active, or was freed; Wait for it, or create a new one")
         self._started = self._start()
 
     @classmethod
@@ -373,7 +375,7 @@ class Prequest(Request):
             request.Start()
 
     def Free(self) -> None:
-        """Let go of the request."""
+        """Release the request."""
         super().Free()
         self._start = None
 
@@ -398,7 +400,7 @@ def _await_any(requests: Sequence[Request]) -> None:
 
 
 def _statuses(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | None]:
-    """As many as there are requests; a list that is too short grows, as in mpi4py. Other sequences stay as they are."""
+    """One status per request; a list that is too short is extended, as in mpi4py, other sequences are not."""
     if isinstance(statuses, list):
         statuses.extend(Status() for _ in range(count - len(statuses)))
     given = [] if statuses is None else list(statuses[:count])

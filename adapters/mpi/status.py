@@ -1,4 +1,4 @@
-"""What a receive or a probe tells of the message."""
+"""Status of a receive or probe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from xvcomm.adapters.mpi.datatypes import BYTE, Datatype
 from xvcomm.adapters.mpi.messages import ANY_SOURCE, ANY_TAG, Envelope
 
 UNDEFINED = -32766
-"""A count that is no whole number, or a colour that stands for no group."""
+"""A count that is not an integer, or the colour of no group."""
 
 
 class Status:
@@ -14,7 +14,7 @@ class Status:
 
     Attributes:
         source, tag: of the message.
-        error: 0; errors are raised.
+        error: always 0; errors are raised.
     """
 
     def __init__(self, status: Status | None = None) -> None:
@@ -34,53 +34,53 @@ class Status:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the receive was given up."""
+        """Whether the receive was cancelled."""
         return self._cancelled
 
     def Get_source(self) -> int:
-        """Rank that sent it."""
+        """Rank that sent the message."""
         return self.source
 
     def Set_source(self, source: int) -> None:
-        """Change the rank."""
+        """Set the source."""
         self.source = source
 
     def Get_tag(self) -> int:
-        """Its tag."""
+        """Tag of the message."""
         return self.tag
 
     def Set_tag(self, tag: int) -> None:
-        """Change the tag."""
+        """Set the tag."""
         self.tag = tag
 
     def Get_error(self) -> int:
-        """0."""
+        """Always 0."""
         return self.error
 
     def Set_error(self, error: int) -> None:
-        """Change the error."""
+        """Set the error."""
         self.error = error
 
     def Get_count(self, datatype: Datatype = BYTE) -> int:
-        """Elements of a type that the message holds; UNDEFINED if it holds no whole number."""
+        """Number of elements of a datatype in the message; UNDEFINED if it is not an integer."""
         return UNDEFINED if self._nbytes % datatype.size else self._nbytes // datatype.size
 
     Get_elements = Get_count
 
     def Set_elements(self, datatype: Datatype, count: int) -> None:
-        """Change the length."""
+        """Set the length."""
         self._nbytes = datatype.size * count
 
     def Is_cancelled(self) -> bool:
-        """Whether the receive was given up."""
+        """Whether the receive was cancelled."""
         return self._cancelled
 
     def Set_cancelled(self, flag: bool) -> None:
-        """Change whether it was given up."""
+        """Set whether the receive was cancelled."""
         self._cancelled = flag
 
     def tell(self, envelope: Envelope | None, cancelled: bool = False) -> None:
-        """Fill it: with a message, or as MPI fills the status of what has none."""
+        """Fill the status from a message, or (None) with MPI's empty status."""
         self.error, self._cancelled = 0, cancelled
         if envelope is None:
             self.source, self.tag, self._nbytes = ANY_SOURCE, ANY_TAG, 0

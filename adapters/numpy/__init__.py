@@ -1,4 +1,4 @@
-"""The old name of `xvcomm.adapters.mpi`, for one release."""
+"""Deprecated name of `xvcomm.adapters.mpi`, for one release."""
 
 import warnings
 

@@ -2,9 +2,9 @@
 
     torch.distributed.init_process_group("xvcomm")
 
-No import is needed: torch finds the backend when it is imported, by the entry point `torch.backends`. Tensors may lie in
-host memory and on CUDA or ROCm GPUs, and ranks on any mix of islands. `"cpu:gloo,cuda:xvcomm"` works too; xvcomm then
-serves both. `XVCOMM_REPLACE=nccl` runs scripts that ask for NCCL on xvcomm.
+No import is needed: torch finds the backend through the entry point `torch.backends` when it is imported. Tensors may be in
+host memory and on CUDA or ROCm GPUs, and ranks in any mix of islands. `"cpu:gloo,cuda:xvcomm"` works too; xvcomm then serves
+both. `XVCOMM_REPLACE=nccl` runs scripts that use NCCL on xvcomm.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ BACKEND = "xvcomm"
 
 
 def register() -> None:
-    """Make the backend known to `torch.distributed`, and let it replace what `XVCOMM_REPLACE` names.
+    """Register the backend with `torch.distributed`, and let it replace the backend that `XVCOMM_REPLACE` names.
 
-    Called by torch when it is imported. Idempotent. Where `XVCOMM_REPLACE` names a backend that cannot be replaced, torch is
-    imported all the same, and making a process group raises ConfigError.
+    Called by torch when it is imported. Idempotent. If `XVCOMM_REPLACE` names an unsupported backend, the import of torch still
+    succeeds, and creating a process group raises ConfigError.
     """
     import torch.distributed as dist
 
@@ -47,17 +47,17 @@ def register() -> None:
 
 
 def communicator(group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None) -> Communicator:
-    """The communicator that carries a process group's operations, for its `history()` and `check()`. Never blocks.
+    """The communicator that carries out a process group's operations, for its `history()` and `check()`. Never blocks.
 
-    It belongs to the group, which closes it. Its own operations count as the group's: all ranks must call them alike.
+    The group owns and closes it. Operations called on it count as the group's: all ranks must call them in the same order.
 
     Args:
         group: of torch; None is the default group.
-        device: of the tensors, `"cpu"` or `"cuda"`. None is that of the ranks themselves: their GPUs where all or some have
-            one, else host memory. Where all have GPUs, tensors in host memory have a communicator of their own.
+        device: device type of the tensors, `"cpu"` or `"cuda"`. By default that of the ranks: GPUs if any rank has one, else
+            host memory. If all ranks have GPUs, tensors in host memory use a separate communicator.
 
     Raises:
-        ArgumentError: the group is not of xvcomm's, is not initialised, does not hold this rank, or has no such device.
+        ArgumentError: the group is not of xvcomm, is not initialized, does not contain this rank, or does not serve the device.
     """
     from xvcomm.adapters.torch.group import communicator
 
@@ -65,8 +65,8 @@ def communicator(group: dist.ProcessGroup | None = None, *, device: torch.device
 
 
 def _create(options: object, backend_options: object) -> object:
-    """What torch calls to make a group."""
-    # Here, because it imports the core's compiled code, which `import torch` must not wait for.
+    """Called by torch to create a group."""
+    # Imported here because it loads compiled code, which would slow down `import torch`.
     from xvcomm.adapters.torch.group import create
 
     return create(options, backend_options)

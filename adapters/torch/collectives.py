@@ -1,10 +1,10 @@
-"""The collectives of c10d in terms of a communicator's, one function each; they run in order on one plane.
+"""The collectives of c10d implemented with those of a communicator, one function each; they run in order on one plane.
 
-c10d passes lists where xvcomm passes one array: blocks that do not lie one after the other are brought together first,
-and results spread. Blocks may differ in size, as with NCCL.
+c10d passes lists where xvcomm takes one array: blocks that are not contiguous are first copied together, and results are copied
+back. Blocks may differ in size, as with NCCL.
 
-`all_reduce`, `broadcast`, `all_gather_into` and `reduce_scatter_into` take tensors as the communicator does, and give its Work
-if they are to be asynchronous; for others there is `on_any`.
+`all_reduce`, `broadcast`, `all_gather_into` and `reduce_scatter_into` require tensors that the communicator accepts, and return
+its Work with `async_op`; `on_any` runs them on other tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from xvcomm.errors import ArgumentError
 
 
 def on_any(operation: Operation, plane: Plane, tensors: Sequence[Tensor], how: Options) -> None:
-    """Run `all_reduce`, `broadcast`, `all_gather_into` or `reduce_scatter_into` on tensors of any layout, anywhere.
+    """Run `all_reduce`, `broadcast`, `all_gather_into` or `reduce_scatter_into` on tensors of any layout and device.
 
     Args:
-        tensors: the output, and the input where that is another.
+        operation: one of these functions.
+        plane: of the tensors.
+        tensors: the output, and the input if that is a different tensor.
+        how: options of the call.
     """
     out, *inputs = tensors
     if plane.takes(tensors):
@@ -40,12 +43,12 @@ def on_any(operation: Operation, plane: Plane, tensors: Sequence[Tensor], how: O
 
 
 def all_reduce(plane: Plane, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
-    """Reduce in place on all ranks."""
+    """Reduce over all ranks, in place."""
     return plane.comm.all_reduce(plane.view(x), how.op, async_op=async_op, timeout=how.timeout)
 
 
 def broadcast(plane: Plane, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
-    """Give all ranks the root's tensor."""
+    """Copy the root's tensor to all ranks."""
     return plane.comm.broadcast(plane.view(x), how.root, async_op=async_op, timeout=how.timeout)
 
 
@@ -58,14 +61,14 @@ def reduce(plane: Plane, x: Tensor, how: Options) -> None:
 
 
 def all_gather_into(plane: Plane, out: Tensor, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
-    """Give all ranks all blocks in one tensor."""
+    """Concatenate the blocks of all ranks in one tensor."""
     same_dtype((out, x), "all_gather")
     _fits("all_gather", "output", out.numel(), plane.comm.size * x.numel())
     return plane.comm.all_gather(plane.view(x), out=plane.view(out), async_op=async_op, timeout=how.timeout)
 
 
 def all_gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) -> None:
-    """Give all ranks all blocks, one tensor each."""
+    """Gather the blocks of all ranks, each in its own tensor."""
     _one_a_rank("all_gather", outs, plane)
     same_dtype((*outs, x), "all_gather")
     counts = _counts(outs)
@@ -76,19 +79,20 @@ def all_gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) ->
 
 
 def reduce_scatter_into(plane: Plane, out: Tensor, x: Tensor, how: Options, *, async_op: bool = False) -> Any:
-    """Reduce and give each rank its block of one tensor."""
+    """Reduce over all ranks, and give each rank its block of one tensor."""
     same_dtype((out, x), "reduce_scatter")
     _fits("reduce_scatter", "input", x.numel(), plane.comm.size * out.numel())
     return plane.comm.reduce_scatter(plane.view(x), how.op, out=plane.view(out), async_op=async_op, timeout=how.timeout)
 
 
 def reduce_scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Options) -> None:
-    """Reduce and give each rank its block, one tensor each."""
+    """Reduce over all ranks, and give each rank its block, which are separate tensors."""
     _one_a_rank("reduce_scatter", parts, plane)
     same_dtype((out, *parts), "reduce_scatter")
     _fits("reduce_scatter", "output", out.numel(), parts[plane.comm.rank].numel())
     whole, own = joined(parts, plane.device), parts[plane.comm.rank]
-    buffer = room(out, plane.device) if apart(out, whole, own) else torch.empty_like(own)  # the others still read it
+    # a temporary if `out` overlaps an input block, which other ranks may still read
+    buffer = room(out, plane.device) if apart(out, whole, own) else torch.empty_like(own)
     plane.comm.reduce_scatter(
         plane.view(whole),
         how.op,
@@ -100,7 +104,7 @@ def reduce_scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Opti
 
 
 def gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) -> None:
-    """Give the root all blocks; `outs` is empty elsewhere."""
+    """Gather the blocks of all ranks on the root; `outs` is empty elsewhere."""
     whole = None
     if plane.comm.rank == how.root:
         _one_a_rank("gather", outs, plane)
@@ -121,7 +125,7 @@ def gather(plane: Plane, outs: Sequence[Tensor], x: Tensor, how: Options) -> Non
 
 
 def scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Options) -> None:
-    """Give each rank its block of the root's; `parts` is empty elsewhere."""
+    """Send each rank its block from the root; `parts` is empty elsewhere."""
     whole = None
     if plane.comm.rank == how.root:
         _one_a_rank("scatter", parts, plane)
@@ -139,7 +143,7 @@ def scatter(plane: Plane, out: Tensor, parts: Sequence[Tensor], how: Options) ->
 def all_to_all_into(
     plane: Plane, out: Tensor, x: Tensor, out_rows: Sequence[int], in_rows: Sequence[int], how: Options
 ) -> None:
-    """Send rows to each rank and get rows from each; empty lists of rows mean equal blocks."""
+    """Send rows to each rank and receive rows from each; empty lists of rows mean equal blocks."""
     same_dtype((out, x), "all_to_all")
     buffer = room(out, plane.device)
     plane.comm.all_to_all(
@@ -151,7 +155,7 @@ def all_to_all_into(
 
 
 def all_to_all(plane: Plane, outs: Sequence[Tensor], parts: Sequence[Tensor], how: Options) -> None:
-    """Send a tensor to each rank and get one from each."""
+    """Send a tensor to each rank and receive one from each."""
     _one_a_rank("all_to_all", outs, plane)
     _one_a_rank("all_to_all", parts, plane)
     same_dtype((*outs, *parts), "all_to_all")
@@ -164,12 +168,12 @@ def all_to_all(plane: Plane, outs: Sequence[Tensor], parts: Sequence[Tensor], ho
 
 
 def barrier(plane: Plane, how: Options) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     plane.comm.barrier(timeout=how.timeout, stream=plane.handle())
 
 
 def _counts(parts: Sequence[Tensor]) -> list[int] | None:
-    """Elements a rank, where ranks differ."""
+    """Elements per rank, if they differ."""
     counts = [p.numel() for p in parts]
     return counts if len(set(counts)) > 1 else None
 

@@ -1,4 +1,4 @@
-"""The current stream, another one for a moment."""
+"""Changes the current stream temporarily."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class On:
-    """A block whose current stream is another: what `torch.cuda.stream` does, in a sixth of the time.
+    """A context manager that changes the current stream, like `torch.cuda.stream` in a sixth of the time.
 
     Args:
         stream: of torch.

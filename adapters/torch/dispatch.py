@@ -1,10 +1,10 @@
-"""Closes gaps between torch and groups in Python.
+"""Works around restrictions of torch for groups written in Python.
 
-`dist.monitored_barrier` and `_set_pg_timeout` ask for Gloo by name; groups of xvcomm have them too. And C++ reaches a method of a
-Python group only where c10d wrote a trampoline for it. `all_gather_into_tensor_out` of the functional collectives, which compiled
-programs call, ends in `c10d::_allgather_base_` instead, which looks for a C++ backend that such a group does not have. So the
-functional operation gets a kernel in Python, which calls the group's own method. The operations of c10d itself stay as they are:
-a kernel in Python there would hold the interpreter lock while another backend waits for a mutex of its own.
+`dist.monitored_barrier` and `_set_pg_timeout` accept only Gloo's groups by name; xvcomm's groups implement them too. C++
+reaches a method of a Python group only if c10d has a trampoline for it. `all_gather_into_tensor_out` of the functional
+collectives, which compiled programs call, ends in `c10d::_allgather_base_` instead, which requires a C++ backend. So the
+functional operation gets a Python kernel that calls the group's own method. The operations of c10d itself are not replaced: a
+Python kernel for them would hold the interpreter lock while another backend waits for a mutex.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _libraries: list[Any] = []
 
 
 def install() -> None:
-    """Close them, as far as this release of torch can be extended. Idempotent."""
+    """Install the workarounds that this release of torch permits. Idempotent."""
     if _libraries:
         return
     skip_folder(str(Path(torch.__file__).parent))
-    # What stands between the program and what torch has renamed, or calls at the end of a `with`.
+    # Frames between the program and functions that torch has renamed, or calls at the end of a `with`.
     skip_folder(inspect.getfile(typing_extensions.deprecated))
     skip_folder(contextlib.__file__)
     library = torch.library.Library("_c10d_functional", "IMPL")
@@ -50,10 +50,10 @@ def install() -> None:
 
 
 def _all_gather_into_tensor_out(input: Any, group_size: int, group_name: Any, *, out: Any) -> Any:
-    """What torch's own kernel does, by the methods of the group; those of other backends release the interpreter lock."""
+    """Like torch's own kernel, but with the methods of the group; those of other backends release the interpreter lock."""
     group = _resolve_process_group(group_name) if isinstance(group_name, str) else dist.ProcessGroup.unbox(group_name)
     if isinstance(group, ProcessGroup):
-        # A Work of C++: nothing in C++ keeps the Python half of one of ours, without which `wait` would hang.
+        # A C++ Work: C++ does not keep the Python part of xvcomm's Work alive, without which `wait` would hang.
         work = _create_work_from_future(group.all_gather_single(out, input).get_future())
     else:
         work = group._allgather_base(out, input)
@@ -62,7 +62,7 @@ def _all_gather_into_tensor_out(input: Any, group_size: int, group_name: Any, *,
 
 
 def _let_timeouts_be_set() -> None:
-    """`_set_pg_timeout`, which asks for Gloo's and NCCL's groups by their classes."""
+    """Replace `_set_pg_timeout`, which accepts only Gloo's and NCCL's groups."""
     theirs = dist.distributed_c10d._set_pg_timeout
 
     @functools.wraps(theirs)
@@ -77,7 +77,7 @@ def _let_timeouts_be_set() -> None:
 
 
 def _give_builtin_hooks_a_future() -> None:
-    """Replace DDP's FP16 hook of C++, whose future must hold a list of C++, by that of Python, which does the same."""
+    """Replace DDP's built-in FP16 hook in C++, whose future must hold a C++ list, by the equivalent one in Python."""
     theirs = DistributedDataParallel._register_builtin_comm_hook
 
     @functools.wraps(theirs)
@@ -106,7 +106,9 @@ def _open_monitored_barrier() -> None:
 
 
 def _give_reducers_a_work_of_cpp() -> None:
-    """DDP's `join` hands its reducer a Work and drops it; C++ waits for it later, by when ours had lost its Python half."""
+    """Give DDP's reducer a C++ Work. `join` passes it a Work without keeping it; C++ waits for it when its
+    Python part is gone.
+    """
     theirs = dist.Reducer._set_forward_pass_work_handle
 
     def set_forward_pass_work_handle(reducer: Any, work: Any, static_world_size: bool) -> None:

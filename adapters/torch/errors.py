@@ -1,4 +1,4 @@
-"""What xvcomm raises, made fit for users of `torch.distributed`, who catch `RuntimeError` and `DistBackendError`."""
+"""Converts xvcomm's errors for users of `torch.distributed`, who catch `RuntimeError` and `DistBackendError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _both(kind: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """These classes, by whose names pickle finds them, in processes too that have raised none of them yet."""
+    """Create these classes by name, so that they can be unpickled in a process that has not raised them."""
     kind: Any = getattr(errors, name, None)
     ours = isinstance(kind, type) and issubclass(kind, XvcommError)
     if ours:
@@ -26,19 +26,21 @@ def __getattr__(name: str) -> Any:
 
 
 def as_torch(error: BaseException) -> BaseException:
-    """The same error as a `torch.distributed.DistBackendError` too, if it is one of xvcomm's."""
+    """Convert an error of xvcomm to one that is also a `torch.distributed.DistBackendError`; other errors are returned
+    unchanged.
+    """
     if not isinstance(error, XvcommError) or isinstance(error, dist.DistBackendError):
         return error
     kind: Any = type(error)
     both: type[XvcommError] = _both(kind)
     text = str(error)
     if isinstance(error, TimeoutError) and "Timed out" not in text:
-        text = f"{error.op or 'operation'}: Timed out waiting; {text}"  # programs look for Gloo's words
+        text = f"{error.op or 'operation'}: Timed out waiting; {text}"  # programs search for this text of Gloo's
     return both(text, rank=error.rank, peer=error.peer, op=error.op, seq=error.seq)
 
 
 class _Mapped:
-    """A class, because a generator takes four times as long to enter and leave."""
+    """A class, because entering and leaving a generator-based context manager takes four times as long."""
 
     def __enter__(self) -> None: ...
 
@@ -51,5 +53,5 @@ _mapped = _Mapped()
 
 
 def mapped() -> _Mapped:
-    """A block that raises xvcomm's errors as `as_torch` gives them."""
+    """A context manager that converts xvcomm's errors with `as_torch`."""
     return _mapped

@@ -1,10 +1,10 @@
-"""Collectives and messages that autograd goes through, for plain tensors and a `Communicator`.
+"""Differentiable collectives and messages, for plain tensors and a `Communicator`.
 
     y = functions.all_reduce(x, comm)
     functions.all_gather(y, comm).square().sum().backward()
 
-Each gives new tensors and leaves its input alone. The backward pass is the transposed operation: all ranks must run it,
-as they ran the forward one. What is differentiated is the sum of all ranks' losses, as in `torch.distributed.nn`.
+Each returns new tensors and leaves its input unchanged. The backward pass is the transposed operation, which all ranks must run
+as they ran the forward one. The differentiated quantity is the sum of all ranks' losses, as in `torch.distributed.nn`.
 """
 
 from __future__ import annotations
@@ -29,45 +29,49 @@ def all_reduce(x: Tensor, comm: Communicator, op: Op = "sum") -> Tensor:
 
     Args:
         x: any shape.
-        op: with gradients only sums: `"sum"`, `"avg"`, `premul_sum`.
+        comm: the communicator.
+        op: for gradients a sum: `"sum"`, `"avg"` or `premul_sum`.
 
     Raises:
-        DTypeError: a gradient is wanted of another reduction.
+        DTypeError: a gradient of another reduction is required.
     """
     return _AllReduce.apply(x, comm, _linear(op, x))
 
 
 def reduce(x: Tensor, comm: Communicator, root: int = 0, op: Op = "sum") -> Tensor:
-    """Reduce to the root, zeros elsewhere; the transpose is `broadcast`. Arguments as in `all_reduce`."""
+    """Reduce to the root; zeros elsewhere. The transpose is `broadcast`. Arguments as in `all_reduce`."""
     return _Reduce.apply(x, comm, root, _linear(op, x))
 
 
 def broadcast(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
-    """Give all ranks the root's tensor; the transpose is the sum at the root.
+    """Copy the root's tensor to all ranks; the transpose is the sum at the root.
 
     Args:
         x: the tensor on the root; elsewhere one of its shape and dtype, whose gradient is zero.
+        comm: the communicator.
+        root: rank that sends.
     """
     return _Broadcast.apply(x, comm, root)
 
 
 def all_gather(x: Tensor, comm: Communicator, counts: Sequence[int] | None = None) -> Tensor:
-    """All blocks along axis 0; the transpose is `reduce_scatter`.
+    """Concatenate the blocks of all ranks along axis 0; the transpose is `reduce_scatter`.
 
     Args:
         x: this rank's rows.
-        counts: rows a rank, where they differ.
+        comm: the communicator.
+        counts: rows per rank, if they differ.
     """
     return _AllGather.apply(x, comm, counts)
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, counts: Sequence[int] | None = None) -> Tensor:
-    """Sum over all ranks, this rank's rows of it; the transpose is `all_gather`. `counts` are rows a rank."""
+    """Sum over all ranks, and return this rank's rows; the transpose is `all_gather`. `counts` are rows per rank."""
     return _ReduceScatter.apply(x, comm, counts)
 
 
 def gather(x: Tensor, comm: Communicator, root: int = 0, counts: Sequence[int] | None = None) -> Tensor:
-    """All blocks along axis 0 at the root, zeros in their shape elsewhere; the transpose is `scatter`.
+    """Concatenate all blocks along axis 0 on the root; zeros of that shape elsewhere. The transpose is `scatter`.
 
     Arguments as in `all_gather`.
     """
@@ -75,7 +79,7 @@ def gather(x: Tensor, comm: Communicator, root: int = 0, counts: Sequence[int] |
 
 
 def scatter(x: Tensor, comm: Communicator, root: int = 0, counts: Sequence[int] | None = None) -> Tensor:
-    """This rank's rows of the root's tensor; the transpose is `gather`. `counts` are rows a rank.
+    """Return this rank's rows of the root's tensor; the transpose is `gather`. `counts` are rows per rank.
 
     Args:
         x: all rows on the root; elsewhere a tensor of its shape and dtype, whose gradient is zero.
@@ -86,7 +90,7 @@ def scatter(x: Tensor, comm: Communicator, root: int = 0, counts: Sequence[int] 
 def all_to_all(
     x: Tensor, comm: Communicator, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
 ) -> Tensor:
-    """Rows to and from each rank; the transpose sends them back. Counts are rows; equal if left out."""
+    """Exchange rows with each rank; the transpose sends them back. Counts are rows, by default equal."""
     return _AllToAll.apply(x, comm, send_counts, recv_counts)
 
 
@@ -94,8 +98,8 @@ def send(x: Tensor, comm: Communicator, dst: int, tag: int = 0) -> Tensor:
     """Send a tensor; the backward pass receives its gradient from `dst`.
 
     Returns:
-        A scalar zero that must become part of what is differentiated here (add it to a loss, or call its `backward`), so
-        that autograd comes by.
+        A scalar zero that must become part of what is differentiated here (add it to a loss, or call its `backward`), so that
+        autograd runs the backward pass.
     """
     return _Send.apply(x, comm, dst, tag)
 
@@ -104,7 +108,7 @@ def recv(like: Tensor, comm: Communicator, src: int, tag: int = 0) -> Tensor:
     """Receive a tensor of the shape and dtype of `like`; the backward pass sends its gradient to `src`.
 
     Args:
-        like: must require a gradient if one is to be sent back; its own gradient is zero.
+        like: must require a gradient if one is to be sent; its own gradient is zero.
     """
     return _Recv.apply(like, comm, src, tag)
 
@@ -112,7 +116,7 @@ def recv(like: Tensor, comm: Communicator, src: int, tag: int = 0) -> Tensor:
 def _linear(op: Op, x: Tensor) -> Reduction:
     how = reduction(op)
     if how.op not in _LINEAR and x.requires_grad and torch.is_grad_enabled():
-        raise DTypeError(f"{how.op} has no gradient here: reduce with sum or avg, or pass x.detach()")
+        raise DTypeError(f"{how.op} is not differentiable: use sum or avg, or pass x.detach()")
     return how
 
 
@@ -121,11 +125,11 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
-    """Maps errors; `forward` keeps its arguments behind the tensor."""
+    """Converts errors; `forward` takes the tensor first, then its other arguments."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep what the backward pass needs: everything but the tensor."""
+        """Save the arguments of `forward` except the tensor."""
         ctx.x_shape, ctx.arguments = inputs[0].shape, inputs[1:]
 
 
@@ -253,7 +257,7 @@ class _Send(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep what tells shape and dtype of the gradient too."""
+        """Also save shape and dtype of the gradient."""
         x = inputs[0]
         ctx.shape, ctx.kind, ctx.place, ctx.arguments = x.shape, x.dtype, x.device, inputs[1:]
 

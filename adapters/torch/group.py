@@ -1,7 +1,7 @@
-"""The process group: every entry point that `torch.distributed` and torch's C++ call on a group.
+"""The process group: all methods that `torch.distributed` and torch's C++ call on a group.
 
-torch lets Python write a subclass of `ProcessGroup` only (`c10d::Backend` has no trampoline). It then stands for the
-whole group, whatever the devices: `"cpu:gloo,cuda:xvcomm"` too gives one of these, which serves both.
+In Python, torch permits subclasses of `ProcessGroup` only (`c10d::Backend` has no trampoline). Such an object represents the
+whole group for all devices: `"cpu:gloo,cuda:xvcomm"` also creates one of these, which serves both.
 
 Method names and arguments are c10d's, see torch/csrc/distributed/c10d/ProcessGroup.hpp. Methods return a `Work`.
 """
@@ -37,7 +37,7 @@ _SECONDS = dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
 class ProcessGroup(Identity):
-    """A group of ranks on any mix of devices. Made by torch, for the backend `xvcomm`."""
+    """A group of ranks on any mix of devices. Created by torch, for the backend `xvcomm`."""
 
     # Collectives.
 
@@ -51,15 +51,15 @@ class ProcessGroup(Identity):
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """As `allreduce`."""
+        """See `allreduce`."""
         return self.allreduce(tensors, opts)
 
     def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Work:
-        """As `allreduce`."""
+        """See `allreduce`."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
-        """Give all ranks the root's tensors."""
+        """Copy the root's tensors to all ranks."""
         root = opts if isinstance(opts, int) else root
         tensors, how = _listed(tensors), options.read(None if isinstance(opts, int) else opts, timeout, root=root)
         if len(tensors) == 1:
@@ -78,7 +78,7 @@ class ProcessGroup(Identity):
         return self._run("reduce", tensors, how, lambda plane: _each(collectives.reduce, plane, how, tensors))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Give all ranks all blocks, one tensor each."""
+        """Gather the blocks of all ranks, each in its own tensor."""
         outs, ins = _paired(output_tensors, input_tensors)
         how = options.read(opts, timeout)
         results = [t for ranks in outs for t in ranks]
@@ -87,7 +87,7 @@ class ProcessGroup(Identity):
         )
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Work:
-        """As `allgather`; rank r's tensors come as `output_lists[r]`."""
+        """Like `allgather` for several tensors; rank r's are written to `output_lists[r]`."""
         how = options.read(opts)
         outs, input_list = [[ranks[i] for ranks in output_lists] for i in range(len(input_list))], tuple(input_list)
         results = [t for ranks in output_lists for t in ranks]
@@ -100,12 +100,12 @@ class ProcessGroup(Identity):
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Work:
-        """Give all ranks all blocks in one tensor."""
+        """Concatenate the blocks of all ranks in one tensor."""
         how = options.read(opts, timeout)
         return self._run_one("_allgather_base", collectives.all_gather_into, (output, input), how)
 
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> Work:
-        """As `all_gather_single`, for each pair of tensors."""
+        """Run `all_gather_single` for each pair of tensors."""
         output_lists, input_list, how = tuple(output_lists), tuple(input_list), options.read(opts)
         return self._run(
             "allgather_into_tensor_coalesced", output_lists, how,
@@ -115,7 +115,7 @@ class ProcessGroup(Identity):
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Work:
-        """Reduce and give each rank its block, one tensor each."""
+        """Reduce over all ranks, and give each rank its block, which are separate tensors."""
         ins, outs = _paired(input_tensors, output_tensors)
         how = options.read(op if opts is None else opts, timeout)
         blocks = [t for ranks in ins for t in ranks]
@@ -124,13 +124,13 @@ class ProcessGroup(Identity):
         )
 
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
-        """Reduce and give each rank its block of one tensor."""
+        """Reduce over all ranks, and give each rank its block of one tensor."""
         return self._run_one(
             "_reduce_scatter_base", collectives.reduce_scatter_into, (outputTensor, inputTensor), options.read(opts)
         )
 
     def reduce_scatter_single_coalesced(self, outputTensors: Tensors, inputTensors: Tensors, opts: Any = None) -> Work:
-        """As `reduce_scatter_single`, for each pair of tensors."""
+        """Run `reduce_scatter_single` for each pair of tensors."""
         outputTensors, inputTensors, how = tuple(outputTensors), tuple(inputTensors), options.read(opts)
         return self._run(
             "reduce_scatter_tensor_coalesced", outputTensors, how,
@@ -140,7 +140,7 @@ class ProcessGroup(Identity):
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        """Give the root all blocks, one tensor each."""
+        """Gather the blocks of all ranks on the root, each in its own tensor."""
         if isinstance(input_tensors, Tensor):
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
         root, opts = (opts, None) if isinstance(opts, int) else (root, opts)
@@ -151,7 +151,7 @@ class ProcessGroup(Identity):
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        """Give each rank its block of the root's tensors."""
+        """Send each rank its block of the root's tensors."""
         if isinstance(output_tensors, Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
         root, opts = (opts, None) if isinstance(opts, int) else (root, opts)
@@ -163,7 +163,7 @@ class ProcessGroup(Identity):
         self, output_tensor: Tensor, input_tensor: Tensor, output_split_sizes: Sequence[int] = (),
         input_split_sizes: Sequence[int] = (), opts: Any = None, timeout: Any = None,
     ) -> Work:  # fmt: skip
-        """Send rows to each rank and get rows from each."""
+        """Send rows to each rank and receive rows from each."""
         how = options.read(opts, timeout)
         outs, ins = list(output_split_sizes), list(input_split_sizes)
         return self._run(
@@ -172,7 +172,7 @@ class ProcessGroup(Identity):
         )  # fmt: skip
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None, timeout: Any = None) -> Work:
-        """Send a tensor to each rank and get one from each."""
+        """Send a tensor to each rank and receive one from each."""
         output_tensors, input_tensors, how = tuple(output_tensors), tuple(input_tensors), options.read(opts, timeout)
         return self._run(
             "all_to_all", output_tensors, how,
@@ -180,9 +180,9 @@ class ProcessGroup(Identity):
         )  # fmt: skip
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """Wait until every rank is here; with GPUs, and for the work on the current one's stream."""
+        """Wait until every rank has called this; with GPUs, also for the work on the current stream."""
         how = options.read(opts, timeout)
-        named = _on_gpu(opts) or self._backend == "nccl"  # of NCCL's groups torch knows that they serve GPUs alone
+        named = _on_gpu(opts) or self._backend == "nccl"  # torch knows that groups of NCCL serve GPUs only
         gpu = self.planes.gpu if named else None
         if gpu is not None and not how.waits:  # the others may wait for what this rank does next
             self._sequence = next(self._numbers)
@@ -191,11 +191,11 @@ class ProcessGroup(Identity):
         return self._on(gpu or self.planes.host, "barrier", [], how, lambda plane: collectives.barrier(plane, how))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait in the host until every rank is here; the group goes on whether they come or not.
+        """Block the host until every rank has called this; the group remains usable if a rank is missing.
 
         Raises:
             DeadlineExceeded: names the ranks that did not come.
-            ClosedError: in a forked child, whose connection to the store is its parent's too.
+            ClosedError: in a forked child, which shares its connection to the store with its parent.
         """
         if self._forks != forks():
             raise as_torch(ClosedError(FORKED, op="monitored_barrier"))
@@ -218,7 +218,7 @@ class ProcessGroup(Identity):
             return self._noted(messages.receive(self._plane(tensors), tensors, srcRank, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receive one tensor from whoever sends first."""
+        """Receive one tensor from the rank that sends first."""
         with recorded(self._backend, "recvAnySource", tensors):
             return self._noted(messages.receive_from_any(self._plane(tensors), tensors, tag))
 
@@ -230,8 +230,8 @@ class ProcessGroup(Identity):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Coalescing: operations start when they are called, and never wait for each other's peers. Collectives run in order,
-    # so that only messages need be waited for.
+    # Coalescing: operations start when they are called, and never wait for each other's peers. Collectives run in order, so
+    # only messages have to be waited for.
 
     _coalesced: list[Work] | None = None
 
@@ -247,13 +247,13 @@ class ProcessGroup(Identity):
             self._coalesced.append(work)
         return work
 
-    # Life.
+    # Lifecycle.
 
     def split_group(
         self, new_ranks: Sequence[int], timeout: Any = None, opts: Any = None, group_name: str | None = None,
         group_desc: str | None = None, device_types: Any = None,
     ) -> ProcessGroup | None:  # fmt: skip
-        """A group of some of this group's ranks; None for the others."""
+        """Create a group of some of this group's ranks; None on the others."""
         self._splits += 1
         if self._rank not in new_ranks:
             return None
@@ -268,14 +268,14 @@ class ProcessGroup(Identity):
         return group
 
     def comm_split_count(self) -> int:
-        """How often this group was split."""
+        """Number of times that this group was split."""
         return self._splits
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing: who is no member of a group need not take part in making it."""
+        """No-op: ranks that are not in a group do not take part in its creation."""
 
     def abort(self) -> None:
-        """Make every rank leave what it is in; the group is then finished."""
+        """Make every rank leave its operation; the group is unusable afterwards."""
         self.planes.abort("the process group was aborted")
         self.planes.close()
 
@@ -284,14 +284,14 @@ class ProcessGroup(Identity):
         self.planes.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations may take from now on."""
+        """Set the timeout of further operations."""
         self.options._timeout = timeout
         for comm in self.planes.comms.values():
             comm.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
-    # How an operation runs.
+    # Execution of operations.
 
     def _run(
         self, what: str, results: Tensors, how: Options, job: Callable[[Plane], None], inputs: Tensors = _NO_TENSOR
@@ -300,7 +300,9 @@ class ProcessGroup(Identity):
         return self._on(self._plane((*results, *inputs)), what, results, how, job, inputs or results)
 
     def _run_one(self, what: str, operation: Operation, tensors: Tensors, how: Options) -> Work:
-        """Run a collective of one output, which comes first, and perhaps one input: what is called most, by the shortest way."""
+        """Run a collective of one output, which comes first, and at most one input: the most frequent case, with the least
+        overhead.
+        """
         if profiling():
             with recorded(self._backend, what, tensors[-1:]):
                 return self._one(what, operation, tensors, how)
@@ -330,7 +332,7 @@ class ProcessGroup(Identity):
             return plane.run(job, results, what, waits=how.waits, inputs=shown)
 
     def _plane(self, tensors: Tensors) -> Plane:
-        """What serves a call's tensors, all of which must be here: nothing below asks a second time where one lies."""
+        """The plane for a call's tensors. Checks that all of them are on its device, which is not checked again below."""
         if len(tensors) > 1:
             on_one_device(tensors)
         if not tensors or tensors[0].is_cpu:
@@ -344,26 +346,29 @@ class ProcessGroup(Identity):
         if device.type != "cuda" or self.planes.gpu is None:
             kinds = " and ".join(d.type for d in self._device_types)
             raise as_torch(
-                ArrayError(f"a tensor on {device}: this group serves {kinds}; make or move the tensor there")
+                ArrayError(f"a tensor on {device}: this group serves {kinds}; create or move the tensor there")
             )
         return self.planes.gpu
 
 
 def create(given: Any, backend_options: Any) -> ProcessGroup:
-    """What torch calls to make a group of the backend `xvcomm`; blocks until all its ranks call it.
+    """Called by torch to create a group of the backend `xvcomm`; blocks until all its ranks call it.
 
     Args:
         given: c10d's options for extended backends: store, rank, size, timeout and more.
-        backend_options: the user's `pg_options`; none are known.
+        backend_options: the user's `pg_options`; none are supported.
     """
     return make(given.store, given.group_rank, given.group_size, given.timeout, "xvcomm")
 
 
 def make(store: Any, rank: int, size: int, timeout: timedelta | None, backend: str) -> ProcessGroup:
-    """A group for the call of `torch.distributed` that is under way; blocks until all its ranks call it.
+    """Create a group for the current call of `torch.distributed`; blocks until all its ranks call it.
 
     Args:
-        backend: the name that the program asked for.
+        store: torch's, of this group.
+        rank, size: in the group.
+        timeout: of its operations; None for the default.
+        backend: the backend name that the program passed.
     """
     from xvcomm.adapters.torch import dispatch
 
@@ -380,43 +385,46 @@ def communicator(group: Any, device: torch.device | str | None) -> Communicator:
     """See `xvcomm.adapters.torch.communicator`."""
     if group is None:
         if not dist.is_initialized():
-            raise as_torch(ArgumentError("torch's default group is not initialised; call init_process_group first"))
+            raise as_torch(ArgumentError("torch's default group is not initialized; call init_process_group first"))
         group = dist.group.WORLD
     if not isinstance(group, ProcessGroup):
         if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise as_torch(ArgumentError("this rank is no member of the group; ask on its members"))
+            raise as_torch(ArgumentError("this rank is not a member of the group; call this on its members"))
         kind = group.name() if isinstance(group, dist.ProcessGroup) else type(group).__name__
-        raise as_torch(ArgumentError(f"no process group of xvcomm's but {kind}; make it with the backend 'xvcomm'"))
+        raise as_torch(
+            ArgumentError(f"expected a process group of xvcomm, not {kind}; create it with the backend 'xvcomm'")
+        )
     planes = group.planes
     if device is None:
         return (planes.gpu or planes.host).comm
     kind = torch.device(device).type
     plane = {"cpu": planes.host, "cuda": planes.gpu}.get(kind)
     if plane is None:
-        raise as_torch(ArgumentError(f"this rank serves no tensors on {kind} in the group; leave device away"))
+        raise as_torch(ArgumentError(f"this rank serves no tensors on {kind} in the group; omit device"))
     return plane.comm
 
 
-# Copies, as c10d makes them: the caller may go on with its lists while an operation is under way.
+# Copies of the caller's lists, as in c10d: the caller may modify its lists during an operation.
 
 
 def _listed(tensors: Any) -> Any:
-    return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)  # to ask for Tensor takes a microsecond
+    # isinstance(Tensor) would take a microsecond
+    return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
 
 
 def _paired(lists: Any, tensors: Any) -> tuple[Any, Any]:
-    """A list of lists and a list, also where a list and a tensor were given."""
+    """Normalize to a list of lists and a list; a list and a tensor are accepted too."""
     return ((tuple(lists),), (tensors,)) if isinstance(tensors, Tensor) else (tuple(map(tuple, lists)), tuple(tensors))
 
 
 def _each(operation: Callable[..., None], plane: Plane, how: Options, *lists: Tensors) -> None:
-    """An operation on each tensor of a list, or each pair of two lists."""
+    """Run an operation on each tensor of a list, or each pair of two lists."""
     for tensors in zip(*lists, strict=True):
         operation(plane, *tensors, how)
 
 
 def _each_alone(operation: Operation, plane: Plane, how: Options, *lists: Tensors) -> None:
-    """As `_each`, for operations that `collectives.on_any` runs."""
+    """Like `_each`, for operations that `collectives.on_any` runs."""
     for tensors in zip(*lists, strict=True):
         collectives.on_any(operation, plane, tensors, how)
 

@@ -1,4 +1,4 @@
-"""What torch asks a group about itself. Its base class would ask C++ backends, of which there are none here."""
+"""What torch asks a group about itself. The base class would ask its C++ backends, which do not exist here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xvcomm.system.forking import forks
 
 
 class Identity(dist.ProcessGroup):
-    """Names, numbers and abilities of a group, and what it is made of.
+    """Names, numbers and capabilities of a group, and its communicators.
 
     Attributes:
         planes: its communicators.
@@ -28,7 +28,7 @@ class Identity(dist.ProcessGroup):
     supports_shrinking = False
 
     def __init__(self, planes: Planes, store: Any, rank: int, size: int, timeout: float, backend: str) -> None:
-        # With a store in the arguments pybind11 makes the object one that has no Python half.
+        # If the store is passed, pybind11 creates an object without a Python part.
         super().__init__(rank, size)
         self.planes = planes
         self._store, self._rank, self._size = store, rank, size
@@ -36,7 +36,7 @@ class Identity(dist.ProcessGroup):
         self._group_name = self._group_desc = ""
         self._forks = forks()
         self._sequence = self._splits = self._monitored = 0
-        self._numbers = itertools.count(1)  # one step, so that threads need no lock
+        self._numbers = itertools.count(1)  # atomic, so that threads need no lock
         self.options = SimpleNamespace(
             _timeout=timedelta(seconds=timeout), global_ranks_in_group=[], group_name="", backend=backend,
             is_high_priority_stream=False,
@@ -54,9 +54,9 @@ class Identity(dist.ProcessGroup):
         return self._store
 
     def getBackendName(self) -> str:
-        """For torch's C++, the name the group was asked for by; but never Gloo's.
+        """For torch's C++, the name that the group was requested by, except for Gloo's.
 
-        DDP's logger asks a group that says so for the number of its threads, which only a group of Gloo's own can tell.
+        DDP's logger asks a group of that name for its number of threads, which only a real Gloo group can answer.
         """
         return "xvcomm" if self._backend == "gloo" else self._backend
 
@@ -66,7 +66,7 @@ class Identity(dist.ProcessGroup):
     name = _get_backend_name
 
     def getRank(self) -> int:
-        """This rank in the group."""
+        """Rank of this process in the group."""
         return self._rank
 
     rank = getRank
@@ -100,11 +100,11 @@ class Identity(dist.ProcessGroup):
         return self._sequence
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """False: there is no memory that suits this group better."""
+        """False: the group has no allocator of its own."""
         return False
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Nothing: groups connect when they are made."""
+        """No-op: groups connect when they are created."""
 
     def _has_hooks(self) -> bool:
         return False
@@ -116,4 +116,4 @@ class Identity(dist.ProcessGroup):
         pass
 
     def __reduce__(self) -> Any:
-        raise TypeError("a process group cannot leave its process; pass its ranks, and call new_group there")
+        raise TypeError("a process group cannot be pickled; pass its ranks, and call new_group in the other process")

@@ -1,7 +1,7 @@
-"""How a group of `torch.distributed` gets its communicators.
+"""Creates the communicators of a group of `torch.distributed`.
 
-The default group joins a job through torch's store. Groups made after it are subgroups of that job: only their members
-take part, as torch demands.
+The default group joins a job through torch's store. Later groups are subgroups of that job: only their members take part, as
+torch requires.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Planes:
     """The planes of one group.
 
     Attributes:
-        comms: its communicators: `main` of the ranks' own devices, and `host` where all of these are GPUs.
-        name: the group's.
-        host, gpu: what serves tensors in host memory, and on a GPU; None where this rank has none.
+        comms: its communicators: `main` for the ranks' devices, and `host` if these are all GPUs.
+        name: name of the group.
+        host, gpu: planes for tensors in host memory, and on a GPU; None if this rank has none.
     """
 
     def __init__(self, comms: dict[str, Communicator], name: str) -> None:
@@ -48,7 +48,7 @@ class Planes:
             self.host = HostPlane(main, name)
 
     def subgroup(self, ranks: Sequence[int], name: str, timeout: float) -> Planes:
-        """Planes of some of this group's ranks; only they call it. Blocks until all have."""
+        """Create planes of some of this group's ranks; only they call this. Blocks until all have."""
         comms = {}
         for kind, comm in self.comms.items():
             comms[kind] = comm.subgroup(ranks, f"{name}/{kind}", timeout=timeout)
@@ -56,12 +56,12 @@ class Planes:
         return Planes(comms, name)
 
     def abort(self, reason: str) -> None:
-        """Make every rank leave what it is in."""
+        """Make every rank leave its operation."""
         for comm in self.comms.values():
             comm.abort(reason)
 
     def close(self) -> None:
-        """Leave all communicators. Idempotent."""
+        """Close all communicators. Idempotent."""
         for plane in (self.host, self.gpu):
             if plane is not None:
                 plane.close()
@@ -70,17 +70,17 @@ class Planes:
 
 
 def join(store: Any, rank: int, size: int, timeout: float, making: Making) -> Planes:
-    """Planes for a group that torch is about to make; blocks until all its ranks are there.
+    """Create planes for a group that torch is about to create; blocks until all its ranks have called this.
 
     Args:
         store: torch's, of this group.
         rank, size: in the group.
-        timeout: seconds to join, and for each operation after that.
-        making: what torch has been asked to make.
+        timeout: seconds to join, and the default timeout of operations.
+        making: the group that torch has been asked to create.
 
     Raises:
         DeadlineExceeded: names the ranks that did not come.
-        ConfigError: two processes have one number, or a variable is wrong.
+        ConfigError: two processes have the same rank, or a variable is invalid.
     """
     with mapped():
         world = default_planes()
@@ -90,7 +90,7 @@ def join(store: Any, rank: int, size: int, timeout: float, making: Making) -> Pl
 
 
 def default_planes() -> Planes | None:
-    """Those of torch's default group, if it is one of xvcomm's."""
+    """The planes of torch's default group, if it is of xvcomm."""
     if not dist.is_initialized():
         return None
     return getattr(dist.distributed_c10d._get_default_group(), "planes", None)
@@ -107,7 +107,7 @@ def _meet(store: Any, rank: int, size: int, making: Making, timeout: float) -> P
 
 
 def _device(bound: torch.device | None) -> str | None:
-    """This rank's device as `init` takes it: the GPU that torch is set to, unless the environment says otherwise."""
+    """This rank's device for `init`: torch's current GPU, unless the environment selects another."""
     config = Config.from_env()
     if not torch.cuda.is_available() or config.device == "host":
         return config.device or "host"
@@ -116,7 +116,7 @@ def _device(bound: torch.device | None) -> str | None:
 
 
 def _index(config: Config) -> int:
-    """The current GPU; where nobody has chosen one, that of the launcher's local rank, as `init_process_group` guesses."""
+    """The current GPU; if none has been selected, the launcher's local rank, as in `init_process_group`."""
     if config.device_index is not None:
         return config.device_index
     current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")

@@ -1,8 +1,8 @@
-"""Point-to-point messages with tags, as c10d has them.
+"""Point-to-point messages with tags, as in c10d.
 
-Messages of one tag between two ranks match in order, those of different tags in any order (as with Gloo): each tag has
-a channel of its own, up to as many as a communicator has. Beyond that, tags share channels, and must then match in order.
-What a rank sends to itself takes none: see `ownmessages`.
+Messages of one tag between two ranks match in order, those of different tags in any order (as with Gloo): each tag has its own
+channel, up to the number of channels of a communicator. Beyond that, tags share channels, and must then match in order.
+Messages of a rank to itself use no channel: see `ownmessages`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xvcomm.errors import ArgumentError
 
 
 def send(plane: Plane, tensors: Sequence[Tensor], dst: int, tag: int) -> Work:
-    """Send one tensor; it may be changed once the Work is done."""
+    """Send one tensor, which must not be modified until the Work is complete."""
     if dst == plane.comm.rank:
         return _own(plane, _single("send", tensors), tag, sends=True)
     x, channel = plane.view(dense(_single("send", tensors), plane.device)), tag % CHANNELS
@@ -60,14 +60,14 @@ def _own(plane: Plane, x: Tensor, tag: int, *, sends: bool) -> Work:
 
 
 def _bring_back(buffer: Tensor, x: Tensor) -> None:
-    """`settle` on the stream that waits, which need not be the one that the buffer was made for."""
+    """Run `settle` on the waiting stream, which may differ from the one that the buffer was allocated on."""
     settle(buffer, x)
     if buffer.is_cuda:
         buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
 
 def receive_from_any(plane: Plane, tensors: Sequence[Tensor], tag: int) -> Work:
-    """Receive one tensor from whichever rank sends with this tag first; the Work knows which."""
+    """Receive one tensor from the first rank that sends with this tag; the Work contains the source."""
     x = _single("recv", tensors)
     return plane.from_any(partial(_take, plane, x, tag), tensors, "recv from any rank", tag % CHANNELS)
 

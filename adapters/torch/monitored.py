@@ -1,4 +1,4 @@
-"""The monitored barrier: a barrier of the hosts that names who is missing, and leaves the group usable."""
+"""The monitored barrier: a barrier of the hosts that names missing ranks, and leaves the group usable."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _PASSED = b"passed"
 
 
 def monitored_barrier(store: Any, rank: int, size: int, number: int, seconds: float, wait_all_ranks: bool) -> None:
-    """Block until all ranks are here; rank 0 watches, by way of torch's store, as Gloo's does with messages.
+    """Block until all ranks are here. Rank 0 watches, through torch's store, as Gloo's does with messages.
 
     Args:
         store: the group's.
-        number: of this barrier in the group.
-        seconds: how long rank 0 waits for all.
-        wait_all_ranks: name all ranks that are missing, not only the first.
+        rank, size: in the group.
+        number: sequence number of this barrier in the group.
+        seconds: timeout of rank 0.
+        wait_all_ranks: name all missing ranks instead of the first.
 
     Raises:
-        DeadlineExceeded: names them on rank 0, and rank 0 on the others.
+        DeadlineExceeded: names the missing ranks on rank 0, and rank 0 on the others.
     """
     place, deadline = f"monitored_barrier/{number}", Deadline.after(seconds)
     if rank:
@@ -54,7 +55,7 @@ def monitored_barrier(store: Any, rank: int, size: int, number: int, seconds: fl
 
 
 def _awaited(store: Any, key: str, deadline: Deadline) -> bytes | None:
-    """A key's value; None if it does not come in time. A store's own `wait` holds up everybody else's requests."""
+    """A key's value; None if it is not set in time. A store's own `wait` would block requests of other threads."""
     while not store.check([key]):
         if deadline.expired():
             return None

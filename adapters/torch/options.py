@@ -1,7 +1,7 @@
-"""What a call asks for, read from any form that c10d passes it in.
+"""Options of a call, in all forms in which c10d passes them.
 
-A method of c10d's groups is called with an options object, by C++ and by `torch.distributed`; or with plain arguments,
-by whoever uses a group object directly.
+Methods of c10d's groups are called with an options object, by C++ and by `torch.distributed`; or with plain arguments, by
+programs that use a group object directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REDUCTIONS = {hash(getattr(dist.ReduceOp, name)): Reduction(op) for name, op in
 _UNSET = timedelta(milliseconds=-1)
 _PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
 SUM = Reduction(ReduceOp.SUM)
-# Which options objects there are, and whether they hold a reduction and a root.
+# The options objects, and whether they contain a reduction and a root.
 _PARTS = {
     kind: (hasattr(kind, "reduceOp"), hasattr(kind, "rootRank"))
     for kind in vars(c10d).values() if isinstance(kind, type) and hasattr(kind, "asyncOp")
@@ -32,13 +32,13 @@ _PARTS = {
 
 
 class Options(msgspec.Struct, frozen=True):
-    """One call's options.
+    """Options of one call.
 
     Attributes:
-        op: how to reduce.
+        op: the reduction.
         root: rank in the group.
-        timeout: seconds; None for the group's own.
-        waits: whether the caller waits for the result before anything else, so that no Work need be made.
+        timeout: in seconds; None for the group's default.
+        waits: whether the caller waits for the result before anything else, so that no Work is needed.
     """
 
     op: Reduction = SUM
@@ -48,7 +48,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def read(given: Any, timeout: Any = None, *, root: int | None = None) -> Options:
-    """Options from an object of c10d, or from `op` (or nothing) and `timeout`."""
+    """Read options from an object of c10d, or from `op` (or None) and `timeout`."""
     parts = _PARTS.get(type(given))
     if parts is None:
         return Options(SUM if given is None else reduction(given), root or 0, seconds(timeout))
@@ -61,7 +61,7 @@ def read(given: Any, timeout: Any = None, *, root: int | None = None) -> Options
 
 
 def seconds(timeout: Any) -> float | None:
-    """A duration of torch in seconds; None where it says to take the group's own."""
+    """A duration of torch in seconds; None if it means the group's default."""
     if timeout is None or timeout == _UNSET:
         return None
     left = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -69,9 +69,9 @@ def seconds(timeout: Any) -> float | None:
 
 
 def reduction(op: Any) -> Reduction:
-    """xvcomm's reduction for one of `torch.distributed.ReduceOp`."""
+    """Convert an element of `torch.distributed.ReduceOp` to a Reduction."""
     try:
-        code = hash(op)  # its number, which takes five times as long to read in other ways
+        code = hash(op)  # its number; other ways to read it take five times as long
     except TypeError:
         raise ArgumentError(f"op={op!r}: pass one of torch.distributed.ReduceOp") from None
     found = _REDUCTIONS.get(code)

@@ -1,4 +1,4 @@
-"""Messages of a rank to itself, as NCCL's groups have them: the call that comes second copies.
+"""Messages of a rank to itself, as in NCCL's groups: the second of the two calls copies.
 
 Messages of one tag match in order, those of different tags in any order, as between ranks.
 """
@@ -21,7 +21,7 @@ from xvcomm.errors import ArgumentError, ArrayError, ClosedError
 
 
 class Carrier(Protocol):
-    """What a message of a rank to itself asks of the plane that it belongs to.
+    """What a message of a rank to itself needs of its plane.
 
     Attributes:
         comm: the communicator.
@@ -30,21 +30,21 @@ class Carrier(Protocol):
     comm: Communicator
 
     def record_event(self) -> Any:
-        """What `follow` takes: the end of what the current stream holds now."""
+        """An event for `follow`, recorded on the current stream."""
 
     def follow(self, event: Any) -> None:
-        """Let what comes next wait for an event; raises what has finished the communicator, if anything has."""
+        """Make the current stream wait for an event; raises the error that ended the communicator, if any."""
 
     def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
-        """A Work for what was done in the call, on the current stream if there are streams."""
+        """A Work for what the call has done itself, on the current stream if there are streams."""
 
 
 class OwnWork(HostWork):
-    """A message to or from this rank itself whose other end was not called yet; who waits for it waits for that too.
+    """A message to or from this rank itself whose other end has not been called yet; waiting for it includes that.
 
     Args (of the constructor):
-        future: ends with the Work of the copy.
-        limit: seconds that `wait` takes at most where it is not told.
+        future: completes with the Work of the copy.
+        limit: default timeout of `wait` in seconds.
     """
 
     __slots__ = ("_limit",)
@@ -61,7 +61,7 @@ class OwnWork(HostWork):
         return bool(copied.wait() if left is None else copied.wait(left))
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether it is complete."""
         return self._future.done() and (self._future.exception() is not None or self._future.result().is_completed())
 
 
@@ -75,24 +75,28 @@ class _End(NamedTuple):
 
 
 class OwnMessages:
-    """The messages of one plane to this rank itself. Threads may share it."""
+    """The messages of one plane to this rank itself. Thread-safe."""
 
     def __init__(self) -> None:
         self._gate = threading.Lock()
-        self._waiting: dict[int, deque[_End]] = defaultdict(deque)  # of one tag only sends, or only receives
+        self._waiting: dict[int, deque[_End]] = defaultdict(deque)  # of one tag either sends or receives
 
     def post(self, carrier: Carrier, tensor: Tensor, tag: int, *, sends: bool, waits: bool) -> Work:
         """Send a tensor to this rank itself, or receive it.
 
         Args:
-            waits: whether the caller waits in the call, so that the other end must have been called before.
+            carrier: the plane.
+            tensor: to send or to receive into.
+            tag: of the message.
+            sends: whether this is the send.
+            waits: whether the caller blocks, so that the other end must have been called before.
 
         Raises:
-            ArrayError: the two tensors differ in length or element type; both calls raise it, and the group goes on.
-            ArgumentError: the caller would wait for itself.
+            ArrayError: the two tensors differ in length or dtype; both calls raise it, and the group remains usable.
+            ArgumentError: the caller would deadlock.
         """
         carrier.comm.check()
-        dense(tensor, None)  # raises for what has no plain memory
+        dense(tensor, None)  # raises for tensors without plain memory
         rank, name = carrier.comm.rank, "send" if sends else "recv"
         with self._gate:
             waiting = self._waiting[tag]
@@ -107,14 +111,14 @@ class OwnMessages:
         missing = "irecv" if sends else "isend"
         if waits:
             raise ArgumentError(
-                f"{name} with rank {rank}, this rank itself, before its {missing} with tag {tag}: it would wait for ever; "
+                f"{name} with rank {rank}, this rank itself, before its {missing} with tag {tag}: it would deadlock; "
                 f"call {missing} first, or put both into one batch_isend_irecv"
             )
         what = f"i{name} with rank {rank}, this rank itself, which has not called {missing} with tag {tag}"
         return OwnWork(end.future, tensor, what, rank, carrier.comm.timeout)
 
     def close(self) -> None:
-        """Let the Works of messages whose other end never came raise ClosedError. Idempotent."""
+        """Fail Works of messages whose other end was not called with ClosedError. Idempotent."""
         with self._gate:
             left = [end for ends in self._waiting.values() for end in ends]
             self._waiting.clear()
@@ -125,7 +129,7 @@ class OwnMessages:
 
 
 def _copy(carrier: Carrier, first: _End, tensor: Tensor, what: str) -> Work:
-    """Copy what is sent to where it is received, in the call that came second; gives this one's Work."""
+    """Copy from the sent to the received tensor, in the second of the two calls; returns that call's Work."""
     rank = carrier.comm.rank
     source, target = (first.tensor, tensor) if first.sends else (tensor, first.tensor)
     try:

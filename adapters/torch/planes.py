@@ -1,8 +1,8 @@
-"""Which communicator serves which tensors, and in which thread or on which stream an operation runs.
+"""Selects the communicator for a call's tensors, and the thread or stream on which an operation runs.
 
-A group has a plane for each kind of device that its ranks share: tensors on GPUs go through a communicator of the GPUs,
-tensors in host memory through one of host memory. In a job where some ranks have no GPU there is one communicator for
-all; a rank with a GPU then brings tensors in host memory to it first.
+A group has a plane for each device type that its ranks share: tensors on GPUs use a communicator of the GPUs, tensors in host
+memory one of host memory. In a job where some ranks have no GPU there is one communicator for all; a rank with a GPU then
+copies tensors in host memory to its GPU first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from xvcomm.trace.callsite import find_call_site
 
 _CLOSE_SECONDS = 2.0
 _INSIDE_RUN, _INSIDE_FROM_ANY = 2, 3
-"""Functions of xvcomm that are under way at the least when `HostPlane` asks for the call site."""
+"""Minimum depth of xvcomm's own frames when `HostPlane` looks up the call site."""
 Job = Callable[["Plane"], Any]
 Operation = Callable[..., Any]
 
@@ -44,7 +44,7 @@ class Plane(ABC):
     Attributes:
         comm: the communicator.
         own: messages of this rank to itself.
-        device: where tensors must be brought before they are passed to it; None if they are there already.
+        device: device to which tensors must be copied before they are passed to it; None if they are there already.
     """
 
     device: torch.device | None = None
@@ -55,15 +55,15 @@ class Plane(ABC):
 
     @abstractmethod
     def view(self, x: Tensor) -> ArrayView:
-        """A contiguous tensor on this plane's device, as the communicator takes it: in one dimension."""
+        """A contiguous tensor on this plane's device, as a one-dimensional view."""
 
     @property
     def ready(self) -> bool:
-        """Whether an operation of the calling thread would be the next."""
+        """Whether an operation of the calling thread would run next."""
         return True
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the communicator takes these, one or two, as they are."""
+        """Whether the communicator accepts these tensors, one or two, without copies."""
         return self.device is None and plain(tensors[0]) and (len(tensors) == 1 or plain(tensors[1]))
 
     @abstractmethod
@@ -73,13 +73,15 @@ class Plane(ABC):
         """Run `job(self)`, which calls the communicator's blocking operations, in order with the group's other jobs.
 
         Args:
+            job: the function.
             tensors: the results.
+            what: name for errors.
             waits: whether the caller waits for it at once.
-            inputs: what else it uses.
+            inputs: further tensors that it uses.
         """
 
     def start(self, operation: Operation, tensors: Sequence[Tensor], how: Options, what: str) -> Work:
-        """Run one of the operations of `collectives.on_any` on tensors that `takes` takes, for a caller who does not wait."""
+        """Run one of the operations of `collectives.on_any` asynchronously, on tensors that `takes` accepts."""
         return self.run(
             lambda plane: operation(plane, *tensors, how), tensors[:1], what, waits=False, inputs=tensors[1:]
         )
@@ -91,49 +93,55 @@ class Plane(ABC):
         """A Work for one of the communicator's asynchronous operations.
 
         Args:
-            then: what to do once it is over.
+            work: the communicator's Work.
+            tensors: the results.
+            what: name for errors.
+            source: rank that a message comes from, or -1.
+            then: called once it is complete.
         """
 
     @abstractmethod
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
-        """A Work for `job`, which blocks until a message is there, receives it, and gives its source; in order on a channel."""
+        """A Work for `job`, which waits for a message, receives it, and returns its source; in order per channel."""
 
     @abstractmethod
     def record_event(self) -> Any:
-        """The end of what the current stream holds now, for `follow`; None in host memory."""
+        """An event on the current stream, for `follow`; None in host memory."""
 
     @abstractmethod
     def follow(self, event: Any) -> None:
-        """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
+        """Make the current stream wait for an event; raises the error that ended the communicator, if any."""
 
     @abstractmethod
     def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
         """A Work for what the call has done itself, in host memory or on the current stream, with two tensors."""
 
     def handle(self) -> int | None:
-        """The current stream's; None in host memory."""
+        """Handle of the current stream; None in host memory."""
         return None
 
     def check(self) -> None:
-        """Raise what has finished the communicator, if anything has."""
+        """Raise the error that ended the communicator, if any."""
         try:
             self.comm.check()
         except XvcommError as error:
             raise as_torch(error) from None
 
     def close(self) -> None:
-        """Leave the communicator. Idempotent."""
+        """Close the communicator. Idempotent."""
         self.comm.close()
         self.own.close()
 
 
 class HostPlane(Plane):
-    """Tensors in host memory: the calling thread moves them, or one thread of the group's for what is not waited for."""
+    """Tensors in host memory: the calling thread moves them, or a thread of the group for asynchronous operations."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
         super().__init__(comm)
         self._worker = OrderedWorker(f"xvcomm-{name}")
-        self._receivers = [OrderedWorker(f"xvcomm-{name}-any-{n}") for n in range(CHANNELS)]  # threads come with calls
+        self._receivers = [
+            OrderedWorker(f"xvcomm-{name}-any-{n}") for n in range(CHANNELS)
+        ]  # their threads start on first use
 
     @property
     def ready(self) -> bool:
@@ -147,7 +155,9 @@ class HostPlane(Plane):
     def run(
         self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool, inputs: Sequence[Tensor] = ()
     ) -> Work:
-        """See `Plane.run`. In the calling thread if it waits and nothing is under way, or if there is nobody to wait for."""
+        """See `Plane.run`. Runs in the calling thread if the caller waits and nothing is in progress, or if there is no other
+        rank.
+        """
         alone = self.comm.size == 1
         if not (waits or alone):
             return HostWork(self._worker.submit(partial(job, self), find_call_site(_INSIDE_RUN)), tensors, what)
@@ -180,7 +190,7 @@ class HostPlane(Plane):
         return HostWork(future, tensors, what, source)
 
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
-        """See `Plane.from_any`. In a thread of the channel's, since it may wait for long."""
+        """See `Plane.from_any`. Runs in a thread of the channel, because it may wait for long."""
         return HostWork(self._receivers[channel].submit(job, find_call_site(_INSIDE_FROM_ANY)), tensors, what)
 
     def record_event(self) -> None:
@@ -196,19 +206,20 @@ class HostPlane(Plane):
 
     def close(self) -> None:
         """See `Plane.close`."""
-        self._worker.close(_CLOSE_SECONDS)  # what was started may end, as with Gloo; at once if the group was aborted
+        # started operations may complete, as with Gloo; immediate if the group was aborted
+        self._worker.close(_CLOSE_SECONDS)
         super().close()
         for receiver in self._receivers:
             receiver.close(_CLOSE_SECONDS)
 
 
 class StreamPlane(Plane):
-    """Tensors on a GPU: on the current stream, or beside it on a stream of the group's own. The host never waits.
+    """Tensors on a GPU: on the current stream, or concurrently on a stream of the group. The host never waits.
 
     Args (of the constructor):
         device: the GPU.
-        bring: whether tensors lie elsewhere, and must be brought there.
-        stream: where the communicator puts operations, in place of the current stream.
+        bring: whether tensors are elsewhere, and must be copied to the GPU.
+        stream: the communicator's stream for operations, instead of the current stream.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, *, bring: bool, stream: Any = None) -> None:
@@ -246,7 +257,7 @@ class StreamPlane(Plane):
             return StreamWork(self, side.record_event(), side, tensors, what, used=(*tensors, *inputs))
 
     def start(self, operation: Operation, tensors: Sequence[Tensor], how: Options, what: str) -> Work:
-        """See `Plane.start`; on the communicator's stream for such operations."""
+        """See `Plane.start`; on the communicator's stream for asynchronous operations."""
         try:
             work = operation(self, *tensors, how, async_op=True)
         except XvcommError as error:
@@ -254,7 +265,7 @@ class StreamPlane(Plane):
         return StreamOperation(self, work, None, tensors[:1], what)
 
     def barrier(self, how: Options) -> Work:
-        """A Work for a barrier behind the current stream; who waits for it waits in the host, as with NCCL."""
+        """A Work for a barrier after the current stream's work; waiting for it blocks the host, as with NCCL."""
         with mapped():
             work = self.comm.barrier(async_op=True, timeout=how.timeout, stream=self.handle())
             assert work is not None
@@ -267,7 +278,7 @@ class StreamPlane(Plane):
         return StreamOperation(self, work, then, tensors, what, source)
 
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
-        """See `Plane.from_any`. The host waits here until a message is announced: before that nobody knows what to enqueue."""
+        """See `Plane.from_any`. The host waits here until a message is announced, which determines what to enqueue."""
         with mapped():
             source = job()
         current = self.current()

@@ -1,4 +1,4 @@
-"""Events of torch's profiler: one an operation, named as Gloo's and NCCL's are, `xvcomm:all_reduce`."""
+"""Events of torch's profiler: one per operation, named like Gloo's and NCCL's, `xvcomm:all_reduce`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled
-"""Whether somebody records."""
+"""Whether a profiler is recording."""
 
 _NOBODY: AbstractContextManager[Any] = nullcontext()
 
 
 def recorded(backend: str, what: str, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """A block that shows as an event, if somebody records."""
+    """A context manager that records an event if a profiler is recording."""
     if not profiling():
         return _NOBODY
     event: AbstractContextManager[Any] = torch.profiler.record_function(f"{backend}:{what}")

@@ -1,4 +1,4 @@
-"""Stands in for another backend: scripts that ask for NCCL or Gloo run on xvcomm, unchanged."""
+"""Replaces another backend: scripts that use NCCL or Gloo run on xvcomm unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLASSES = {"nccl": "ProcessGroupNCCL", "gloo": "ProcessGroupGloo"}
 
 
 class Options(SimpleNamespace):
-    """What scripts set for NCCL or Gloo; kept, and not used but for the timeout, whose default is NCCL's."""
+    """Options that scripts set for NCCL or Gloo; stored, but unused except for the timeout, whose default is NCCL's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**{
@@ -26,35 +26,36 @@ class Options(SimpleNamespace):
 
 
 def install(backend: str) -> None:
-    """Let `torch.distributed` make groups of xvcomm wherever a program asks for `backend`, `"nccl"` or `"gloo"`.
+    """Make `torch.distributed` create groups of xvcomm when a program requests `backend`, `"nccl"` or `"gloo"`.
 
-    `get_backend` goes on to say the name that was asked for. Idempotent.
+    `get_backend` continues to return the requested name. Idempotent.
 
     Raises:
         ConfigError: another name.
     """
     name = _CLASSES.get(backend)
     if name is None:
-        raise ConfigError(f"XVCOMM_REPLACE={backend!r}: xvcomm can stand in for {' and '.join(_CLASSES)}")
+        raise ConfigError(f"XVCOMM_REPLACE={backend!r}: xvcomm can replace {' and '.join(_CLASSES)}")
     theirs = getattr(c10d, name, None)
     if getattr(theirs, "replaced", None) is not None:
         return
     stand_in = _stand_in(backend, theirs)
     setattr(c10d, name, stand_in)
     if backend == "nccl":
-        # Scripts make its options by this name.
+        # Scripts create its options by this name.
         import torch.distributed as dist
 
         dist.ProcessGroupNCCL = stand_in
         c10d._NCCL_AVAILABLE = True
-        # None where torch was built without NCCL; torch warns of a default that is none, and of one that options do not share.
+        # None if torch was built without NCCL; torch warns about a default that is None, and about one that differs from the
+        # options'.
         c10d.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout or _TIMEOUT
         _accept_hooks()
         _name_a_version()
 
 
 def refuse_groups(reason: ConfigError) -> None:
-    """Raise this error, as one of torch's too, wherever the program makes a process group."""
+    """Raise this error, converted for torch, when the program creates a process group."""
 
     def new_process_group_helper(*_: Any, **__: Any) -> Any:
         from xvcomm.adapters.torch.errors import as_torch
@@ -65,9 +66,9 @@ def refuse_groups(reason: ConfigError) -> None:
 
 
 def _name_a_version() -> None:
-    """Let torch be asked for NCCL's version, as it does to log an error, also where it was built without NCCL.
+    """Let torch query NCCL's version, which it does to log an error, even if it was built without NCCL.
 
-    Else that question's own error takes the other one's place.
+    Otherwise the query's own error would replace the logged one.
     """
     import torch
 
@@ -76,7 +77,7 @@ def _name_a_version() -> None:
 
 
 def _accept_hooks() -> None:
-    """Let DDP take the hooks that it wants NCCL 2.10 or newer for, also where torch was built without it."""
+    """Let DDP accept hooks that require NCCL 2.10, even if torch was built without NCCL."""
     from torch.nn.parallel import DistributedDataParallel
 
     check = DistributedDataParallel._check_comm_hook
@@ -85,14 +86,14 @@ def _accept_hooks() -> None:
         @functools.wraps(hook)
         def anonymous(state: Any, bucket: Any) -> Any: ...
 
-        anonymous.__name__ = "hook"  # torch goes by the name
+        anonymous.__name__ = "hook"  # torch checks the name
         check(self, anonymous)
 
     DistributedDataParallel._check_comm_hook = check_comm_hook
 
 
 def _stand_in(backend: str, theirs: Any) -> Any:
-    """A class in place of c10d's; made here, because the group's own module takes long to import."""
+    """A class that replaces c10d's; the group's module is imported on use, because that takes long."""
 
     class Meta(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -106,7 +107,7 @@ def _stand_in(backend: str, theirs: Any) -> Any:
             return getattr(theirs, name)
 
     class StandIn(metaclass=Meta):
-        """Makes a group of xvcomm."""
+        """Creates a group of xvcomm."""
 
         replaced = theirs or backend
 

@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors, with Gloo's meaning: the sum, coalesced, on every rank."""
+"""all_reduce of sparse tensors, with Gloo's semantics: the sum, coalesced, on every rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from xvcomm.types.dtype import ReduceOp
 
 
 def all_reduce_sparse(plane: Plane, x: Tensor, how: Options) -> None:
-    """Sum a COO tensor over all ranks, in place; ranks may hold different numbers of elements.
+    """Sum a COO tensor over all ranks, in place; ranks may have different numbers of elements.
 
-    Indices and values of all ranks are gathered and added up in rank order.
+    Indices and values of all ranks are gathered, and added in rank order.
 
     Raises:
-        ArgumentError: the layout is another than COO, or the reduction not a sum.
+        ArgumentError: the layout is not COO, or the reduction not a sum.
     """
     if x.layout is not torch.sparse_coo:
         raise ArgumentError(
@@ -38,7 +38,7 @@ def all_reduce_sparse(plane: Plane, x: Tensor, how: Options) -> None:
 
 
 def _everybodys(plane: Plane, count: int, how: Options) -> list[int]:
-    """Every rank's number of elements."""
+    """Number of elements of every rank."""
     mine = torch.tensor([count], device=plane.device or _place(plane))
     return [int(n) for n in plane.comm.all_gather(mine, timeout=how.timeout).tolist()]
 

@@ -1,4 +1,4 @@
-"""Tensors as the core takes them: contiguous, on the communicator's device; and back."""
+"""Conversion of tensors to what the core accepts: contiguous, on the communicator's device; and back."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from xvcomm.errors import ArrayError, DTypeError, MismatchError
 from xvcomm.memory.array import ArrayView, new_kind
 from xvcomm.types.dtype import BY_NAME, DType
 
-_STRIDED = torch.strided  # looked up once: this and what follows count in the cost of a small operation
+_STRIDED = torch.strided  # looked up once: these lookups matter in the cost of a small operation
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): found for name, found in BY_NAME.items()}
 _kinds: dict[tuple[torch.dtype, int, int], int] = {}
 _KINDS_KEPT = 1000
 
 
 def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
-    """A contiguous tensor's elements, in one dimension, as the core takes them.
+    """A one-dimensional view of a contiguous tensor's elements.
 
-    The core could ask the tensor itself, by DLPack; that takes three times as long.
+    The core could create it through DLPack, which takes three times as long.
 
     Args:
-        kind: what xvcomm calls the kind of device it lies on.
+        x: the tensor.
+        kind: device type of its device in xvcomm.
         stream: handle of the current stream there.
 
     Raises:
-        DTypeError: its element type is not carried.
-        ArrayError: it has elements and no memory.
+        DTypeError: its dtype is not supported.
+        ArrayError: it has elements but no memory.
     """
     dtype = _DTYPES.get(x.dtype)
     if dtype is None:
-        raise DTypeError(f"{x.dtype} is not carried by xvcomm; convert the tensor to one of {', '.join(BY_NAME)}")
+        raise DTypeError(f"{x.dtype} is not supported by xvcomm; convert the tensor to one of {', '.join(BY_NAME)}")
     count, address = x.numel(), x.data_ptr()
     if not address and count:
         result = versions.awaited(x)
         if result is not None:
             return view(result, kind, stream)
-        raise ArrayError(f"a tensor of {count} elements without memory: it is a fake one, or its storage was freed")
+        raise ArrayError(f"a tensor of {count} elements without memory: it is a fake tensor, or its storage was freed")
     nbytes = count * dtype.itemsize
     if stream is None:
         return ArrayView(address, (count,), dtype, count, nbytes, x, kind, 0)
@@ -52,7 +53,7 @@ def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
 
 
 def _number(form: tuple[torch.dtype, int, int]) -> int:
-    """What tensors of an element type, a number of elements and a GPU are to be known by."""
+    """An identifier of this dtype, number of elements and GPU, for lookups of compiled calls."""
     if len(_kinds) >= _KINDS_KEPT:
         _kinds.clear()
     found = _kinds[form] = new_kind()
@@ -60,12 +61,12 @@ def _number(form: tuple[torch.dtype, int, int]) -> int:
 
 
 def plain(x: Tensor) -> bool:
-    """Whether a tensor's memory can be used as it is: it is contiguous, and holds what the tensor shows."""
+    """Whether a tensor's memory can be used directly: it is contiguous, and not a lazily negated or conjugated view."""
     return x.layout is _STRIDED and x.is_contiguous() and not (x.is_neg() or x.is_conj())
 
 
 def dense(x: Tensor, device: torch.device | None) -> Tensor:
-    """`x` itself if its memory can be used as it is, else a contiguous copy, on `device` if one is given.
+    """`x` itself if its memory can be used directly, else a contiguous copy; on `device` if one is given.
 
     Raises:
         ArrayError: the tensor is sparse.
@@ -79,21 +80,21 @@ def dense(x: Tensor, device: torch.device | None) -> Tensor:
 
 
 def room(x: Tensor, device: torch.device | None) -> Tensor:
-    """Where a result for `x` may be written: `x` itself, or a contiguous stand-in for `settle`."""
+    """A tensor for a result of `x`: `x` itself, or a contiguous temporary for `settle`."""
     if device is None and plain(x):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=device or x.device)
 
 
 def settle(result: Tensor, x: Tensor) -> None:
-    """Bring a result to where the caller wants it, if it is not there yet."""
+    """Copy a result to `x`, if it is not there already."""
     if result is not x:
         with torch.no_grad():
             x.detach().copy_(result.view(x.shape))
 
 
 def joined(parts: Sequence[Tensor], device: torch.device | None) -> Tensor:
-    """All elements one after the other, in one flat tensor; a view where the parts already lie so."""
+    """All elements in one flat tensor; a view if the parts are contiguous."""
     first = parts[0]
     base = _run(parts) if device is None else None
     if base is not None:
@@ -103,7 +104,7 @@ def joined(parts: Sequence[Tensor], device: torch.device | None) -> Tensor:
 
 
 def room_for(parts: Sequence[Tensor], device: torch.device | None) -> Tensor:
-    """Flat memory for results of all parts: their own where they lie one after the other."""
+    """A flat tensor for results of all parts: a view if they are contiguous."""
     base = _run(parts) if device is None else None
     if base is not None:
         return base
@@ -111,7 +112,7 @@ def room_for(parts: Sequence[Tensor], device: torch.device | None) -> Tensor:
 
 
 def spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
-    """Bring a flat result to the parts, if it does not lie in them."""
+    """Copy a flat result to the parts, if it is not a view of them."""
     if not flat.numel() or flat.data_ptr() == parts[0].data_ptr():
         return
     with torch.no_grad():
@@ -120,7 +121,7 @@ def spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def apart(out: Tensor, whole: Tensor, own: Tensor) -> bool:
-    """Whether a block may be written to `out` while everybody's are read: it overlaps none, or is this rank's own."""
+    """Whether `out` may be written while other ranks' blocks are read: it overlaps no block except this rank's own."""
     at, begin = out.data_ptr(), whole.data_ptr()
     return at == own.data_ptr() or at + out.nbytes <= begin or begin + whole.nbytes <= at
 
@@ -133,17 +134,17 @@ def same_dtype(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def on_one_device(tensors: Sequence[Tensor]) -> None:
-    """Raise ArrayError unless all lie on one device."""
+    """Raise ArrayError unless all are on one device."""
     place = tensors[0].device
     for other in tensors:
         if other.device != place:
             raise as_torch(ArrayError(
-                f"the tensors of one call lie on {place} and on {other.device}; make or move them all to one device"
+                f"the tensors of one call are on {place} and on {other.device}; move all of them to one device"
             ))  # fmt: skip
 
 
 def _run(parts: Sequence[Tensor]) -> Tensor | None:
-    """A flat view over parts that lie in memory one after the other without a gap."""
+    """A flat view over parts that are contiguous in memory; None if they are not."""
     at = parts[0].data_ptr()
     count = 0
     for part in parts:

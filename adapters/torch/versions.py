@@ -1,8 +1,9 @@
-"""All that depends on torch's release. Written for 2.9 to 2.13, whose groups in Python are told little.
+"""Everything that depends on torch's release. Written for 2.9 to 2.13, which give Python groups little information.
 
-* A group's creator is not told which GPU the user bound it to, and one that stands in for Gloo not even its ranks.
+* The function that creates a group does not get the GPU that the user bound it to, and one that replaces Gloo not even its
+  ranks.
 * A group is not told whether the caller of a message waits for it at once.
-* Some methods of a group in Python are not reached from C++: see `dispatch`.
+* Some methods of a Python group are not reachable from C++: see `dispatch`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _MAKER = "_new_process_group_helper"
 
 
 class Making(NamedTuple):
-    """What torch has been asked to make.
+    """The group that torch has been asked to create.
 
     Attributes:
         ranks: the group's ranks in the default group; empty for the default group itself.
-        name: the group's.
+        name: name of the group.
         device: the GPU that the user bound the default group to.
     """
 
@@ -32,9 +33,9 @@ class Making(NamedTuple):
 
 
 def making() -> Making:
-    """The group that the calling thread is in the middle of making, from the arguments of c10d's own function.
+    """The group that the calling thread is creating, from the arguments of c10d's own function on the stack.
 
-    Outside of it: a group that stands alone.
+    Without such a call: a group of its own.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != _MAKER:
@@ -47,14 +48,14 @@ def making() -> Making:
 
 
 _BLOCKING = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
-_BETWEEN = 4  # functions of torch, and of ours, between those and the question
+_BETWEEN = 4  # frames of torch and of this adapter between those functions and `waits`
 
 
 def waits(further: int = 0) -> bool:
-    """Whether a message is sent or received for `dist.send` or `dist.recv`, which do nothing else until it is through.
+    """Whether a message is sent or received by `dist.send` or `dist.recv`, which block until it is complete.
 
     Args:
-        further: functions of ours between the caller and the entry of `messages`.
+        further: frames of this adapter between the caller and the entry point in `messages`.
     """
     frame = sys._getframe(2 + further)
     for _ in range(_BETWEEN):
@@ -67,14 +68,14 @@ def waits(further: int = 0) -> bool:
 
 
 def awaited(x: torch.Tensor) -> torch.Tensor | None:
-    """What a functional collective gives, once that is over; None if `x` does not stand for a result."""
+    """Result of a functional collective, after waiting for it; None if `x` is not one."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else None
 
 
 def untraced(*classes: type) -> None:
-    """Keep `torch.compile` out of the classes' methods and of what they call: C++ calls them while frames are compiled."""
+    """Exclude the classes' methods and their callees from `torch.compile`: C++ calls them while frames are compiled."""
     from torch._C._dynamo import eval_frame
 
     if not hasattr(eval_frame, "_FrameExecStrategy"):

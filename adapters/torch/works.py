@@ -1,6 +1,6 @@
-"""`Work` objects: what an operation gives to `torch.distributed` and to torch's C++ (DDP's reducer, functional collectives).
+"""`Work` objects: results of operations for `torch.distributed` and torch's C++ (DDP's reducer, functional collectives).
 
-C++ reaches only `wait` and `get_future`; everything else is for callers in Python.
+C++ uses only `wait` and `get_future`; the rest is for callers in Python.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from xvcomm.types.deadline import Deadline
 
 
 class Work(dist.Work):
-    """What all kinds have in common.
+    """Base class of all kinds of Work.
 
     Attributes:
-        tensors: the operation's results; kept until it is over.
+        tensors: the operation's results; kept until it is complete.
         source: rank that a message came from; -1 for collectives.
     """
 
@@ -41,11 +41,11 @@ class Work(dist.Work):
         self.source = source
 
     def is_success(self) -> bool:
-        """Whether it is over and went well."""
+        """Whether it completed without error."""
         return bool(self.is_completed()) and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What it raised; None too while it is under way."""
+        """Its error; None if there is none, or it is in progress."""
         return None
 
     def result(self) -> list[Tensor]:
@@ -59,23 +59,23 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """As `wait` without a timeout: on a GPU the current stream waits, and not the host."""
+        """Like `wait` without a timeout: on a GPU the current stream waits, not the host."""
         self.wait()
 
     block_current_stream = synchronize
 
     def get_future_result(self) -> Any:
-        """As `get_future`."""
+        """See `get_future`."""
         return self.get_future()
 
 
 class Done(Work):
-    """An operation that is over: whoever called it waited in the call."""
+    """An operation that is complete: the call has waited for it."""
 
     __slots__ = ()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns at once."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
@@ -83,21 +83,21 @@ class Done(Work):
         return True
 
     def get_future(self) -> Any:
-        """A future that holds the tensors."""
+        """A future with the tensors."""
         future: Any = torch.futures.Future()
         future.set_result(list(self.tensors))
         return future
 
 
 NOTHING_LEFT = Done((), "")
-"""For callers that have said they wait in the call and do not look at the Work."""
+"""For callers that wait in the call and do not use the Work."""
 
 
 class HostWork(Work):
     """An operation that a thread carries out on host memory.
 
     Args (of the constructor):
-        future: ends when the operation does.
+        future: completes with the operation.
     """
 
     __slots__ = ("_future", "_gate", "_torch_future")
@@ -109,16 +109,16 @@ class HostWork(Work):
         self._gate = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Block until it is over.
+        """Block until it is complete.
 
         Raises:
-            XvcommError: what went wrong.
-            DeadlineExceeded: it was not over in time; it goes on.
+            XvcommError: the operation's error.
+            DeadlineExceeded: it was not complete in time; it continues.
         """
         left = seconds(timeout)
         try:
             result = self._future.result(left)
-        except XvcommError as error:  # before the other: DeadlineExceeded is a TimeoutError as well
+        except XvcommError as error:  # before TimeoutError, of which DeadlineExceeded is a subclass
             raise as_torch(error) from None
         except FutureTimeout:
             if not self._future.done():
@@ -129,16 +129,16 @@ class HostWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether it is complete."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """What it raised."""
+        """Its error, if any."""
         error = self._future.exception() if self._future.done() else None
         return None if error is None else as_torch(error)
 
     def get_future(self) -> Any:
-        """A future of torch that ends with the operation; callbacks run in the thread that ends it."""
+        """A future of torch that completes with the operation; callbacks run in the thread that completes it."""
         with self._gate:
             if self._torch_future is None:
                 gpus = [x.device for x in self.tensors if x.is_cuda]
@@ -149,7 +149,7 @@ class HostWork(Work):
 
 
 class Place(Protocol):
-    """What an operation on a GPU asks of the plane that it belongs to.
+    """What an operation on a GPU needs of its plane.
 
     Attributes:
         place: the GPU.
@@ -158,25 +158,25 @@ class Place(Protocol):
     place: torch.device
 
     def follow(self, event: Any) -> None:
-        """Let the current stream wait for an event; raises what has finished the communicator, if anything has."""
+        """Make the current stream wait for an event; raises the error that ended the communicator, if any."""
 
     def current(self) -> Any:
         """The current stream."""
 
     def handle(self) -> int:
-        """The current stream's."""
+        """Handle of the current stream."""
 
     def check(self) -> None:
-        """Raise what has finished the communicator, if anything has."""
+        """Raise the error that ended the communicator, if any."""
 
 
 class StreamWork(Work):
-    """Several steps that a GPU stream holds; the host went on.
+    """Several steps enqueued on a GPU stream; the host has not waited for them.
 
     Args (of the constructor):
         place: its plane.
-        event: recorded on `stream`, behind the operation.
-        used: tensors that the stream uses; kept until another one waits for it.
+        event: recorded on `stream`, after the operation.
+        used: tensors that the stream uses; kept until another stream waits for it.
     """
 
     __slots__ = ("_event", "_place", "_stream", "_used")
@@ -192,16 +192,16 @@ class StreamWork(Work):
         self._used = used
 
     def __del__(self) -> None:
-        for tensor in self._used:  # nobody waited: torch must not give the memory to others yet
+        for tensor in self._used:  # never waited for: torch must not reuse the memory until the stream has passed
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait; with a timeout, the host.
+        """Make the current stream wait; with a timeout, the host.
 
         Raises:
-            XvcommError: what went wrong with the communicator.
-            DeadlineExceeded: it was not over in time; it goes on.
+            XvcommError: the error that ended the communicator.
+            DeadlineExceeded: it was not complete in time; it continues.
         """
         left = seconds(timeout)
         if left is not None:
@@ -211,11 +211,11 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether it is complete."""
         return bool(self._event.query()) or self.exception() is not None
 
     def exception(self) -> BaseException | None:
-        """What went wrong with the communicator."""
+        """The error that ended the communicator, if any."""
         try:
             self._place.check()
         except XvcommError as error:
@@ -223,7 +223,7 @@ class StreamWork(Work):
         return None
 
     def get_future(self) -> Any:
-        """A future of torch that is ready now; who takes its value has the current stream wait, as with NCCL."""
+        """A future of torch that is complete at once; reading its value makes the current stream wait, as with NCCL."""
         future: Any = torch.futures.Future(devices=[self._stream.device])
         error = self.exception()
         if error is not None:
@@ -243,12 +243,12 @@ class StreamWork(Work):
 
 
 class StreamOperation(Work):
-    """One of the communicator's operations on a GPU; the host went on.
+    """One of the communicator's operations on a GPU; the host has not waited for it.
 
     Args (of the constructor):
         place: its plane.
         work: the communicator's.
-        then: what to do behind it, once: on the stream that waits first.
+        then: called once after it, on the first stream that waits.
     """
 
     __slots__ = ("_done", "_place", "_then", "_work")
@@ -269,7 +269,7 @@ class StreamOperation(Work):
         self._done: Any = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait; with a timeout, the host. Raises as `StreamWork.wait`."""
+        """Make the current stream wait; with a timeout, the host. Raises the same as `StreamWork.wait`."""
         with mapped():
             left = seconds(timeout)
             if left is not None:
@@ -284,16 +284,16 @@ class StreamOperation(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether it is complete."""
         return bool(self._work.done())
 
     def exception(self) -> BaseException | None:
-        """What it raised."""
+        """Its error, if any."""
         error = self._work.exception()
         return None if error is None else as_torch(error)
 
     def get_future(self) -> Any:
-        """A future of torch that is ready now, and whose value orders the current stream."""
+        """A future of torch that is complete at once, and whose value orders the current stream."""
         device = self._place.place
         future: Any = torch.futures.Future(devices=[device])
         with On(_beside(device, self.source < 0)):
@@ -307,19 +307,19 @@ class StreamOperation(Work):
 
 @cache
 def _beside(device: torch.device, collectives: bool) -> Any:
-    """A stream to wait on for futures, so that the current one need not, nor collectives for messages."""
+    """A stream on which futures wait, so that the current one need not, and collectives do not wait for messages."""
     return torch.cuda.Stream(device)
 
 
 def _delivered(error: BaseException | None, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a future holds. C++ takes for an error only what a callback raises; `set_exception` is a result to it."""
+    """Value of a future. C++ recognizes only errors raised by a callback; one of `set_exception` counts as a result."""
     if error is not None:
         raise error
     return list(tensors)
 
 
 def _failed(error: BaseException) -> Any:
-    """A future that raises an error wherever it is waited for."""
+    """A future that raises an error when it is waited for."""
     ended: Any = torch.futures.Future()
     future = ended.then(lambda _: _delivered(error, ()))
     ended.set_result(None)

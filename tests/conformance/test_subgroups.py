@@ -151,7 +151,7 @@ def refused(comm):
 
 def test_bad_arguments(four):
     twice, absent, empty, too_large = four.run(refused)[1]
-    assert "rank 1 is twice in ranks 1, 2, 1" in twice
+    assert "rank 1 occurs twice in ranks 1, 2, 1" in twice
     assert "this rank, 1, is not in ranks 2" in absent and "is not in ranks" in empty
     assert "rank 4: ranks of this communicator go from 0 to 3" in too_large
     four.run(nested)
@@ -199,7 +199,7 @@ def test_members_that_do_not_come(four, lists, missing):
     for rank, (error, seconds) in enumerate(outcomes):
         if rank in missing:
             assert isinstance(error, DeadlineExceeded) and error.rank == rank and 0.4 < seconds < 5
-            assert f": {missing[rank]} did not come in time" in str(error), error
+            assert f": {missing[rank]} did not join in time" in str(error), error
             assert error.peer == int(missing[rank].split()[1].strip(","))
         else:
             assert error is None
@@ -222,7 +222,7 @@ def late(comm):
 
 def test_who_comes_late_is_told(four):
     for (error,) in four.run(late)[:2]:
-        assert isinstance(error, DeadlineExceeded) and "rank 1 did not come in time" in str(error)
+        assert isinstance(error, DeadlineExceeded) and "rank 1 did not join in time" in str(error)
 
 
 def parent_ends(comm, how):
@@ -262,7 +262,7 @@ def parent_late(comm):
 def test_the_parent_is_late(four):
     for (error,) in four.run(parent_late):
         assert isinstance(error, DeadlineExceeded) and error.peer is not None, error
-        assert "did not come" not in str(error), error
+        assert "did not join" not in str(error), error
 
 
 def test_no_group_of_a_closed_communicator():
@@ -358,7 +358,7 @@ def test_colours(four):
 
 def copied(comm):
     for copying in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(NotPicklable, match="belongs to its process") as caught:
+        with pytest.raises(NotPicklable, match="is bound to its process") as caught:
             copying(comm)
         assert isinstance(caught.value, TypeError)
 

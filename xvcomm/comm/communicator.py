@@ -1,17 +1,17 @@
-"""The public interface: one communicator, arrays of any framework, blocking or asynchronous.
+"""The public interface: a communicator for arrays of any framework, with blocking and asynchronous operations.
 
-Common to all operations. Arrays: numpy, torch, JAX, CuPy, anything with DLPack or the array interface; contiguous;
-any dtype of `xvcomm.types.dtype`. Mutable arrays are filled in place and also returned; for immutable ones (JAX) a new
-array of the same kind is returned. `timeout` is in seconds; left out, the communicator's own counts.
+Common to all operations. Arrays: numpy, torch, JAX, CuPy, anything with DLPack or the array interface; contiguous; any dtype of
+`xvcomm.types.dtype`. Mutable arrays are filled in place and also returned; for immutable ones (JAX) a new array of the same
+framework is returned. `timeout` is in seconds; the default is the communicator's own.
 
-On host memory a call blocks until its result is there, unless `async_op=True`, which gives a `Work`. On GPUs a call is
-ordered on a stream and the host does not wait: on `stream`, left out on the stream that the arrays' framework works on
-now; where that is not known, behind the default stream, and then the host waits. With `async_op=True` it goes on beside
-that stream until `Work.wait()`. Both may be captured in a graph, after one call outside of it.
+On host memory a call blocks until its result is available, unless `async_op=True`, which returns a `Work`. On GPUs a call is
+ordered on a stream and the host does not wait: on `stream`, by default the current stream of the arrays' framework; if that is
+unknown, after the default stream, and then the host waits. With `async_op=True` the operation runs concurrently to that stream
+until `Work.wait()`. Both can be captured in a graph, after one call outside of the capture.
 
-Every operation may raise: ArrayError or DTypeError before anything moves; MismatchError if ranks describe it
-differently; PeerLost if a rank dies; DeadlineExceeded; Aborted; ClosedError. After the last five but ClosedError the
-communicator is finished on all its ranks.
+Every operation may raise: ArrayError or DTypeError before any data moves; MismatchError if ranks call it with different
+arguments; PeerLost if a rank dies; DeadlineExceeded; Aborted; ClosedError. After MismatchError, PeerLost, DeadlineExceeded and
+Aborted the communicator is unusable on all its ranks.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology
 
 Op = str | ReduceOp | Reduction
-# Looked up once: members of enumerations take longer to find than most of what a small operation does.
+# Looked up once: access to a member of an Enum takes longer than most steps of a small operation.
 _BROADCAST, _ALL_REDUCE = OpCode.BROADCAST, OpCode.ALL_REDUCE
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = OpCode.ALL_GATHER, OpCode.REDUCE_SCATTER, OpCode.ALL_TO_ALL
 
 
 class Communicator(PointToPoint, Objects):
-    """Ranks 0 to size - 1 that work together. Made by `xvcomm.init`, `split` and `subgroup`.
+    """Ranks 0 to size - 1 that communicate with each other. Created by `xvcomm.init`, `split` and `subgroup`.
 
     Attributes:
-        rank: this process's number.
+        rank: this process's rank.
         size: number of ranks.
         topology: islands and hosts.
-        device, device_index: kind of this rank's device, `"host"`, `"cuda"`, `"rocm"`, and which of this host's.
-        devices: every rank's kind of device.
-        timeout: seconds an operation may take unless it says otherwise.
+        device, device_index: type of this rank's device, `"host"`, `"cuda"` or `"rocm"`, and its index on this host.
+        devices: device type of every rank.
+        timeout: default timeout of an operation in seconds.
     """
 
     def __init__(self, context: Context, timeout: float) -> None:
@@ -80,16 +80,16 @@ class Communicator(PointToPoint, Objects):
     def join(
         cls, store: Store, rank: int, size: int, *, config: Config, deadline: Deadline, on_close: Callable[[], None]
     ) -> Communicator:
-        """Meet the other ranks through a store; `xvcomm.init` finds the store and calls this.
+        """Join the other ranks through a store; `xvcomm.init` opens the store and calls this.
 
         Args:
-            deadline: for meeting; operations have `config.timeout` seconds each.
+            deadline: for joining; operations have `config.timeout` seconds each.
             on_close: called once, when everything is closed.
 
         Raises:
-            DeadlineExceeded: names the ranks that did not come.
-            ConfigError: two processes have one number.
-            ResourceError: shared memory cannot be had.
+            DeadlineExceeded: names the ranks that did not join.
+            ConfigError: two processes have the same rank.
+            ResourceError: shared memory cannot be allocated.
         """
         session = Session(store, rank, size, config, deadline, on_close)
         try:
@@ -101,7 +101,7 @@ class Communicator(PointToPoint, Objects):
 
     @property
     def store(self) -> Store:
-        """The store that the ranks met through, under a prefix of this communicator."""
+        """The store that the ranks used for rendezvous, under a prefix of this communicator."""
         return self._context.store
 
     def __repr__(self) -> str:
@@ -113,8 +113,8 @@ class Communicator(PointToPoint, Objects):
 
     def __reduce__(self) -> NoReturn:
         raise NotPicklable(
-            "a communicator cannot be pickled or copied, because it belongs to its process; pass numbers (comm.rank, comm.size) "
-            "or the arguments of xvcomm.init, and let each process make its own",
+            "a communicator cannot be pickled or copied, because it is bound to its process; pass comm.rank and comm.size, "
+            "or the arguments of xvcomm.init, and let each process create its own",
             rank=self.rank,
         )
 
@@ -124,10 +124,10 @@ class Communicator(PointToPoint, Objects):
     def broadcast(
         self, x: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None, stream: Any = None
     ) -> Any:
-        """Give every rank the root's array.
+        """Copy the root's array to every rank.
 
         Args:
-            x: the array on the root, a buffer of equal shape and dtype elsewhere.
+            x: the array on the root; on the other ranks a buffer of equal shape and dtype.
         """
         self._check_rank("root", root)
         mine = self.rank == root
@@ -143,7 +143,7 @@ class Communicator(PointToPoint, Objects):
         self, x: Any, op: Op = "sum", *, out: Any = None,
         async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Reduce elementwise over all ranks; every rank gets the same bits.
+        """Reduce elementwise over all ranks; every rank gets bitwise equal results.
 
         Args:
             x: the input; also the output unless `out` is given or `x` is immutable.
@@ -165,7 +165,7 @@ class Communicator(PointToPoint, Objects):
         self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None,
         async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Reduce elementwise over all ranks; only the root gets the result. Elsewhere `x` is unchanged and returned."""
+        """Reduce elementwise over all ranks; only the root gets the result. Other ranks' `x` is unchanged and returned."""
         self._check_rank("root", root)
         mine = self.rank == root
         src = array.view(x, output=mine and out is None)
@@ -180,12 +180,12 @@ class Communicator(PointToPoint, Objects):
         self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None,
         async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Reduce over all ranks and give rank i the i-th block of rows.
+        """Reduce elementwise over all ranks, and give rank i the i-th block of rows.
 
         Args:
-            x: as many rows (axis 0) as `sum(counts)`; rows must divide by `size` if `counts` is left out.
-            out: this rank's block; made if left out.
-            counts: rows a rank.
+            x: `sum(counts)` rows along axis 0; without `counts` their number must be a multiple of `size`.
+            out: this rank's block; allocated by default.
+            counts: rows per rank; by default equal.
         """
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         key = _key(_REDUCE_SCATTER, op, src, given, async_op or counts is not None)
@@ -205,12 +205,12 @@ class Communicator(PointToPoint, Objects):
         self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None,
         async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Give every rank all blocks, one after the other along axis 0.
+        """Concatenate the blocks of all ranks along axis 0, on every rank.
 
         Args:
-            x: this rank's block; `counts[rank]` rows. A scalar counts as one row.
-            out: room for all rows; made if left out.
-            counts: rows a rank; equal if left out.
+            x: this rank's block, `counts[rank]` rows. A scalar counts as one row.
+            out: output for all rows; allocated by default.
+            counts: rows per rank; by default equal.
         """
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         key = _key(_ALL_GATHER, None, src, given, async_op or counts is not None)
@@ -229,7 +229,7 @@ class Communicator(PointToPoint, Objects):
         self, x: Any, root: int = 0, *, out: Any = None, counts: Sequence[int] | None = None,
         async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Give the root all blocks, one after the other along axis 0; None elsewhere. Arguments as in `all_gather`."""
+        """Concatenate the blocks of all ranks along axis 0 on the root; None elsewhere. Arguments as in `all_gather`."""
         self._check_rank("root", root)
         src = array.view(x)
         rows, elements = self._own_block(src, counts)
@@ -244,9 +244,9 @@ class Communicator(PointToPoint, Objects):
         """Give rank i the i-th block of the root's rows.
 
         Args:
-            x: all rows on the root; elsewhere None, or what tells shape and dtype if `out` is left out.
-            out: this rank's block; needed where `x` is None.
-            counts: rows a rank; equal if left out. All ranks give the same.
+            x: all rows on the root; on other ranks None, or an array that defines shape and dtype if `out` is not given.
+            out: this rank's block; required if `x` is None.
+            counts: rows per rank, the same on all ranks; by default equal.
         """
         self._check_rank("root", root)
         mine = self.rank == root
@@ -270,15 +270,15 @@ class Communicator(PointToPoint, Objects):
         recv_counts: Sequence[int] | None = None, async_op: bool = False, timeout: float | None = None,
         stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Send the i-th block of rows to rank i and get one block from each, in rank order.
+        """Send the i-th block of rows to rank i, and receive one block from each rank, in rank order.
 
         Args:
             x: `sum(send_counts)` rows along axis 0.
-            out: `sum(recv_counts)` rows; made if left out. May not overlap `x`.
-            send_counts, recv_counts: rows for and from each rank; equal if left out. Give both or none.
+            out: `sum(recv_counts)` rows; allocated by default. Must not overlap `x`.
+            send_counts, recv_counts: rows for and from each rank; by default equal. Give both or neither.
         """
         if (send_counts is None) != (recv_counts is None):
-            raise ArgumentError("all_to_all: give both send_counts and recv_counts, or none")
+            raise ArgumentError("all_to_all: give both send_counts and recv_counts, or neither")
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         special = async_op or send_counts is not None or (given is not None and given.address == src.address)
         key = _key(_ALL_TO_ALL, None, src, given, special)
@@ -297,13 +297,13 @@ class Communicator(PointToPoint, Objects):
             rows, back = sum(counts), _in_elements(counts, src.shape)
         dst = self._output(src, given, rows, sum(back))
         if dst.address == src.address and src.nbytes:
-            raise ArrayError("all_to_all: out may not be x; leave it out or pass another array")
+            raise ArrayError("all_to_all: out must not be x; omit it or pass another array")
         uneven = send_counts is not None
         call = Call(_ALL_TO_ALL, src, dst, src.dtype, counts=elements, recv_counts=back, uneven=uneven, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None, stream: Any = None) -> Work | None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         token = self._caller.token()
         call = Call(OpCode.BARRIER, token, token, UINT8, Reduction(ReduceOp.MAX), count=1)
         result = self._call(call, async_op, timeout, stream)
@@ -312,10 +312,10 @@ class Communicator(PointToPoint, Objects):
     def split(
         self, color: SupportsIndex | str | None, key: SupportsIndex = 0, *, timeout: float | None = None
     ) -> Communicator | None:
-        """Make a communicator of the ranks that give the same `color`, ordered by (key, rank).
+        """Create a communicator of the ranks that pass the same `color`, ordered by (key, rank).
 
-        Blocks until all ranks of this communicator call it. `color=None` takes no part and gets None (as MPI's
-        MPI_UNDEFINED). Bools and numpy's integers are ints. A group within one island uses its native library alone.
+        Blocks until all ranks of this communicator call it. Ranks with `color=None` get None (as with MPI_UNDEFINED in MPI).
+        Bools and numpy's integers count as ints. A group within one island uses its native library alone.
 
         Raises:
             MismatchError: colours of different types; names two ranks.
@@ -330,44 +330,44 @@ class Communicator(PointToPoint, Objects):
         return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
 
     def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Communicator:
-        """Make a communicator of some ranks, which alone call this (as MPI's MPI_Comm_create_group).
+        """Create a communicator of some ranks; only these call this (as MPI_Comm_create_group in MPI).
 
-        Blocks until all of them do. Nothing is exchanged over this communicator, whose other ranks may do what they like.
+        Blocks until all of them call it. The other ranks of this communicator are not involved.
 
         Args:
-            ranks: ranks of this communicator, this one among them, in the group's order; the same on all members.
-            name: tells apart groups that have ranks in common and are made at the same time; the same on all members. It
-                may be used again.
+            ranks: ranks of this communicator, including this one, in the group's order; the same on all members.
+            name: distinguishes groups with common ranks that are created at the same time; the same on all members. It can be
+                reused.
 
         Raises:
             ArgumentError: a rank is listed twice, or out of range; this rank is not listed.
-            MismatchError: members that wait for each other give different `ranks`.
-            DeadlineExceeded: names the members that did not call it. This communicator goes on.
+            MismatchError: members that wait for each other pass different `ranks`.
+            DeadlineExceeded: names the members that did not call this. This communicator remains usable.
         """
         deadline = self._deadline(timeout)
         path, world = self._meetings.meet(ranks, name, deadline)
         return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
 
     def check(self) -> None:
-        """Raise what has finished this communicator, if anything has: PeerLost, Aborted, ... Never blocks."""
+        """Raise the error that ended this communicator, if there is one: PeerLost, Aborted, ... Never blocks."""
         self._context.check()
 
     def abort(self, reason: str = "") -> None:
-        """Make every rank leave what it is in and raise Aborted, which gives the reason. Safe from any thread."""
+        """Make every rank leave its operation and raise Aborted with `reason`. Thread-safe."""
         self._context.lifecycle.abort(Reason.ABORTED.word(self.rank, self.rank), reason)
 
     def history(self) -> list[Record]:
-        """What this process did last, oldest first, by all its communicators of the job: its flight recorder. Never blocks.
+        """The last operations of this process, oldest first, over all its communicators: its flight recorder. Never blocks.
 
         Returns:
-            At most `XVCOMM_TRACE_RECORDS` records; `describe()` of one says it in words. None after `close`.
+            At most `XVCOMM_TRACE_RECORDS` records; `describe()` formats one. Empty after `close`.
         """
         return self._context.session.recorder.history()
 
     def close(self) -> None:
-        """Leave, and free everything: of the whole job if this is what `xvcomm.init` made. Idempotent.
+        """Leave the communicator and free its resources; those of the whole job if `xvcomm.init` created it. Idempotent.
 
-        Asynchronous operations that are not done end with an error: wait for them first.
+        Asynchronous operations that are not complete fail with an error: wait for them first.
         """
         if self._context.path == "0":
             self._context.session.close()
@@ -390,7 +390,7 @@ class Communicator(PointToPoint, Objects):
         return array.empty_like(x, shape, self._context.device.empty)
 
     def _output(self, src: ArrayView, out: Any, rows: int | None, count: int) -> ArrayView:
-        """The output of so many elements: of the input's shape, but for the number of rows if there is one."""
+        """The output array, with the shape of the input except for the number of rows, if `rows` is given."""
         dst = None if out is None else array.view(out, output=True)
         if dst is not None and dst.dtype is src.dtype and dst.count == count:
             return self._empty_like(dst, dst.shape) if dst.immutable else dst
@@ -400,13 +400,13 @@ class Communicator(PointToPoint, Objects):
         return self._empty_like(src, shape)
 
     def _blocks(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
-        """This rank's rows of an array that holds everybody's, and elements a rank."""
+        """This rank's number of rows, and elements per rank, of an array that contains the blocks of all ranks."""
         if not src.shape:
-            raise ArrayError("a scalar has no rows to divide; pass an array of at least one dimension")
+            raise ArrayError("a scalar has no rows to divide; pass an array with at least one dimension")
         total, size = src.shape[0], self.size
         if counts is None:
             if total % size:
-                raise ArrayError(f"{total} rows do not divide by {size} ranks; pass counts=")
+                raise ArrayError(f"{total} rows are not a multiple of {size} ranks; pass counts=")
             return total // size, (src.count // size,) * size
         rows = _whole("counts", counts)
         if len(rows) != size or min(rows) < 0 or sum(rows) != total:
@@ -414,7 +414,7 @@ class Communicator(PointToPoint, Objects):
         return rows[self.rank], _in_elements(rows, src.shape)
 
     def _own_block(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
-        """All ranks' rows where an array holds this rank's block, and elements a rank."""
+        """Total number of rows, and elements per rank, if the array contains this rank's block."""
         mine, size = src.shape[0] if src.shape else 1, self.size
         if counts is None:
             return mine * size, (src.count,) * size
@@ -425,21 +425,21 @@ class Communicator(PointToPoint, Objects):
 
 
 def _key(op: OpCode, how: object, src: ArrayView, dst: ArrayView | None, special: bool) -> Key | None:
-    """What a collective is to be known by when it comes again; None if it is asynchronous, uneven, or makes its output."""
+    """Key of a repeated collective for the compiled call; None if it is asynchronous, uneven, or allocates its output."""
     if special or not src.kind or dst is None or not dst.kind:
         return None
     return op, how, src.kind, 0 if dst is src else dst.kind
 
 
 def _in_elements(rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows of an array as elements."""
+    """Convert counts of rows to counts of elements."""
     row = math.prod(shape[1:])
     return tuple(n * row for n in rows)
 
 
 def _whole(what: str, counts: Sequence[int]) -> tuple[int, ...]:
-    """Counts as plain integers, so that a list and a numpy array of the same numbers are the same call."""
+    """Counts as plain integers, so that a list and a numpy array of the same numbers give the same call."""
     try:
         return tuple(operator.index(n) for n in counts)
     except TypeError:
-        raise ArgumentError(f"{what} {counts!r}: expected whole numbers, one a rank") from None
+        raise ArgumentError(f"{what} {counts!r}: expected integers, one per rank") from None

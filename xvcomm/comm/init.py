@@ -1,4 +1,4 @@
-"""`init()`: from an environment to a communicator."""
+"""`init()`: joins the job and creates its communicator."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _PROCESS = uuid.uuid4().hex
 _LINGER_SECONDS = 3.0
-# How many communicators this process has had at a meeting place, as one rank. The next one meets there under that
-# number, so that it cannot join the store of one that others have not closed yet.
+# Number of communicators that this process has had at a rendezvous address, as a rank. The next one uses it as epoch, so that
+# it cannot join a store that other ranks have not closed yet.
 _epochs: Counter[tuple[str, int]] = Counter()
 
 
@@ -44,31 +44,31 @@ def init(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Communicator:
-    """Join the job and give its communicator back; every rank calls this, as often as every other.
+    """Join the job and return its communicator; every rank must call this equally often.
 
-    Who this process is and where the ranks meet is taken from the arguments, else from `XVCOMM_*`, else from the
-    launcher: torchrun, mpirun, SLURM, JAX. Without any of them the job is this process alone.
+    Rank, size and store are taken from the arguments, else from `XVCOMM_*`, else from the launcher: torchrun, mpirun, SLURM,
+    JAX. Without any of them the job has this process only. Blocks until all ranks have joined.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         size: number of ranks.
-        store: where ranks meet: a `Store`, a `torch.distributed` store, an mpi4py communicator, the client of
-            `jax.distributed`, or an address as `XVCOMM_STORE` has it. Objects stay the caller's.
-        island: label of the native island of this rank, instead of the one found.
-        device: kind of device of this rank, `"cuda"`, or with its number, `"cuda:1"`.
-        timeout: seconds to join, and for each operation after that.
-        env: instead of `os.environ`.
+        store: rendezvous of the ranks: a `Store`, a `torch.distributed` store, an mpi4py communicator, the client of
+            `jax.distributed`, or an address as in `XVCOMM_STORE`. Objects remain open after `close`.
+        island: label of this rank's island, instead of the detected one.
+        device: device type of this rank, `"cuda"`, optionally with an index, `"cuda:1"`.
+        timeout: seconds to join, and the default timeout of operations.
+        env: variables to use instead of `os.environ`.
 
     Raises:
-        ConfigError: a variable is missing or wrong, or two processes have one number; on all ranks.
-        ArgumentError: `store` is none of the above, or `device` not a kind and a number.
-        DeadlineExceeded: names the ranks that did not join; on all that did.
-        StoreError: the store cannot be reached, or its port is taken.
-        AuthenticationError: the store has another secret.
+        ConfigError: a variable is missing or invalid, or two processes have the same rank; the latter on all ranks.
+        ArgumentError: `store` is none of the above, or `device` is malformed.
+        DeadlineExceeded: names the ranks that did not join; on all ranks that did.
+        StoreError: the store cannot be reached, or its port is in use.
+        AuthenticationError: the store has a different secret.
         ResourceError: a limit of the system is reached; says how to raise it.
     """
     interrupts.print_shortly()
-    # Compiled code comes with it, which `import xvcomm` must not wait for.
+    # Imported here because it loads compiled code, which would slow down `import xvcomm`.
     from xvcomm.comm.communicator import Communicator
 
     env = os.environ if env is None else env
@@ -88,7 +88,7 @@ def init(
         comm = Communicator.join(space, launch.rank, launch.size, config=config, deadline=deadline, on_close=base.close)
     except BaseException as error:
         if isinstance(error, ConfigError) and launch.rank == 0 and launch.size > 1:
-            # Ranks that come a moment later shall read what is wrong instead of waiting at a port without a server.
+            # Keep serving for a moment, so that ranks that come later get this error instead of waiting for a server.
             time.sleep(_LINGER_SECONDS)
         base.close()
         raise
@@ -98,23 +98,23 @@ def init(
 
 
 def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
-    """The store in which the ranks of a job meet, as configuration or launcher say. Closing it ends what it serves.
+    """Open the store in which the ranks of a job meet, as selected by settings or launcher. Closing it stops its server.
 
-    `XVCOMM_STORE=tcp://host:port` is served by rank 0, with `?hosted=launcher` by whoever started the ranks;
-    `file:///folder` by nobody. Without it torchrun's and MPI's own means carry the address of a TCP store that rank 0
-    serves on a free port, SLURM's variables give its address, and JAX's coordination service is the store itself.
+    `XVCOMM_STORE=tcp://host:port` is served by rank 0, with `?hosted=launcher` by the launcher; `file:///folder` needs no
+    server. Without the variable, torchrun's store or MPI transmits the address of a TCP store that rank 0 serves on a free
+    port; under SLURM its address is derived from variables; under JAX the coordination service is the store.
 
     Args:
-        launch: who this process is.
-        config: settings; `store` and `secret` matter here.
+        launch: rank and size of this process.
+        config: settings; `store` and `secret` are used here.
         env: environment of the process.
         deadline: for all of it.
 
     Raises:
-        ConfigError: nothing says where to meet, or the secret is missing.
+        ConfigError: no address is configured, or the secret is missing.
         DeadlineExceeded: rank 0 did not come in time.
-        StoreError: the store cannot be reached, or its port is taken.
-        AuthenticationError: the store has another secret.
+        StoreError: the store cannot be reached, or its port is in use.
+        AuthenticationError: the store has a different secret.
     """
     if config.store is not None:
         return _by_address(launch, config, deadline)
@@ -135,22 +135,22 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
         return serve_or_join(host, port, need_secret(config.secret), launch.rank, deadline, epoch)
     if launch.launcher == "jax":
         raise ConfigError(
-            "JAX_PROCESS_ID is set but jax.distributed does not run with these numbers: call "
+            "JAX_PROCESS_ID is set but jax.distributed is not initialized with these numbers: call "
             "jax.distributed.initialize() before xvcomm.init(), or set XVCOMM_STORE and XVCOMM_SECRET"
         )
     raise ConfigError(
-        f"rank {launch.rank} of {launch.size} does not know where the ranks meet: set XVCOMM_STORE=tcp://host:port, where "
+        f"rank {launch.rank} of {launch.size} has no address for the rendezvous: set XVCOMM_STORE=tcp://host:port, where "
         "host is that of rank 0, and XVCOMM_SECRET, both the same on all ranks"
     )
 
 
 def _configure(env: Mapping[str, str], *, store: Any, **given: Any) -> Config:
-    """The settings of the environment, replaced by what the caller gave."""
+    """The settings of the environment, overridden by the arguments of `init`."""
     given = {name: value for name, value in given.items() if value is not None}
     kind, colon, index = str(given.get("device", "")).partition(":")
     if colon:
         if not index.isdigit():
-            raise ArgumentError(f"device={given['device']!r}: expected a kind and a number, like 'cuda:1'")
+            raise ArgumentError(f"device={given['device']!r}: expected a type and an index, like 'cuda:1'")
         given |= {"device": kind, "device_index": int(index)}
     if isinstance(store, str):
         given["store"] = store
@@ -164,7 +164,7 @@ def _by_address(launch: Launch, config: Config, deadline: Deadline) -> Store:
     address = StoreAddress.parse(config.store)
     epoch = _epochs[_place(launch, config), launch.rank]
     if address.folder is not None:
-        FileStore(address.folder)  # refuses one that others can change
+        FileStore(address.folder)  # raises ConfigError if others can change its contents
         store = FileStore(address.folder / str(epoch), ranks=launch.size)
         store.enter(launch.size, deadline)
         return store
@@ -182,7 +182,7 @@ def _by_torchrun(launch: Launch, config: Config, env: Mapping[str, str], deadlin
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise ConfigError(
-            f"MASTER_ADDR={host or ''!r} and MASTER_PORT={port!r} do not say where rank 0 is; start the ranks with "
+            f"MASTER_ADDR={host or ''!r} and MASTER_PORT={port!r} are not an address of rank 0; start the ranks with "
             "torchrun, set both, or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
         )
     if launch.rank == 0 and not config.secret:
@@ -194,12 +194,12 @@ def _by_torchrun(launch: Launch, config: Config, env: Mapping[str, str], deadlin
 
 
 def _warn_of_torchs_store(address: str | None, launch: Launch) -> None:
-    """Say what is open where a job over several hosts has no XVCOMM_SECRET."""
+    """Warn if a job over several hosts uses torch's unauthenticated store without XVCOMM_SECRET."""
     if address is None or _is_loopback(address) or launch.local_size == launch.size:
         return
     warnings.warn(
-        f"the ranks meet through torch's store at {address}, which asks nobody for a password: who reaches it can read "
-        "and change what the ranks of this job tell each other there. Set XVCOMM_SECRET to the same random text on all "
+        f"the ranks exchange addresses through torch's store at {address}, which has no authentication: everyone who "
+        "can reach it can read and change these messages. Set XVCOMM_SECRET to the same random text on all "
         "ranks, for instance the output of `openssl rand -hex 16`",
         RuntimeWarning,
         stacklevel=4,
@@ -211,10 +211,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _agent_folder(launch: Launch, env: Mapping[str, str]) -> Path | None:
-    """A folder of this attempt alone, if one torchrun started all ranks; it spares them the import of torch.
+    """A folder of this restart attempt if one torchrun started all ranks; using it avoids the import of torch.
 
-    torchrun keeps `attempt_N/LOCAL_RANK/error.json` for each rank. All ranks come to the same answer, because all are
-    told the same sizes by the same torchrun.
+    torchrun creates `attempt_N/LOCAL_RANK/error.json` for each rank. All ranks get the same result, because the same torchrun
+    tells them the same sizes.
     """
     error_file = Path(env.get("TORCHELASTIC_ERROR_FILE") or "/")
     rank_folder, attempt_folder = error_file.parent, error_file.parent.parent
@@ -228,7 +228,7 @@ def _checked_world(launch: Launch) -> Any:
     if (comm.Get_rank(), comm.Get_size()) != (launch.rank, launch.size):
         raise ConfigError(
             f"mpirun says rank {launch.rank} of {launch.size}, but mpi4py says rank {comm.Get_rank()} of "
-            f"{comm.Get_size()}: it belongs to another MPI than this mpirun; install mpi4py for it, use its own mpirun, "
+            f"{comm.Get_size()}: it uses another MPI than this mpirun; install mpi4py for it, use its own mpirun, "
             "or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
         )
     return comm
@@ -243,7 +243,7 @@ def _launched(env: Mapping[str, str], config: Config) -> Launch:
 
 
 def _jax_state() -> Any:
-    """The state of `jax.distributed` if this process has joined one; never imports jax."""
+    """State of `jax.distributed` if this process has initialized it; never imports jax."""
     module = sys.modules.get("jax._src.distributed")
     state = getattr(module, "global_state", None)
     return None if state is None or state.client is None else state
@@ -252,7 +252,8 @@ def _jax_state() -> Any:
 def _wrap(store: Any, launch: Launch, env: Mapping[str, str], deadline: Deadline, secret: str | None) -> Store:
     """The caller's object as a Store whose `close` leaves the object open.
 
-    The stores of torch and JAX ask nobody for a password: with a secret they only tell where rank 0 serves another one.
+    The stores of torch and JAX have no authentication: with a secret they only transmit the address of a store that rank 0
+    serves.
     """
     if isinstance(store, Store):
         return PrefixStore("init", store)
@@ -271,7 +272,7 @@ def _wrap(store: Any, launch: Launch, env: Mapping[str, str], deadline: Deadline
 
 
 def _underlying(store: Any) -> Any:
-    """What torch's `PrefixStore` is around."""
+    """The store inside torch's `PrefixStore`."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
@@ -289,7 +290,7 @@ def _is_mpi(store: Any) -> bool:
 
 
 def _host(launch: Launch) -> str:
-    """How the other ranks reach this host."""
+    """Address of this host for the other ranks."""
     return loopback() if launch.local_size == launch.size else own_address()
 
 
@@ -304,10 +305,10 @@ def _attempt(env: Mapping[str, str]) -> str:
 def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline) -> Store:
     """A part of the store that no earlier communicator has used.
 
-    A store may outlive many communicators. Every rank counts its own in the store; processes are told apart so that
-    a second one of the same number still begins at the first part, where it is found out.
+    A store may be used by many communicators in turn. Every process counts its own in the store. The key contains the process,
+    so that a second process with the same rank also begins at the first part, where `join_barrier` detects it.
     """
     place = f"xvcomm/{_attempt(env)}"
-    key = f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}"  # a fork has the parent's text
+    key = f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}"  # the pid, because a fork copies _PROCESS
     turn = store.add(key, 1, deadline)
     return PrefixStore(f"{place}/{turn}", store)

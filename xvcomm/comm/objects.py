@@ -1,4 +1,4 @@
-"""Operations on Python objects, by pickle: only between ranks that proved the job's secret to each other."""
+"""Operations on Python objects, with pickle: safe because only ranks that know the job's secret take part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 
 class Objects:
-    """Part of Communicator. Convenient, not fast: every object is pickled and its length sent first."""
+    """Part of Communicator. Convenient, not fast: every object is pickled, and its length is sent first."""
 
     rank: int
     size: int
@@ -30,20 +30,20 @@ class Objects:
     _staging: Staging
 
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None) -> None:
-        """Send a picklable object to rank `dst`, as two messages: its length, and its bytes."""
+        """Send a picklable object to rank `dst`, as two messages: its length and its bytes."""
         data, up = _pickled(obj), self._staging.up
         self.send(up(np.array([data.size], np.int64)), dst, tag, channel=channel, timeout=timeout)
         self.send(up(data), dst, tag, channel=channel, timeout=timeout)
 
     def recv_object(self, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None) -> Any:
-        """Receive an object from rank `src`; blocks until it is there."""
+        """Receive an object from rank `src`; blocks until it has arrived."""
         empty, down = self._staging.empty, self._staging.down
         length = down(self.recv(empty((1,), INT64), src, tag, channel=channel, timeout=timeout))
         room = empty((int(length[0]),), UINT8)
         return _unpickled(down(self.recv(room, src, tag, channel=channel, timeout=timeout)))
 
     def broadcast_object(self, obj: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
-        """Give every rank the root's object; what the others pass does not matter."""
+        """Send the root's object to every rank; the other ranks' `obj` is ignored."""
         up, down = self._staging.up, self._staging.down
         data = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
         length = down(self.broadcast(up(np.array([data.size], np.int64)), root, timeout=timeout))
@@ -51,21 +51,21 @@ class Objects:
         return _unpickled(down(self.broadcast(room, root, timeout=timeout)))
 
     def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> list[Any]:
-        """Give every rank the list of all ranks' objects, in rank order."""
+        """Return the list of all ranks' objects, in rank order."""
         data, counts = gather_bytes(self, _pickled(obj), None, timeout)
         return _cut(data, counts)
 
     def gather_object(self, obj: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
-        """Give the root the list of all ranks' objects, in rank order; None elsewhere."""
+        """Return the list of all ranks' objects, in rank order, on the root; None elsewhere."""
         data, counts = gather_bytes(self, _pickled(obj), root, timeout)
         return _cut(data, counts) if self.rank == root else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None) -> Any:
-        """Give rank i the i-th of the root's objects; what the others pass does not matter."""
+        """Send the i-th of the root's objects to rank i; the other ranks' `objs` is ignored."""
         parts = [np.empty(0, np.uint8)] * self.size
         if self.rank == root:
             if objs is None or len(objs) != self.size:
-                raise ArgumentError(f"scatter_object: the root must pass {self.size} objects, one a rank")
+                raise ArgumentError(f"scatter_object: the root must pass {self.size} objects, one per rank")
             parts = [_pickled(o) for o in objs]
         up, down = self._staging.up, self._staging.down
         sizes = up(np.array([p.size for p in parts], np.int64))
@@ -76,7 +76,7 @@ class Objects:
 
 
 def gather_bytes(comm: Objects, data: Array, root: int | None, timeout: float | None) -> tuple[Array, list[int]]:
-    """Every rank's bytes one after the other, at the root or everywhere (None), and how many each has."""
+    """Concatenate the bytes of all ranks, on the root or (None) on every rank; returns them with each rank's count."""
     staging = comm._staging
     up, down, empty = staging.up, staging.down, staging.empty
     sizes = comm.all_gather(up(np.array([data.size], np.int64)), out=empty((comm.size,), INT64), timeout=timeout)

@@ -1,8 +1,8 @@
 """Point-to-point operations of a communicator: send, recv, their asynchronous forms, groups, and probes.
 
-Between two ranks messages of one channel match in order; the tag is checked, not searched. Messages of different
-channels (0 to 31) do not order each other. A send returns once its data is in the ring or the receiver's array, a small
-one therefore before the receiver comes. Messages of a rank to itself are for `group` and `sendrecv`, and are copied.
+Between two ranks, messages of one channel match in order; the tag is checked, not searched. Messages of different channels (0
+to 31) are not ordered with each other. A send returns once its data is in the ring or the receiver's array, so a small one may
+return before the receive is posted. A rank can send to itself in `group` and `sendrecv` only; such messages are copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.messages import HostTransfers, Transfer, Transfers
 from xvcomm.engine.probe import Probe, Probing
-from xvcomm.engine.session.rings import CHANNELS as CHANNELS  # adapters divide tags among them
+from xvcomm.engine.session.rings import CHANNELS as CHANNELS  # adapters assign tags to channels
 from xvcomm.engine.stream_messages import StreamTransfers
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.memory import array
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 _SEND, _RECV = OpCode.SEND, OpCode.RECV
 _TAGS = 1 << 62
-_FIRST = 0  # the one object of this number: nothing else, such as False, is taken for it, and to look takes no time
-_INSIDE_ADD = 2  # functions of xvcomm that are under way at the least when a group asks for the call site
+_FIRST = 0  # compared by identity, which is fast, and excludes False
+_INSIDE_ADD = 2  # minimum depth of xvcomm's own frames when a group looks up the call site
 
 
 @dataclass(slots=True)
 class _Group:
-    """What a thread has called inside `group()`; `waits` if any of it blocks."""
+    """Operations that a thread has called inside `group()`; `waits` if any of them blocks."""
 
     transfers: list[Transfer] = field(default_factory=list)
     waits: bool = False
 
     def add(self, transfer: Transfer, *, waits: bool = False) -> None:
-        """Note a call with its call site, which nobody can find at the group's end."""
+        """Add an operation with its call site, which cannot be determined at the end of the group."""
         transfer.call_site = find_call_site(_INSIDE_ADD)
         self.transfers.append(transfer)
         self.waits = self.waits or waits
 
 
 class PointToPoint:
-    """Part of Communicator; see there for what all operations have in common."""
+    """Part of Communicator; see there for the common arguments and errors."""
 
     _context: Context
     rank: int
@@ -67,7 +67,7 @@ class PointToPoint:
     def send(
         self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> None:
-        """Send an array to rank `dst`; blocks until `x` may be changed."""
+        """Send an array to rank `dst`; blocks until `x` may be modified."""
         transfer = self._sending(x, dst, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
         if group is None:
@@ -78,13 +78,17 @@ class PointToPoint:
     def recv(
         self, buf: Any, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> Any:
-        """Receive an array from rank `src`; blocks until it is there.
+        """Receive an array from rank `src`; blocks until it has arrived.
 
         Args:
-            buf: where to, of the shape and dtype that are sent; for immutable arrays what tells them.
+            buf: the array to receive into, with the shape and dtype that are sent; if immutable, it only defines them.
+            src: rank that sends.
+            tag: must equal the sender's.
+            channel: 0 to 31.
+            timeout, stream: see `Communicator`.
 
         Returns:
-            `buf`, or a new array where it is immutable.
+            `buf`, or a new array if `buf` is immutable.
         """
         transfer = self._receiving(buf, src, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
@@ -101,20 +105,20 @@ class PointToPoint:
     def isend(
         self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> Work:
-        """Send without waiting. `x` may be changed once the Work is done; the Work keeps it alive."""
+        """Start a send. `x` must not be modified until the Work is complete; the Work keeps it alive."""
         return self._background(self._sending(x, dst, tag, channel, timeout, stream))
 
     def irecv(
         self, buf: Any, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> Work:
-        """Receive without waiting; the array is the Work's result."""
+        """Start a receive; the array is the Work's result."""
         return self._background(self._receiving(buf, src, tag, channel, timeout, stream))
 
     def sendrecv(
         self, x: Any, dst: int, buf: Any, src: int, send_tag: int = 0, recv_tag: int = 0, *,
         channel: int = 0, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Send to one rank and receive from another (or the same) at once; gives the received array."""
+        """Send to one rank and receive from another (or the same) concurrently; returns the received array."""
         incoming = self._receiving(buf, src, recv_tag, channel, timeout, stream, own=True)
         transfers = [self._sending(x, dst, send_tag, channel, timeout, stream, own=True), incoming]
         if dst == self.rank or src == self.rank:
@@ -124,22 +128,24 @@ class PointToPoint:
         return array.finish(incoming.view)
 
     def probe(self, src: int | None = None, *, channel: int = 0, timeout: float | None = None) -> Probe:
-        """Wait until a message is there that no receive posted so far will take; a following `recv` gets it.
+        """Wait for a message that no receive posted so far will take; the next `recv` gets it.
 
-        Blocks the host, also on GPUs. Takes nothing away. Messages that receives in a graph will take are seen as
-        long as it has not run.
+        Blocks the host, also on GPUs. The message stays in the queue. Messages for receives of a captured graph are reported
+        until the graph has run.
 
         Args:
-            src: rank to look at; None looks at all in turns, so that none starves another.
+            src: rank that sends; None means any rank, in round-robin order.
+            channel: 0 to 31.
+            timeout: in seconds.
         """
         peer, channel = self._probed(src, channel)
         return self._probing.wait(peer, channel, Deadline.after(self.timeout if timeout is None else timeout))
 
     def iprobe(self, src: int | None = None, *, channel: int = 0) -> Probe | None:
-        """As `probe`, but does not wait: None if there is no such message yet.
+        """Like `probe` without waiting: None if there is no such message yet.
 
         Raises:
-            PeerLost: as long as there is none and `src`, or every other rank, has left.
+            PeerLost: there is none, and `src`, or every other rank, has left.
         """
         peer, channel = self._probed(src, channel)
         return self._probing.look(peer, channel, Deadline.after(self.timeout))
@@ -148,28 +154,28 @@ class PointToPoint:
     def group(self) -> Iterator[None]:
         """Start all point-to-point operations of the block together at its end, in any order without deadlock.
 
-        The end blocks until all are done if the block holds a `send` or `recv`; `isend` and `irecv` go on behind it, and
-        those of a channel end together.
+        If the block contains a `send` or `recv`, its end blocks until all operations are complete; otherwise `isend` and
+        `irecv` continue in the background, and those of one channel complete together.
 
-        What this rank sends to itself and receives from itself is copied at the end, on the arrays' stream; on each channel
-        in order.
+        Messages of this rank to itself are copied at the end, on the arrays' stream, in order per channel.
         """
         if self._open_group() is not None:
-            yield  # the outermost group counts, as in NCCL
+            yield  # as in NCCL, only the outermost group counts
             return
         thread = threading.get_ident()
         group = self._groups[thread] = _Group()
         try:
             yield
         except BaseException as error:
-            self._transfers.give_up(group.transfers, error)  # who waits for one must not wait for ever
+            # fails their Works, so that threads that wait for them return
+            self._transfers.give_up(group.transfers, error)
             raise
         finally:
             del self._groups[thread]
         self._go(group.transfers, waits=group.waits)
 
     def _go(self, transfers: list[Transfer], *, waits: bool) -> None:
-        """Start messages together, and wait for them if told so."""
+        """Start messages together, and wait for them if `waits`."""
         own = [t for t in transfers if t.peer == self.rank]
         if own:
             try:
@@ -191,7 +197,7 @@ class PointToPoint:
     def _sending(
         self, x: Any, dst: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
     ) -> Transfer:
-        """A message to be sent; `own` if it may be this rank's to itself."""
+        """A message to send; `own` if it may be addressed to this rank itself."""
         if not 0 <= dst < self.size or (dst == self.rank and not own) or not 0 <= tag < _TAGS:
             self._check_direction("dst", dst, tag)
         if channel is not _FIRST:
@@ -205,7 +211,7 @@ class PointToPoint:
     def _receiving(
         self, buf: Any, src: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
     ) -> Transfer:
-        """The same of one to be received."""
+        """A message to receive; `own` if it may come from this rank itself."""
         if not 0 <= src < self.size or (src == self.rank and not own) or not 0 <= tag < _TAGS:
             self._check_direction("src", src, tag)
         if channel is not _FIRST:
@@ -219,9 +225,9 @@ class PointToPoint:
         return Transfer(_RECV, view, src, tag, deadline, handle, channel)
 
     def _probed(self, src: int | None, channel: int) -> tuple[int, int]:
-        """What to look at, checked."""
+        """Check the arguments of a probe."""
         if src is None and self.size == 1:
-            raise ArgumentError("probe: this communicator has no other rank that could send")
+            raise ArgumentError("probe: this communicator has no other rank")
         peer = ANY_PEER
         if src is not None:
             peer = _whole(src, -1)
@@ -230,26 +236,24 @@ class PointToPoint:
                     f"src {src!r}: ranks of this communicator go from 0 to {self.size - 1}; None for any"
                 )
             if peer == self.rank:
-                raise ArgumentError(
-                    f"src {src} is this rank itself, whose messages to itself go from call to call in group()"
-                )
+                raise ArgumentError(f"src {src} is this rank itself; a rank sends to itself only within one group()")
         if self._groups and self._open_group() is not None:
             raise ArgumentError(
-                "probe inside group(): what the group holds starts at its end; probe before or behind it"
+                "probe inside group(): the operations of a group start at its end; probe before or after it"
             )
         channel = _channel(channel)
         self._transfers.settle(range(self.size) if peer == ANY_PEER else (peer,), channel)
         return peer, channel
 
     def _check_direction(self, what: str, peer: int, tag: int) -> None:
-        """Raise ArgumentError for what goes nowhere; messages to oneself may stand in a group."""
+        """Raise ArgumentError for an invalid peer or tag; messages to oneself are valid in a group."""
         if not 0 <= peer < self.size:
             raise ArgumentError(f"{what} {peer}: ranks of this communicator go from 0 to {self.size - 1}")
         if not 0 <= tag < _TAGS:
-            raise ArgumentError(f"tag {tag}: must be a whole number from 0 to {_TAGS - 1}")
+            raise ArgumentError(f"tag {tag}: must be an integer from 0 to {_TAGS - 1}")
         if self._open_group() is None:
             raise ArgumentError(
-                f"{what} {peer} is this rank itself, which would wait for itself; send and receive inside one group(), use "
+                f"{what} {peer} is this rank itself, which would deadlock; send and receive inside one group(), use "
                 "sendrecv, or copy the array"
             )
 
@@ -262,7 +266,7 @@ class PointToPoint:
 
 
 def _paired(own: list[Transfer]) -> list[tuple[Transfer, Transfer]]:
-    """Sends of this rank to itself and their receives, of each channel in order.
+    """Pair the sends of this rank to itself with their receives, in order per channel.
 
     Raises:
         ArgumentError: they do not match; none of them has begun.
@@ -273,13 +277,13 @@ def _paired(own: list[Transfer]) -> list[tuple[Transfer, Transfer]]:
         receives = [t for t in own if t.channel == channel and t.name is not _SEND]
         if len(sends) != len(receives):
             raise ArgumentError(
-                f"{len(sends)} messages are sent to this rank itself on channel {channel} and {len(receives)} received; put "
-                "both ends of each into one group(), or sendrecv"
+                f"this rank sends {len(sends)} messages to itself on channel {channel} and receives {len(receives)}; put "
+                "both ends of each into one group(), or use sendrecv"
             )
         for sent, received in zip(sends, receives, strict=True):
             if sent.message() != received.message():
                 raise ArgumentError(
-                    f"this rank sends {_told(sent)} to itself and receives {_told(received)}; both must be the same"
+                    f"this rank sends {_told(sent)} to itself and receives {_told(received)}; both must be equal"
                 )
             pairs.append((sent, received))
     return pairs
@@ -290,15 +294,15 @@ def _told(t: Transfer) -> str:
 
 
 def _channel(channel: Any) -> int:
-    """A channel as a plain integer."""
+    """A channel number as a plain integer."""
     number = _whole(channel, -1)
     if not 0 <= number < CHANNELS:
-        raise ArgumentError(f"channel {channel!r}: must be a whole number from 0 to {CHANNELS - 1}")
+        raise ArgumentError(f"channel {channel!r}: must be an integer from 0 to {CHANNELS - 1}")
     return number
 
 
 def _whole(value: Any, otherwise: int) -> int:
-    """A whole number as a plain integer; something else for what is none, truth values among it."""
+    """An integer as a plain int; `otherwise` for other types and bools."""
     try:
         return otherwise if isinstance(value, bool) else operator.index(value)
     except TypeError:

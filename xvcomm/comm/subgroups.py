@@ -1,4 +1,6 @@
-"""Which ranks go together: in a split by the colours and keys of all, in a subgroup by who meets under its name."""
+"""Members of new communicators: in a split from the colours and keys of all ranks, in a subgroup from an agreement under its
+name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 _SETTLE_SECONDS = 5.0
 _LOOKS = 8
-"""Members whose cards a waiting one reads at a time: each is a question to the store."""
+"""Number of members whose cards a waiting rank reads at a time: each read is a request to the store."""
 _NAMED = 16
 _Choice = tuple[int | str | None, int]
 
@@ -30,11 +32,11 @@ _Choice = tuple[int | str | None, int]
 def subgroups(
     comm: Objects, color: SupportsIndex | str | None, key: SupportsIndex, deadline: Deadline
 ) -> list[int] | None:
-    """This rank's group, as ranks of `comm` in the group's order; None where `color` is None.
+    """This rank's group, as ranks of `comm` in the group's order; None if `color` is None.
 
     Raises:
-        ArgumentError: a colour is neither int, str nor None, or a key no int.
-        MismatchError: one rank's colour is an int, another's a str; on all ranks.
+        ArgumentError: a colour is neither int, str nor None, or a key is not an int.
+        MismatchError: the colours are ints on some ranks and strs on others; raised on all ranks.
     """
     if not isinstance(color, str) and color is not None:
         color = _whole("color", color, "an int, a str, or None")
@@ -53,7 +55,7 @@ def subgroups(
 
 
 def _whole(what: str, value: SupportsIndex, wanted: str) -> int:
-    """A whole number as a plain int, which bools and numpy's integers are not."""
+    """Convert an integer type, such as bool or numpy's, to a plain int."""
     try:
         return int(operator.index(value))
     except TypeError:
@@ -71,7 +73,9 @@ def _check_types(comm: Objects, choices: list[_Choice]) -> None:
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """How a meeting ended, for all that came: well, or why not; `peer` is the rank that is gone or late."""
+    """Outcome of an agreement, for all members that came: success, or the reason of the failure; `peer` is the rank that is
+    gone or late.
+    """
 
     late: str = ""
     differs: str = ""
@@ -81,17 +85,18 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Card(msgspec.Struct, frozen=True, array_like=True):
-    """What a member that has waited for a while is waiting for: group `number` of those with these members."""
+    """What a waiting member is waiting for: the `number`-th group with these members under a name."""
 
     members: tuple[int, ...]
     number: int
 
 
 class Meetings:
-    """Where the members of subgroups meet: in the store, so that the parent's other ranks need not know. Any thread.
+    """Agreement of the members of subgroups, through the store, so that other ranks of the parent are not involved.
+    Thread-safe.
 
     Args:
-        context: the parent's.
+        context: of the parent communicator.
     """
 
     def __init__(self, context: Context) -> None:
@@ -100,13 +105,13 @@ class Meetings:
         self._gate = threading.Lock()
 
     def meet(self, ranks: Sequence[int], name: str, deadline: Deadline) -> tuple[str, tuple[int, ...]]:
-        """Wait until all members are here; gives the group's path, and its members as ranks of the whole job.
+        """Wait until all members have called this; returns the group's path, and its members as ranks of the whole job.
 
         Raises:
-            ArgumentError: `ranks` are not distinct ranks of the parent with this one among them; `name` is no text.
-            MismatchError: a member waits under this name for other ranks, this one among them. On all that came.
-            DeadlineExceeded: names the members that did not come. On all that came.
-            PeerLost: a member died, or closed the parent, before it came. On all that came.
+            ArgumentError: `ranks` are not distinct ranks of the parent that include this one; `name` is not a str.
+            MismatchError: a member waits under this name for other ranks, which include this one. On all members that came.
+            DeadlineExceeded: names the members that did not come. On all members that came.
+            PeerLost: a member died, or closed the parent, before it came. On all members that came.
             Aborted: a member failed meanwhile, or the parent was aborted.
         """
         context = self._context
@@ -125,14 +130,14 @@ class Meetings:
         try:
             members = tuple(operator.index(rank) for rank in ranks)
         except TypeError:
-            raise ArgumentError(f"subgroup: ranks {ranks!r}: expected whole numbers") from None
+            raise ArgumentError(f"subgroup: ranks {ranks!r}: expected integers") from None
         size, me = len(self._context.ranks), self._context.rank
         wrong = next((m for m in members if not 0 <= m < size), None)
         if wrong is not None:
             raise ArgumentError(f"subgroup: rank {wrong}: ranks of this communicator go from 0 to {size - 1}")
         twice = next((m for i, m in enumerate(members) if m in members[:i]), None)
         if twice is not None:
-            raise ArgumentError(f"subgroup: rank {twice} is twice in ranks {_listed(members)}")
+            raise ArgumentError(f"subgroup: rank {twice} occurs twice in ranks {_listed(members)}")
         if me not in members:
             raise ArgumentError(
                 f"subgroup: this rank, {me}, is not in ranks {_listed(members)}; only the members of a group call this"
@@ -140,14 +145,14 @@ class Meetings:
         return members
 
     def _await(self, mine: _Card, name: str, path: str, deadline: Deadline) -> None:
-        """Wait for all members. One verdict ends it for everybody that came, as in `join_barrier`."""
+        """Wait for all members. One member decides the outcome for all that came, as in `join_barrier`."""
         context, store = self._context, self._context.session.store
         cards = PrefixStore(f"comm/{context.path}/{_digest(name)}", store)
         plain = PrefixStore(f"comm/{path}", store)
         looks = 0
 
         def look() -> None:
-            """What a member that waits does now and then; members that come in time never get here."""
+            """Called periodically while waiting; usually all members come before the first call."""
             nonlocal looks
             context.check()
             self._miss(mine, name, plain)
@@ -164,13 +169,13 @@ class Meetings:
             else:
                 verdict = msgspec.msgpack.decode(place.get("verdict", deadline), type=_Verdict)
         except (NotSet, MismatchError) as error:
-            context.check()  # the parent, if it is finished, is the reason, and all members know it
+            context.check()  # if the parent has failed, that is the reason, which all members know
             late = isinstance(error, NotSet)
             why = _late(place, mine.members, name) if late else _Verdict(differs=str(error))
             verdict = _decide(place, why)
         except DeadlineExceeded:
             context.check()
-            raise  # the store does not answer, so nobody can be told
+            raise  # the store does not answer, so the others cannot be informed
         except BaseException as error:
             if isinstance(error, PeerLost) and error.peer is not None:
                 why = _Verdict(gone=str(error), peer=error.peer)
@@ -187,7 +192,7 @@ class Meetings:
                 raise kind(text, rank=context.rank, peer=verdict.peer, op="subgroup")
 
     def _miss(self, mine: _Card, name: str, place: Store) -> None:
-        """Raise PeerLost for a member that closed the parent and has not come, so never will."""
+        """Raise PeerLost for a member that closed the parent before it came."""
         context = self._context
         for member in context.lifecycle.departed.intersection(mine.members):
             try:
@@ -196,12 +201,14 @@ class Meetings:
                 info = context.session.infos[context.ranks[member]]
                 raise PeerLost(
                     f"subgroup {name!r} of ranks {_listed(mine.members)}: rank {member} on {info.hostname} closed the "
-                    f"communicator and will not come; {context.session.last_words(info.rank)}",
+                    f"communicator before it joined; {context.session.last_words(info.rank)}",
                     rank=context.rank, peer=member, op="subgroup",
                 ) from None  # fmt: skip
 
     def _compare(self, mine: _Card, name: str, cards: Store, looks: int) -> None:
-        """Raise if a member certainly waits for another group than this one, which so neither will ever leave."""
+        """Raise MismatchError if a member waits for another group that includes this rank, so that neither
+        group can complete.
+        """
         me, members = self._context.rank, mine.members
         for i in range(min(_LOOKS, len(members))):
             other = members[(looks * _LOOKS + i) % len(members)]
@@ -214,24 +221,23 @@ class Meetings:
             if me in theirs.members and theirs.members != members and not came:
                 raise MismatchError(
                     f"subgroup {name!r}: rank {me} gave ranks {_listed(members)}, rank {other} gave "
-                    f"{_listed(theirs.members)}; all members must give equal ranks, and make groups of one name in the "
+                    f"{_listed(theirs.members)}; all members must pass equal ranks, and create groups of one name in the "
                     "same order"
                 )
 
 
 def _decide(place: Store, verdict: _Verdict) -> _Verdict:
-    """Make this the verdict unless there is one; what counts is given back."""
+    """Publish this verdict unless another member has published one; return the one that applies."""
     settling = Deadline.after(_SETTLE_SECONDS)
     if place.add("decided", 1, settling) == 1:
         place.set("verdict", msgspec.msgpack.encode(verdict), settling)
         return verdict
     try:
-        # Not guarded: the guard would raise the failure that this verdict is about.
+        # Read through the unguarded store: the guard would raise the failure that this verdict describes.
         return msgspec.msgpack.decode(place.get("verdict", settling), type=_Verdict)
     except NotSet as error:
         raise DeadlineExceeded(
-            "subgroup: a member that was about to tell the others how it ended is stopped or very slow, or has ended; look for "
-            "one that is stopped"
+            "subgroup: the member that decides the outcome is stopped or very slow, or has ended; look for a stopped process"
         ) from error
 
 
@@ -244,7 +250,7 @@ def _late(place: Store, members: Sequence[int], name: str) -> _Verdict:
             absent.append(rank)
     who = f"{'rank' if len(absent) == 1 else 'ranks'} {_listed(absent)}"
     text = (
-        f"subgroup {name!r} of ranks {_listed(members)}: {who} did not come in time; all members, and only they, must "
+        f"subgroup {name!r} of ranks {_listed(members)}: {who} did not join in time; all members, and only they, must "
         "call subgroup() with equal ranks and name, equally often"
     )
     return _Verdict(late=text, peer=absent[0] if absent else None)

@@ -146,10 +146,8 @@ def _entry(compiled: Any) -> Any:
 def _obtain(build: Callable[..., Any], function: Callable[..., Any], signature: str, **options: bool) -> Any:
     """Load a compiled function from the disk cache, or take the turn and compile it."""
     made = None
-    with (
-        suppress(_Missing),
-        held_back(),
-    ):  # an interrupt in LLVM's finalizers and callbacks is swallowed or makes them fail
+    # an interrupt in LLVM's finalizers and callbacks is swallowed or makes them fail
+    with suppress(_Missing), held_back():
         made = build(function, signature, **options)
     if made is None:  # outside the handler of _Missing, so that a traceback from here does not show it as context
         assert _turn is not None

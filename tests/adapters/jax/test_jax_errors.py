@@ -38,13 +38,13 @@ def bad_arrays(comm):
             reduce(wide)
     with pytest.raises(DTypeError, match="64 bits are off"):
         xvjax.recv(jax.ShapeDtypeStruct((3,), np.float64), 1 - comm.rank, comm=comm)
-    with pytest.raises(ArrayError, match=r"list is no array.*each leaf"):
+    with pytest.raises(ArrayError, match=r"list is not an array.*each leaf"):
         reduce([jnp.ones(3)])
     with pytest.raises(ArrayError, match="NoneType is no array"):
         reduce(None)
     with pytest.raises(DTypeError, match="key_data"):
         reduce(jax.random.key(0))
-    with pytest.raises(DTypeError, match="int4 is not carried"):
+    with pytest.raises(DTypeError, match="int4 is not supported"):
         reduce(jnp.ones(4, jnp.int4))
     with pytest.raises(DTypeError, match=r"bitwise|band is defined on integers"):
         reduce(jnp.ones(3), "band")
@@ -52,7 +52,7 @@ def bad_arrays(comm):
         reduce(jnp.ones(3), "mean")
     with pytest.raises(ArrayError, match="a scalar has no rows"):
         xvjax.reduce_scatter(jnp.ones(()), comm=comm)
-    with pytest.raises(ArrayError, match=r"3 rows do not divide by 2 ranks; pass counts="):
+    with pytest.raises(ArrayError, match=r"3 rows are not a multiple of 2 ranks; pass counts="):
         xvjax.reduce_scatter(jnp.ones(3), comm=comm)
 
 
@@ -65,11 +65,11 @@ def bad_arguments(comm):
         xvjax.send(x, comm.rank, comm=comm)
     with pytest.raises(ArgumentError, match=r"dst is a tracer.*static_argnames"):
         jax.jit(lambda x, dst: xvjax.send(x, dst, comm=comm))(x, other)
-    with pytest.raises(ArgumentError, match=r"root=0.5: expected a whole number"):
+    with pytest.raises(ArgumentError, match=r"root=0.5: expected an integer"):
         xvjax.gather(x, 0.5, comm=comm)
     with pytest.raises(ArgumentError, match="tag -1"):
         xvjax.send(x, other, -1, comm=comm)
-    with pytest.raises(ArgumentError, match="channel 99: must be a whole number from 0 to 31"):
+    with pytest.raises(ArgumentError, match="channel 99: must be an integer from 0 to 31"):
         xvjax.recv(x, other, channel=99, comm=comm)
     with pytest.raises(ArgumentError, match=r"add up to 3 rows, but the array has 4"):
         xvjax.scatter(x, counts=[1, 2], comm=comm)
@@ -77,7 +77,7 @@ def bad_arguments(comm):
         xvjax.all_gather(x, counts=[4], comm=comm)
     with pytest.raises(ArgumentError, match="both send_counts and recv_counts"):
         xvjax.all_to_all(x, send_counts=[2, 2], comm=comm)
-    with pytest.raises(ArgumentError, match=r"expected what make_token\(\)"):
+    with pytest.raises(ArgumentError, match=r"expected the result of make_token\(\)"):
         xvjax.all_reduce(x, comm=comm, token=jnp.ones(3))
     with pytest.raises(ArgumentError, match="replicated= is for sums"):
         xvjax.all_reduce(x, "max", comm=comm, replicated=True)
@@ -217,7 +217,7 @@ def wild_arguments(comm):
     with pytest.raises(ArgumentError, match=r"expected xvcomm\.adapters\.jax\.Status"):
         xvjax.recv(x, None, comm=comm, status=xvjax.Status)
     alone = comm.split(comm.rank)
-    with pytest.raises(ArgumentError, match="no other rank that could send"):
+    with pytest.raises(ArgumentError, match="no other rank"):
         xvjax.recv(x, None, comm=alone)
     alone.close()
     with pytest.raises(ArgumentError, match=r"recv \(from any tag 0.*has no derivative.*recv of one rank and tag"):
@@ -291,7 +291,7 @@ def exported(comm):
     ):
         with pytest.raises(ArgumentError, match=r"cannot be exported.*compile ahead of time"):
             export.export(jax.jit(operation), disabled_checks=checks)(shape)
-    with pytest.raises(NotPicklable, match=r"belongs to its process.*xvcomm\.init"):
+    with pytest.raises(NotPicklable, match=r"is bound to its process.*xvcomm\.init"):
         pickle.dumps(comm)
 
 

@@ -193,7 +193,7 @@ def probes(communicator: Communicator) -> None:
     assert (y == 6).all()
     message.Recv(y)
     assert (y[:3] == 3).all() and (y[3:] == 6).all() and not message
-    with pytest.raises(ArgumentError, match="received before"):
+    with pytest.raises(ArgumentError, match="already been received"):
         message.Recv(y)
     MPI.Request.Waitall(sent)
 

@@ -1,6 +1,6 @@
-"""One process in one job: its device, its plug-ins, its rings, and the watch over the other ranks.
+"""One process in one job: its device, plug-ins and rings, and the detection of failures of other ranks.
 
-Not here: what belongs to one communicator (`engine.context`).
-`engine` and what lies above it import it.
-Begin with `session`.
+Not here: the state of one communicator (`engine.context`).
+`engine` and the packages above it import it.
+Start reading at `session`.
 """

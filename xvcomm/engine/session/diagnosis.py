@@ -1,4 +1,4 @@
-"""Why a communicator stopped: who is at fault, and the error that says so."""
+"""Converts the reason why a communicator stopped into an error that names the responsible rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation, describe
 from xvcomm.types.opcode import OpCode
 
 _NAMED = 4
-"""How many late ranks are named with what they did last."""
+"""Maximum number of late ranks whose last operation is named."""
 
 
 class Diagnosis:
-    """Turns abort words into errors. It reads the contract check, the rings' ledgers and this host's flight recorders.
+    """Converts abort words into errors. It reads the contract check, the rings' ledgers and this host's flight recorders.
 
     Args:
-        ranks: the communicator's ranks as numbers of the whole job.
-        rank: this process's number in the communicator.
+        session: of this process.
+        ranks: the communicator's ranks as ranks of the whole job.
+        rank: this process's rank in the communicator.
         ident: the communicator's number in flight recorders.
+        rings: of the communicator.
 
     Attributes:
         contract: the communicator's contract check, once it is mapped.
@@ -35,7 +37,7 @@ class Diagnosis:
         self.contract: ContractCheck | None = None
 
     def error(self, word: int, operation: Operation) -> XvcommError:
-        """What an operation raises on a communicator that was stopped for the reason `word`."""
+        """The error that an operation raises on a communicator that was stopped for the reason `word`."""
         reason, about = Reason.parse(word)
         sequence = operation.sequence if operation.sequence >= 0 else None
         known: dict[str, Any] = {"rank": self._rank, "op": str(operation.name), "seq": sequence}
@@ -49,12 +51,12 @@ class Diagnosis:
             witness = Reason.witness(word)
             text, peer = self._lateness(about, witness), None if about == witness else about  # no rank waits for itself
             return DeadlineExceeded(
-                f"{what}: {text}; the communicator is finished: close it and make a new one", peer=peer, **known
+                f"{what}: {text}; the communicator is unusable: close it and create a new one", peer=peer, **known
             )
         if reason is Reason.ABORTED:
             why = self._told(Reason.witness(word))
             text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")
-            return Aborted(f"{text}; close it and make a new one", peer=about, **known)
+            return Aborted(f"{text}; close it and create a new one", peer=about, **known)
         if reason is Reason.SERVER_LOST:
             return PeerLost(
                 f"{what}: {self._session.server_lost()}; close the communicator, and restart the job", **known
@@ -64,21 +66,22 @@ class Diagnosis:
         return PeerLost(f"{text}; close the communicator, and restart the job", peer=about, **known)
 
     def passed_on(self, error: PeerLost | Aborted) -> int:
-        """The abort word for an error that names another rank, by its number in the whole job."""
+        """The abort word for an error that names another rank, as a rank of the whole job."""
         assert error.peer is not None
-        if error.peer not in self._ranks:  # of those outside a communicator it only needs the one that serves the store
+        # the only rank outside the communicator that it depends on is the one that serves the store
+        if error.peer not in self._ranks:
             return Reason.SERVER_LOST.word(error.peer, self._rank)
         reason = Reason.PEER_LOST if isinstance(error, PeerLost) else Reason.ABORTED
         return reason.word(self._ranks.index(error.peer), self._rank)
 
     def name(self, rank: int) -> str:
-        """`rank 1 on node7`, with the number in the whole job where that differs."""
+        """For instance `rank 1 on node7`, with the rank in the whole job if that differs."""
         world = self._ranks[rank]
         other = f" (rank {world} of the job)" if world != rank else ""
         return f"rank {rank}{other} on {self._session.infos[world].hostname}"
 
     def mismatch(self) -> tuple[str, int] | None:
-        """A message that the two ends of one of this rank's rings described differently, in words; the other rank."""
+        """A message that the two ends of one of this rank's rings described differently, as text, and the other rank."""
         for end in self._rings.ends():
             found = end.mismatch()
             if found is not None:
@@ -86,15 +89,15 @@ class Diagnosis:
         return None
 
     def waited(self, operation: Operation, late: Sequence[int]) -> str:
-        """For whom an operation waited in vain, and what they did last."""
+        """The ranks that an operation waited for, and their last operations, as text."""
         details = "; ".join(f"rank {r}: {self._last_words(r)}" for r in late[:_NAMED])
         return f"{operation} was waiting for {', '.join(map(self.name, late))}; {details}"
 
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
-        """Who really keeps an operation waiting.
+        """The ranks that really delay an operation.
 
-        Of those that have not come to a collective, as far as the contract check tells, else of the suspects: the rank that each
-        waits for itself, if it does.
+        These are, for the ranks that have not called the collective (according to the contract check), else for the suspects:
+        the rank at the end of the chain of waits, if the rank waits itself.
         """
         absent = self._absent(operation.sequence) if operation.peer == NO_PEER else []
         return tuple(dict.fromkeys(r for s in (absent or suspects) for r in self._follow(s)))
@@ -111,7 +114,7 @@ class Diagnosis:
         return self._told(about) or "two other ranks described the same message differently", None
 
     def _told(self, rank: int) -> str:
-        """What a rank said in words when it stopped everybody."""
+        """The text that a rank published when it stopped the communicator."""
         return self.contract.explanation(rank) if self.contract is not None else ""
 
     def _tell(self, end: RingEnd, mine: Message, theirs: Message) -> str:
@@ -134,11 +137,12 @@ class Diagnosis:
         return self._session.last_words(self._ranks[rank])
 
     def _absent(self, sequence: int) -> list[int]:
+        """The other ranks that have not called the collective `sequence`."""
         found = self.contract.absent(sequence) if self.contract is not None else []
         return [r for r in found if r != self._rank]
 
     def _follow(self, suspect: int) -> list[int]:
-        """The end of a chain of ranks of which each waits for the next; the suspect itself where they go in a circle."""
+        """Follow a chain of ranks that wait for each other to its end; the suspect itself if the chain is a cycle."""
         seen, rank = {self._rank}, suspect
         while rank not in seen:
             seen.add(rank)

@@ -1,8 +1,8 @@
-"""Rings with slots in GPU memory: the rank that makes the ring exports memory of its GPU, and the other rank imports it.
+"""Rings with slots in GPU memory: the rank that creates the ring exports memory of its GPU, and the other rank imports it.
 
-As with rings in host memory, neither rank waits for the other to open its end. Either GPU's memory serves, since GPUs write
-to each other's memory as fast as they read it. The ring's counters and ledger stay in shared memory. A word there tells
-which process has imported the slots: 0 if none has yet, else its number, and `_OVER` once no process has or will.
+As with rings in host memory, neither rank waits for the other to open its end. Either GPU's memory is suitable, since GPUs
+write to each other's memory as fast as they read it. The ring's counters and ledger are in shared memory, with a word for the
+process that has imported the slots: 0 if none has yet, else its pid, and `_OVER` once no process has them imported or will.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ with compiling():
 
 
 class PeerRings:
-    """The memory that a process exports and imports for the rings of all its communicators.
+    """The GPU memory that a process exports and imports for the rings of all its communicators.
 
     Args:
         memory: of this rank's device, if that shares memory.
@@ -51,17 +51,19 @@ class PeerRings:
         self._left: list[_ExportedSlots] = []
 
     def furnish(self, end: RingEnd, peer: int, store: Store, name: str, deadline: Deadline) -> None:
-        """Give a ring end the slots that its layout says are apart.
+        """Allocate or import the slots of a ring end whose layout has them in GPU memory.
 
         Args:
+            end: the ring end.
             peer: the other end's rank in the whole job.
-            name: of the ring, in the store.
-            deadline: for what was begun on the other side to be finished.
+            store: through which the memory handle is sent.
+            name: key of the ring in the store.
+            deadline: for the other side to complete what it has begun.
 
         Raises:
-            ResourceError: there is no memory, or it cannot be mapped.
+            ResourceError: the memory cannot be allocated or mapped.
             RingStopped: the other end has closed the ring.
-            StoreError, DeadlineExceeded: the other end does not say where the slots are.
+            StoreError, DeadlineExceeded: the other end has not published the handle.
         """
         memory = self._memory
         assert memory is not None, "both ranks of the ring have said that they share memory"
@@ -81,7 +83,7 @@ class PeerRings:
     def _release(memory: SupportsPeerMemory, end: RingEnd) -> None:
         if end.stuck:
             return
-        with contextlib.suppress(XvcommError):  # a device that is gone has no mappings
+        with contextlib.suppress(XvcommError):  # a device that has failed has no mappings
             if end.slots:
                 memory.release_import(end.slots)
         ctypes.c_int64.from_address(end.address + IMPORTER).value = _OVER
@@ -101,18 +103,20 @@ class PeerRings:
             memory.reclaim(exported, slots.returned)
 
     def linger(self) -> None:
-        """Wait a bounded time until others have received the messages in this rank's GPU memory, which is freed at exit."""
+        """Wait for a bounded time until the other ranks have received the messages in this rank's GPU memory, which is freed at
+        exit.
+        """
         deadline = Deadline.after(_LINGER_SECONDS)
         while any(slots.unread() for slots in self._left) and not deadline.expired():
             time.sleep(_PAUSE_SECONDS)
 
 
 class _ExportedSlots:
-    """The slots of a ring whose end here is closed, and whose other end may still use them.
+    """Exported slots of a ring whose end here is closed, while the other end may still use them.
 
     Args:
         segment: the ring's shared memory; unmapped when the slots are returned.
-        producer: whether the end here filled the ring.
+        producer: whether this end was the producer.
         gone: whether the other end's rank has died or left.
     """
 
@@ -120,7 +124,7 @@ class _ExportedSlots:
         self._segment, self._producer, self._gone = segment, producer, gone
 
     def unread(self) -> bool:
-        """Whether something was sent that the other end has not received, and still may."""
+        """Whether messages were sent that the other end has not received but still may."""
         if not self._producer or not self._segment.address or self._gone() or Reason.bad(self._word(ABORT)):
             return False
         turn, importer = self._word(TURNS), self._word(IMPORTER)
@@ -128,7 +132,7 @@ class _ExportedSlots:
         return self._word(CONSUMED) < sent and (importer == 0 or _lives(importer))
 
     def returned(self) -> bool:
-        """Whether nobody has the slots mapped, nor will."""
+        """Whether no process has the slots mapped, or will."""
         if not self._segment.address:
             return True
         importer = self._word(IMPORTER)
@@ -144,7 +148,7 @@ class _ExportedSlots:
 
 
 def _lives(process: int) -> bool:
-    """Whether a process that had the slots mapped is there, and has them mapped still."""
+    """Whether the process that imported the slots still exists and has not released them."""
     if process == _OVER:
         return False
     try:

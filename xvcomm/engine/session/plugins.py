@@ -1,6 +1,6 @@
-"""Backends and transports, found by entry points and loaded only when asked for; refusals are data with a remedy.
+"""Backends and transports, found through entry points and loaded on use. An unusable one has a reason and a remedy.
 
-Third parties add theirs through the groups `xvcomm.backends` and `xvcomm.transports`, as xvcomm's own distribution does.
+Third parties register theirs in the entry point groups `xvcomm.backends` and `xvcomm.transports`, as xvcomm itself does.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ BUILT_IN = EntryPoints(
         EntryPoint("shm", "xvcomm.backends.shm:ShmTransport", TRANSPORTS),
     )
 )
-"""xvcomm's own entry points, for a source tree on PYTHONPATH, which has no installed metadata."""
+"""xvcomm's own entry points, for a source tree on PYTHONPATH without installed metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One plug-in and whether it can work here.
+    """A plug-in, and whether it works on this machine.
 
     Attributes:
-        name: of the entry point: the device kind, or the transport's scheme.
-        usable: whether it can.
-        reason: why not, if not.
-        remedy: what to do about it.
-        load: gives the class.
+        name: name of the entry point: the device type, or the transport's scheme.
+        usable: whether it works.
+        reason: why it does not work; otherwise empty.
+        remedy: how to fix that.
+        load: returns the class.
     """
 
     name: str
@@ -47,23 +47,23 @@ class Found:
 
 
 def backends() -> list[Found]:
-    """Every registered backend, the usable ones first."""
+    """All registered backends, usable ones first."""
     return _look(BACKENDS)
 
 
 def transports() -> list[Found]:
-    """Every registered transport, the usable ones first."""
+    """All registered transports, usable ones first."""
     return _look(TRANSPORTS)
 
 
 def backend(kind: str) -> Backend:
-    """The backend for a kind of device.
+    """Create the backend for a device type.
 
     Raises:
-        BackendUnavailable: none of this name works here; lists what was found, each refusal and its remedy.
+        BackendUnavailable: none of this name works here; lists all backends with reason and remedy.
     """
     for point in _points(BACKENDS):
-        if point.name == kind and _examine(point).usable:  # the others' kernels need not be loaded
+        if point.name == kind and _examine(point).usable:  # without loading the kernels of the others
             instance: Backend = point.load()()
             return instance
     lines = [f"no backend for device {kind!r} works here"]
@@ -73,7 +73,7 @@ def backend(kind: str) -> Backend:
 
 
 def _points(group: str) -> list[EntryPoint]:
-    """The entry points of a group; xvcomm's own also where its metadata is not installed."""
+    """The entry points of a group, including xvcomm's own if its metadata is not installed."""
     found = list(entry_points(group=group))
     names = {point.name for point in found}
     return [*found, *(point for point in BUILT_IN.select(group=group) if point.name not in names)]
@@ -88,7 +88,7 @@ def _examine(point: EntryPoint) -> Found:
     try:
         kind = point.load()
         refused = kind().refusal() if point.group == BACKENDS else kind.refusal()
-    except Exception as error:  # a broken plug-in must not take the working ones down
+    except Exception as error:  # a broken plug-in must not affect the others
         package = point.dist.name if point.dist else point.value
         return Found(point.name, False, f"{type(error).__name__}: {error}", f"reinstall {package}", point.load)
     if refused is None:

@@ -1,7 +1,7 @@
-"""A lock that a process holds as long as it lives, for others on the host to see; also across PID namespaces.
+"""A file lock that a process holds as long as it lives, visible to other processes of the host, also across PID namespaces.
 
-It is a lock on one byte of the folder of shared memory, as `fcntl` makes them for an open file description. The kernel
-releases it however the process ends. So there is nothing to clean up, and a process that is stopped still holds it.
+It is a lock of an open file description (`fcntl`) on one byte of the shared memory folder. The kernel releases it however the
+process ends, so no cleanup is needed, and a stopped process still holds it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from typing import ClassVar
 from xvcomm.system import forking
 
 NOWHERE = -1
-"""The byte of a process whose file system has no such locks."""
+"""Value of `byte` if the file system does not support such locks."""
 _FLOCK = struct.Struct("=hh4xqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
-_BITS = 62  # of the byte's number, made up at random: no two processes need to agree
+_BITS = 62  # the byte is chosen at random, so that processes need no agreement
 
 
 class Presence:
-    """This process's lock on a folder, and a look at those of others.
+    """This process's lock on a folder, and checks of other processes' locks.
 
     Attributes:
-        byte: which byte is locked, for the others; `NOWHERE` if the file system refuses.
+        byte: the locked byte, which the other processes need; `NOWHERE` if the file system refuses locks.
     """
 
     _taken: ClassVar[dict[tuple[int, int], Presence]] = {}
 
     def __init__(self, fd: int) -> None:
-        """Take the lock on an open folder; for the process's own see `take`."""
+        """Lock a byte of an open folder; `take` returns the process's own lock."""
         self._fd, self.byte = fd, secrets.randbits(_BITS)
         try:
-            # A folder cannot be opened for writing, which a write lock needs; `held` asks about a write lock.
+            # A read lock, because a folder cannot be opened for writing; `held` tests for a write lock, which conflicts with
+            # it.
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_RDLCK, self.byte))
         except OSError:
             self.byte = NOWHERE
 
     @classmethod
     def take(cls, folder: str) -> Presence:
-        """This process's lock there, held until the process ends.
+        """The lock of this process on a folder, held until the process ends.
 
         Raises:
             OSError: the folder cannot be opened.
@@ -57,7 +58,7 @@ class Presence:
         return cls._taken[key]
 
     def held(self, byte: int) -> bool:
-        """Whether the process whose byte this is lives, as far as locks tell."""
+        """Whether the process with this byte lives; True if locks are not supported."""
         if byte == self.byte or NOWHERE in (byte, self.byte):
             return True
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte))
@@ -65,7 +66,7 @@ class Presence:
         return kind != fcntl.F_UNLCK
 
     def after_fork(self) -> None:
-        """Let go in a forked child, which would keep the lock beyond its parent's death."""
+        """Close the descriptor in a forked child, which would otherwise keep the lock after its parent's death."""
         self._taken.clear()
         os.close(self._fd)
 

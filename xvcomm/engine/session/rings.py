@@ -1,7 +1,7 @@
-"""The rings of one communicator: one for each direction of a pair, use and channel, opened when first needed.
+"""The rings of one communicator: one per pair, direction, use and channel, opened on first use.
 
-Rings lie in host memory, and between GPUs of one island that reach each other's memory in a GPU's. Between islands they
-lie in host memory also in a rehearsal, which stands for a job whose islands share no other.
+Rings are in host memory, except for those between GPUs of one island with peer access, which are in GPU memory. Rings between
+islands are always in host memory, also in a rehearsal, which represents a job whose islands share no other memory.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from xvcomm.memory.segment import PAGE, round_up
 from xvcomm.types.deadline import Deadline
 
 CHANNELS = 32
-"""Channels of a pair; each has rings of its own, so that messages of different channels do not order each other."""
+"""Channels per pair. Each has its own rings, so messages of different channels are not ordered with each other."""
 
 
 class Use(enum.IntEnum):
-    """Messages of users and of collectives go through rings of their own, so neither orders the other."""
+    """Users' messages and those of collectives have separate rings, so they are not ordered with each other."""
 
     POINT_TO_POINT = 0
     COLLECTIVE = 1
 
-    __hash__ = int.__hash__  # an enumeration's own is a function in Python, and rings are looked up by these
+    __hash__ = int.__hash__  # Enum.__hash__ is a Python function, too slow for lookups of rings
 
 
 class Member(NamedTuple):
-    """What decides about rings to and from a rank.
+    """The properties of a rank that determine its rings.
 
     Attributes:
-        rank: its number in the whole job.
-        offers: what its transports can do.
-        kind: of its device.
+        rank: rank in the whole job.
+        offers: capabilities of its transports.
+        kind: device type.
         island: equal for ranks of one island.
-        memory: with whom its device shares memory.
+        memory: which devices its device has peer access to.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Member(NamedTuple):
 
 
 def at_once(config: Config) -> int:
-    """Bytes of a message that any empty ring between islands takes, in a job with GPUs, before any of it is received."""
+    """Largest message in bytes that any empty ring between islands can buffer whole, in a job with GPUs."""
     return min(_host_layout(config).at_once(1), _gpu_collective_layout(config).at_once(1))
 
 
@@ -67,8 +67,8 @@ def _gpu_layout(config: Config) -> RingLayout:
 
 
 def _gpu_collective_layout(config: Config) -> RingLayout:
-    # A collective keeps all links of a host busy at once, both ways. Half the memory, in more and shorter lanes, stays
-    # in the CPU's caches: an all_reduce of 256 MiB over 2 + 2 H200 took 4.1 ms, and 4.9 in rings as of messages.
+    # A collective uses all links of a host in both directions at once. Half the memory, in more lanes with smaller slots, stays
+    # in the CPU's caches: an all_reduce of 256 MiB over 2 + 2 H200 took 4.1 ms, and 4.9 ms with the rings of messages.
     full = _gpu_layout(config)
     return RingLayout(min(MAX_LANES, 2 * full.lanes), full.slots, round_up(full.slot_bytes // 4, PAGE))
 
@@ -77,14 +77,16 @@ class Rings:
     """Opens, keeps and closes ring ends.
 
     Args:
-        job: what the names of shared memory made for it begin with.
-        transports: this rank's, by scheme.
-        store: the communicator's; waiting in it ends when the communicator does.
-        peer_rings: this process's.
+        config: settings.
+        job: prefix of the names of the shared memory.
+        store: of the communicator; waits in it end when the communicator does.
+        rank: this rank in the communicator.
+        transports: of this rank.
+        peer_rings: of this process.
         members: all ranks, in order.
 
     Attributes:
-        gpu_collective_layout: of rings between islands for collectives, with a GPU at one end or both.
+        gpu_collective_layout: layout of collectives' rings between islands with a GPU at one or both ends.
     """
 
     def __init__(
@@ -109,10 +111,10 @@ class Rings:
         self._opening = threading.Lock()
 
     def end(self, peer: int, use: Use, deadline: Deadline, *, producer: bool, channel: int = 0) -> RingEnd:
-        """This rank's end of the ring to `peer`, or from it; opens it without waiting for the peer to do so.
+        """This rank's end of the ring to or from `peer`; opens it without waiting for the peer.
 
         Raises:
-            ResourceError: no memory for it.
+            ResourceError: its memory cannot be allocated.
             RingStopped: its slots are in the peer's GPU, and the peer has left.
         """
         found = self._ends.get((use, peer, producer, channel))
@@ -128,11 +130,11 @@ class Rings:
         return self._transports[choose(self._members[self._rank].offers, self._members[peer].offers).scheme]
 
     def _layout(self, peer: int, use: Use, channel: int) -> RingLayout:
-        """A function of use, channel and the members, so that it does not matter who makes the ring.
+        """Layout of a ring, the same on both ranks because it depends only on use, channel and members.
 
-        Further channels have less memory each, as there may be many: enough to carry small messages that nobody waits
-        for yet, and large ones at most of the speed. With GPUs it is a quarter of what channel 0 has. In a job with GPUs
-        plans count on what rings for collectives take at once.
+        Channels other than 0 get less memory each, because there may be many of them: enough to buffer small messages, and to
+        carry large ones at most of the speed; with GPUs a quarter of channel 0's memory. In a job with GPUs the rings of
+        collectives have a fixed size, because plans rely on the size that they can buffer.
         """
         layout = self._full_layout(peer, use, channel)
         return replace(layout, fixed=True) if use is Use.COLLECTIVE and self._gpus else layout
@@ -157,7 +159,8 @@ class Rings:
                 name = f"ring/{use.name.lower()}/{source}-{target}/{channel}"
                 end = self._make(name, peer, self._layout(peer, use, channel), deadline, producer=producer)
                 end.channel = channel
-                # First listed, then looked: who stops all rings at this moment does one of the two in time.
+                # Listed before the check: a concurrent `abort` or `lose` either finds it in the list or has set the word read
+                # here.
                 self._ends[key] = end
                 word = self._word or self._left.get(peer, 0)
                 if word:
@@ -178,29 +181,29 @@ class Rings:
                     raise
         except NotSet as error:
             raise DeadlineExceeded(
-                f"rank {world} of the job began to open a ring and did not end it in time", peer=world
+                f"rank {world} of the job began to open a ring and did not complete it in time", peer=world
             ) from error
         return end
 
     def lose(self, peer: int, word: int) -> None:
-        """A peer left: stop the rings to and from it, also those opened later; what it sent can still be read."""
+        """Stop all present and future rings to and from a peer that has left; messages that it sent can still be received."""
         self._left[peer] = word
         for end in self.ends():
             if end.peer == peer:
                 end.abort(word)
 
     def ends(self) -> list[RingEnd]:
-        """All ring ends that are open."""
+        """All open ring ends."""
         return list(self._ends.values())
 
     def abort(self, word: int) -> None:
-        """Stop everybody on every ring, also on those opened later."""
+        """Stop all present and future rings, for both ends."""
         self._word = self._word or word
         for end in self.ends():
             end.abort(word)
 
     def close(self) -> None:
-        """Unmap all. Nobody may use an end any more. Idempotent."""
+        """Unmap all ring ends, which must not be used any more. Idempotent."""
         with self._opening:
             for end in self._ends.values():
                 end.close()

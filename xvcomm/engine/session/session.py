@@ -1,4 +1,4 @@
-"""What one process has once for all its communicators: device, transports, flight recorder, watch over the others."""
+"""What a process has once for all its communicators: device, transports, flight recorder, failure detection."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ _LOOK_SECONDS = 0.1
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """What a rank posts when it joins.
+    """What a rank publishes when it joins.
 
     Attributes:
-        job: what the names of its shared memory begin with; of this session alone.
-        processes: its namespace of process numbers.
-        byte: where its process holds a lock as long as it lives; see `Presence`.
-        memory: with whom its device shares memory.
+        info: identity of the rank.
+        offers: capabilities of its transports.
+        job: prefix of the names of its shared memory, unique to this session.
+        processes: its PID namespace.
+        byte: byte that its process has locked; see `Presence`.
+        memory: which devices its device has peer access to.
     """
 
     info: RankInfo
@@ -66,51 +68,52 @@ class Joining(msgspec.Struct, frozen=True):
 
 
 def host_identity(folder: str) -> str:
-    """What two processes have in common exactly if they can share memory: the boot and the tmpfs itself.
+    """An identifier that is equal for two processes exactly if they can share memory: boot id and tmpfs.
 
     Raises:
-        ConfigError: there is no such folder, or this process may not write to it.
-        ResourceError: the same of the folder that is used where the settings name none.
+        ConfigError: the folder does not exist, or this process may not write to it.
+        ResourceError: the same for the default folder.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     wrong = unusable(folder)
     if wrong and folder != Config().shm_dir:
         raise ConfigError(
-            f"XVCOMM_SHM_DIR={folder!r}: {wrong}; unset it, or name a folder that this process can write to"
+            f"XVCOMM_SHM_DIR={folder!r}: {wrong}; unset it, or set it to a folder that this process can write to"
         )
     if wrong:
         raise ResourceError(
             f"{folder}, where ranks of one host share memory: {wrong}; mount a tmpfs there (mount -t tmpfs -o mode=1777 tmpfs "
-            f"{folder}, docker run --tmpfs {folder}:mode=1777,size=1g), or set XVCOMM_SHM_DIR to a folder, on a tmpfs for "
-            "speed, to which all ranks of the host can write"
+            f"{folder}, docker run --tmpfs {folder}:mode=1777,size=1g), or set XVCOMM_SHM_DIR to a folder, preferably on a "
+            "tmpfs, to which all ranks of the host can write"
         )
     place = os.stat(folder)
     return f"{boot}/{place.st_dev}/{place.st_ino}"
 
 
 class Session:
-    """A process's part in one job.
+    """A process's membership in one job.
 
     Attributes:
         rank, size: in the whole job.
         infos: every rank's RankInfo, in rank order.
         recorder: this rank's flight recorder.
-        peer_rings: for rings with slots in a GPU's memory.
+        peer_rings: exports and imports of GPU memory for rings.
+        neighbours: the ranks of this host, including this one.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, config: Config, deadline: Deadline, on_close: Callable[[], None]
     ) -> None:
-        """Meet all the other ranks; blocks until they are there.
+        """Join the other ranks; blocks until all have joined.
 
         Raises:
             DeadlineExceeded: names the ranks that are missing.
-            BackendUnavailable: this rank's device does not work, with the remedy.
-            PeerLost, Aborted: another rank died or failed meanwhile; says why.
+            BackendUnavailable: this rank's device does not work; with the remedy.
+            PeerLost, Aborted: another rank died or failed meanwhile; gives the reason.
         """
         self.store, self.rank, self.size, self.config = store, rank, size, config
         self._contexts: set[Supervised] = set()
-        self._lock = threading.RLock()  # a signal handler may close the session in the middle of anything
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
         self._lost: dict[int, str] = {}
         self._seen_left: set[int] = set()
         self._regions: dict[int, memoryview] = {}
@@ -130,7 +133,7 @@ class Session:
         self._start(mine, deadline)
 
     def _introduce(self, join: Store) -> Joining:
-        """Find out what this rank has; if it lacks something, the others need not wait for it."""
+        """Determine this rank's device and transports; if that fails, tell the others not to wait for it."""
         config = self.config
         try:
             with limits.told("join the job"):
@@ -175,7 +178,7 @@ class Session:
         return WatchedProcess(other.info.rank, pid, other.byte)
 
     def _record(self, journal: Segment) -> None:
-        """Begin to write this rank's flight recorder."""
+        """Start to write this rank's flight recorder."""
         self._cleanup.callback(journal.close)
         size = region_bytes(self.config.trace_records)
         self._regions = {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
@@ -187,8 +190,8 @@ class Session:
         self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
 
     def give_up(self, error: BaseException) -> None:
-        """Leave a job that did not begin, and of which nobody will map any more what this rank has made."""
-        with contextlib.suppress(XvcommError):  # they learn why before names are gone
+        """Leave a job whose start failed, and remove the shared memory that no rank will map any more."""
+        with contextlib.suppress(XvcommError):  # before the names are removed, so that the others report this error
             self._place.fail(self._cause(error))
         for rank in self.neighbours:
             if rank == self.rank or rank in self._lost:
@@ -200,14 +203,14 @@ class Session:
         if config.device is not None:
             return plugins.backend(config.device)
         usable = [f for f in plugins.backends() if f.usable]
-        # A GPU is what the user bought the machine for; host memory is the fallback.
+        # A GPU is preferred; host memory is the fallback.
         usable.sort(key=lambda f: f.name == "host")
         return plugins.backend(usable[0].name if usable else "host")
 
     def _open_transports(self, host: str) -> list[Transport]:
         found = [f.load()(self.config, host) for f in plugins.transports() if f.usable]
         if not found:
-            raise BackendUnavailable("no transport works here; `xvcomm doctor` says why")
+            raise BackendUnavailable("no transport works here; `xvcomm doctor` tells why")
         return found
 
     def _describe(self, host: str) -> RankInfo:
@@ -219,7 +222,7 @@ class Session:
         )  # fmt: skip
 
     def _open_journal(self, place: GuardedStore, deadline: Deadline) -> Segment:
-        """The host's flight recorders, in one piece of shared memory made by its lowest rank."""
+        """The host's flight recorders, in one segment of shared memory created by its lowest rank."""
         first = self.neighbours[0]
         if self.rank != first:
             segment = self.attach(place, "name", first, deadline)
@@ -233,29 +236,29 @@ class Session:
         return segment
 
     def attach(self, place: GuardedStore, key: str, maker: int, deadline: Deadline) -> Segment:
-        """Map a segment whose name another rank puts into the store.
+        """Map a segment whose name another rank publishes in the store.
 
         Args:
-            maker: that rank.
+            maker: the rank that creates the segment.
 
         Raises:
             PeerLost, Aborted: that rank is gone, and the segment's name with it.
-            DeadlineExceeded: it did not make the segment in time.
-            ResourceError: it cannot be mapped for another reason.
+            DeadlineExceeded: it did not create the segment in time.
+            ResourceError: the segment cannot be mapped for another reason.
         """
         where = f"rank {maker} on {self.infos[maker].hostname}"
         while True:
-            left = self.left(maker)  # asked before the store, where it may have put the name just before it left
+            left = self.left(maker)  # first, because the rank may publish the name just before it leaves
             try:
                 name = place.get(key, Deadline.after(deadline.sooner(_LOOK_SECONDS))).decode()
                 break
             except NotSet as error:
                 words = self.last_words(maker)
                 if left:
-                    text = f"{where} left before it made its shared memory; {words}"
+                    text = f"{where} left before it created its shared memory; {words}"
                     raise PeerLost(text, rank=self.rank, peer=maker) from error
                 if deadline.expired():
-                    text = f"{where} did not make its shared memory in time; it is stopped or very slow; {words}"
+                    text = f"{where} did not create its shared memory in time; it is stopped or very slow; {words}"
                     raise DeadlineExceeded(text, rank=self.rank, peer=maker) from error
         try:
             return Segment.attach(self.config.shm_dir, name)
@@ -264,22 +267,24 @@ class Session:
             raise
 
     def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:
-        """A part of the job's store in which waiting ends when `check` raises, or the rank that serves the store dies."""
+        """A part of the job's store in which waits end when `check` raises, or the rank that serves the store dies."""
         return GuardedStore(prefix, self.store, check, self._check_server)
 
     def _check_server(self) -> None:
-        """Raise if rank 0 is gone, which serves the store unless the launcher does; called when it cannot be reached."""
+        """Raise PeerLost if rank 0 is gone, which serves the store unless the launcher does; called when the store cannot be
+        reached.
+        """
         if self.gone(0):
             raise PeerLost(f"{self.server_lost()}; restart the job", rank=self.rank, peer=0)
 
     def server_lost(self) -> str:
-        """That rank 0 is gone, in words."""
+        """Error text for the loss of rank 0 as the server of the store."""
         where, words, how = self.infos[0].hostname, self.last_words(0), "left" if self.left(0) else "was lost"
         return f"rank 0 of the job on {where}, which served the job's store, {how}; {words}"
 
     @contextlib.contextmanager
     def telling(self, place: GuardedStore) -> Iterator[None]:
-        """Let the others know, in the part of the store where they wait, what goes wrong here."""
+        """Report an error of the block to the other ranks that wait in this part of the store."""
         try:
             yield
         except BaseException as error:
@@ -288,7 +293,7 @@ class Session:
             raise
 
     def _cause(self, error: BaseException) -> XvcommError:
-        """What the others raise for what went wrong here: the same if another rank is its cause."""
+        """The error that other ranks raise for an error on this rank: the same one if another rank caused it."""
         if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, self.rank):
             return error
         where = self.infos[self.rank].hostname
@@ -301,19 +306,19 @@ class Session:
                 raise PeerLost(f"rank {rank} on {where} died while it joined", rank=self.rank, peer=rank)
 
     def collective_label(self, rank: int) -> str:
-        """The island label of a rank, made distinct where ranks with equal labels cannot join natively."""
+        """The island label of a rank, made distinct if ranks with equal labels cannot join natively."""
         info = self.infos[rank]
         if info.device == "host" and len({i.host for i in self.infos}) > 1:
             return f"{info.island}@{info.hostname}"
         return info.island
 
     def member(self, rank: int) -> Member:
-        """What decides about rings to and from a rank."""
+        """The properties of a rank that determine its rings."""
         joined = self._joined[rank]
         return Member(rank, joined.offers, joined.info.device, self.collective_label(rank), joined.memory)
 
     def add(self, context: Supervised) -> None:
-        """Watch over a communicator from now on, and close it with the session."""
+        """Watch a communicator from now on, and close it with the session."""
         with self._lock:
             self._contexts.add(context)
             gone = [*self._lost, *self._seen_left]
@@ -321,7 +326,7 @@ class Session:
             context.lifecycle.lose(rank)
 
     def remove(self, context: Supervised) -> None:
-        """Forget a communicator that is closed."""
+        """Stop watching a communicator that is closed."""
         with self._lock:
             self._contexts.discard(context)
 
@@ -330,10 +335,10 @@ class Session:
             return list(self._contexts)
 
     def _on_exit(self, rank: int) -> None:
-        """A process of this host ended; every communicator that it belonged to stops."""
+        """A process of this host has ended: stop every communicator that contains it."""
         if not self.left(rank):
-            # Of who left in good order, messages may still be read and abort words found.
-            with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves sweeps, too
+            # If it left regularly, its messages and abort words can still be read.
+            with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves removes them too
                 self.sweep(rank)
         words = self.last_words(rank)
         with self._lock:
@@ -345,7 +350,7 @@ class Session:
 
     def _look(self) -> None:
         for rank in self.neighbours:
-            # A rank that left before it had mapped a communicator's contract check could not tell it there.
+            # A rank that left before it had mapped the communicator's contract check could not publish its leaving there.
             if rank != self.rank and rank not in self._seen_left and self.left(rank):
                 with self._lock:
                     self._seen_left.add(rank)
@@ -356,7 +361,9 @@ class Session:
         self._watch_over(lambda context: context.tracker.look())
 
     def _watch_over(self, look: Callable[[Supervised], None]) -> None:
-        """Look after every communicator; one that this fails for stops, because nobody would find out what it waits for."""
+        """Call `look` for every communicator. If it fails, abort that communicator, whose failures would otherwise go
+        unnoticed.
+        """
         for context in self._open_contexts():
             try:
                 look(context)
@@ -365,31 +372,29 @@ class Session:
                 context.lifecycle.abort(Reason.ABORTED.word(context.rank, context.rank), why)
 
     def sweep(self, rank: int, part: str = "") -> None:
-        """Take away the names of the segments that a rank of this host made; `part` tells a communicator."""
+        """Remove the names of the segments that a rank of this host created; `part` selects a communicator."""
         sweep(self.config.shm_dir, self._joined[rank].job + part)
 
     def sweep_if_last(self, ranks: Iterable[int], left: Collection[int], part: str = "") -> None:
-        """Take away the names of segments that not all ranks have mapped, once no rank is there to map them.
+        """Remove the names of segments that some ranks have not mapped, once none of the ranks exists any more.
 
         Args:
-            ranks: who may have mapped them.
+            ranks: the ranks that may map them.
             left: those of them that have left.
-            part: tells a communicator.
+            part: selects a communicator.
         """
-        # Of who died a moment ago the watch may not have told yet, and at the end of the session will not.
+        # The watchdog may not have reported a death yet, and will not once the session ends, so the locks are checked too.
         if all(r in left or self.gone(r) or not self._presence.held(self._joined[r].byte) for r in ranks):
-            with contextlib.suppress(
-                OSError
-            ):  # out of descriptors: a rank that leaves in good order does not fail by it
+            with contextlib.suppress(OSError):  # out of descriptors: that must not make a regular close fail
                 for rank in ranks:
                     self.sweep(rank, part)
 
     def gone(self, rank: int) -> bool:
-        """Whether a rank of this host died or closed its communicators."""
+        """Whether a rank of this host has died or closed its communicators."""
         return rank in self._lost or self.left(rank)
 
     def last_record(self, rank: int) -> Record | None:
-        """What a rank of this host did last, if it did anything and can be seen from here."""
+        """The last operation of a rank of this host; None if there is none, or it runs on another host."""
         region = self._regions.get(rank)
         try:
             return None if region is None else last_record(region)
@@ -397,14 +402,14 @@ class Session:
             return None
 
     def call_site(self, record: int) -> str:
-        """Where the user called an operation of this rank, by its number in the flight recorder; nothing if unknown."""
+        """The user's call site of an operation of this rank, by its number in the flight recorder; empty if unknown."""
         try:
             return read_record(self._regions[self.rank], record).call_site
         except ValueError:  # released
             return ""
 
     def last_words(self, rank: int) -> str:
-        """The same in words, for messages."""
+        """The last operation of a rank as text, for error messages."""
         if rank in self._lost:
             return self._lost[rank]
         if rank not in self.neighbours:
@@ -413,7 +418,7 @@ class Session:
         return f"its last operation: {record.describe()}" if record else "it had not called any operation"
 
     def left(self, rank: int) -> bool:
-        """Whether a rank of this host closed its communicators rather than died."""
+        """Whether a rank of this host has closed its communicators regularly."""
         region = self._regions.get(rank)
         try:
             return region is not None and read_life(region) is Life.CLOSED
@@ -421,24 +426,24 @@ class Session:
             return False
 
     def after_fork(self) -> None:
-        """End every communicator in a forked child, without a word to the other ranks."""
+        """Close every communicator in a forked child, without notifying the other ranks."""
         self._closed = True
-        self._lock = threading.RLock()  # a thread that the child does not have may hold the parent's
+        self._lock = threading.RLock()  # the copied lock may be held by a thread that the child does not have
         self._cleanup.pop_all()
         for context in self._contexts:
             context.after_fork()
 
     def close(self) -> None:
-        """Leave the job: close every communicator, stop the threads, unmap. Idempotent."""
+        """Leave the job: close every communicator, stop the threads, unmap memory. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        # Every step is taken, even if an interrupt ends one of them.
+        # The exit stack runs every step, even if an interrupt ends one of them.
         with self._cleanup:
             if self._regions:
-                # After the communicators: until then others may wait for what this rank has begun.
+                # After the communicators are closed: until then others may wait for operations that this rank has begun.
                 self._cleanup.callback(self.recorder.live, Life.CLOSED)
             for context in self._open_contexts():
                 self._cleanup.callback(context.lifecycle.close)

@@ -1,4 +1,4 @@
-"""What a session asks of each of its communicators."""
+"""What a session requires of each of its communicators."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ class Tracked(Protocol):
     """Operations on a device's streams."""
 
     def look(self) -> None:
-        """Look after them; the vendor may hold this up."""
+        """Check their progress; the vendor's driver may block this call."""
 
 
 class Stoppable(Protocol):
-    """What stops a communicator."""
+    """The part of a communicator that stops it."""
 
     def lose(self, world_rank: int) -> None:
-        """A process of the job ended."""
+        """Handle the end of a process of the job."""
 
     def abort(self, word: int, why: str = "") -> None:
-        """Stop it; `word` tells reason and rank."""
+        """Stop it; `word` contains reason and rank."""
 
     def close(self) -> None:
         """Leave it."""
 
 
 class Supervised(Protocol):
-    """One communicator of a session."""
+    """A communicator of a session."""
 
     @property
     def rank(self) -> int:
-        """This process's number in it."""
+        """This process's rank in it."""
 
     @property
     def lifecycle(self) -> Stoppable:
-        """What stops it."""
+        """The part that stops it."""
 
     @property
     def tracker(self) -> Tracked:
-        """What it has on the device's streams."""
+        """Its operations on the device's streams."""
 
     def look(self) -> None:
-        """Pass on what other ranks said; never waits for the device."""
+        """Handle messages of other ranks; never waits for the device."""
 
     def after_fork(self) -> None:
-        """End it in a forked child."""
+        """Close it in a forked child."""

@@ -1,4 +1,4 @@
-"""The threads of a session: one watches the processes of the host's other ranks, one looks after the device."""
+"""The threads of a session: one watches the processes of the host's other ranks, one polls the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LOOK_MS = 100
 
 
 class WatchedProcess(NamedTuple):
-    """A rank of the host whose end is to be noticed.
+    """A rank of this host whose process is watched.
 
     Attributes:
-        rank: its number.
-        pid: of its process; None where the number means another process here, or none (another PID namespace).
-        byte: where its process holds its lock; see `Presence`.
+        rank: its rank.
+        pid: its process id; None if it is in another PID namespace.
+        byte: byte that its process has locked; see `Presence`.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class WatchedProcess(NamedTuple):
 
 
 def refusal() -> str:
-    """Why processes cannot be watched by their descriptors, or nothing."""
+    """Why processes cannot be watched with pidfd_open; empty if they can."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -39,17 +39,17 @@ def refusal() -> str:
 
 
 class Watchdog:
-    """A daemon thread that sleeps on process descriptors.
+    """A daemon thread that waits on pidfds.
 
-    A process whose descriptor the system does not give (a seccomp filter, another PID namespace, too many open files)
-    is asked for by its lock, ten times a second.
+    A process for which there is no pidfd (because of a seccomp filter, another PID namespace, or too many open files) is
+    watched by its lock, which is checked ten times per second.
 
     Args:
-        peers: whom to watch.
-        presence: this process's lock, which sees those of the others.
-        on_exit: called with a rank whose process has ended, once a rank.
-        look: called ten times a second, for what shared memory cannot announce: nobody wakes a thread by writing there. It
-            may not wait for the device, which may wait for a rank that is gone.
+        peers: the processes to watch.
+        presence: this process's lock, with which those of the others are checked.
+        on_exit: called once for each rank whose process has ended.
+        look: called ten times per second, because writes to shared memory wake no thread. It must not wait for the device,
+            which may wait for a rank that is gone.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Watchdog:
                 self._gone.append(peer.rank)
                 return
             except OSError:
-                pass  # forbidden, or out of descriptors
-        if not self._presence.held(peer.byte):  # the number may be another process's by now
+                pass  # not permitted, or out of descriptors
+        if not self._presence.held(peer.byte):  # the pid may have been reused by another process
             if fd is not None:
                 os.close(fd)
             self._gone.append(peer.rank)
@@ -110,7 +110,7 @@ class Watchdog:
             self._look()
 
     def close(self) -> None:
-        """End the thread and close the descriptors. Idempotent."""
+        """Stop the thread and close the descriptors. Idempotent."""
         if self._stop < 0:
             return
         os.eventfd_write(self._stop, 1)
@@ -122,7 +122,7 @@ class Watchdog:
 
 
 class Rounds:
-    """A daemon thread that calls a function ten times a second, or as often as it comes to an end."""
+    """A daemon thread that calls a function ten times per second, or less often if the call takes longer."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._call, self._over = call, threading.Event()
@@ -138,6 +138,6 @@ class Rounds:
             self._call()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the thread. Idempotent."""
         self._over.set()
         self._thread.join()
