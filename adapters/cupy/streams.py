@@ -14,19 +14,19 @@ class Kept:
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._flights: deque[tuple[Any, tuple[Any, ...]]] = deque()
+        self._in_use: deque[tuple[Any, tuple[Any, ...]]] = deque()
 
     def add(self, stream: Any, *arrays: Any) -> None:
         """Keep arrays until a stream has passed this point; the user must keep those of captured graphs."""
-        while self._flights and self._flights[0][0].done:
-            self._flights.popleft()
+        while self._in_use and self._in_use[0][0].done:
+            self._in_use.popleft()
         if stream is None or not self._on_gpu:
             return
         cupy = import_module("cupy")
         user = external(stream)
         if user.ptr == cupy.cuda.get_current_stream().ptr or user.is_capturing():
             return
-        self._flights.append((user.record(cupy.cuda.Event(disable_timing=True)), arrays))
+        self._in_use.append((user.record(cupy.cuda.Event(disable_timing=True)), arrays))
 
 
 def external(stream: Any) -> Any:

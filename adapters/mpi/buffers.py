@@ -173,18 +173,18 @@ def _seen(data: Any) -> Array:
     raw: Any = (ctypes.c_char * found.nbytes).from_address(found.address)
     x: Array = np.frombuffer(raw, found.dtype.numpy).reshape(found.shape)
     x.flags.writeable = not found.immutable
-    return _Borrowed.of(x, found)
+    return _Imported.of(x, found)
 
 
-class _Borrowed(np.ndarray[Any, Any]):
+class _Imported(np.ndarray[Any, Any]):
     """An array over memory of another object, which it keeps alive."""
 
     owner: Any
 
     @classmethod
-    def of(cls, x: Array, owner: Any) -> _Borrowed:
+    def of(cls, x: Array, owner: Any) -> _Imported:
         """Set the owner of an array's memory; views of the array keep it alive too, through their base."""
-        made: _Borrowed = x.view(cls)
+        made: _Imported = x.view(cls)
         made.owner = owner
         return made
 

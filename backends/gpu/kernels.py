@@ -93,7 +93,7 @@ class Transfer(NamedTuple):
         producer: whether this end fills the ring.
         data: the array.
         message: what both ends say of it.
-        blame: rank to name if they say different things: the peer.
+        peer: the rank at the other end, for the abort word of a mismatch.
         op: reduce into the array instead of copying.
         remote_first: `remote op array` instead of `array op remote`.
     """
@@ -105,7 +105,7 @@ class Transfer(NamedTuple):
     producer: bool
     data: int
     message: Message
-    blame: int
+    peer: int
     op: ReduceOp | None = None
     remote_first: bool = False
 
@@ -312,7 +312,7 @@ def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], mo
             buffer, number * _ROW.size,
             transfer.ring, transfer.slots or transfer.ring + data, transfer.state, transfer.data,
             message.nbytes, part, message.op, message.dtype, message.tag, message.detail,
-            transfer.blame, transfer.producer, reduction, transfer.remote_first,
+            transfer.peer, transfer.producer, reduction, transfer.remote_first,
             slots, slot_bytes, ledger, WARPS if transfer.slots else HOST_PUT_WARPS, chunk, lanes, block, blocks,
         )  # fmt: skip
         block += blocks

@@ -507,7 +507,7 @@ struct Row {
     i64 nbytes;
     i64 part;  // bytes of a lane
     i64 op, dtype, tag, detail;
-    u32 blame;
+    u32 peer;
     u32 producer, reduction, remote_first;  // the second as `code_of` has it, or 0
     u32 slots, slot_bytes, ledger;
     u32 put_warps;  // that write a large message to the ring
@@ -524,7 +524,7 @@ static_assert(sizeof(Batch) <= 4096, "what a kernel takes at most as arguments")
 enum Verdict : u32 { OPEN, EQUAL, DIFFERENT };
 
 // What the warps of a block tell each other.
-struct Board {
+struct Shared {
     volatile u32 ready;  // pieces that may be copied
     volatile u32 copied[32];  // pieces that each copying warp is through with
     volatile u32 left;  // something went wrong, or the ring stopped
@@ -534,7 +534,7 @@ struct Board {
 // A lane's part of a message, as one thread sees it.
 struct Part {
     const Row& row;
-    Board& board;
+    Shared& shared;
     u64 sequence;
     u64 start, seen;  // of the lane's counters, ours and theirs
     u64 *mine, *theirs;
@@ -546,7 +546,7 @@ struct Part {
 };
 
 // What a watching warp keeps in mind.
-struct Watch {
+struct WatchState {
     u32 ready, published;
     u32 idle;  // looks since the last news
     Verdict verdict;
@@ -615,10 +615,10 @@ XV_DEVICE void begin(const Part& p) {
         return;
     }
     const Look found = look(consumers, word(p.row, XV_ABORT), consumers);
-    if (found.second) p.board.left = 1;
+    if (found.second) p.shared.left = 1;
     if (found.first == p.sequence + 1 && compare(p) == DIFFERENT) {
-        p.board.verdict = DIFFERENT;
-        p.board.left = 1;
+        p.shared.verdict = DIFFERENT;
+        p.shared.left = 1;
     }
 }
 
@@ -630,7 +630,7 @@ XV_DEVICE bool await_place(const Part& p) {
         const Look found = look(place, word(p.row, XV_ABORT), place);
         consumed = found.first;
         if (first_of_warp()) p.row.state->consumed = consumed;
-        if (p.sequence - consumed >= XV_LEDGER && (found.second || agree(p.board.left))) return false;
+        if (p.sequence - consumed >= XV_LEDGER && (found.second || agree(p.shared.left))) return false;
         if (tries > PATIENCE) rest();
     }
     return true;
@@ -651,8 +651,8 @@ XV_DEVICE u64 compared(const Part& p, Verdict verdict) { return (p.sequence + 1)
 // Look at what the other end has done. A GPU reads a line of host memory for one block at a time, a microsecond each: all
 // blocks read their own lane's counters, but only the leader reads the other end's description, and the abort word is
 // looked at seldom, by each in its turn.
-XV_DEVICE void look_around(Part& p, Watch& w) {
-    Board& board = p.board;
+XV_DEVICE void look_around(Part& p, WatchState& w) {
+    Shared& shared = p.shared;
     const bool producer = p.row.producer, asks = (w.idle + blockIdx.x) % SELDOM == SELDOM - 1;
     u64* answer = &p.row.state->compared;
     const u64* description = p.leader ? entry(p.row, p.sequence, !producer) : answer;
@@ -666,7 +666,7 @@ XV_DEVICE void look_around(Part& p, Watch& w) {
         // than the leader leave the comparison to it, which may come late.
         if (w.warned && (p.leader || w.verdict != OPEN)) {
             if (w.verdict == OPEN && first_of_warp()) store(answer, compared(p, OPEN));
-            board.left = 1;
+            shared.left = 1;
         }
         w.warned = w.warned || (asks && found.second);
         if (++w.idle > PATIENCE || w.ready) rest();
@@ -677,23 +677,23 @@ XV_DEVICE void look_around(Part& p, Watch& w) {
     w.ready = ready;
     w.idle = 0;
     // The copying warps fetch while the descriptions are compared, and wait before they deliver.
-    if (first_of_warp() && !alone()) board.ready = ready;
+    if (first_of_warp() && !alone()) shared.ready = ready;
     if (described) {
         w.verdict = p.leader ? compare(p) : static_cast<Verdict>(found.third & 3);
         if (first_of_warp()) {
             if (p.leader) store(answer, compared(p, w.verdict));
-            board.verdict = w.verdict;
+            shared.verdict = w.verdict;
         }
-        if (w.verdict != EQUAL) board.left = 1;
+        if (w.verdict != EQUAL) shared.left = 1;
     }
-    if (first_of_warp() && w.verdict == EQUAL) board.ready = ready;
+    if (first_of_warp() && w.verdict == EQUAL) shared.ready = ready;
 }
 
 // One round of the watching warp. False once all is published, or the block leaves.
-XV_DEVICE bool watch(Part& p, Watch& w) {
-    if (agree(p.board.left)) return false;
+XV_DEVICE bool watch(Part& p, WatchState& w) {
+    if (agree(p.shared.left)) return false;
     bool through = w.published < p.pieces;
-    for (u32 i = threadIdx.x % WIDTH; i < p.workers; i += WIDTH) through = through && p.board.copied[i] > w.published;
+    for (u32 i = threadIdx.x % WIDTH; i < p.workers; i += WIDTH) through = through && p.shared.copied[i] > w.published;
     if (agree(through)) {
         fence_block();
         publish(p, ++w.published);
@@ -709,9 +709,9 @@ XV_DEVICE bool watch(Part& p, Watch& w) {
 }
 
 // Whether a warp may deliver what it fetched; waits for the comparison.
-XV_DEVICE bool approved(const Board& board) {
-    while (board.verdict == OPEN && !board.left) pause();
-    return board.verdict == EQUAL;  // settled before `left` is set, so that a warp's lanes agree
+XV_DEVICE bool approved(const Shared& shared) {
+    while (shared.verdict == OPEN && !shared.left) pause();
+    return shared.verdict == EQUAL;  // settled before `left` is set, so that a warp's lanes agree
 }
 
 // A warp's share of a piece to be sent: runs of DEPTH words a thread, all on their way before the first is used.
@@ -750,7 +750,7 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
                 XV_UNROLL
                 for (u32 d = 0; d < DEPTH; ++d) kept[d] = place[d * WIDTH];
             }
-            if (!approved(p.board)) return false;
+            if (!approved(p.shared)) return false;
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) {
                 if (REDUCES) from[d] = swap ? combine(from[d], kept[d], code) : combine(kept[d], from[d], code);
@@ -762,7 +762,7 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
             char* place = data + i * SIZE;
             const u32 bytes = i < whole ? SIZE : nbytes % SIZE;
             Word from = load_ring(ring + i);
-            if (!approved(p.board)) return false;
+            if (!approved(p.shared)) return false;
             if (REDUCES) {
                 const Word kept = fetch(place, 0, bytes);
                 from = swap ? combine(from, kept, code) : combine(kept, from, code);
@@ -833,7 +833,7 @@ XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nb
                 XV_UNROLL
                 for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch(place + d * WIDTH * SIZE, d ? 0 : low, SIZE);
             }
-            if (!approved(p.board)) return false;
+            if (!approved(p.shared)) return false;
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) {
                 const Word last = pass(lane + 1 < WIDTH ? from[d] : d ? from[d - 1] : before, (lane + WIDTH - 1) % WIDTH);
@@ -846,7 +846,7 @@ XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nb
         for (u32 i = first; i < words && i < at + RUN; i += WIDTH) {
             const u32 low = array.low(i), high = array.high(i);
             Word word = join(load_ring(ring + (i ? i - 1 : 0)), load_ring(ring + (i < came ? i : came - 1)), skip);
-            if (!approved(p.board)) return false;
+            if (!approved(p.shared)) return false;
             if (REDUCES) {
                 const Word kept = fetch(base + i * SIZE, low, high);
                 word = swap ? combine(word, kept, code) : combine(kept, word, code);
@@ -865,7 +865,7 @@ XV_DEVICE bool receive_packed(const Part& p, char* data, const Word* ring, u32 n
         char* place = data + i * SIZE;
         const u32 bytes = nbytes - i * SIZE < SIZE ? nbytes - i * SIZE : SIZE;
         const Word from = load_ring(ring + i), kept = gather(place, 0, bytes);
-        if (!approved(p.board)) return false;
+        if (!approved(p.shared)) return false;
         scatter(place, p.row.remote_first ? combine(from, kept, code) : combine(kept, from, code), 0, bytes);
     }
     return true;
@@ -879,9 +879,9 @@ XV_DEVICE bool receive_anyhow(const Part& p, char* data, const Word* ring, u32 n
 
 // One round of a copying warp: the next piece, if it may be copied. False once all are.
 XV_DEVICE bool copy(const Part& p, u32& piece) {
-    Board& board = p.board;
-    if (piece == p.pieces || agree(board.left)) return false;
-    if (!agree(board.ready > piece)) {
+    Shared& shared = p.shared;
+    if (piece == p.pieces || agree(shared.left)) return false;
+    if (!agree(shared.ready > piece)) {
         if (!alone()) pause();
         return true;
     }
@@ -901,12 +901,12 @@ XV_DEVICE bool copy(const Part& p, u32& piece) {
     if (!agree(approved)) return false;  // lanes that had nothing to deliver did not ask
     hand_over();
     ++piece;
-    if (first_of_warp()) board.copied[worker()] = piece;
+    if (first_of_warp()) shared.copied[worker()] = piece;
     return true;
 }
 
 // A lane's part of a message, and what the block's threads need to know of each other.
-XV_DEVICE Part part_of(const Row& row, Board& board, u32 lane) {
+XV_DEVICE Part part_of(const Row& row, Shared& shared, u32 lane) {
     const State& state = *row.state;
     const Lane counts = state.lanes[lane];
     const u64 sequence = state.sequence;
@@ -918,20 +918,20 @@ XV_DEVICE Part part_of(const Row& row, Board& board, u32 lane) {
     const bool few = producer && pieces > 4 && warps > row.put_warps && is_aligned(row.data);
     u64* head = word(row, XV_COUNTERS + 2 * static_cast<i64>(lane) * XV_LINE);
     u64* tail = head + XV_LINE / sizeof(u64);
-    if (threadIdx.x < sizeof(board.copied) / sizeof(u32)) board.copied[threadIdx.x] = 0;
+    if (threadIdx.x < sizeof(shared.copied) / sizeof(u32)) shared.copied[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         const u64 free = counts.seen + row.slots - counts.moved;
-        board.ready = !producer ? 0 : free < pieces ? static_cast<u32>(free) : pieces;
-        board.verdict = producer ? EQUAL : OPEN;
-        board.left = stopped;
+        shared.ready = !producer ? 0 : free < pieces ? static_cast<u32>(free) : pieces;
+        shared.verdict = producer ? EQUAL : OPEN;
+        shared.left = stopped;
     }
     char* slots = row.slots_at + static_cast<i64>(lane) * row.slots * row.slot_bytes;
-    return {row, board, sequence, counts.moved, counts.seen, producer ? head : tail, producer ? tail : head,
+    return {row, shared, sequence, counts.moved, counts.seen, producer ? head : tail, producer ? tail : head,
             row.data + low, slots, nbytes, pieces, few ? row.put_warps : warps, lane == 0};
 }
 
 // Both ends differ about a message: with this end's words in place, stop the ring.
-XV_DEVICE void dispute(const Part& p) {
+XV_DEVICE void report_mismatch(const Part& p) {
     if (p.row.producer) {
         u64* own = entry(p.row, p.sequence, true);
         for (u32 i = 0; i < 5; ++i) store(own + 1 + i, field(p.row, i));
@@ -940,22 +940,22 @@ XV_DEVICE void dispute(const Part& p) {
     }
     fence_system();
     u64* abort = word(p.row, XV_ABORT);
-    if (!load(abort)) store(abort, XV_MISMATCH | static_cast<u64>(p.row.blame) << 8);
+    if (!load(abort)) store(abort, XV_MISMATCH | static_cast<u64>(p.row.peer) << 8);
 }
 
 // Move one lane's part of a message. Whether it was moved.
 XV_DEVICE bool move_lane(const Row& row, u32 lane) {
-    __shared__ Board board;
-    Part p = part_of(row, board, lane);
+    __shared__ Shared shared;
+    Part p = part_of(row, shared, lane);
     const bool producer = row.producer;
     __syncthreads();
-    if (p.leader && threadIdx.x / WIDTH == (blockDim.x - 1) / WIDTH && !agree(board.left)) begin(p);
-    if (p.leader && producer && watches() && !agree(board.left)) {
+    if (p.leader && threadIdx.x / WIDTH == (blockDim.x - 1) / WIDTH && !agree(shared.left)) begin(p);
+    if (p.leader && producer && watches() && !agree(shared.left)) {
         if (await_place(p)) write_entry(p);
-        else board.left = 1;
-        if (p.pieces == 0 && !agree(board.left)) publish(p, 0);
+        else shared.left = 1;
+        if (p.pieces == 0 && !agree(shared.left)) publish(p, 0);
     }
-    Watch w = {board.ready, 0, 0, producer ? EQUAL : OPEN, false};
+    WatchState w = {shared.ready, 0, 0, producer ? EQUAL : OPEN, false};
     u32 piece = 0;
     bool watching = watches(), copying = copies(p);
     while (watching || copying) {
@@ -963,10 +963,10 @@ XV_DEVICE bool move_lane(const Row& row, u32 lane) {
         if (copying) copying = copy(p, piece);
     }
     __syncthreads();
-    const bool moved = !board.left;
+    const bool moved = !shared.left;
     if (threadIdx.x == 0) {
         row.state->lanes[lane] = Lane{p.start + p.pieces, p.seen};
-        if (p.leader && board.verdict == DIFFERENT) dispute(p);
+        if (p.leader && shared.verdict == DIFFERENT) report_mismatch(p);
     }
     __syncthreads();
     return moved;

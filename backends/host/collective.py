@@ -123,7 +123,7 @@ class HostCollective(Collective, SupportsPartialSums):
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
         self._room = np.empty(0, np.uint8)
         self._access = processes.access(bool(config.process_memory))
-        self._contests: dict[tuple[Mode, int], np.ndarray] = {}
+        self._tunings: dict[tuple[Mode, int], np.ndarray] = {}
         direct.introduce(self._arena, me, self._access)
         self._plans: dict[object, Plan] = {}
         if kernels.join(self._arena + _ATTACHED) == ranks - 1:
@@ -318,10 +318,10 @@ class HostCollective(Collective, SupportsPartialSums):
             return self._reduction(kernels.reduce, table, mode, root, count, dtype, op, rounds=rounds)
         if not self._room.size:
             self._room = direct.room(self._ranks)
-        contest = self._contests.setdefault((mode, nbytes.bit_length()), direct.contest())
+        tuning = self._tunings.setdefault((mode, nbytes.bit_length()), direct.tuning())
         return self._reduction(
             direct.reduce_either, table, mode, root, count, dtype, op, rounds=rounds,
-            contest=contest.ctypes.data, room=self._room.ctypes.data,
+            tuning=tuning.ctypes.data, room=self._room.ctypes.data,
         )  # fmt: skip
 
     def _reduction(

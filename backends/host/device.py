@@ -10,13 +10,13 @@ from typing import cast
 
 import numpy as np
 
-from xvcomm.abc.courier import SupportsCouriers
 from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
+from xvcomm.abc.message_mover import SupportsMessageMovers
 from xvcomm.abc.partial_sums import SupportsConversion
 from xvcomm.backends.host.batch import NO_GATES, Batch
-from xvcomm.backends.host.courier import HostCourier
 from xvcomm.backends.host.engine import Engine
 from xvcomm.backends.host.kernels import scale
+from xvcomm.backends.host.message_mover import HostMessageMover
 from xvcomm.backends.host.mover import MAX_STREAMS, Kind
 from xvcomm.backends.host.reducers import BLOCK, average_many, finisher, kit, reduce_many, scaler, widener
 from xvcomm.config import Config
@@ -104,7 +104,7 @@ class HostStream(Stream):
         self.batch.discard()
 
 
-class HostDevice(Device, SupportsCouriers, SupportsConversion):
+class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
     """The memory of this process."""
 
     def __init__(self, config: Config) -> None:
@@ -157,9 +157,9 @@ class HostDevice(Device, SupportsCouriers, SupportsConversion):
             kind, itemsize, combine = _GET_REDUCE, dtype.itemsize, kit(dtype, op).pair
         stream.batch.add(kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates)
 
-    def courier(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostCourier:
-        """See `SupportsCouriers.courier`."""
-        return HostCourier(end, op, recorder, communicator, stop, self._spins, self._process_memory)
+    def message_mover(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostMessageMover:
+        """See `SupportsMessageMovers.message_mover`."""
+        return HostMessageMover(end, op, recorder, communicator, stop, self._spins, self._process_memory)
 
     def reduce(
         self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0

@@ -21,7 +21,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.backends.host.kernels import Mode, Word, arrive, combine, line, meet, open_plan, reduce
-from xvcomm.backends.host.processes import copy, exposed, now, reachable, revoke, witness, witnessed
+from xvcomm.backends.host.processes import copy, exposed, nonce, now, reachable, revoke, verified
 from xvcomm.jit.atomics import (
     READY,
     await_word,
@@ -52,7 +52,7 @@ class LineWord(enum.IntEnum):
     """Words of a member's line in the arena, behind those of `kernels`."""
 
     PROCESS = 3  # its number
-    WITNESS = 4  # address of a word of its memory
+    NONCE = 4  # address of a word of its memory
     VALUE = 5  # that stands there
     SRC = 6  # its arrays in the call under way; no input: it does not offer them
     DST = 7
@@ -60,10 +60,10 @@ class LineWord(enum.IntEnum):
     TOUCH = 9  # a `processes.TouchWord`: what it copies from or to another member at the moment
 
 
-class ContestWord(enum.IntEnum):
+class TuningWord(enum.IntEnum):
     """The two ways at arrays of about one size, the same on all members except for TOOK."""
 
-    TURNS = 0  # tries that were begun; -1 once the way is chosen
+    TRIALS = 0  # begun so far; -1 once the way is chosen
     TOOK = 1  # nanoseconds of this member's last try
     SPENT = 2  # these three of the slowest member: of all tries, of the best staged and the best direct one
     BEST = 3
@@ -84,9 +84,9 @@ class Step(enum.IntEnum):
 _RANKS, _ME, _SPINS, _BUDGET, _ARENA = (int(w) for w in (Word.RANKS, Word.ME, Word.SPINS, Word.BUDGET, Word.ARENA))
 _MODE, _ROOT, _TABLES = int(Word.MODE), int(Word.ROOT), int(Word.TABLES)
 _ITEMSIZE, _RESULT_SIZE = int(Word.ITEMSIZE), int(Word.RESULT_SIZE)
-_STEP, _BEGAN, _ACCESS, _CONTEST, _ROOM = (int(w) for w in tuple(Word)[22:27])
-_PROCESS, _WITNESS, _VALUE, _SRC, _DST, _TOOK, _TOUCH = (8 * int(w) for w in LineWord)
-_LAST, _SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
+_STEP, _BEGAN, _ACCESS, _TUNING, _ROOM = (int(w) for w in tuple(Word)[22:27])
+_PROCESS, _NONCE, _VALUE, _SRC, _DST, _TOOK, _TOUCH = (8 * int(w) for w in LineWord)
+_LAST, _SPENT, _BEST = (8 * int(w) for w in tuple(TuningWord)[1:])
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
 _ENTER, _MEET, _STAGED, _DIRECT, _LEAVE, _FAILED = (int(s) for s in Step)
 
@@ -108,19 +108,19 @@ def room(ranks: int) -> np.ndarray:
 def introduce(arena: int, me: int, access: np.ndarray) -> None:
     """Tell the other members, in the arena, where this one's memory is."""
     words = (ctypes.c_int64 * len(LineWord)).from_address(arena + PAGE + me * LINE + _PROCESS)
-    words[:3] = [os.getpid(), *witness(access)]
+    words[:3] = [os.getpid(), *nonce(access)]
 
 
-def contest() -> np.ndarray:
-    """The words of `ContestWord` for a class of sizes."""
+def tuning() -> np.ndarray:
+    """The words of `TuningWord` for a class of sizes."""
     return np.array([0, 0, 0, NEVER, NEVER], np.int64)
 
 
 @register_jitable
-def _witnessed(p: Any, rank: int) -> bool:
+def _verified(p: Any, rank: int) -> bool:
     """Whether a member's memory can be read."""
     peer = line(p, rank)
-    return witnessed(p[_ACCESS], load(peer + _PROCESS), load(peer + _WITNESS), load(peer + _VALUE))
+    return verified(p[_ACCESS], load(peer + _PROCESS), load(peer + _NONCE), load(peer + _VALUE))
 
 
 @register_jitable
@@ -128,7 +128,7 @@ def _try_others(p: Any) -> int:
     """1 if the memory of all others can be read and written, else -1."""
     for r in range(p[_RANKS]):
         peer = line(p, r)
-        if r != p[_ME] and not reachable(p[_ACCESS], load(peer + _PROCESS), load(peer + _WITNESS), load(peer + _VALUE)):
+        if r != p[_ME] and not reachable(p[_ACCESS], load(peer + _PROCESS), load(peer + _NONCE), load(peer + _VALUE)):
             return -1
     return 1
 
@@ -150,7 +150,7 @@ def _offer(p: Any, src: int, dst: int) -> None:
     offered = load(p[_ACCESS]) > 0 and _exposed(p, src, dst)
     store(mine + _SRC, src if offered else 0)
     store(mine + _DST, dst)
-    store(mine + _TOOK, load(p[_CONTEST] + _LAST))
+    store(mine + _TOOK, load(p[_TUNING] + _LAST))
 
 
 @register_jitable
@@ -164,16 +164,16 @@ def _choose(p: Any) -> int:
                 store(p[_ACCESS], _try_others(p))
             return _STAGED
         slowest = max(slowest, load(line(p, r) + _TOOK))
-    contest = p[_CONTEST]
-    turns, best = load(contest), contest + _BEST
-    if turns > 0:
-        store(best + 8 * ((turns - 1) % 2), min(load(best + 8 * ((turns - 1) % 2)), slowest))
-        store(contest + _SPENT, load(contest + _SPENT) + slowest)
-    if turns >= 0 and (turns % 2 == 1 or turns < 2 * TRIES or load(contest + _SPENT) < _TRIAL_NS):
-        store(contest, turns + 1)
+    tuning = p[_TUNING]
+    trials, best = load(tuning), tuning + _BEST
+    if trials > 0:
+        store(best + 8 * ((trials - 1) % 2), min(load(best + 8 * ((trials - 1) % 2)), slowest))
+        store(tuning + _SPENT, load(tuning + _SPENT) + slowest)
+    if trials >= 0 and (trials % 2 == 1 or trials < 2 * TRIES or load(tuning + _SPENT) < _TRIAL_NS):
+        store(tuning, trials + 1)
         p[_BEGAN] = now(p[_ACCESS])
-        return _DIRECT if turns % 2 == 1 else _STAGED
-    store(contest, _CHOSEN)
+        return _DIRECT if trials % 2 == 1 else _STAGED
+    store(tuning, _CHOSEN)
     return _DIRECT if load(best + 8) < load(best) else _STAGED
 
 
@@ -247,7 +247,7 @@ def _reduce(plan: int, src: int, dst: int) -> int:
     if result == READY:
         p[_STEP] = _ENTER
         if p[_BEGAN] != 0:
-            store(p[_CONTEST] + _LAST, now(p[_ACCESS]) - p[_BEGAN])
+            store(p[_TUNING] + _LAST, now(p[_ACCESS]) - p[_BEGAN])
     return result
 
 
@@ -261,7 +261,7 @@ def _withdraw(plan: int) -> None:
     waited = 0
     for r in range(p[_RANKS]):
         # The word stays set where the process died, or was stopped outside the kernel: what is revoked cannot begin any more.
-        while r != p[_ME] and load_acquire(line(p, r) + _TOUCH) != 0 and waited < _PATIENCE_US and _witnessed(p, r):
+        while r != p[_ME] and load_acquire(line(p, r) + _TOUCH) != 0 and waited < _PATIENCE_US and _verified(p, r):
             usleep(_PAUSE_US)
             waited += _PAUSE_US
 

@@ -66,7 +66,7 @@ class Word(enum.IntEnum):
     STEP = 22  # the rest is of `direct`: where a call stands; 0 between calls
     BEGAN = 23  # nanoseconds
     ACCESS = 24  # address of what this member knows of the others' memory
-    CONTEST = 25  # address of what is known of the two ways for arrays of about this size
+    TUNING = 25  # address of what is known of the two ways for arrays of about this size
     ROOM = 26  # address of room for a piece of each other member
     RESULT_SIZE = 27  # bytes of an element of a result that is left where it is reduced
     TABLES = 32  # five rows of RANKS words: offsets and bytes to stage, offsets and bytes to take; sources

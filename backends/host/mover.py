@@ -73,7 +73,7 @@ class Word(enum.IntEnum):
     ITEMSIZE = 17
     COMBINE = 18
     REMOTE_FIRST = 19
-    BLAME = 20
+    PEER = 20
     STATE = 21  # address of what `rendezvous` keeps of the ring end; 0: messages never go straight
     LANE = 22  # number of the stream in its batch
     GATES = 23  # a word a stream of the batch: of so many first rows those on this stream must be done before
@@ -88,7 +88,7 @@ NEW, POSTED, MOVING, STRAIGHT, DONE = 0, 1, 2, 3, 4
 _KIND, _RING, _DATA, _NBYTES = int(Word.KIND), int(Word.RING), int(Word.DATA), int(Word.NBYTES)
 _SEQUENCE, _OP, _PHASE, _TURN = int(Word.SEQUENCE), int(Word.OP), int(Word.PHASE), int(Word.TURN)
 _LANES, _SLOTS, _SLOT_BYTES = int(Word.LANES), int(Word.SLOTS), int(Word.SLOT_BYTES)
-_LEDGER, _SLOT_DATA, _BLAME = int(Word.LEDGER), int(Word.SLOT_DATA), int(Word.BLAME)
+_LEDGER, _SLOT_DATA, _PEER = int(Word.LEDGER), int(Word.SLOT_DATA), int(Word.PEER)
 _ITEMSIZE, _COMBINE, _REMOTE_FIRST = int(Word.ITEMSIZE), int(Word.COMBINE), int(Word.REMOTE_FIRST)
 _STARTS, _STATE, _LANE, _GATES = int(Word.STARTS), int(Word.STATE), int(Word.LANE), int(Word.GATES)
 _OFFER, _TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
@@ -127,7 +127,7 @@ def _compare(row: int, producer: bool) -> int:
         return _NOTHING
     for i in range(_FIELDS):
         if load(entry + 8 + 8 * i) != load(row + 8 * (_OP + i)):
-            compare_and_swap(load(row + 8 * _RING) + ABORT, 0, MISMATCH_REASON | (load(row + 8 * _BLAME) << 8))
+            compare_and_swap(load(row + 8 * _RING) + ABORT, 0, MISMATCH_REASON | (load(row + 8 * _PEER) << 8))
             return _MISMATCH
     return _PROGRESS
 

@@ -27,7 +27,7 @@ class AccessWord(enum.IntEnum):
     """What a process knows of others' memory, in its own."""
 
     REACH = 0  # whether it can read and write it: 0 not tried, 1 yes, -1 no
-    WITNESS = 1  # a number that nobody else has here, by which others know that this memory is the one meant
+    NONCE = 1  # a number that nobody else has here, by which others know that this memory is the one meant
     ROOM = 2
     VECTORS = 4  # a local one, up to four remote ones
 
@@ -41,7 +41,7 @@ class TouchWord(enum.IntEnum):
 
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
-_WITNESS, _ROOM, _VECTORS = (8 * int(w) for w in tuple(AccessWord)[1:])
+_NONCE, _ROOM, _VECTORS = (8 * int(w) for w in tuple(AccessWord)[1:])
 _ADDRESS, _LENGTH = (8 * int(w) for w in tuple(TouchWord)[1:])
 ACCESS_WORDS = AccessWord.VECTORS + 10
 
@@ -50,13 +50,13 @@ def access(allowed: bool, words: int = ACCESS_WORDS) -> np.ndarray:
     """So many words, the first of which are those of `AccessWord`; `allowed` tells whether this process may try at all."""
     memory = np.zeros(words, np.int64)
     memory[AccessWord.REACH] = 0 if allowed else -1
-    memory[AccessWord.WITNESS] = secrets.randbits(62) + 1
+    memory[AccessWord.NONCE] = secrets.randbits(62) + 1
     return memory
 
 
-def witness(access: np.ndarray) -> tuple[int, int]:
+def nonce(access: np.ndarray) -> tuple[int, int]:
     """Address and value of the word by which others know this process's memory."""
-    return access.ctypes.data + _WITNESS, int(access[AccessWord.WITNESS])
+    return access.ctypes.data + _NONCE, int(access[AccessWord.NONCE])
 
 
 @register_jitable
@@ -126,7 +126,7 @@ def revoke(touch: int) -> None:
 
 
 @register_jitable
-def witnessed(access: int, process: int, address: int, value: int) -> bool:
+def verified(access: int, process: int, address: int, value: int) -> bool:
     """Whether a process's memory can be read, and is that of the process meant: numbers differ between namespaces."""
     room, remote = access + _ROOM, access + _VECTORS + 16
     _vector(access, 1, address, 8)
@@ -136,7 +136,7 @@ def witnessed(access: int, process: int, address: int, value: int) -> bool:
 @register_jitable
 def reachable(access: int, process: int, address: int, value: int) -> bool:
     """The same, and whether it can be written."""
-    if not witnessed(access, process, address, value):
+    if not verified(access, process, address, value):
         return False
     return _transfer(True, access, process, access + _ROOM, access + _VECTORS + 16, 8) == 8
 

@@ -24,7 +24,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.backends.host import processes
-from xvcomm.backends.host.processes import ACCESS_WORDS, copy, exposed, now, reachable, revoke, witnessed
+from xvcomm.backends.host.processes import ACCESS_WORDS, copy, exposed, now, reachable, revoke, verified
 from xvcomm.jit.atomics import compare_and_swap, load, load_acquire, store, store_release, usleep
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.memory import ring
@@ -54,7 +54,7 @@ class LineWord(enum.IntEnum):
     """Words of an end's line in page 0 of the ring."""
 
     PROCESS = 0  # its number
-    WITNESS = 1  # address of a word of its memory
+    NONCE = 1  # address of a word of its memory
     VALUE = 2  # that stands there; 0 until the end is there
     DONE = 3  # number of its newest message that went this way, and the chunks of it that this end has copied
     TOUCH = 4  # a `processes.TouchWord`: what it copies from or to the other end at the moment
@@ -69,28 +69,28 @@ class Word(enum.IntEnum):
     THEIR_TURN = ACCESS_WORDS + 3
     BEGAN = ACCESS_WORDS + 4  # when the sender's message under way began to wait, or the receiver's to arrive; else 0
     TOOK = ACCESS_WORDS + 5  # nanoseconds of the receiver's newest message that it offered its array for
-    TRIES = ACCESS_WORDS + 6  # of which contest (address, plus the way) the sender's message under way is a try; or 0
+    TRIES = ACCESS_WORDS + 6  # of which tuning (address, plus the way) the sender's message under way is a try; or 0
     TRIED = ACCESS_WORDS + 7  # the same of the large message before
     WILLING = ACCESS_WORDS + 8  # whether the receiver had offered its array when the large message before was through
     ASIDE = ACCESS_WORDS + 9  # a second `processes.AccessWord`: while a thread gives up another one may be copying
-    CONTESTS = 2 * ACCESS_WORDS + 9
+    TUNINGS = 2 * ACCESS_WORDS + 9
 
 
-class ContestWord(enum.IntEnum):
+class TuningWord(enum.IntEnum):
     """The two ways at messages of about one size; the sender's."""
 
-    TURNS = 0  # tries that were begun; -1 once the way is chosen
+    TRIALS = 0  # begun so far; -1 once the way is chosen
     SPENT = 1  # nanoseconds of all, of the best staged one, of the best one straight
     BEST = 2
 
 
-_CONTEST_WORDS = 4
+_TUNING_WORDS = 4
 
 # Plain integers: numba reads an enum's members as constants only by way of globals.
-_PROCESS, _WITNESS, _VALUE, _DONE, _TOUCH = (8 * int(w) for w in LineWord)
+_PROCESS, _NONCE, _VALUE, _DONE, _TOUCH = (8 * int(w) for w in LineWord)
 _MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN = (8 * int(w) for w in tuple(Word)[:5])
-_TOOK, _TRIES, _TRIED, _WILLING, _ASIDE, _CONTESTS = (8 * int(w) for w in tuple(Word)[5:])
-_SPENT, _BEST = (8 * int(w) for w in tuple(ContestWord)[1:])
+_TOOK, _TRIES, _TRIED, _WILLING, _ASIDE, _TUNINGS = (8 * int(w) for w in tuple(Word)[5:])
+_SPENT, _BEST = (8 * int(w) for w in tuple(TuningWord)[1:])
 _CLAIMS, _ABORT = CLAIMS, ABORT
 _OFFER, _ENTRY_TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
 
@@ -120,7 +120,7 @@ def _reaches(state: int) -> bool:
         value = load_acquire(theirs + _VALUE)
         if value == 0:
             return False
-        found = reachable(state, load(theirs + _PROCESS), load(theirs + _WITNESS), value)
+        found = reachable(state, load(theirs + _PROCESS), load(theirs + _NONCE), value)
         reach = 1 if found else -1
         store(state, reach)
     return reach > 0
@@ -138,26 +138,26 @@ def offer(state: int, data: int, nbytes: int) -> int:
 
 
 @register_jitable
-def _contest(state: int, nbytes: int) -> int:
-    """Address of the contest of messages of this size."""
+def _tuning(state: int, nbytes: int) -> int:
+    """Address of the tuning of messages of this size."""
     size_class = 0
     while nbytes >= 2 * LEAST and size_class < _CLASSES - 1:
         nbytes //= 2
         size_class += 1
-    return state + _CONTESTS + 8 * _CONTEST_WORDS * size_class
+    return state + _TUNINGS + 8 * _TUNING_WORDS * size_class
 
 
 @register_jitable
 def _choose(state: int, nbytes: int) -> bool:
     """Whether a message goes straight."""
-    contest = _contest(state, nbytes)
-    turns = load(contest)
-    if turns >= 0 and (turns % 2 == 1 or turns < 2 * TRIES or load(contest + _SPENT) < _TRIAL_NS):
-        store(contest, turns + 1)
-        store(state + _TRIES, contest + turns % 2)
-        return turns % 2 == 1
-    store(contest, -1)
-    staged, straight = load(contest + _BEST), load(contest + _BEST + 8)
+    tuning = _tuning(state, nbytes)
+    trials = load(tuning)
+    if trials >= 0 and (trials % 2 == 1 or trials < 2 * TRIES or load(tuning + _SPENT) < _TRIAL_NS):
+        store(tuning, trials + 1)
+        store(state + _TRIES, tuning + trials % 2)
+        return trials % 2 == 1
+    store(tuning, -1)
+    staged, straight = load(tuning + _BEST), load(tuning + _BEST + 8)
     return straight < staged - staged // _MARGIN
 
 
@@ -205,11 +205,11 @@ def learn(state: int, nbytes: int, theirs: int, sequence: int) -> None:
         return
     there = load_acquire(theirs) == sequence + 1
     way = load(state + _TRIED) % 8
-    contest = load(state + _TRIED) - way
-    if there and contest != 0:
-        took, best = load(theirs + _ENTRY_TOOK), contest + _BEST + 8 * way
+    tuning = load(state + _TRIED) - way
+    if there and tuning != 0:
+        took, best = load(theirs + _ENTRY_TOOK), tuning + _BEST + 8 * way
         store(best, min(load(best), took))
-        store(contest + _SPENT, load(contest + _SPENT) + took)
+        store(tuning + _SPENT, load(tuning + _SPENT) + took)
     willing = there and load(theirs + _OFFER) != 0
     store(state + _WILLING, 1 if willing else 0)
     # Of a receiver that has not come, or offers nothing, the next figure is another message's.
@@ -292,7 +292,7 @@ def _await_untouched(state: int) -> None:
     revoke(theirs + _TOUCH)
     # The word stays set where the process died, or was stopped outside the kernel: what is revoked cannot begin any more.
     while load_acquire(theirs + _TOUCH) != 0 and waited < _GIVE_UP_US:
-        if not witnessed(aside, load(theirs + _PROCESS), load(theirs + _WITNESS), load(theirs + _VALUE)):
+        if not verified(aside, load(theirs + _PROCESS), load(theirs + _NONCE), load(theirs + _VALUE)):
             return
         usleep(_PAUSE_US)
         waited += _PAUSE_US
@@ -321,14 +321,14 @@ def join(end: RingEnd, allowed: bool) -> int:
 def _introduce(end: RingEnd) -> np.ndarray:
     """The words of `Word` for a ring end, which the other one now can find."""
     mine, theirs = (end.address + MEETING + (0 if producer else LINE) for producer in (end.producer, not end.producer))
-    state = processes.access(True, Word.CONTESTS + _CONTEST_WORDS * _CLASSES)
+    state = processes.access(True, Word.TUNINGS + _TUNING_WORDS * _CLASSES)
     address = int(state.ctypes.data)
     turn = end.address + TURNS + (LINE if end.producer else 0)
     state[Word.MINE : Word.BEGAN] = (mine, theirs, end.address, turn)
     for way in range(2):
-        state[Word.CONTESTS + ContestWord.BEST + way :: _CONTEST_WORDS] = _NEVER
+        state[Word.TUNINGS + TuningWord.BEST + way :: _TUNING_WORDS] = _NEVER
     line = (ctypes.c_int64 * len(LineWord)).from_address(mine)
     line[LineWord.PROCESS] = os.getpid()
-    line[LineWord.WITNESS], line[LineWord.VALUE] = processes.witness(state)
+    line[LineWord.NONCE], line[LineWord.VALUE] = processes.nonce(state)
     end.gave_up = partial(await_untouched, address)
     return state

@@ -13,7 +13,7 @@ import pytest
 from tracer import WRITE, hold_in_copy
 
 from xvcomm.backends.host import direct
-from xvcomm.backends.host.direct import ContestWord, LineWord
+from xvcomm.backends.host.direct import LineWord, TuningWord
 from xvcomm.backends.host.kernels import Mode
 from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.memory.ring import LINE
@@ -46,9 +46,9 @@ def offers(comm):
 def settle(comm, way):
     """From now on everything goes one way that could go both, in classes of sizes that were used before."""
     comm.barrier()
-    for contest in native(comm)._contests.values():
-        contest[ContestWord.TURNS] = -1
-        contest[ContestWord.BEST : ContestWord.BEST + 2] = [way, 1 - way]
+    for tuning in native(comm)._tunings.values():
+        tuning[TuningWord.TRIALS] = -1
+        tuning[TuningWord.BEST : TuningWord.BEST + 2] = [way, 1 - way]
     comm.barrier()
 
 
@@ -117,12 +117,12 @@ def choices(comm):
     reach(sub)
     for count in (direct.LEAST, 4 * direct.LEAST):
         calls, x = 0, np.empty(count // 4, np.int32)
-        while not calls or native(sub)._contests[Mode.ALL, count.bit_length()][ContestWord.TURNS] >= 0:
+        while not calls or native(sub)._tunings[Mode.ALL, count.bit_length()][TuningWord.TRIALS] >= 0:
             x[...] = comm.rank + calls
             sub.all_reduce(x)
             assert (x == sum(range(comm.size)) + comm.size * calls).all()
             calls += 1
-        results.append((calls, *native(sub)._contests[Mode.ALL, count.bit_length()][ContestWord.BEST :].tolist()))
+        results.append((calls, *native(sub)._tunings[Mode.ALL, count.bit_length()][TuningWord.BEST :].tolist()))
     sub.close()
     return results
 

@@ -13,7 +13,7 @@ import pytest
 from tracer import hold_in_copy
 
 from xvcomm.backends.host.processes import AccessWord
-from xvcomm.backends.host.rendezvous import LEAST, ContestWord, LineWord, Word
+from xvcomm.backends.host.rendezvous import LEAST, LineWord, TuningWord, Word
 from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.memory.ring import LINE, MEETING
 from xvcomm.testing.world import World
@@ -23,7 +23,7 @@ SOON = 10.0
 STAGED, STRAIGHT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
 """Larger than a ring: these wait for their receivers, and so certainly go straight."""
-CONTEST = 4
+TUNING = 4
 
 
 def ends(comm):
@@ -33,9 +33,9 @@ def ends(comm):
 def settle(comm, way):
     """From now on everything that this rank sends goes one way that could go both."""
     for end in ends(comm):
-        end.kept[Word.CONTESTS + ContestWord.TURNS :: CONTEST] = -1
-        end.kept[Word.CONTESTS + ContestWord.BEST + way :: CONTEST] = 1
-        end.kept[Word.CONTESTS + ContestWord.BEST + 1 - way :: CONTEST] = 2
+        end.kept[Word.TUNINGS + TuningWord.TRIALS :: TUNING] = -1
+        end.kept[Word.TUNINGS + TuningWord.BEST + way :: TUNING] = 1
+        end.kept[Word.TUNINGS + TuningWord.BEST + 1 - way :: TUNING] = 2
 
 
 def straight(comm):
@@ -134,14 +134,14 @@ def test_many_in_flight(ranks):
 def undecided(comm):
     """As programs do it, with the choice left to xvcomm."""
     for end in ends(comm):
-        end.kept[Word.CONTESTS + ContestWord.TURNS :: CONTEST] = 0
+        end.kept[Word.TUNINGS + TuningWord.TRIALS :: TUNING] = 0
     other = 1 - comm.rank
     for number in range(60):
         for size in (LEAST, 4 * LEAST, BIG):
             x, y = np.full(size, number + comm.rank, np.uint8), np.zeros(size, np.uint8)
             comm.sendrecv(x, other, y, other)
             assert (y == number + other).all()
-    return [end.kept[Word.CONTESTS :: CONTEST][:5].tolist() for end in ends(comm) if end.producer]
+    return [end.kept[Word.TUNINGS :: TUNING][:5].tolist() for end in ends(comm) if end.producer]
 
 
 def test_the_first_messages_try_both_ways():

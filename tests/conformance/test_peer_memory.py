@@ -134,7 +134,7 @@ def exchange_and_die(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("producer", [True, False])
 def test_a_kernel_leaves_the_ring_when_its_peer_is_killed(job: Job, producer: bool) -> None:
-    """Whichever of the two lends the memory; the rank goes on and joins nobody's ruin."""
+    """Whichever of the two exports the memory; the rank goes on and no other fails."""
     with job("rocm:2") as ranks:
         ranks.submit(0, wait_in_a_ring, producer)
         ranks.submit(1, exchange_and_die)
@@ -144,7 +144,7 @@ def test_a_kernel_leaves_the_ring_when_its_peer_is_killed(job: Job, producer: bo
 
 
 def renew(comm: Communicator) -> int:
-    """Messages over several communicators, one after the other; how much memory was lent for all of them."""
+    """Messages over several communicators, one after the other; how much memory was exported for all of them."""
     for number in range(4):
         with comm.subgroup(range(comm.size), f"again {number}") as group:
             rings_in_gpu_memory(group, COUNT)
@@ -157,6 +157,6 @@ def renew(comm: Communicator) -> int:
 
 
 def test_memory_serves_one_communicator_after_the_other(job: Job) -> None:
-    """At most two rings are lent at a time, and two more until their other ends are closed."""
+    """At most two rings are exported at a time, and two more until their other ends are closed."""
     with job("rocm:2") as ranks:
         assert sum(ranks.run(renew)) <= 4

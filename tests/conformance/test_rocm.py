@@ -281,20 +281,20 @@ def test_dtypes(job: Job, name: str) -> None:
             ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
 
 
-def lent_results(comm: Communicator) -> list[float]:
-    """What a result holds when it is handed out: memory that is only lent for it goes back then."""
+def temporary_results(comm: Communicator) -> list[float]:
+    """What a result holds when it is handed out: its temporary memory is freed then."""
     a, beside, found = arrays(comm), DeviceArrays(comm._context.device), list[float]()
     x, y = a.put(np.full(16, comm.rank + 1.0, np.float32)), a.put(np.zeros(16, np.float32))
     a.synchronize()
-    lent = msgspec.structs.replace(array.view(y), staged=True)
+    temporary = msgspec.structs.replace(array.view(y), staged=True)
 
     def finish(view: array.ArrayView) -> None:
         found.append(float(beside.get(y)[0]))
 
     with on_device(comm), mock.patch.object(array, "finish", finish):
         for call in (
-            lambda: comm.all_reduce(x, out=lent, stream=a.handle),
-            lambda: comm.sendrecv(x, 1 - comm.rank, lent, 1 - comm.rank, stream=a.handle),
+            lambda: comm.all_reduce(x, out=temporary, stream=a.handle),
+            lambda: comm.sendrecv(x, 1 - comm.rank, temporary, 1 - comm.rank, stream=a.handle),
         ):
             for _ in range(4):
                 a.fill(y, np.zeros(16, np.float32))
@@ -305,10 +305,10 @@ def lent_results(comm: Communicator) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_lent_results(job: Job, name: str) -> None:
+def test_temporary_results(job: Job, name: str) -> None:
     """As for JAX's arrays: with a stream that the user gives, the host waits all the same."""
     with job(name) as ranks:
-        assert ranks.run(lent_results) == [[3.0] * 4 + [2.0] * 4, [3.0] * 4 + [1.0] * 4]
+        assert ranks.run(temporary_results) == [[3.0] * 4 + [2.0] * 4, [3.0] * 4 + [1.0] * 4]
 
 
 def averages_alone(comm: Communicator) -> None:

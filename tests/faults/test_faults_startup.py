@@ -308,7 +308,7 @@ def test_killed_while_others_use_the_store_that_it_serves(use):
 
 
 class Blind:
-    """A watch that has not told of any death when the session ends."""
+    """A watchdog that has not told of any death when the session ends."""
 
     def __init__(self, *args):
         pass

@@ -65,7 +65,7 @@ def dist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel in an environment of its own, which borrows this one's other packages by a .pth file."""
+    """The wheel in an environment of its own, which sees this one's other packages by a .pth file."""
     top = tmp_path_factory.mktemp("environment")
     (top / "empty").mkdir()
     execute(sys.executable, "-m", "venv", "--without-pip", top / "venv", cwd=top)
@@ -73,7 +73,7 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed
     wheel = next(dist.glob("*.whl"))
     execute(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel, cwd=top)
     site = next((top / "venv" / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return Installed(python.parent, top / "empty")
 
 

@@ -37,11 +37,11 @@ class Device:
         self.started: list[str] = []
         self.waited: list[str] = []
         self.fails: set[str] = set()
-        self.turns = AdmissionQueue(create_autospec(Tracker, instance=True), self._go)
+        self.queue = AdmissionQueue(create_autospec(Tracker, instance=True), self._go)
 
     def _go(self, launch: Start) -> None:
         (name,) = cast(list[str], launch.transfers)
-        if self.turns:
+        if self.queue:
             self.waited.append(name)
         if name in self.fails:
             raise ValueError(name)
@@ -51,17 +51,17 @@ class Device:
 
     def add(self, name: str, *ends: End, deadline: Deadline = NEVER) -> None:
         """A Start of that name."""
-        self.turns.add(Start(cast(Any, [name]), [], cast(frozenset[RingEnd], frozenset(ends)), deadline))
+        self.queue.add(Start(cast(Any, [name]), [], cast(frozenset[RingEnd], frozenset(ends)), deadline))
 
     def let_go(self, *ends: End) -> None:
-        self.turns.let_go(cast(list[RingEnd], list(ends)))
+        self.queue.let_go(cast(list[RingEnd], list(ends)))
 
 
 @pytest.fixture
 def device() -> Any:
     made = Device()
     yield made
-    made.turns.close()
+    made.queue.close()
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -78,7 +78,7 @@ def test_a_ring_that_is_through_starts_at_once_and_needs_no_thread(device: Devic
     device.add("b", other)
     one.through = 1
     device.add("c", one)
-    assert device.started == ["a", "b", "c"] and not device.turns
+    assert device.started == ["a", "b", "c"] and not device.queue
     assert threading.active_count() == threads
 
 
@@ -88,13 +88,13 @@ def test_nothing_is_put_behind_what_may_wait(device: Device) -> None:
     device.add("b", one)
     device.add("c", one, other)
     device.add("d", other)  # behind c, though its ring is free
-    assert device.started == ["a"] and device.turns
+    assert device.started == ["a"] and device.queue
     one.through = 1
     until(lambda: device.started == ["a", "b"])
     one.through = 2
     until(lambda: device.started == ["a", "b", "c"])
     other.through = 1
-    until(lambda: device.started == ["a", "b", "c", "d"] and not device.turns)
+    until(lambda: device.started == ["a", "b", "c", "d"] and not device.queue)
     assert device.waited == ["b", "c", "d"], "who asks while one of them starts is told that it waits"
 
 
@@ -108,7 +108,7 @@ def test_a_message_is_started_otherwise_only_if_it_would_not_wait(device: Device
                 end.sequence += name in works
             return works.get(name)
 
-        return device.turns.at_once(cast(list[RingEnd], list(ends)), go)
+        return device.queue.at_once(cast(list[RingEnd], list(ends)), go)
 
     assert at_once("a", one) is works["a"] and at_once("c", other) is None
     assert at_once("b", one, other) is None, "a is under way"
@@ -116,11 +116,11 @@ def test_a_message_is_started_otherwise_only_if_it_would_not_wait(device: Device
     assert at_once("b", one, other) is works["b"]
     other.through = 1
     device.add("d", one)
-    assert at_once("a", other) is None and device.turns, "d waits"
-    device.turns.come_behind((cast(RingEnd, other),), lambda: True, NEVER)
-    assert device.turns
+    assert at_once("a", other) is None and device.queue, "d waits"
+    device.queue.come_behind((cast(RingEnd, other),), lambda: True, NEVER)
+    assert device.queue
     one.through = 3
-    until(lambda: not device.turns)
+    until(lambda: not device.queue)
     assert at_once("a", other) is works["a"] and device.started == ["d"]
 
 
@@ -137,7 +137,7 @@ def test_who_cannot_wait_lets_a_ring_go_with_what_comes_before_it(device: Device
     assert device.started[3:] == ["a", "b", "d"]
     device.let_go(End())
     assert device.started[3:] == ["a", "b", "d"]
-    device.turns.let_go_to([1], 0)  # receives only, and these are sends
+    device.queue.let_go_to([1], 0)  # receives only, and these are sends
     assert device.started[3:] == ["a", "b", "d"]
     device.let_go(one, third)
     assert device.started[3:] == ["a", "b", "d", "c", "e"]
@@ -146,7 +146,7 @@ def test_who_cannot_wait_lets_a_ring_go_with_what_comes_before_it(device: Device
 def come(device: Device, over: Callable[[], bool], *ends: End, deadline: Deadline = NEVER) -> threading.Thread:
     """Another thread that comes to wait for rings."""
     rings = cast(list[RingEnd], list(ends))
-    thread = threading.Thread(target=device.turns.come, args=(rings, over, deadline))
+    thread = threading.Thread(target=device.queue.come, args=(rings, over, deadline))
     thread.start()
     return thread
 
@@ -183,7 +183,7 @@ def test_receives_of_a_channel_are_let_go(device: Device) -> None:
     for name, end in zip("abc", ends, strict=True):
         device.add("under way", end)
         device.add(name, end)
-    device.turns.let_go_to([1, 2], 3)
+    device.queue.let_go_to([1, 2], 3)
     assert device.started[3:] == ["a", "b"]
 
 
@@ -225,7 +225,7 @@ def test_closing_leaves_nothing_behind() -> None:
     for name in "abc":
         device.add(name, end)
     thread = next(t for t in threading.enumerate() if t.name == "xvcomm-admission")
-    device.turns.close()
+    device.queue.close()
     assert device.started == ["a", "b", "c"]
     thread.join(SOON)
     assert not thread.is_alive()

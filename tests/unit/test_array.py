@@ -256,12 +256,12 @@ def test_jax_results_that_are_still_computed() -> None:
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.numpy.isbuiltin == 1], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4)])
-def test_memory_that_is_lent(dtype: DType, shape: tuple[int, ...]) -> None:
+def test_memory_that_is_exported(dtype: DType, shape: tuple[int, ...]) -> None:
     """numpy takes it over, and frees its description with C's own function, whenever that is."""
     data = np.arange(24).astype(dtype.numpy)
-    lent = Exporter(data, data.ctypes.data, shape, dtype, "host", 0)
-    seen = [np.from_dlpack(lent) for _ in range(3)]
-    del lent
+    exported = Exporter(data, data.ctypes.data, shape, dtype, "host", 0)
+    seen = [np.from_dlpack(exported) for _ in range(3)]
+    del exported
     gc.collect()
     count = int(np.prod(shape))
     for x in seen:

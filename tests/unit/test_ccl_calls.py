@@ -41,12 +41,12 @@ class Caller:
 
     def __init__(self) -> None:
         self._contract = ContractCheck(Segment.create("/dev/shm", "ccl", ContractCheck.size(1)), (0,), 0, _nobody(), 0)
-        self.log, self.ended, self.departures = LaunchLog({}), list[Operation](), list[int]()
+        self.log, self.ended, self.seals = LaunchLog({}), list[Operation](), list[int]()
         self._launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True)
         self._context: Any = SimpleNamespace(
             place=self._contract.place, sequence=0, lifecycle=SimpleNamespace(word=self._contract.abort_word),
             end_all=lambda operations, state=0: self.ended.extend(operations), fail=_fail,
-            tracker=SimpleNamespace(seal=self.departures.append, rings={}, events=lambda handle: self.log.events),
+            tracker=SimpleNamespace(seal=self.seals.append, rings={}, events=lambda handle: self.log.events),
         )  # fmt: skip
 
     def prepare(
@@ -227,10 +227,10 @@ def test_a_stream_without_room_takes_no_collective_until_somebody_looks_after_th
     call = caller.prepare(comm, OpCode.ALL_REDUCE)
     for _ in range(ROOM):
         call(16, 32, 30.0)
-    assert caller.departures == [99], "full"
+    assert caller.seals == [99], "full"
     with pytest.raises(AssertionError, match="refused"):
         call(16, 32)
-    assert len(seen) == ROOM and caller.departures == [99, 99]
+    assert len(seen) == ROOM and caller.seals == [99, 99]
     taken = caller.log.take()
     assert taken is not None and taken.collective and len(taken.records) == ROOM
     assert 10.0 < taken.deadline - time.monotonic() <= 30.0
@@ -239,7 +239,7 @@ def test_a_stream_without_room_takes_no_collective_until_somebody_looks_after_th
     comm.close()
 
 
-def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> None:
+def test_two_that_both_find_the_last_entry_free_are_both_logged(caller: Caller) -> None:
     """A collective and messages have locks of their own, and the library lets others at the interpreter meanwhile."""
     other: list[Callable[..., None]] = []
     function = Native(lambda *words: (other and other.pop()(16, 32)) or 0)
@@ -247,15 +247,15 @@ def test_two_that_both_find_the_last_seat_are_both_aboard(caller: Caller) -> Non
     call = caller.prepare(comm, OpCode.ALL_REDUCE)
     for _ in range(ROOM - 1):
         call(16, 32)
-    assert caller.departures == []
+    assert caller.seals == []
     caller._launch_gate = SimpleNamespace(lock=threading.Lock(), open=True)
     other.append(caller.prepare(comm, OpCode.ALL_REDUCE))
     call(16, 32)
-    assert caller.departures == [99, 99] and len(caller.taken()) == ROOM + 1
+    assert caller.seals == [99, 99] and len(caller.taken()) == ROOM + 1
     comm.close()
 
 
-def test_what_boards_a_stream_that_may_be_gone_leaves_with_an_event_behind_it(caller: Caller) -> None:
+def test_what_is_logged_on_a_stream_that_may_be_gone_is_sealed_with_an_event_behind_it(caller: Caller) -> None:
     """Also where others leave while the event is recorded, with that event."""
     handles, recorded, left = itertools.count(7), list[int](), list[LoggedOperations | None]()
     leaving = False

@@ -6,7 +6,7 @@ import pytest
 
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
-from xvcomm.rendezvous.environment import SLURM_PORTS, Launch, discover, expand_nodes, slurm_address
+from xvcomm.rendezvous.environment import SLURM_PORTS, LauncherEnvironment, discover, expand_nodes, slurm_address
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPENMPI = {
@@ -21,29 +21,29 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
 JAX = {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}
 
 
-def found(env: dict[str, str]) -> Launch:
+def found(env: dict[str, str]) -> LauncherEnvironment:
     return discover(env, Config.from_env(env))
 
 
 @pytest.mark.parametrize(
     ("env", "launch"),
     [
-        ({}, Launch(0, 1, 0, 1, "single")),
-        ({"RANK": "", "WORLD_SIZE": ""}, Launch(0, 1, 0, 1, "single")),
-        ({"XVCOMM_RANK": "1", "XVCOMM_SIZE": "2"}, Launch(1, 2, None, None, "explicit")),
-        (TORCHRUN, Launch(3, 4, 1, 2, "torchrun")),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, Launch(0, 2, None, None, "torchrun")),
-        (OPENMPI, Launch(2, 8, 0, 2, "mpi")),
-        (MPICH, Launch(1, 2, 1, 2, "mpi")),
-        (SLURM, Launch(5, 8, 1, None, "slurm")),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, Launch(5, 6, 1, None, "slurm")),
-        ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}, Launch(0, 1, 0, 1, "single")),
-        (JAX, Launch(1, 2, None, None, "jax")),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, Launch(0, 1, 0, 1, "single")),
-        ({"PMIX_RANK": "1", "XVCOMM_SIZE": "2"}, Launch(1, 2, None, None, "mpi")),
+        ({}, LauncherEnvironment(0, 1, 0, 1, "single")),
+        ({"RANK": "", "WORLD_SIZE": ""}, LauncherEnvironment(0, 1, 0, 1, "single")),
+        ({"XVCOMM_RANK": "1", "XVCOMM_SIZE": "2"}, LauncherEnvironment(1, 2, None, None, "explicit")),
+        (TORCHRUN, LauncherEnvironment(3, 4, 1, 2, "torchrun")),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, LauncherEnvironment(0, 2, None, None, "torchrun")),
+        (OPENMPI, LauncherEnvironment(2, 8, 0, 2, "mpi")),
+        (MPICH, LauncherEnvironment(1, 2, 1, 2, "mpi")),
+        (SLURM, LauncherEnvironment(5, 8, 1, None, "slurm")),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, LauncherEnvironment(5, 6, 1, None, "slurm")),
+        ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}, LauncherEnvironment(0, 1, 0, 1, "single")),
+        (JAX, LauncherEnvironment(1, 2, None, None, "jax")),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, LauncherEnvironment(0, 1, 0, 1, "single")),
+        ({"PMIX_RANK": "1", "XVCOMM_SIZE": "2"}, LauncherEnvironment(1, 2, None, None, "mpi")),
     ],
 )
-def test_each_launcher(env: dict[str, str], launch: Launch) -> None:
+def test_each_launcher(env: dict[str, str], launch: LauncherEnvironment) -> None:
     assert found(env) == launch
 
 
@@ -51,14 +51,16 @@ def test_order_of_launchers() -> None:
     everything = {**JAX, **SLURM, **MPICH, **OPENMPI, **TORCHRUN, "XVCOMM_RANK": "0", "XVCOMM_SIZE": "9"}
     launchers = []
     for known in ({"XVCOMM_RANK": "", "XVCOMM_SIZE": ""}, TORCHRUN, OPENMPI, MPICH, SLURM, JAX):
-        launchers.append(found(everything).launcher)
+        launchers.append(found(everything).name)
         everything = {name: value for name, value in everything.items() if name not in known}
     assert launchers == ["explicit", "torchrun", "mpi", "mpi", "slurm", "jax"]
 
 
 def test_single_numbers_replace_the_launchers() -> None:
-    assert found({**TORCHRUN, "XVCOMM_RANK": "0", "XVCOMM_LOCAL_RANK": "0"}) == Launch(0, 4, 0, 2, "torchrun")
-    assert found({**TORCHRUN, "XVCOMM_LOCAL_SIZE": "4"}) == Launch(3, 4, 1, 4, "torchrun")
+    assert found({**TORCHRUN, "XVCOMM_RANK": "0", "XVCOMM_LOCAL_RANK": "0"}) == LauncherEnvironment(
+        0, 4, 0, 2, "torchrun"
+    )
+    assert found({**TORCHRUN, "XVCOMM_LOCAL_SIZE": "4"}) == LauncherEnvironment(3, 4, 1, 4, "torchrun")
 
 
 @pytest.mark.parametrize(

@@ -39,22 +39,22 @@ from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.dtype import UINT8
 from xvcomm.types.opcode import OpCode
 
-Boards = list[ContractCheck]
+Contracts = list[ContractCheck]
 Ends = tuple[RingEnd, RingEnd]
 
 
-def test_abort_words_tell_reason_rank_and_witness() -> None:
+def test_abort_words_tell_reason_rank_and_reporter() -> None:
     word = Reason.DEADLINE.word(70_000, 9)
     assert Reason.parse(word) == (Reason.DEADLINE, 70_000)
-    assert Reason.witness(word) == 9
+    assert Reason.reporter(word) == 9
     assert Reason.bad(word) and not Reason.bad(Reason.LEFT.word(3)) and not Reason.bad(0)
 
 
 @pytest.fixture
-def boards() -> Iterator[Boards]:
+def contracts() -> Iterator[Contracts]:
     """The same contract seen from ranks 1, 4 and 6."""
     ranks = (1, 4, 6)
-    made = Segment.create("/dev/shm", "test_board", ContractCheck.size(len(ranks)))
+    made = Segment.create("/dev/shm", "test_contract", ContractCheck.size(len(ranks)))
     segments = [made, *(Segment.attach("/dev/shm", made.name) for _ in ranks[1:])]
     recorders = [Recorder(memoryview(bytearray(region_bytes(16)))) for _ in ranks]
     found = [ContractCheck(s, ranks, r, recorder, 7) for s, r, recorder in zip(segments, ranks, recorders, strict=True)]
@@ -72,18 +72,18 @@ def post(contract: ContractCheck, sequence: int, message: Message) -> bool:
     return contract.post(sequence, message, find_call_site(1)) >= 0
 
 
-def test_a_board_compares_whoever_comes_second(boards: Boards) -> None:
-    assert post(boards[0], 0, call(8)) and post(boards[1], 0, call(8))
-    assert boards[0].absent(0) == [6] and boards[2].absent(0) == [6]
-    assert not post(boards[2], 0, call(9))
-    for contract in boards:
+def test_a_contract_check_compares_whoever_comes_second(contracts: Contracts) -> None:
+    assert post(contracts[0], 0, call(8)) and post(contracts[1], 0, call(8))
+    assert contracts[0].absent(0) == [6] and contracts[2].absent(0) == [6]
+    assert not post(contracts[2], 0, call(9))
+    for contract in contracts:
         assert Reason.parse(contract.abort_word())[0] is Reason.MISMATCH
         assert contract.mismatch() in (((6, call(9)), (1, call(8))), ((6, call(9)), (4, call(8))))
         assert not post(contract, 1, call(8))
 
 
-def test_a_post_is_noted_even_if_the_board_is_aborted() -> None:
-    made = Segment.create("/dev/shm", "test_board", ContractCheck.size(1))
+def test_a_post_is_noted_even_if_the_contract_check_is_aborted() -> None:
+    made = Segment.create("/dev/shm", "test_contract", ContractCheck.size(1))
     memory = memoryview(bytearray(region_bytes(16)))
     contract = ContractCheck(made, (0,), 0, Recorder(memory), 7)
     first = contract.post(5, call(8), find_call_site(0))
@@ -96,19 +96,19 @@ def test_a_post_is_noted_even_if_the_board_is_aborted() -> None:
     contract.close()
 
 
-def test_a_board_keeps_the_first_reason_and_its_words(boards: Boards) -> None:
-    boards[1].explain("é" * 5000)
-    boards[1].abort(Reason.ABORTED.word(4))
-    boards[0].abort(Reason.PEER_LOST.word(6))
-    assert {contract.abort_word() for contract in boards} == {Reason.ABORTED.word(4)}
-    assert boards[2].explanation(4) == "é" * 1024
-    assert boards[2].explanation(1) == "" and boards[2].explanation(5) == ""
+def test_a_contract_check_keeps_the_first_reason_and_its_words(contracts: Contracts) -> None:
+    contracts[1].explain("é" * 5000)
+    contracts[1].abort(Reason.ABORTED.word(4))
+    contracts[0].abort(Reason.PEER_LOST.word(6))
+    assert {contract.abort_word() for contract in contracts} == {Reason.ABORTED.word(4)}
+    assert contracts[2].explanation(4) == "é" * 1024
+    assert contracts[2].explanation(1) == "" and contracts[2].explanation(5) == ""
 
 
-def test_a_board_knows_who_left(boards: Boards) -> None:
-    assert boards[0].departures() == 0 and boards[0].departed() == []
-    boards[2].leave()
-    assert boards[0].departures() == 1 and boards[0].departed() == [6]
+def test_a_contract_check_knows_who_left(contracts: Contracts) -> None:
+    assert contracts[0].departures() == 0 and contracts[0].departed() == []
+    contracts[2].leave()
+    assert contracts[0].departures() == 1 and contracts[0].departed() == [6]
 
 
 def test_waiting_in_a_guarded_store_ends_by_its_check() -> None:

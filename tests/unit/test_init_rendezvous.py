@@ -21,7 +21,7 @@ from xvcomm.comm import init
 from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, AuthenticationError, ConfigError, DeadlineExceeded, StoreError
-from xvcomm.rendezvous.environment import Launch, discover
+from xvcomm.rendezvous.environment import LauncherEnvironment, discover
 from xvcomm.rendezvous.store import FileStore, MemoryStore, TcpServer, join_barrier
 from xvcomm.rendezvous.store.hosting import CLOSE_GRACE, Invitation, own_address
 from xvcomm.types.deadline import Deadline
@@ -256,7 +256,7 @@ def test_a_failed_join_leaves_nothing(port: int, address: str, monkeypatch: pyte
 
 
 def test_rendezvous_gives_a_store() -> None:
-    store: Store = init.rendezvous(Launch(0, 1, 0, 1, "single"), Config(), {}, Deadline.after(SOON))
+    store: Store = init.rendezvous(LauncherEnvironment(0, 1, 0, 1, "single"), Config(), {}, Deadline.after(SOON))
     assert join_barrier(store, 0, 1, b"x", Deadline.after(SOON)) == [b"x"]
 
 
@@ -269,15 +269,15 @@ def test_torchs_store_between_hosts_gets_no_secret_of_the_users(
         host = own_address()
     except StoreError:
         pytest.skip("only loopback here")
-    board = MemoryStore()
-    monkeypatch.setattr(init, "torch_store", lambda *_: board)
+    bootstrap = MemoryStore()
+    monkeypatch.setattr(init, "torch_store", lambda *_: bootstrap)
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": "29500"}
     config = Config(secret=secret)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         store = init.rendezvous(discover(env, config), config, env, Deadline.after(SOON))
     try:
-        note = board.get("xvcomm-0//0/2/invitation", Deadline.after(0))
+        note = bootstrap.get("xvcomm-0//0/2/invitation", Deadline.after(0))
         assert Invitation.unpack(note).secret != secret
         assert bool(Invitation.unpack(note).secret) is (secret is None)
         assert ["XVCOMM_SECRET" in str(warning.message) for warning in caught] == [True] * (secret is None)

@@ -1,4 +1,4 @@
-"""Slots in GPU memory: who lends them, who maps them, and when the memory may serve another ring."""
+"""Slots in GPU memory: who exports them, who maps them, and when the memory may serve another ring."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from xvcomm.types.deadline import NEVER, Deadline
 
 WORD = 8
 MEMORY = PeerMemory("counting", "here", "bus 0", ("bus 0",))
-JOB = "lending"
+JOB = "exporting"
 SOON = 5.0
 
 
@@ -116,7 +116,7 @@ def write(ring: Segment, offset: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_first_end_lends_and_the_second_maps(pair: Pair, first: int) -> None:
+def test_the_first_end_exports_and_the_second_maps(pair: Pair, first: int) -> None:
     """Whichever of producer and consumer comes first: neither waits."""
     exporter = pair.end(first, producer=first == 0)
     importer = pair.end(1 - first, producer=first != 0)

@@ -82,7 +82,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["forbidden", "another namespace", "descriptor"])
-def test_a_watch_notices_the_end(monkeypatch, why):
+def test_a_watchdog_notices_the_end(monkeypatch, why):
     def forbid(pid):
         raise PermissionError(1, "Operation not permitted")
 
@@ -97,13 +97,13 @@ def test_a_watch_notices_the_end(monkeypatch, why):
 
     with process:
         pid = None if why == "another namespace" else process.pid
-        watch = Watchdog([WatchedProcess(3, pid, byte)], Presence.take("/dev/shm"), on_exit, lambda: None)
+        watchdog = Watchdog([WatchedProcess(3, pid, byte)], Presence.take("/dev/shm"), on_exit, lambda: None)
         try:
             assert not over.wait(0.3)
             process.kill()
             assert over.wait(20) and ended == [3]
         finally:
-            watch.close()
+            watchdog.close()
 
 
 def test_a_number_that_another_process_has_by_now():
@@ -111,8 +111,8 @@ def test_a_number_that_another_process_has_by_now():
     with process:
         process.kill()
     ended = threading.Event()
-    watch = Watchdog(
+    watchdog = Watchdog(
         [WatchedProcess(3, os.getppid(), byte)], Presence.take("/dev/shm"), lambda _: ended.set(), lambda: None
     )
     assert ended.wait(20)
-    watch.close()
+    watchdog.close()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host import rendezvous
-from xvcomm.backends.host.courier import HostCourier
 from xvcomm.backends.host.device import HostDevice
+from xvcomm.backends.host.message_mover import HostMessageMover
 from xvcomm.backends.host.processes import AccessWord
-from xvcomm.backends.host.rendezvous import LEAST, ContestWord, LineWord, Word, chunk_bytes
+from xvcomm.backends.host.rendezvous import LEAST, LineWord, TuningWord, Word, chunk_bytes
 from xvcomm.config import Config
 from xvcomm.memory.ring import CLAIMS, LINE, MEETING, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, Segment
@@ -35,11 +35,11 @@ CAPACITY = 2 * LEAST
 BIG = 2 * CAPACITY
 SECONDS = 20.0
 _NO_RIGHTS = 0
-_CONTEST = 4
+_TUNING = 4
 
 
 class Side:
-    """One end of the ring, and a courier of it."""
+    """One end of the ring, and a message mover of it."""
 
     def __init__(self, end: RingEnd, config: Config) -> None:
         self.end, self.device = end, HostDevice(config)
@@ -47,7 +47,7 @@ class Side:
         self._recorder, self._stop = Recorder(self._memory), ctypes.c_int64()
         op = OpCode.SEND if end.producer else OpCode.RECV
         stop = ctypes.addressof(self._stop)
-        self.courier: HostCourier = self.device.courier(end, op, self._recorder.handle, 1, stop)
+        self.message_mover: HostMessageMover = self.device.message_mover(end, op, self._recorder.handle, 1, stop)
 
     @property
     def line(self) -> ctypes.Array[ctypes.c_int64]:
@@ -64,19 +64,19 @@ class Side:
     def begin(self, data: np.ndarray, tag: int = 0) -> bool:
         """Begin a message and go on until it waits; whether it is through."""
         self._data = data  # as long as the message may need it
-        through = self.courier.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, find_call_site(0))
-        return through or self.courier.advance(-1)
+        through = self.message_mover.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, find_call_site(0))
+        return through or self.message_mover.advance(-1)
 
     def move(self, data: np.ndarray) -> None:
         """Begin and finish a message."""
         if not self.begin(data):
-            self.courier.finish(Deadline.after(SECONDS))
+            self.message_mover.finish(Deadline.after(SECONDS))
 
     def settle(self, way: int) -> None:
         """Send everything one way that could go both."""
-        self.end.kept[Word.CONTESTS + ContestWord.TURNS :: _CONTEST] = -1
-        self.end.kept[Word.CONTESTS + ContestWord.BEST + way :: _CONTEST] = 1
-        self.end.kept[Word.CONTESTS + ContestWord.BEST + 1 - way :: _CONTEST] = 2
+        self.end.kept[Word.TUNINGS + TuningWord.TRIALS :: _TUNING] = -1
+        self.end.kept[Word.TUNINGS + TuningWord.BEST + way :: _TUNING] = 1
+        self.end.kept[Word.TUNINGS + TuningWord.BEST + 1 - way :: _TUNING] = 2
 
 
 class Pair:
@@ -96,7 +96,7 @@ class Pair:
             through = self.sink.begin(target)
             sent = thread.submit(self.source.move, data)
             if not through:
-                self.sink.courier.finish(Deadline.after(SECONDS))
+                self.sink.message_mover.finish(Deadline.after(SECONDS))
             sent.result(SECONDS)
 
     def claims(self, word: int) -> None:
@@ -165,15 +165,15 @@ def test_one_end_alone_can_copy_everything(pair: Pair) -> None:
     assert not pair.sink.begin(target)
     assert pair.source.begin(data)
     assert (target == data).all() and pair.sink.copied == 0
-    assert pair.sink.courier.advance(-1)
+    assert pair.sink.message_mover.advance(-1)
     target[:] = 0
     assert not pair.sink.begin(target)
     pair.claims(ALL_CLAIMED)
     assert not pair.source.begin(data)
     pair.claims(0)
-    assert pair.sink.courier.advance(-1)
+    assert pair.sink.message_mover.advance(-1)
     assert (target == data).all() and pair.sink.copied == chunk_count(LEAST)
-    assert pair.source.courier.advance(-1)
+    assert pair.source.message_mover.advance(-1)
 
 
 def test_a_sender_does_not_wait_long_for_a_late_receiver(pair: Pair) -> None:
@@ -189,7 +189,7 @@ def test_who_waited_in_vain_does_not_wait_again(pair: Pair) -> None:
     """Until a receiver comes in time."""
     target = np.zeros(LEAST, np.uint8)
     assert not pair.source.begin(pattern(LEAST, 0))
-    pair.source.courier.finish(Deadline.after(SECONDS))
+    pair.source.message_mover.finish(Deadline.after(SECONDS))
     for seed in range(3):
         assert pair.sink.begin(target)
         assert (target == pattern(LEAST, seed)).all()
@@ -205,10 +205,10 @@ def test_a_message_larger_than_the_ring_waits(pair: Pair) -> None:
     data, target = pattern(CAPACITY + 1), np.zeros(CAPACITY + 1, np.uint8)
     assert not pair.source.begin(data)
     with pytest.raises(RingStalled):
-        pair.source.courier.finish(Deadline.after(0.01))
+        pair.source.message_mover.finish(Deadline.after(0.01))
     assert pair.sink.begin(target)
     assert pair.sink.copied == chunk_count(data.nbytes) and (target == data).all()
-    assert pair.source.courier.advance(-1)
+    assert pair.source.message_mover.advance(-1)
 
 
 def test_who_reduces_takes_from_the_ring(pair: Pair) -> None:
@@ -238,10 +238,10 @@ def test_who_sends_to_one_that_reduces_does_not_wait_for_it_again(pair: Pair) ->
 
 def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
     """After tries of each way that took long enough."""
-    words = pair.source.end.kept[Word.CONTESTS : Word.CONTESTS + _CONTEST]
+    words = pair.source.end.kept[Word.TUNINGS : Word.TUNINGS + _TUNING]
     words[:] = (0, 0, rendezvous._NEVER, rendezvous._NEVER)
     target, sent = np.zeros(LEAST, np.uint8), 0
-    while words[ContestWord.TURNS] >= 0:
+    while words[TuningWord.TRIALS] >= 0:
         data = pattern(LEAST, sent)
         pair.pass_on(data, target)
         assert (target == data).all()
@@ -257,8 +257,8 @@ def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
 @pytest.mark.parametrize(("straight", "chosen"), [(874, True), (875, False), (1000, False)])
 def test_straight_must_be_clearly_faster(pair: Pair, straight: int, chosen: bool) -> None:
     """By an eighth, so that chance does not choose."""
-    pair.source.end.kept[Word.CONTESTS + ContestWord.BEST :: _CONTEST] = 1000
-    pair.source.end.kept[Word.CONTESTS + ContestWord.BEST + STRAIGHT :: _CONTEST] = straight
+    pair.source.end.kept[Word.TUNINGS + TuningWord.BEST :: _TUNING] = 1000
+    pair.source.end.kept[Word.TUNINGS + TuningWord.BEST + STRAIGHT :: _TUNING] = straight
     pair.pass_on(pattern(LEAST), np.zeros(LEAST, np.uint8))
     assert (pair.source.copied + pair.sink.copied > 0) == chosen
 
@@ -309,8 +309,8 @@ def test_memory_that_others_may_not_touch_is_not_offered(pair: Pair, receives: b
         assert not pair.source.begin(array)
     assert protect(ctypes.c_void_p(address + BIG - PAGE), PAGE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
     with ThreadPoolExecutor(1) as thread:
-        sent = thread.submit(pair.source.courier.finish, Deadline.after(SECONDS))
-        pair.sink.courier.finish(Deadline.after(SECONDS))
+        sent = thread.submit(pair.source.message_mover.finish, Deadline.after(SECONDS))
+        pair.sink.message_mover.finish(Deadline.after(SECONDS))
         sent.result(SECONDS)
     assert pair.source.copied == pair.sink.copied == 0
 
@@ -322,7 +322,7 @@ def test_differing_descriptions_deliver_nothing(pair: Pair) -> None:
         pair.source.begin(pattern(LEAST), tag=2)
     assert Reason.parse(stopped.value.word)[0] is Reason.MISMATCH
     with pytest.raises(RingStopped):
-        pair.sink.courier.advance(-1)
+        pair.sink.message_mover.advance(-1)
     assert (target == 7).all() and pair.source.copied == 0
 
 
@@ -332,7 +332,7 @@ def test_who_gives_up_waits_until_nobody_touches_its_array(pair: Pair, leaver: s
     side, other = (pair.source, pair.sink) if leaver == "source" else (pair.sink, pair.source)
     assert not side.begin(pattern(BIG))
     other.line[LineWord.TOUCH] = 1
-    leaving = [threading.Thread(target=leave) for leave in (side.courier.discard, side.end.give_up)]
+    leaving = [threading.Thread(target=leave) for leave in (side.message_mover.discard, side.end.give_up)]
     leaving[0].start()
     until = time.monotonic() + SECONDS
     while side.end.finished()[1]:
@@ -354,17 +354,17 @@ def test_nobody_enters_the_array_of_who_has_left(pair: Pair, leaver: str, stoppe
     assert not pair.sink.begin(target)
     pair.claims(ALL_CLAIMED)
     assert not pair.source.begin(np.zeros(BIG, np.uint8))
-    assert not pair.sink.courier.advance(-1)
+    assert not pair.sink.message_mover.advance(-1)
     pair.claims(0)
     side, other = (pair.source, pair.sink) if leaver == "source" else (pair.sink, pair.source)
     if stopped:
         side.end.abort(Reason.ABORTED.word(0))
     else:
-        assert side.courier.discard()
-        assert not other.courier.advance(-1)
+        assert side.message_mover.discard()
+        assert not other.message_mover.advance(-1)
         side.end.abort(Reason.PEER_LOST.word(0))
     with pytest.raises(RingStopped):
-        other.courier.advance(-1)
+        other.message_mover.advance(-1)
     assert (target == 7).all()
     assert other.line[LineWord.TOUCH] == 0 and other.copied == 0
 
@@ -374,5 +374,5 @@ def test_a_receiver_ends_what_was_copied_before_its_sender_left(pair: Pair) -> N
     assert not pair.sink.begin(target)
     assert pair.source.begin(data)
     pair.source.end.abort(Reason.LEFT.word(0))
-    assert pair.sink.courier.advance(-1)
+    assert pair.sink.message_mover.advance(-1)
     assert (target == data).all()

@@ -161,7 +161,7 @@ def test_the_first_abort_stays(ends: tuple[RingEnd, RingEnd]) -> None:
     assert consumer.abort_word() != 0
 
 
-def test_disputes(ends: tuple[RingEnd, RingEnd]) -> None:
+def test_mismatches(ends: tuple[RingEnd, RingEnd]) -> None:
     producer, consumer = ends
     other = MESSAGE._replace(nbytes=8192, dtype=BY_NAME["bfloat16"].code)
     for sequence in range(70):
@@ -176,7 +176,7 @@ def test_disputes(ends: tuple[RingEnd, RingEnd]) -> None:
     assert producer.mismatch() is None
 
 
-def test_words_of_a_message_that_was_given_up_are_no_dispute(ends: tuple[RingEnd, RingEnd]) -> None:
+def test_words_of_a_message_that_was_given_up_are_no_mismatch(ends: tuple[RingEnd, RingEnd]) -> None:
     producer, consumer = ends
     first_entry = (ctypes.c_int64 * 6).from_address(producer.address + producer.layout.ledger)
     first_entry[1:] = MESSAGE  # no number: it is not valid yet

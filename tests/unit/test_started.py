@@ -94,7 +94,7 @@ class Job:
         self.followed.append(stream)
 
     def end_all(self, error: Exception | None = None) -> None:
-        """What everything aboard became is over."""
+        """The batch of everything in the group is over."""
         where: Any = self.stream
         self.companions.batch = Batch([], NEVER, stream=where, event=where, error=error, over=True)
 
@@ -112,7 +112,7 @@ def test_it_is_over_when_its_own_event_is_reached(job: Job) -> None:
     assert job.work.done() and job.work.synchronize() is job.call.dst.array  # type: ignore[union-attr]
 
 
-def test_it_is_over_with_everything_aboard(job: Job) -> None:
+def test_it_is_over_with_everything_in_its_group(job: Job) -> None:
     job.end_all()
     job.stop = LOST
     assert job.work.done() and job.work.exception() is None, "it went well before the communicator was stopped"

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.usefixtures("no_store_thread_left")
 SOON = 10.0
 
 
-def test_ranks_meet_through_a_board() -> None:
-    board = MemoryStore()
+def test_ranks_meet_through_a_bootstrap_store() -> None:
+    bootstrap = MemoryStore()
     with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(meet, board, rank, "127.0.0.1", Deadline.after(SOON)) for rank in (1, 2)]
-        stores = [meet(board, 0, "127.0.0.1", Deadline.after(SOON)), *(other.result(SOON) for other in others)]
+        others = [pool.submit(meet, bootstrap, rank, "127.0.0.1", Deadline.after(SOON)) for rank in (1, 2)]
+        stores = [meet(bootstrap, 0, "127.0.0.1", Deadline.after(SOON)), *(other.result(SOON) for other in others)]
         stores[2].set("k", b"1")
         assert stores[1].get("k", Deadline.after(SOON)) == b"1"
         closing = pool.submit(stores[0].close)
@@ -56,7 +56,7 @@ def test_an_invitation_of_another_version() -> None:
         Invitation.unpack(b'{"where":"h:1"}')
 
 
-def test_a_board_that_fails_leaves_no_server() -> None:
+def test_a_bootstrap_store_that_fails_leaves_no_server() -> None:
     class Broken(MemoryStore):
         def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
             raise StoreError("broken")
@@ -77,22 +77,22 @@ def test_own_address_is_reachable() -> None:
 
 
 def test_a_secret_that_is_set_is_used_and_told_to_nobody() -> None:
-    board = MemoryStore()
+    bootstrap = MemoryStore()
     with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(meet, board, 0, "127.0.0.1", Deadline.after(SOON), "own secret")
-        store = meet(board, 1, "127.0.0.1", Deadline.after(SOON), "own secret")
-        note = board.get("invitation", Deadline.after(0))
+        serving = pool.submit(meet, bootstrap, 0, "127.0.0.1", Deadline.after(SOON), "own secret")
+        store = meet(bootstrap, 1, "127.0.0.1", Deadline.after(SOON), "own secret")
+        note = bootstrap.get("invitation", Deadline.after(0))
         assert b"own secret" not in note and Invitation.unpack(note).secret == ""
         with pytest.raises(AuthenticationError):
-            meet(board, 1, "127.0.0.1", Deadline.after(SOON), "another")
+            meet(bootstrap, 1, "127.0.0.1", Deadline.after(SOON), "another")
         with pytest.raises(ConfigError, match="XVCOMM_SECRET is set on rank 0 but not on this rank"):
-            meet(board, 1, "127.0.0.1", Deadline.after(SOON))
+            meet(bootstrap, 1, "127.0.0.1", Deadline.after(SOON))
         store.close()
         serving.result(SOON).close()
 
 
 def test_a_secret_that_is_set_is_not_given_up_for_a_public_one() -> None:
-    board = MemoryStore()
-    board.set("invitation", Invitation("127.0.0.1", 1, "public").pack())
+    bootstrap = MemoryStore()
+    bootstrap.set("invitation", Invitation("127.0.0.1", 1, "public").pack())
     with pytest.raises(ConfigError, match="XVCOMM_SECRET is set on this rank but not on rank 0"):
-        meet(board, 1, "127.0.0.1", Deadline.after(SOON), "own secret")
+        meet(bootstrap, 1, "127.0.0.1", Deadline.after(SOON), "own secret")

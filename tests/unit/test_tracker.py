@@ -124,7 +124,7 @@ def test_a_collective_is_given_up_where_nothing_else_can_be_waited_for(job: Job,
     assert job.stopped() == [0]
 
 
-def test_a_collective_that_all_came_to_is_not_blamed_for_a_message(job: Job) -> None:
+def test_a_collective_that_all_came_to_does_not_fail_for_a_message(job: Job) -> None:
     job.add(LATE, 0)
     message = job.add(IN_TIME, 1, End(0), peer=1)
     assert job.stopped() == []
@@ -139,7 +139,7 @@ def test_a_collective_that_a_rank_did_not_come_to_is_late_beside_a_message(job: 
     assert job.stopped() == [0]
 
 
-@pytest.mark.parametrize("place", ["aboard", "sealed"])
+@pytest.mark.parametrize("place", ["open", "sealed"])
 def test_what_has_no_event_yet_counts(job: Job, place: str) -> None:
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
     job.tracker.add_blocking([operation], 1, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
@@ -211,12 +211,12 @@ def test_nobody_records_on_a_stream_while_a_capture_takes_it_in(job: Job, captur
 
 def test_operations_with_unlike_deadlines_do_not_share_an_event(job: Job) -> None:
     operations = [Operation(OpCode.RECV, n, Message(+OpCode.RECV, 0, 0, 0, 0), 1) for n in range(3)]
-    departed: list[int] = []
-    job.tracker._seal = lambda handle, open_batch: departed.append(len(open_batch.operations))  # type: ignore[method-assign]
+    sealed: list[int] = []
+    job.tracker._seal = lambda handle, open_batch: sealed.append(len(open_batch.operations))  # type: ignore[method-assign]
     for operation, seconds in zip(operations, (1.0, 1.01, 15.0), strict=True):
         job.tracker.seal_if_deadline_differs(1, job.deadline(seconds))
         job.tracker.add_blocking([operation], 1, job.deadline(seconds), [])
-    assert departed == [2]
+    assert sealed == [2]
 
 
 def test_nothing_is_kept_of_a_stream_that_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

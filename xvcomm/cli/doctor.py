@@ -88,8 +88,8 @@ def examine(env: Mapping[str, str]) -> Report:
         config = Config()
     machine = _machine() | {"compiled kernels": _kernels(config, problems)}
     try:
-        launch = discover(env, config)
-        machine["launcher"] = f"{launch.launcher}: rank {launch.rank} of {launch.size}"
+        launcher = discover(env, config)
+        machine["launcher"] = f"{launcher.name}: rank {launcher.rank} of {launcher.size}"
     except ConfigError as error:
         problems.append(Problem(str(error), "start the ranks with a launcher, or unset the variable", fatal=True))
     backends = [_found(f) | _devices(f) for f in plugins.backends()]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ConfigError
-from xvcomm.rendezvous.environment import Launch, discover, slurm_address
+from xvcomm.rendezvous.environment import LauncherEnvironment, discover, slurm_address
 from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
 from xvcomm.rendezvous.store.hosting import loopback, meet, own_address, protect, serve_or_join
 from xvcomm.rendezvous.store.wrappers import JaxStore, TorchStore, mpi_store, torch_store, world
@@ -73,31 +73,33 @@ def init(
 
     env = os.environ if env is None else env
     config = _configure(env, rank=rank, size=size, store=store, island=island, device=device, timeout=timeout)
-    launch = _launched(env, config)
+    launcher = _launched(env, config)
     config = replace(
-        config, rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size
+        config, rank=launcher.rank, size=launcher.size, local_rank=launcher.local_rank, local_size=launcher.local_size
     )
     deadline = Deadline.after(config.timeout)
     if store is None or isinstance(store, str):
-        base, place = rendezvous(launch, config, env, deadline), _place(launch, config)
+        base, place = rendezvous(launcher, config, env, deadline), _place(launcher, config)
     else:
-        base, place = _wrap(store, launch, env, deadline, config.secret), None
+        base, place = _wrap(store, launcher, env, deadline, config.secret), None
 
     try:
-        space = _namespace(base, launch.rank, env, deadline)
-        comm = Communicator.join(space, launch.rank, launch.size, config=config, deadline=deadline, on_close=base.close)
+        space = _namespace(base, launcher.rank, env, deadline)
+        comm = Communicator.join(
+            space, launcher.rank, launcher.size, config=config, deadline=deadline, on_close=base.close
+        )
     except BaseException as error:
-        if isinstance(error, ConfigError) and launch.rank == 0 and launch.size > 1:
+        if isinstance(error, ConfigError) and launcher.rank == 0 and launcher.size > 1:
             # Keep serving for a moment, so that ranks that come later get this error instead of waiting for a server.
             time.sleep(_LINGER_SECONDS)
         base.close()
         raise
     if place is not None:
-        _epochs[place, launch.rank] += 1
+        _epochs[place, launcher.rank] += 1
     return comm
 
 
-def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
+def rendezvous(launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
     """Open the store in which the ranks of a job meet, as selected by settings or launcher. Closing it stops its server.
 
     `XVCOMM_STORE=tcp://host:port` is served by rank 0, with `?hosted=launcher` by the launcher; `file:///folder` needs no
@@ -105,7 +107,7 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
     port; under SLURM its address is derived from variables; under JAX the coordination service is the store.
 
     Args:
-        launch: rank and size of this process.
+        launcher: rank and size of this process.
         config: settings; `store` and `secret` are used here.
         env: environment of the process.
         deadline: for all of it.
@@ -117,29 +119,29 @@ def rendezvous(launch: Launch, config: Config, env: Mapping[str, str], deadline:
         AuthenticationError: the store has a different secret.
     """
     if config.store is not None:
-        return _by_address(launch, config, deadline)
-    if launch.size == 1:
+        return _by_address(launcher, config, deadline)
+    if launcher.size == 1:
         return MemoryStore()
     jax = _jax_state()
-    if jax is not None and (jax.process_id, jax.num_processes) == (launch.rank, launch.size):
-        board = PrefixStore(f"xvcomm-{_epochs[_place(launch, config), launch.rank]}", JaxStore(jax.client))
-        return protect(board, launch.rank, _host(launch), deadline, config.secret)
-    if launch.launcher == "torchrun":
-        return _by_torchrun(launch, config, env, deadline)
-    if launch.launcher == "mpi":
-        return mpi_store(_checked_world(launch), _host(launch), deadline, config.secret)
-    if launch.launcher == "slurm":
+    if jax is not None and (jax.process_id, jax.num_processes) == (launcher.rank, launcher.size):
+        bootstrap = PrefixStore(f"xvcomm-{_epochs[_place(launcher, config), launcher.rank]}", JaxStore(jax.client))
+        return protect(bootstrap, launcher.rank, _host(launcher), deadline, config.secret)
+    if launcher.name == "torchrun":
+        return _by_torchrun(launcher, config, env, deadline)
+    if launcher.name == "mpi":
+        return mpi_store(_checked_world(launcher), _host(launcher), deadline, config.secret)
+    if launcher.name == "slurm":
         host, port = slurm_address(env)
         host = loopback() if _is_loopback(host) else host
-        epoch = _epochs[_place(launch, config), launch.rank]
-        return serve_or_join(host, port, need_secret(config.secret), launch.rank, deadline, epoch)
-    if launch.launcher == "jax":
+        epoch = _epochs[_place(launcher, config), launcher.rank]
+        return serve_or_join(host, port, need_secret(config.secret), launcher.rank, deadline, epoch)
+    if launcher.name == "jax":
         raise ConfigError(
             "JAX_PROCESS_ID is set but jax.distributed is not initialized with these numbers: call "
             "jax.distributed.initialize() before xvcomm.init(), or set XVCOMM_STORE and XVCOMM_SECRET"
         )
     raise ConfigError(
-        f"rank {launch.rank} of {launch.size} has no address for the rendezvous: set XVCOMM_STORE=tcp://host:port, where "
+        f"rank {launcher.rank} of {launcher.size} has no address for the rendezvous: set XVCOMM_STORE=tcp://host:port, where "
         "host is that of rank 0, and XVCOMM_SECRET, both the same on all ranks"
     )
 
@@ -159,43 +161,43 @@ def _configure(env: Mapping[str, str], *, store: Any, **given: Any) -> Config:
     return replace(Config.from_env(env), **given)
 
 
-def _by_address(launch: Launch, config: Config, deadline: Deadline) -> Store:
+def _by_address(launcher: LauncherEnvironment, config: Config, deadline: Deadline) -> Store:
     assert config.store is not None
     address = StoreAddress.parse(config.store)
-    epoch = _epochs[_place(launch, config), launch.rank]
+    epoch = _epochs[_place(launcher, config), launcher.rank]
     if address.folder is not None:
         FileStore(address.folder)  # raises ConfigError if others can change its contents
-        store = FileStore(address.folder / str(epoch), ranks=launch.size)
-        store.enter(launch.size, deadline)
+        store = FileStore(address.folder / str(epoch), ranks=launcher.size)
+        store.enter(launcher.size, deadline)
         return store
     secret = need_secret(config.secret)
     if address.hosted:
         return TcpStore(address.host, address.port, secret, deadline)
-    return serve_or_join(address.host, address.port, secret, launch.rank, deadline, epoch)
+    return serve_or_join(address.host, address.port, secret, launcher.rank, deadline, epoch)
 
 
-def _by_torchrun(launch: Launch, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
-    place = f"xvcomm-{_epochs[_place(launch, config), launch.rank]}"
-    folder = _agent_folder(launch, env)
+def _by_torchrun(launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
+    place = f"xvcomm-{_epochs[_place(launcher, config), launcher.rank]}"
+    folder = _agent_folder(launcher, env)
     if folder is not None:
-        return meet(FileStore(folder / place, ranks=1), launch.rank, loopback(), deadline, config.secret)
+        return meet(FileStore(folder / place, ranks=1), launcher.rank, loopback(), deadline, config.secret)
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise ConfigError(
             f"MASTER_ADDR={host or ''!r} and MASTER_PORT={port!r} are not an address of rank 0; start the ranks with "
             "torchrun, set both, or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
         )
-    if launch.rank == 0 and not config.secret:
-        _warn_of_torchs_store(f"{host}:{port}", launch)
+    if launcher.rank == 0 and not config.secret:
+        _warn_of_torchs_store(f"{host}:{port}", launcher)
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    board = torch_store(host, int(port), launch.rank == 0 and not agent, deadline)
-    run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{_attempt(env)}/{launch.size}"
-    return meet(PrefixStore(f"{place}/{run}", board), launch.rank, host, deadline, config.secret)
+    bootstrap = torch_store(host, int(port), launcher.rank == 0 and not agent, deadline)
+    run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{_attempt(env)}/{launcher.size}"
+    return meet(PrefixStore(f"{place}/{run}", bootstrap), launcher.rank, host, deadline, config.secret)
 
 
-def _warn_of_torchs_store(address: str | None, launch: Launch) -> None:
+def _warn_of_torchs_store(address: str | None, launcher: LauncherEnvironment) -> None:
     """Warn if a job over several hosts uses torch's unauthenticated store without XVCOMM_SECRET."""
-    if address is None or _is_loopback(address) or launch.local_size == launch.size:
+    if address is None or _is_loopback(address) or launcher.local_size == launcher.size:
         return
     warnings.warn(
         f"the ranks exchange addresses through torch's store at {address}, which has no authentication: everyone who "
@@ -210,7 +212,7 @@ def _is_loopback(host: str) -> bool:
     return host.startswith(("localhost", "::1", "127."))
 
 
-def _agent_folder(launch: Launch, env: Mapping[str, str]) -> Path | None:
+def _agent_folder(launcher: LauncherEnvironment, env: Mapping[str, str]) -> Path | None:
     """A folder of this restart attempt if one torchrun started all ranks; using it avoids the import of torch.
 
     torchrun creates `attempt_N/LOCAL_RANK/error.json` for each rank. All ranks get the same result, because the same torchrun
@@ -218,28 +220,28 @@ def _agent_folder(launch: Launch, env: Mapping[str, str]) -> Path | None:
     """
     error_file = Path(env.get("TORCHELASTIC_ERROR_FILE") or "/")
     rank_folder, attempt_folder = error_file.parent, error_file.parent.parent
-    alone = launch.local_size == launch.size
-    usual = rank_folder.name == str(launch.local_rank) and attempt_folder.name == f"attempt_{_attempt(env)}"
+    alone = launcher.local_size == launcher.size
+    usual = rank_folder.name == str(launcher.local_rank) and attempt_folder.name == f"attempt_{_attempt(env)}"
     return attempt_folder if alone and usual else None
 
 
-def _checked_world(launch: Launch) -> Any:
+def _checked_world(launcher: LauncherEnvironment) -> Any:
     comm = world()
-    if (comm.Get_rank(), comm.Get_size()) != (launch.rank, launch.size):
+    if (comm.Get_rank(), comm.Get_size()) != (launcher.rank, launcher.size):
         raise ConfigError(
-            f"mpirun says rank {launch.rank} of {launch.size}, but mpi4py says rank {comm.Get_rank()} of "
+            f"mpirun says rank {launcher.rank} of {launcher.size}, but mpi4py says rank {comm.Get_rank()} of "
             f"{comm.Get_size()}: it uses another MPI than this mpirun; install mpi4py for it, use its own mpirun, "
             "or set XVCOMM_STORE=tcp://host:port and XVCOMM_SECRET"
         )
     return comm
 
 
-def _launched(env: Mapping[str, str], config: Config) -> Launch:
-    launch = discover(env, config)
+def _launched(env: Mapping[str, str], config: Config) -> LauncherEnvironment:
+    launcher = discover(env, config)
     jax = _jax_state()
-    if launch.launcher == "single" and jax is not None:
-        return Launch(jax.process_id, jax.num_processes, None, None, "jax")
-    return launch
+    if launcher.name == "single" and jax is not None:
+        return LauncherEnvironment(jax.process_id, jax.num_processes, None, None, "jax")
+    return launcher
 
 
 def _jax_state() -> Any:
@@ -249,7 +251,9 @@ def _jax_state() -> Any:
     return None if state is None or state.client is None else state
 
 
-def _wrap(store: Any, launch: Launch, env: Mapping[str, str], deadline: Deadline, secret: str | None) -> Store:
+def _wrap(
+    store: Any, launcher: LauncherEnvironment, env: Mapping[str, str], deadline: Deadline, secret: str | None
+) -> Store:
     """The caller's object as a Store whose `close` leaves the object open.
 
     The stores of torch and JAX have no authentication: with a secret they only transmit the address of a store that rank 0
@@ -258,17 +262,19 @@ def _wrap(store: Any, launch: Launch, env: Mapping[str, str], deadline: Deadline
     if isinstance(store, Store):
         return PrefixStore("init", store)
     if _is_mpi(store):
-        return mpi_store(store, _host(launch), deadline, secret)
-    board: Store
+        return mpi_store(store, _host(launcher), deadline, secret)
+    bootstrap: Store
     if hasattr(store, "key_value_set_bytes"):
-        board = JaxStore(store)
+        bootstrap = JaxStore(store)
     elif all(hasattr(store, name) for name in ("set", "get", "add", "check")):
-        board = TorchStore(store)
-        if launch.rank == 0 and not secret:
-            _warn_of_torchs_store(getattr(_underlying(store), "host", None), launch)
+        bootstrap = TorchStore(store)
+        if launcher.rank == 0 and not secret:
+            _warn_of_torchs_store(getattr(_underlying(store), "host", None), launcher)
     else:
         raise _no_store(store)
-    return protect(_namespace(board, launch.rank, env, deadline), launch.rank, _host(launch), deadline, secret)
+    return protect(
+        _namespace(bootstrap, launcher.rank, env, deadline), launcher.rank, _host(launcher), deadline, secret
+    )
 
 
 def _underlying(store: Any) -> Any:
@@ -289,13 +295,13 @@ def _is_mpi(store: Any) -> bool:
     return hasattr(store, "Get_rank") and hasattr(store, "Ibcast")
 
 
-def _host(launch: Launch) -> str:
+def _host(launcher: LauncherEnvironment) -> str:
     """Address of this host for the other ranks."""
-    return loopback() if launch.local_size == launch.size else own_address()
+    return loopback() if launcher.local_size == launcher.size else own_address()
 
 
-def _place(launch: Launch, config: Config) -> str:
-    return config.store or launch.launcher
+def _place(launcher: LauncherEnvironment, config: Config) -> str:
+    return config.store or launcher.name
 
 
 def _attempt(env: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.courier import Courier, SupportsCouriers
+from xvcomm.abc.message_mover import MessageMover, SupportsMessageMovers
 from xvcomm.engine.failures import Failures
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.lifecycle import Lifecycle
@@ -90,7 +90,7 @@ class Context:
     def _open_contract(self, deadline: Deadline) -> None:
         infos = self.session.infos
         here = tuple(i for i, r in enumerate(self.ranks) if infos[r].host == infos[self.session.rank].host)
-        config, key = self.session.config, f"board/{here[0]}"
+        config, key = self.session.config, f"contract/{here[0]}"
         if self.rank == here[0]:
             segment = Segment.create(config.shm_dir, self.session.job + self._part, ContractCheck.size(len(here)))
             with segment.named():
@@ -138,28 +138,28 @@ class Context:
                 f"array, or join with xvcomm.init(device='{self.kind}:{view.index}')"
             )
 
-    def courier(self, end: RingEnd, name: OpCode) -> Courier | None:
+    def message_mover(self, end: RingEnd, name: OpCode) -> MessageMover | None:
         """What sends (`name` SEND) or receives single messages of a ring end, or None if
-        the device has no couriers. While it has a message it is one of `Lifecycle.users`."""
-        if not isinstance(self.device, SupportsCouriers):
+        the device has no message movers. While it has a message it is one of `Lifecycle.users`."""
+        if not isinstance(self.device, SupportsMessageMovers):
             return None
         contract = self.lifecycle.contract
         assert contract is not None
-        return self.device.courier(end, +name, self.recorder.handle, self.ident, contract.stop)
+        return self.device.message_mover(end, +name, self.recorder.handle, self.ident, contract.stop)
 
-    def moved(self, courier: Courier) -> None:
-        """A courier has moved its message."""
+    def moved(self, message_mover: MessageMover) -> None:
+        """A message mover has moved its message."""
         try:
             if hooks:
-                self.recorder.tell(courier.record)
+                self.recorder.tell(message_mover.record)
         finally:
-            self._users.discard(courier)
+            self._users.discard(message_mover)
 
-    def replace(self, courier: Courier, name: OpCode, message: Message, peer: int) -> Operation:
-        """An operation in place of a courier that gave its message up; it must come to `fail`."""
-        operation = Operation(name, self.sequence, message, peer, courier.record)
+    def replace(self, message_mover: MessageMover, name: OpCode, message: Message, peer: int) -> Operation:
+        """An operation in place of a message mover that gave its message up; it must come to `fail`."""
+        operation = Operation(name, self.sequence, message, peer, message_mover.record)
         self._users.add(operation)
-        self._users.discard(courier)
+        self._users.discard(message_mover)
         return operation
 
     def begin(self, name: OpCode, message: Message, peer: int = NO_PEER, call_site: int = 0) -> Operation:

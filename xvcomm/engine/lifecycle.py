@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from xvcomm.abc.collective import Collective, CollectiveStopped
-from xvcomm.abc.courier import Courier
+from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.session.diagnosis import Diagnosis
 from xvcomm.engine.session.rings import Rings
@@ -30,7 +30,7 @@ class Lifecycle:
 
     Attributes:
         lock: held to stop the communicator or to unmap its memory, so that no thread writes to unmapped memory.
-        users: operations and couriers under way, and what stands for compiled code that may be in the communicator's
+        users: operations and message movers under way, and what stands for compiled code that may be in the communicator's
             memory: `close` unmaps nothing before it is empty. `enter` adds to it; to leave, discard from it.
         closed: empty, or in words why no operation may begin on this rank any more.
         contract: the contract check, while it is mapped.
@@ -52,7 +52,7 @@ class Lifecycle:
         self._session, self._ranks, self._rank, self._island = session, ranks, rank, island
         self._rings, self._tracker, self._diagnosis, self._part = rings, tracker, diagnosis, part
         self.lock = threading.RLock()
-        self.users: set[Operation | Courier] = set()
+        self.users: set[Operation | MessageMover] = set()
         self.closed = ""
         self.contract: ContractCheck | None = None
         self.native: Collective | None = None
@@ -79,7 +79,7 @@ class Lifecycle:
         """Let `close` call a function after it has stopped operations and before it unmaps memory."""
         self._callbacks.append(callback)
 
-    def enter(self, user: Operation | Courier, name: OpCode) -> None:
+    def enter(self, user: Operation | MessageMover, name: OpCode) -> None:
         """Add to `users`.
 
         Raises:

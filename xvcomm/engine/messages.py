@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from xvcomm.abc.courier import Courier
 from xvcomm.abc.device import RingStalled, RingStopped, Stream
+from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.session.rings import Use
 from xvcomm.memory import array
@@ -143,18 +143,18 @@ class Transfers(ABC):
 
     def _fail(self, transfers: Sequence[Transfer], error: BaseException) -> NoReturn:
         """Raise the user's error, and give it to the Works."""
-        culprits = (
+        failed_ends = (
             (error.end,) if isinstance(error, RingStopped) else error.ends if isinstance(error, RingStalled) else ()
         )
         begun = [t for t in transfers if t.operation is not None]
-        blamed = next((t for t in begun if t.end in culprits), begun[0] if begun else None)
+        failed = next((t for t in begun if t.end in failed_ends), begun[0] if begun else None)
         try:
-            if blamed is None or blamed.operation is None:
+            if failed is None or failed.operation is None:
                 raise error
-            self._context.fail(error, blamed.operation)
+            self._context.fail(error, failed.operation)
         except BaseException as raised:
             for t in begun:
-                if t is not blamed and t.operation is not None:
+                if t is not failed and t.operation is not None:
                     self._context.end(t.operation, State.FAILED)
             self.give_up(transfers, raised)
             raise
@@ -167,37 +167,37 @@ class HostTransfers(Transfers):
         super().__init__(context)
         # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
         self._free: list[Stream] = []
-        # The same of couriers, for each direction, peer and channel.
-        self._couriers: dict[tuple[OpCode, int, int], list[Courier]] = defaultdict(list)
+        # The same of message movers, for each direction, peer and channel.
+        self._message_movers: dict[tuple[OpCode, int, int], list[MessageMover]] = defaultdict(list)
 
     def run_alone(self, t: Transfer) -> None:
-        """See `Transfers.run_alone`; by courier, but the first message of a ring end, which makes it."""
-        context, view, couriers = self._context, t.view, self._couriers[t.name, t.peer, t.channel]
-        if not couriers:
+        """See `Transfers.run_alone`; by message mover, but the first message of a ring end, which makes it."""
+        context, view, message_movers = self._context, t.view, self._message_movers[t.name, t.peer, t.channel]
+        if not message_movers:
             self.run([t])
             assert t.end is not None
-            made = context.courier(t.end, t.name)
+            made = context.message_mover(t.end, t.name)
             if made is not None:
-                couriers.append(made)
+                message_movers.append(made)
             return
-        courier = couriers.pop()
+        message_mover = message_movers.pop()
         call_site = t.call_site or find_call_site(_INSIDE)
         try:
-            context.lifecycle.enter(courier, t.name)
-            if not courier.begin(context.sequence, view.address, view.dtype.code, view.nbytes, t.tag, call_site):
-                courier.finish(t.deadline)
+            context.lifecycle.enter(message_mover, t.name)
+            if not message_mover.begin(context.sequence, view.address, view.dtype.code, view.nbytes, t.tag, call_site):
+                message_mover.finish(t.deadline)
         except BaseException as error:
-            self._lose(t, courier, error)
-        context.moved(courier)
-        couriers.append(courier)
+            self._lose(t, message_mover, error)
+        context.moved(message_mover)
+        message_movers.append(message_mover)
 
-    def _lose(self, t: Transfer, courier: Courier, error: BaseException) -> NoReturn:
-        """Raise the user's error when a courier was stopped, or interrupted."""
-        if not courier.discard():
-            self._context.lifecycle.users.discard(courier)
+    def _lose(self, t: Transfer, message_mover: MessageMover, error: BaseException) -> NoReturn:
+        """Raise the user's error when a message mover was stopped, or interrupted."""
+        if not message_mover.discard():
+            self._context.lifecycle.users.discard(message_mover)
             raise error
-        t.end = courier.end
-        t.operation = self._context.replace(courier, t.name, t.message(), t.peer)
+        t.end = message_mover.end
+        t.operation = self._context.replace(message_mover, t.name, t.message(), t.peer)
         t.operation.channel = t.channel
         self._fail([t], error)
 

@@ -119,7 +119,7 @@ class StreamTransfers(Transfers):
         self._calls[key] = Launch(self._context, self._launch_gate, operations, steps)
 
     def run(self, transfers: Sequence[Transfer]) -> None:
-        """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for memory lent for results."""
+        """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for results in temporary memory."""
         handle = transfers[0].stream
         if handle is None or not all(t.stream == handle and not t.view.staged for t in transfers):
             self._run_together(transfers)

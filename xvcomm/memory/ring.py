@@ -70,9 +70,9 @@ class Reason(enum.IntEnum):
     LEFT = 5
     SERVER_LOST = 6  # the rank is the number in the whole job of who served the store
 
-    def word(self, rank: int, witness: int = 0) -> int:
-        """The abort word that blames `rank`, as `witness` found out."""
-        return self | (rank << 8) | (witness << 32)
+    def word(self, rank: int, reporter: int = 0) -> int:
+        """The abort word for a failure of `rank`, which `reporter` found."""
+        return self | (rank << 8) | (reporter << 32)
 
     @staticmethod
     def bad(word: int) -> bool:
@@ -85,8 +85,8 @@ class Reason(enum.IntEnum):
         return cls(word & 0xFF), (word >> 8) & 0xFFFFFF
 
     @staticmethod
-    def witness(word: int) -> int:
-        """The rank that found out."""
+    def reporter(word: int) -> int:
+        """The rank that found the failure."""
         return word >> 32
 
 

@@ -14,7 +14,7 @@ SLURM_PORTS = range(15000, 25000)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LauncherEnvironment:
     """Place of this process among the processes of the job.
 
     Attributes:
@@ -22,14 +22,14 @@ class Launch:
         size: number of processes.
         local_rank: number among the processes of this host; None if the launcher does not provide it.
         local_size: number of processes on this host; None if the launcher does not provide it.
-        launcher: `explicit`, `torchrun`, `mpi`, `slurm`, `jax` or `single`.
+        name: of the launcher: `explicit`, `torchrun`, `mpi`, `slurm`, `jax` or `single`.
     """
 
     rank: int
     size: int
     local_rank: int | None
     local_size: int | None
-    launcher: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ _LAUNCHERS = (
     _Variables("slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
     _Variables("jax", "JAX_PROCESS_ID", ("JAX_NUM_PROCESSES",), ""),
 )
-_SINGLE = Launch(0, 1, 0, 1, "single")
+_SINGLE = LauncherEnvironment(0, 1, 0, 1, "single")
 
 
-def discover(env: Mapping[str, str], config: Config) -> Launch:
+def discover(env: Mapping[str, str], config: Config) -> LauncherEnvironment:
     """Find rank and size of this process.
 
     `XVCOMM_RANK` with `XVCOMM_SIZE` comes first, then torchrun, OpenMPI, MPICH, SLURM and JAX in this order. An `XVCOMM_*`
@@ -73,15 +73,15 @@ def discover(env: Mapping[str, str], config: Config) -> Launch:
         ConfigError: a variable is missing, is not an integer, or contradicts another; names them and what to set.
     """
     if config.rank is not None and config.size is not None:
-        found = Launch(config.rank, config.size, config.local_rank, config.local_size, "explicit")
+        found = LauncherEnvironment(config.rank, config.size, config.local_rank, config.local_size, "explicit")
         _check(found, "XVCOMM_RANK", "XVCOMM_SIZE", "XVCOMM_LOCAL_RANK", "XVCOMM_LOCAL_SIZE")
         return found
     for variables in _LAUNCHERS:
-        launch = _read(env, variables)
-        if launch is not None:
-            return _override(launch, config)
+        launcher = _read(env, variables)
+        if launcher is not None:
+            return _override(launcher, config)
     if env.get("PMIX_RANK") and config.size is not None:
-        return _override(Launch(_integer(env, "PMIX_RANK"), config.size, None, None, "mpi"), config)
+        return _override(LauncherEnvironment(_integer(env, "PMIX_RANK"), config.size, None, None, "mpi"), config)
     for name, other, given in (
         ("PMIX_RANK", "XVCOMM_SIZE", env.get("PMIX_RANK") or None),
         ("XVCOMM_RANK", "XVCOMM_SIZE", config.rank),
@@ -147,7 +147,7 @@ def _expand(part: str, text: str) -> list[str]:
     return names
 
 
-def _read(env: Mapping[str, str], names: _Variables) -> Launch | None:
+def _read(env: Mapping[str, str], names: _Variables) -> LauncherEnvironment | None:
     """Read one launcher's variables; None if it has not started this process."""
     size = next((name for name in names.size if env.get(name)), None)
     if not env.get(names.rank):
@@ -160,14 +160,16 @@ def _read(env: Mapping[str, str], names: _Variables) -> Launch | None:
         raise ConfigError(f"{names.rank}={env[names.rank]} is set but {missing} is not; {_remedy(names)}")
     local_rank = _integer(env, names.local_rank) if env.get(names.local_rank) else None
     local_size = _integer(env, names.local_size) if env.get(names.local_size) else None
-    launch = Launch(_integer(env, names.rank), _integer(env, size), local_rank, local_size, names.launcher)
-    _check(launch, names.rank, size, names.local_rank, names.local_size)
-    return launch
+    launcher = LauncherEnvironment(
+        _integer(env, names.rank), _integer(env, size), local_rank, local_size, names.launcher
+    )
+    _check(launcher, names.rank, size, names.local_rank, names.local_size)
+    return launcher
 
 
-def _override(launch: Launch, config: Config) -> Launch:
+def _override(launcher: LauncherEnvironment, config: Config) -> LauncherEnvironment:
     given = {name: getattr(config, name) for name in ("rank", "size", "local_rank", "local_size")}
-    changed = replace(launch, **{name: value for name, value in given.items() if value is not None})
+    changed = replace(launcher, **{name: value for name, value in given.items() if value is not None})
     _check(changed, "rank", "size", "local rank", "local size")
     return changed
 
@@ -176,20 +178,20 @@ def _remedy(names: _Variables) -> str:
     return f"set {names.rank} and {names.size[-1]} together, or XVCOMM_RANK and XVCOMM_SIZE, which take precedence"
 
 
-def _check(launch: Launch, rank: str, size: str, local_rank: str, local_size: str) -> None:
+def _check(launcher: LauncherEnvironment, rank: str, size: str, local_rank: str, local_size: str) -> None:
     """Refuse numbers that contradict each other; the arguments are the names of their variables."""
     advice = "give each process its own number, counted from 0"
-    if launch.size < 1:
-        raise ConfigError(f"{size}={launch.size}: a job has at least one rank")
-    if not 0 <= launch.rank < launch.size:
-        raise ConfigError(f"{rank}={launch.rank} does not fit {size}={launch.size}; {advice}")
-    if launch.local_size is not None and not 0 < launch.local_size <= launch.size:
+    if launcher.size < 1:
+        raise ConfigError(f"{size}={launcher.size}: a job has at least one rank")
+    if not 0 <= launcher.rank < launcher.size:
+        raise ConfigError(f"{rank}={launcher.rank} does not fit {size}={launcher.size}; {advice}")
+    if launcher.local_size is not None and not 0 < launcher.local_size <= launcher.size:
         raise ConfigError(
-            f"{local_size}={launch.local_size} does not fit {size}={launch.size}: a host has between 1 and all of the ranks"
+            f"{local_size}={launcher.local_size} does not fit {size}={launcher.size}: a host has between 1 and all of the ranks"
         )
-    if launch.local_rank is not None and not 0 <= launch.local_rank < (launch.local_size or launch.size):
-        name, limit = (local_size, launch.local_size) if launch.local_size is not None else (size, launch.size)
-        raise ConfigError(f"{local_rank}={launch.local_rank} does not fit {name}={limit}; {advice}")
+    if launcher.local_rank is not None and not 0 <= launcher.local_rank < (launcher.local_size or launcher.size):
+        name, limit = (local_size, launcher.local_size) if launcher.local_size is not None else (size, launcher.size)
+        raise ConfigError(f"{local_rank}={launcher.local_rank} does not fit {name}={limit}; {advice}")
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:

@@ -55,7 +55,7 @@ def bench(
     take turns with xvcomm; each gets a column with its time, also as a multiple of xvcomm's. Peers that need a different
     environment run in separate processes, before xvcomm.
     """
-    launched = discover(os.environ, Config.from_env()).launcher != "single"
+    launched = discover(os.environ, Config.from_env()).name != "single"
     labels = () if launched else rank_labels(2 if ranks is None and islands is None else ranks, islands)
     options = Options(
         ops=tuple(OPS) if op == "all" else _names(op),

@@ -34,7 +34,7 @@ class Contents:
     error: BaseException | None = None
 
     def lateness(self, awaited: Callable[[Operation], bool]) -> tuple[Exception, Operation]:
-        """The error for a deadline that has passed, and the operation to blame it on.
+        """The error for a deadline that has passed, and the operation that fails by it.
 
         Args:
             awaited: whether an operation waits for a rank that has not come to it.

@@ -48,13 +48,16 @@ class Diagnosis:
             here = f" (raised in {operation} at {call_site})" if call_site else ""
             return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
         if reason is Reason.DEADLINE:
-            witness = Reason.witness(word)
-            text, peer = self._lateness(about, witness), None if about == witness else about  # no rank waits for itself
+            reporter = Reason.reporter(word)
+            text, peer = (
+                self._lateness(about, reporter),
+                None if about == reporter else about,
+            )  # no rank waits for itself
             return DeadlineExceeded(
                 f"{what}: {text}; the communicator is unusable: close it and create a new one", peer=peer, **known
             )
         if reason is Reason.ABORTED:
-            why = self._told(Reason.witness(word))
+            why = self._told(Reason.reporter(word))
             text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")
             return Aborted(f"{text}; close it and create a new one", peer=about, **known)
         if reason is Reason.SERVER_LOST:
@@ -126,12 +129,12 @@ class Diagnosis:
             return f"{me} sent {mine.describe()}; {peer} expected {theirs.describe()}{channel}"
         return f"{peer} sent {theirs.describe()}; {me} expected {mine.describe()}{channel}"
 
-    def _lateness(self, about: int, witness: int) -> str:
-        told = self._told(witness)
-        if witness == self._rank:
+    def _lateness(self, about: int, reporter: int) -> str:
+        told = self._told(reporter)
+        if reporter == self._rank:
             return f"did not finish in time: {told}"
-        whom = "" if about == witness else "for this rank " if about == self._rank else "for another "
-        return f"{self.name(witness)} waited {whom}until its deadline: {told}"
+        whom = "" if about == reporter else "for this rank " if about == self._rank else "for another "
+        return f"{self.name(reporter)} waited {whom}until its deadline: {told}"
 
     def _last_words(self, rank: int) -> str:
         return self._session.last_words(self._ranks[rank])

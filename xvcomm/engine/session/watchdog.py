@@ -65,7 +65,7 @@ class Watchdog:
         self._asked: dict[int, int] = {}
         self._gone: list[int] = []
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = Daemon("xvcomm-watch", self._run)
+        self._thread = Daemon("xvcomm-watchdog", self._run)
         try:
             self._poll.register(self._stop, select.POLLIN)
             for peer in peers:

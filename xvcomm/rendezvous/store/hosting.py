@@ -69,31 +69,31 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 def invite(
-    host: str, deadline: Deadline, board: Store | None = None, secret: str | None = None
+    host: str, deadline: Deadline, bootstrap: Store | None = None, secret: str | None = None
 ) -> tuple[TcpStore, Invitation]:
     """Serve a store on a free port until it is closed on all ranks; returns it with the invitation for the other ranks.
 
     Args:
         host: name or address by which the other ranks reach this host.
         deadline: for this process's own connection.
-        board: another store to close together with this one.
+        bootstrap: another store to close together with this one.
         secret: XVCOMM_SECRET, which the invitation does not contain; without it the invitation contains a new secret.
     """
     fresh = "" if secret else secrets.token_hex(16)
     server = TcpServer(host, 0, secret or fresh)
-    return _served(server, secret or fresh, deadline, board), Invitation(host, server.port, fresh)
+    return _served(server, secret or fresh, deadline, bootstrap), Invitation(host, server.port, fresh)
 
 
-def meet(board: Store, rank: int, host: str, deadline: Deadline, secret: str | None = None) -> TcpStore:
+def meet(bootstrap: Store, rank: int, host: str, deadline: Deadline, secret: str | None = None) -> TcpStore:
     """Open the TCP store of rank 0, whose address is published in another store that every rank reaches.
 
     Args:
-        board: the other store, which rank 0 closes. It must be new: a rank that finds an old address in it tries that until the
-            deadline.
+        bootstrap: that other store, which rank 0 closes. It must be new: a rank that finds an old address in it tries that
+            until the deadline.
         rank: of this process.
         host: see `invite`; read on rank 0 only.
         deadline: for all of it.
-        secret: XVCOMM_SECRET. Without it, everyone who can read the board learns the store's secret.
+        secret: XVCOMM_SECRET. Without it, everyone who can read the bootstrap store learns the store's secret.
 
     Raises:
         DeadlineExceeded: rank 0 did not publish the address in time.
@@ -101,36 +101,36 @@ def meet(board: Store, rank: int, host: str, deadline: Deadline, secret: str | N
         ConfigError: XVCOMM_SECRET is set on only one of this rank and rank 0.
     """
     if rank != 0:
-        return _invitation(board, rank, deadline).accept(deadline, secret)
-    store, invitation = invite(host, deadline, board, secret)
+        return _invitation(bootstrap, rank, deadline).accept(deadline, secret)
+    store, invitation = invite(host, deadline, bootstrap, secret)
     try:
-        board.set("invitation", invitation.pack(), deadline)
+        bootstrap.set("invitation", invitation.pack(), deadline)
     except BaseException:
         store.close()
         raise
     return store
 
 
-def protect(board: Store, rank: int, host: str, deadline: Deadline, secret: str | None) -> Store:
+def protect(bootstrap: Store, rank: int, host: str, deadline: Deadline, secret: str | None) -> Store:
     """The store for a job whose rendezvous store has no authentication.
 
-    With XVCOMM_SECRET it is one that rank 0 serves, see `meet`; without, `board` itself. Arguments and errors as in `meet`.
+    With XVCOMM_SECRET it is one that rank 0 serves, see `meet`; without, `bootstrap` itself. Arguments and errors as in `meet`.
     """
     if secret and rank == 0:
-        return meet(board, rank, host, deadline, secret)
+        return meet(bootstrap, rank, host, deadline, secret)
     if rank == 0:
-        board.set("invitation", Invitation("", 0, "").pack(), deadline)
-        return board
-    invitation = _invitation(board, rank, deadline)
+        bootstrap.set("invitation", Invitation("", 0, "").pack(), deadline)
+        return bootstrap
+    invitation = _invitation(bootstrap, rank, deadline)
     if invitation.host:
         return invitation.accept(deadline, secret)
     invitation.agree(bool(secret), False)
-    return board
+    return bootstrap
 
 
-def _invitation(board: Store, rank: int, deadline: Deadline) -> Invitation:
+def _invitation(bootstrap: Store, rank: int, deadline: Deadline) -> Invitation:
     try:
-        found = board.get("invitation", deadline)
+        found = bootstrap.get("invitation", deadline)
     except DeadlineExceeded:
         raise DeadlineExceeded(
             "rank 0 has not joined: it did not publish the address of its store in time", rank=rank
@@ -212,14 +212,14 @@ def own_address() -> str:
     )
 
 
-def _served(server: TcpServer, secret: str, deadline: Deadline, board: Store | None, epoch: int = 0) -> TcpStore:
-    def farewell() -> None:
+def _served(server: TcpServer, secret: str, deadline: Deadline, bootstrap: Store | None, epoch: int = 0) -> TcpStore:
+    def close_both() -> None:
         server.close(CLOSE_GRACE)
-        if board is not None:
-            board.close()
+        if bootstrap is not None:
+            bootstrap.close()
 
     try:
-        return TcpStore(server.host, server.port, secret, deadline, epoch=epoch, on_close=farewell)
+        return TcpStore(server.host, server.port, secret, deadline, epoch=epoch, on_close=close_both)
     except BaseException:
         server.close()
         raise

@@ -1,4 +1,4 @@
-"""The host's courier: messages one by one, beside streams on the same ring ends, and how each is noted and stopped."""
+"""The host's message_mover: messages one by one, beside streams on the same ring ends, and how each is noted and stopped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.backends.host.courier import HELD_BYTES, HostCourier
 from xvcomm.backends.host.device import HostDevice
+from xvcomm.backends.host.message_mover import HELD_BYTES, HostMessageMover
 from xvcomm.config import Config
 from xvcomm.memory.ring import LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
@@ -29,7 +29,7 @@ SLOTS = 4
 
 @dataclass
 class Side:
-    """One end of the ring with its courier, and the flight recorder that the courier writes."""
+    """One end of the ring with its message mover, and the flight recorder that the message mover writes."""
 
     end: RingEnd
     device: HostDevice
@@ -38,23 +38,25 @@ class Side:
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.memory)
-        self.courier = self.another()
+        self.message_mover = self.another()
 
-    def another(self) -> HostCourier:
-        """A courier of the same end."""
+    def another(self) -> HostMessageMover:
+        """A message mover of the same end."""
         op = OpCode.SEND if self.end.producer else OpCode.RECV
         stop = ctypes.addressof(self.stop)
-        return self.device.courier(self.end, op, self.recorder.handle, COMMUNICATOR, stop)
+        return self.device.message_mover(self.end, op, self.recorder.handle, COMMUNICATOR, stop)
 
-    def begin(self, data: np.ndarray, tag: int = 0, courier: HostCourier | None = None) -> bool:
+    def begin(self, data: np.ndarray, tag: int = 0, message_mover: HostMessageMover | None = None) -> bool:
         """Begin a message of bytes; whether it is through."""
         call_site = find_call_site(0)
-        return (courier or self.courier).begin(COLLECTIVE, data.ctypes.data, UINT8.code, data.nbytes, tag, call_site)
+        return (message_mover or self.message_mover).begin(
+            COLLECTIVE, data.ctypes.data, UINT8.code, data.nbytes, tag, call_site
+        )
 
     def move(self, data: np.ndarray, tag: int = 0) -> None:
         """Begin and finish a message."""
         if not self.begin(data, tag):
-            self.courier.finish(Deadline.after(20))
+            self.message_mover.finish(Deadline.after(20))
 
     def stream(self, data: np.ndarray) -> object:
         """Enqueue a message on a stream of its own."""
@@ -75,7 +77,7 @@ class Side:
 def ring() -> Iterator[tuple[Side, Side]]:
     """Both ends of a ring of few slots."""
     layout, device = RingLayout(1, SLOTS, 16 << 10), HostDevice(Config())
-    segment = Segment.create(Config().shm_dir, "courier", layout.size)
+    segment = Segment.create(Config().shm_dir, "message_mover", layout.size)
     producer = RingEnd.create(segment, layout, peer=1, producer=True)
     consumer = RingEnd.open(Segment.attach(Config().shm_dir, segment.name), peer=0, producer=False)
     segment.unlink()
@@ -116,13 +118,13 @@ def test_how_a_message_is_noted(ring: tuple[Side, Side]) -> None:
     waiting = sink.last()
     assert (waiting.communicator, waiting.sequence, waiting.op) == (COMMUNICATOR, COLLECTIVE, OpCode.RECV)
     assert (waiting.nbytes, waiting.peer, waiting.tag, waiting.state) == (100, 0, 7, State.POSTED)
-    assert waiting.call_site.startswith("test_courier.py:")
+    assert waiting.call_site.startswith("test_message_mover.py:")
     assert source.begin(data, tag=7), "a small message waited though the ring is empty"
     sent = source.last()
     assert (sent.op, sent.peer, sent.tag, sent.state) == (OpCode.SEND, 1, 7, State.DONE) and sent.ended >= sent.posted
-    sink.courier.finish(Deadline.after(20))
+    sink.message_mover.finish(Deadline.after(20))
     assert sink.last().state == State.DONE and (got == data).all()
-    assert sink.courier.record == 0 and not sink.courier.discard()
+    assert sink.message_mover.record == 0 and not sink.message_mover.discard()
 
 
 def test_more_than_the_ledger_holds(ring: tuple[Side, Side]) -> None:
@@ -132,21 +134,21 @@ def test_more_than_the_ledger_holds(ring: tuple[Side, Side]) -> None:
     assert all(source.begin(nothing) for _ in range(LEDGER))
     assert not source.begin(nothing)
     assert sink.begin(nothing)
-    source.courier.finish(Deadline.after(20))
+    source.message_mover.finish(Deadline.after(20))
     assert all(sink.begin(nothing) for _ in range(LEDGER))
 
 
-def test_streams_and_couriers_keep_their_order(ring: tuple[Side, Side]) -> None:
+def test_streams_and_message_movers_keep_their_order(ring: tuple[Side, Side]) -> None:
     """Whatever is begun first moves first, although it is driven last."""
     source, sink = ring
     sent = [pattern(30_000, seed) for seed in range(4)]
     got = [np.zeros_like(x) for x in sent]
     first, third = source.stream(sent[0]), source.another()
-    assert not source.begin(sent[1]) and not source.begin(sent[2], courier=third)
+    assert not source.begin(sent[1]) and not source.begin(sent[2], message_mover=third)
     last = source.stream(sent[3])
     received = sink.stream(got[0])
     with ThreadPoolExecutor(5) as threads:
-        waiting = [threads.submit(c.finish, Deadline.after(20)) for c in (third, source.courier)]
+        waiting = [threads.submit(c.finish, Deadline.after(20)) for c in (third, source.message_mover)]
         waiting += [threads.submit(s.synchronize) for s in (last, first)]
         waiting.append(threads.submit(lambda: [received.synchronize(), *map(sink.move, got[1:])]))
         for future in waiting:
@@ -158,9 +160,9 @@ def test_a_deadline(ring: tuple[Side, Side]) -> None:
     _, sink = ring
     assert not sink.begin(np.empty(10, np.uint8))
     with pytest.raises(RingStalled) as stalled:
-        sink.courier.finish(Deadline.after(0.01))
+        sink.message_mover.finish(Deadline.after(0.01))
     assert stalled.value.ends == (sink.end,)
-    assert sink.courier.discard() and sink.end.finished() == (0, False)
+    assert sink.message_mover.discard() and sink.end.finished() == (0, False)
     assert sink.last().state == State.POSTED, "whoever gives up says how it ended"
 
 
@@ -171,7 +173,7 @@ def test_different_descriptions(ring: tuple[Side, Side], nbytes: int, tag: int) 
     with pytest.raises(RingStopped) as stopped:
         sink.begin(np.empty(nbytes, np.uint8), tag)
     assert Reason.parse(stopped.value.word) == (Reason.MISMATCH, 0) and stopped.value.sequence == 0
-    assert sink.courier.discard()
+    assert sink.message_mover.discard()
     mine, theirs = sink.end.mismatch() or (None, None)
     assert mine == Message(OpCode.SEND, UINT8.code, nbytes, tag) and theirs == Message(OpCode.SEND, UINT8.code, 10, 3)
 
@@ -183,7 +185,7 @@ def test_a_stopped_communicator(ring: tuple[Side, Side]) -> None:
     source.stop.value = Reason.ABORTED.word(1)
     with pytest.raises(RingStopped):
         source.begin(pattern(10))
-    assert source.courier.discard() and source.courier.record == 1 and source.end.sequence == 1
+    assert source.message_mover.discard() and source.message_mover.record == 1 and source.end.sequence == 1
     assert source.last().state == State.POSTED
 
 
@@ -201,10 +203,10 @@ def test_a_stopped_ring(ring: tuple[Side, Side]) -> None:
 def test_an_interrupt_behind_a_message(ring: tuple[Side, Side]) -> None:
     """There is nothing to give up."""
     source, sink = ring
-    courier = sink.courier
-    assert not courier.discard(), "nothing was begun"
+    message_mover = sink.message_mover
+    assert not message_mover.discard(), "nothing was begun"
     assert not sink.begin(np.empty(10, np.uint8))
     assert source.begin(pattern(10))
-    assert courier.advance()  # what `finish` does up to where an interrupt may come
-    assert not courier.discard()
+    assert message_mover.advance()  # what `finish` does up to where an interrupt may come
+    assert not message_mover.discard()
     assert sink.last().state == State.DONE and sink.end.finished() == (1, True)

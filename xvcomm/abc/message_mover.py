@@ -8,7 +8,7 @@ from xvcomm.memory.ring import RingEnd
 from xvcomm.types.deadline import Deadline
 
 
-class Courier(ABC):
+class MessageMover(ABC):
     """Moves single messages of one ring end for a caller that waits: one at a time, in fewer steps than a stream.
 
     Attributes:
@@ -55,12 +55,12 @@ class Courier(ABC):
         """
 
 
-class SupportsCouriers(ABC):
-    """What a `Device` that is not asynchronous also implements if it has couriers; without them streams carry all messages."""
+class SupportsMessageMovers(ABC):
+    """What a `Device` that is not asynchronous may implement too; without message movers, streams carry all messages."""
 
     @abstractmethod
-    def courier(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> Courier:
-        """A courier for single messages of a ring end. Never blocks.
+    def message_mover(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> MessageMover:
+        """A message mover for single messages of a ring end. Never blocks.
 
         Args:
             op: `OpCode.SEND` or `OpCode.RECV`, for the record.

@@ -12,8 +12,8 @@ import enum
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.abc.courier import Courier
 from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.abc.message_mover import MessageMover
 from xvcomm.backends.host import mover
 from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.mover import WIDTH, Kind, drive_all, take, try_row
@@ -31,7 +31,7 @@ HELD_BYTES = 128 << 10
 
 
 class Word(enum.IntEnum):
-    """Where things lie in a courier's memory."""
+    """Where things lie in a message mover's memory."""
 
     RECORDER = 0
     COMMUNICATOR = 1
@@ -44,48 +44,48 @@ class Word(enum.IntEnum):
 
 
 _RECORDER, _COMMUNICATOR, _STOP, _COUNTER, _OP, _SPINS, _RECORD, _ROW = (8 * word for word in Word)
-_DATA, _NBYTES, _SEQUENCE, _DTYPE, _LENGTH, _TAG, _PHASE, _BLAME = (
+_DATA, _NBYTES, _SEQUENCE, _DTYPE, _LENGTH, _TAG, _PHASE, _PEER = (
     8 * (Word.ROW + word)
     for word in (
         mover.Word.DATA, mover.Word.NBYTES, mover.Word.SEQUENCE, mover.Word.DTYPE, mover.Word.LENGTH, mover.Word.TAG,
-        mover.Word.PHASE, mover.Word.BLAME,
+        mover.Word.PHASE, mover.Word.PEER,
     )
 )  # fmt: skip
 
 
 @register_jitable
-def _end(courier: int) -> None:
+def _end(state: int) -> None:
     """Note that the message is through."""
-    number = load(courier + _RECORD)
-    note_end(load(courier + _RECORDER), number, ENDED)
-    store(courier + _RECORD, ~number)
+    number = load(state + _RECORD)
+    note_end(load(state + _RECORDER), number, ENDED)
+    store(state + _RECORD, ~number)
 
 
-def _begin(courier: int, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> int:
-    """See `Courier.begin`; READY, PENDING, STOPPED or MISMATCH."""
-    recorder, communicator, peer = load(courier + _RECORDER), load(courier + _COMMUNICATOR), load(courier + _BLAME)
-    number = note(recorder, communicator, collective, load(courier + _OP), dtype, nbytes, peer, tag, call_site)
-    store(courier + _RECORD, number)
-    store(courier + _PHASE, mover.NEW)
-    if load_acquire(load(courier + _STOP)) != 0:
+def _begin(state: int, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> int:
+    """See `MessageMover.begin`; READY, PENDING, STOPPED or MISMATCH."""
+    recorder, communicator, peer = load(state + _RECORDER), load(state + _COMMUNICATOR), load(state + _PEER)
+    number = note(recorder, communicator, collective, load(state + _OP), dtype, nbytes, peer, tag, call_site)
+    store(state + _RECORD, number)
+    store(state + _PHASE, mover.NEW)
+    if load_acquire(load(state + _STOP)) != 0:
         return STOPPED
-    store(courier + _DATA, data)
-    store(courier + _NBYTES, nbytes)
-    store(courier + _SEQUENCE, take(load(courier + _COUNTER)))
-    store(courier + _DTYPE, dtype)
-    store(courier + _LENGTH, nbytes)
-    store(courier + _TAG, tag)
-    result = try_row(courier + _ROW) if nbytes <= HELD_BYTES else PENDING
+    store(state + _DATA, data)
+    store(state + _NBYTES, nbytes)
+    store(state + _SEQUENCE, take(load(state + _COUNTER)))
+    store(state + _DTYPE, dtype)
+    store(state + _LENGTH, nbytes)
+    store(state + _TAG, tag)
+    result = try_row(state + _ROW) if nbytes <= HELD_BYTES else PENDING
     if result == READY:
-        _end(courier)
+        _end(state)
     return result
 
 
-def _advance(courier: int, budget: int) -> int:
+def _advance(state: int, budget: int) -> int:
     """Move the rest; see `mover.drive`."""
-    result = drive_all(courier + _ROW, 1, 0, 0, load(courier + _SPINS), budget)
+    result = drive_all(state + _ROW, 1, 0, 0, load(state + _SPINS), budget)
     if result == READY:
-        _end(courier)
+        _end(state)
     return result
 
 
@@ -94,7 +94,7 @@ with compiling():
     _advance_kernel = kernel("int64(int64, int64)")(_advance)
 
 
-class HostCourier(Courier):
+class HostMessageMover(MessageMover):
     """A row of the mover whose words stay from message to message."""
 
     def __init__(
@@ -111,26 +111,26 @@ class HostCourier(Courier):
         row[mover.Word.TURN] = end.turn
         row[mover.Word.LANES : mover.Word.ITEMSIZE] = end.geometry
         row[mover.Word.ITEMSIZE] = 1
-        row[mover.Word.BLAME] = end.peer
+        row[mover.Word.PEER] = end.peer
         row[mover.Word.STATE] = join(end, process_memory)
         row[mover.Word.PHASE] = mover.DONE
         self._address = int(self._words.ctypes.data)
 
     @property
     def record(self) -> int:
-        """See `Courier.record`."""
+        """See `MessageMover.record`."""
         number = int(self._words[Word.RECORD])
         return number if number >= 0 else ~number
 
     def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> bool:
-        """See `Courier.begin`."""
+        """See `MessageMover.begin`."""
         code = _begin_kernel(self._address, collective, data, dtype, nbytes, tag, call_site)
         if code > PENDING:
             raise self._stopped()
         return bool(code == READY)
 
     def finish(self, deadline: Deadline) -> None:
-        """See `Courier.finish`."""
+        """See `MessageMover.finish`."""
         while not self.advance():
             if deadline.expired():
                 raise RingStalled([self.end])
@@ -150,7 +150,7 @@ class HostCourier(Courier):
         return RingStopped(self.end, self.end.abort_word(), int(self._words[Word.ROW + mover.Word.SEQUENCE]))
 
     def discard(self) -> bool:
-        """See `Courier.discard`."""
+        """See `MessageMover.discard`."""
         if self._words[Word.RECORD] < 0:
             return False
         self.end.give_up()
