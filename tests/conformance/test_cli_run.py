@@ -167,7 +167,7 @@ raise RuntimeError('a consequence')
     assert err.count("a consequence'") == 2  # the others had time to say what they met
 
 
-def test_a_rank_that_only_lost_a_peer_is_not_blamed(script):
+def test_a_rank_that_only_lost_a_peer_is_not_named_as_the_cause(script):
     text = """
 if rank == 0:
     time.sleep(0.6)

@@ -133,7 +133,7 @@ def late_for_no_rank(comm):
     return [error]
 
 
-def test_a_deadline_that_no_rank_is_to_blame_for(four):
+def test_a_deadline_that_no_rank_caused(four):
     for (error,) in four.run(late_for_no_rank):
         assert isinstance(error, DeadlineExceeded) and error.peer is None, error
         assert "the store did not answer" in str(error) and "waited for" not in str(error)

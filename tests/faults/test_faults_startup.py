@@ -407,7 +407,7 @@ def no_room(*args):
     raise ResourceError("no room")
 
 
-def test_a_failure_in_a_split_is_not_blamed_on_who_tells_of_it():
+def test_a_failure_in_a_split_is_not_attributed_to_who_tells_of_it():
     with World(3) as world:
         *others, failed = world.outcomes(split_where_rank_2_fails)
     assert isinstance(failed, ResourceError)

@@ -72,8 +72,8 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed
     python = top / "venv" / "bin" / "python"
     wheel = next(dist.glob("*.whl"))
     execute(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel, cwd=top)
-    site = next((top / "venv" / "lib").glob("python*/site-packages"))
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    folder = next((top / "venv" / "lib").glob("python*/site-packages"))
+    (folder / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return Installed(python.parent, top / "empty")
 
 

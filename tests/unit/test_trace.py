@@ -193,7 +193,7 @@ def test_a_communicator_tells_what_it_did() -> None:
     assert comm.history() == []
 
 
-def test_a_thread_that_works_for_another_gives_its_site() -> None:
+def test_a_thread_that_works_for_another_gives_its_call_site() -> None:
     def call_site() -> str:
         return ctypes.string_at(find_call_site(0)).decode()
 

@@ -47,7 +47,7 @@ class Memory(Protocol):
 
 
 class ArrayView(msgspec.Struct, eq=False, gc=False):
-    """A contiguous array, borrowed.
+    """A contiguous array in memory that the view does not own.
 
     Attributes:
         address: of the first element, in the memory of `device`.

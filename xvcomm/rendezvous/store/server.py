@@ -109,7 +109,7 @@ class TcpServer:
     async def _serve(self, listener: socket.socket) -> None:
         accepting = self._loop.create_task(self._accept(listener))
         await self._stop.wait()
-        await self._hall.farewell(self._grace)
+        await self._hall.drain(self._grace)
         self._open = False
         _shutdown(listener)
         await accepting
@@ -165,7 +165,7 @@ class _Hall:
             else:
                 first.end()
 
-    async def farewell(self, grace: float) -> None:
+    async def drain(self, grace: float) -> None:
         """Wait until all clients have left, for at most `grace` seconds, or until the remaining ones have been stopped for a
         while.
         """
