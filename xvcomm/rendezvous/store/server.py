@@ -19,7 +19,7 @@ _LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
 """File descriptors that an event loop opens, and that a client in this process adds: both ends of its connection."""
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.1
-_STRANGERS = 256
+_UNAUTHENTICATED = 256
 """Maximum number of connections that have not proved the secret."""
 _CROWDED_SECONDS = 0.5
 """Seconds that such a connection may last once the maximum is reached."""
@@ -60,7 +60,7 @@ class TcpServer:
         self.host = host
         self.port: int = listener.getsockname()[1]
         self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
-        self._hall = _Hall(secret, epoch)
+        self._clients = _Clients(secret, epoch)
         self._listener = listener
         self._grace = 0.0
         self._open = True
@@ -95,7 +95,7 @@ class TcpServer:
         self._closing = threading.Lock()  # the copied lock may be held by a thread that the child does not have
         for descriptor in (
             self._listener.fileno(),
-            *(connection.descriptor() for connection in self._hall.connections),
+            *(connection.descriptor() for connection in self._clients.connections),
         ):
             if descriptor >= 0:
                 forking.leave_to_parent(descriptor)
@@ -109,12 +109,12 @@ class TcpServer:
     async def _serve(self, listener: socket.socket) -> None:
         accepting = self._loop.create_task(self._accept(listener))
         await self._stop.wait()
-        await self._hall.drain(self._grace)
+        await self._clients.drain(self._grace)
         self._open = False
         _shutdown(listener)
         await accepting
         listener.close()
-        for connection in list(self._hall.connections):
+        for connection in list(self._clients.connections):
             connection.end()
         await asyncio.sleep(0)
 
@@ -125,20 +125,20 @@ class TcpServer:
         listener.setblocking(False)
         while self._open:
             try:
-                await self._hall.room()
+                await self._clients.room()
                 sock, _ = await self._loop.sock_accept(listener)
-                await self._loop.connect_accepted_socket(lambda: _Connection(self._hall), sock)
+                await self._loop.connect_accepted_socket(lambda: _Connection(self._clients), sock)
             except OSError:
                 # Shut down, or temporarily out of file descriptors.
                 await asyncio.sleep(_ACCEPT_PAUSE if self._open else 0)
 
 
-class _Hall:
+class _Clients:
     """Values and clients of the server, including the clients that wait for a key.
 
     Attributes:
-        strangers: connections that have not proved the secret, with the time they were accepted, oldest first.
-        guests: number of connections that have proved it.
+        unauthenticated: connections that have not proved the secret, with the time they were accepted, oldest first.
+        authenticated: number of connections that have proved it.
     """
 
     def __init__(self, secret: str, epoch: int | None) -> None:
@@ -147,8 +147,8 @@ class _Hall:
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Connection]] = {}
         self.connections: set[_Connection] = set()
-        self.strangers: dict[_Connection, float] = {}
-        self.guests = 0
+        self.unauthenticated: dict[_Connection, float] = {}
+        self.authenticated = 0
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -157,8 +157,8 @@ class _Hall:
 
         So silent connections cannot exhaust the file descriptors, and delay the job's clients only briefly.
         """
-        while len(self.strangers) >= _STRANGERS:
-            first, since = next(iter(self.strangers.items()))
+        while len(self.unauthenticated) >= _UNAUTHENTICATED:
+            first, since = next(iter(self.unauthenticated.items()))
             over = since + _CROWDED_SECONDS - asyncio.get_running_loop().time()
             if over > 0:
                 await asyncio.sleep(min(over, _CROWDED_PAUSE))
@@ -171,7 +171,7 @@ class _Hall:
         """
         loop = asyncio.get_running_loop()
         end, moved = loop.time() + grace, loop.time()
-        while self.guests and loop.time() < min(end, moved + _STILL_SECONDS):
+        while self.authenticated and loop.time() < min(end, moved + _STILL_SECONDS):
             try:
                 async with asyncio.timeout(min(_LOOK_SECONDS, end - loop.time())):
                     await self.empty.wait()
@@ -181,13 +181,13 @@ class _Hall:
 
     def enter(self) -> None:
         """Count a client that has proved the secret."""
-        self.guests += 1
+        self.authenticated += 1
         self.empty.clear()
 
     def leave(self) -> None:
         """Remove such a client from the count."""
-        self.guests -= 1
-        if not self.guests:
+        self.authenticated -= 1
+        if not self.authenticated:
             self.empty.set()
 
     def put(self, key: str, value: bytes) -> None:
@@ -209,8 +209,8 @@ class _Hall:
 class _Connection(asyncio.Protocol):
     """One client. It sends a request and waits for the reply before it sends the next."""
 
-    def __init__(self, hall: _Hall) -> None:
-        self._hall = hall
+    def __init__(self, clients: _Clients) -> None:
+        self._clients = clients
         self._inbox = bytearray()
         self._nonce = secrets.token_bytes(wire.NONCE)
         self._trusted = False
@@ -224,8 +224,8 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(wire.HANDSHAKE_SECONDS, self.end)
-        self._hall.connections.add(self)
-        self._hall.strangers[self] = self._loop.time()
+        self._clients.connections.add(self)
+        self._clients.unauthenticated[self] = self._loop.time()
         self._send(wire.Challenge(self._nonce))
 
     def data_received(self, data: bytes) -> None:
@@ -244,11 +244,11 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unpark()
         self._inbox.clear()
-        self._hall.connections.discard(self)
-        self._hall.strangers.pop(self, None)
+        self._clients.connections.discard(self)
+        self._clients.unauthenticated.pop(self, None)
         if self._trusted:
             self._trusted = False
-            self._hall.leave()
+            self._clients.leave()
 
     def descriptor(self) -> int:
         """File descriptor of the socket; negative once it is closed."""
@@ -257,7 +257,7 @@ class _Connection(asyncio.Protocol):
 
     def end(self) -> None:
         """Close the connection, including copies of its socket in forked processes."""
-        self._hall.strangers.pop(self, None)
+        self._clients.unauthenticated.pop(self, None)
         _shutdown(self._transport.get_extra_info("socket"))
         self._transport.abort()
 
@@ -285,21 +285,21 @@ class _Connection(asyncio.Protocol):
         self._transport.write(wire.frame(message) if self._ours is None else self._ours.frame(wire.encode(message)))
 
     def _admit(self, answer: wire.Answer) -> None:
-        hall = self._hall
+        clients = self._clients
         if len(answer.nonce) != wire.NONCE:
             raise _Rude
-        if not wire.proven(hall.secret, "client", self._nonce, answer.nonce, answer.epoch, answer.proof):
+        if not wire.proven(clients.secret, "client", self._nonce, answer.nonce, answer.epoch, answer.proof):
             self._refuse(wire.Refused("secret"))
-        elif hall.epoch is not None and hall.epoch != answer.epoch:
+        elif clients.epoch is not None and clients.epoch != answer.epoch:
             self._refuse(wire.Refused("epoch"))
         else:
             self._cancel_timer()
             self._trusted, self.process = True, answer.process or _UNKNOWN
-            hall.strangers.pop(self, None)
-            hall.enter()
-            self._send(wire.Welcome(wire.prove(hall.secret, "server", answer.nonce, self._nonce, answer.epoch)))
-            self._theirs = wire.Seal(hall.secret, "client", self._nonce, answer.nonce)
-            self._ours = wire.Seal(hall.secret, "server", self._nonce, answer.nonce)
+            clients.unauthenticated.pop(self, None)
+            clients.enter()
+            self._send(wire.Welcome(wire.prove(clients.secret, "server", answer.nonce, self._nonce, answer.epoch)))
+            self._theirs = wire.Seal(clients.secret, "client", self._nonce, answer.nonce)
+            self._ours = wire.Seal(clients.secret, "server", self._nonce, answer.nonce)
 
     def _refuse(self, refusal: wire.Refused) -> None:
         self._send(refusal)
@@ -308,10 +308,10 @@ class _Connection(asyncio.Protocol):
     def _handle(self, request: wire.Request) -> None:
         match request:
             case wire.Set(key, value):
-                self._hall.put(key, value)
+                self._clients.put(key, value)
                 self._send(wire.Done())
             case wire.Add(key, amount):
-                self._send(self._hall.add(key, amount))
+                self._send(self._clients.add(key, amount))
             case wire.Get(key, seconds):
                 self._park([key], key, seconds)
             case wire.Wait(keys, seconds):
@@ -319,19 +319,19 @@ class _Connection(asyncio.Protocol):
 
     def _park(self, keys: list[str], wanted: str | None, seconds: float | None) -> None:
         self._wanted = wanted
-        self._missing = {key for key in keys if key not in self._hall.values}
+        self._missing = {key for key in keys if key not in self._clients.values}
         if not self._missing:
             self._grant()
         elif seconds is not None and seconds <= 0:
             self._expire()
         else:
             for key in self._missing:
-                self._hall.waiting.setdefault(key, set()).add(self)
+                self._clients.waiting.setdefault(key, set()).add(self)
             self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
 
     def _grant(self) -> None:
         self._cancel_timer()
-        self._send(wire.Done() if self._wanted is None else wire.Value(self._hall.values[self._wanted]))
+        self._send(wire.Done() if self._wanted is None else wire.Value(self._clients.values[self._wanted]))
 
     def _expire(self) -> None:
         missing = sorted(self._missing)
@@ -341,10 +341,10 @@ class _Connection(asyncio.Protocol):
     def _unpark(self) -> None:
         self._cancel_timer()
         for key in self._missing:
-            others = self._hall.waiting.get(key, set())
+            others = self._clients.waiting.get(key, set())
             others.discard(self)
             if not others:
-                self._hall.waiting.pop(key, None)
+                self._clients.waiting.pop(key, None)
         self._missing = set()
 
     def _cancel_timer(self) -> None:
