@@ -20,7 +20,7 @@ from xvcomm.engine.collectives import Call
 from xvcomm.engine.messages import Transfer
 from xvcomm.engine.prepared import PreparedCall
 from xvcomm.errors import ArgumentError, ArrayError
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.trace.callsite import make_call_site
 from xvcomm.trace.operation import ANY_PEER, NO_PEER
 from xvcomm.types.deadline import Deadline

@@ -27,7 +27,7 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.comm.point_to_point import CHANNELS
 from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.errors import XvcommError
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.system.forking import ProcessFuture
 from xvcomm.trace.callsite import find_call_site
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from xvcomm.adapters.torch import versions
 from xvcomm.adapters.torch.errors import as_torch
 from xvcomm.errors import ArrayError, DTypeError, MismatchError
-from xvcomm.memory.array import ArrayView, new_kind
+from xvcomm.memory.array_view import ArrayView, new_kind
 from xvcomm.types.dtype import BY_NAME, DType
 
 _STRIDED = torch.strided  # looked up once: these lookups matter in the cost of a small operation

@@ -23,6 +23,7 @@ import pytest
 from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import BackendUnavailable, PeerLost
 from xvcomm.memory import array
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.testing import (
     World,
     asynchronous,
@@ -288,7 +289,7 @@ def temporary_results(comm: Communicator) -> list[float]:
     a.synchronize()
     temporary = msgspec.structs.replace(array.view(y), staged=True)
 
-    def finish(view: array.ArrayView) -> None:
+    def finish(view: ArrayView) -> None:
         found.append(float(beside.get(y)[0]))
 
     with on_device(comm), mock.patch.object(array, "finish", finish):

@@ -18,6 +18,7 @@ import pytest
 from xvcomm.comm.communicator import Communicator
 from xvcomm.engine import stream_collectives
 from xvcomm.memory import array
+from xvcomm.memory.array_view import new_kind
 from xvcomm.testing import World, repeated
 from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS
@@ -102,7 +103,7 @@ def ever_new_kinds(comm: Communicator) -> int:
     with on_device(comm), mock.patch.object(stream_collectives, "_SHAPES_KEPT", 3):
         for _ in range(20):
             seen = array.view(x)
-            seen.kind = array.new_kind()
+            seen.kind = new_kind()
             comm.all_reduce(seen)
     return len(comm._caller._again)  # type: ignore[attr-defined]
 

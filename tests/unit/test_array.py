@@ -14,6 +14,7 @@ import pytest
 from xvcomm.errors import ArrayError, DTypeError
 from xvcomm.memory import array
 from xvcomm.memory.array import empty_like, finish, view
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.dlpack import Exporter
 from xvcomm.types.dtype import BY_NAME, DTYPES, DType
 
@@ -58,7 +59,7 @@ class Stubborn:
         raise BufferError("Cannot export: the array is sharded\nand more lines")
 
 
-def contents(x: array.ArrayView) -> bytes:
+def contents(x: ArrayView) -> bytes:
     return ctypes.string_at(x.address, x.nbytes)
 
 

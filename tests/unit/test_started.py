@@ -14,7 +14,7 @@ from xvcomm.engine.inflight.tracker import AsyncGroup
 from xvcomm.engine.messages import Transfer
 from xvcomm.engine.started import Beside, StartedCollective, StartedMessage
 from xvcomm.errors import ArgumentError, DeadlineExceeded, PeerLost
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Reason, RingEnd
 from xvcomm.trace.operation import Operation
 from xvcomm.types.deadline import NEVER

@@ -35,7 +35,7 @@ from xvcomm.engine.staging import Staging
 from xvcomm.engine.stream_collectives import StreamCaller
 from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.memory import array
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Reason
 from xvcomm.trace.format import Record
 from xvcomm.types.deadline import Deadline, checked

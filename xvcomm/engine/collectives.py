@@ -18,7 +18,7 @@ from xvcomm.engine.inflight.work import OrderedWorker, Work
 from xvcomm.engine.prepared import BUSY, Gate, PreparedCall
 from xvcomm.jit.atomics import READY
 from xvcomm.memory import array
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Message
 from xvcomm.schedule.steps import Collective as Op
 from xvcomm.schedule.steps import Request

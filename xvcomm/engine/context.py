@@ -17,7 +17,7 @@ from xvcomm.engine.session.diagnosis import Diagnosis
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import ArrayError
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.memory.segment import Segment
 from xvcomm.trace.callsite import find_call_site

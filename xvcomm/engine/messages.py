@@ -15,7 +15,7 @@ from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.session.rings import Use
 from xvcomm.memory import array
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.system.forking import ProcessFuture
 from xvcomm.trace.callsite import find_call_site

@@ -9,7 +9,7 @@ import numpy as np
 
 from xvcomm.abc.device import Allocation, Device
 from xvcomm.memory import array
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import DType, from_numpy
 

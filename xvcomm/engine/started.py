@@ -26,7 +26,7 @@ from xvcomm.errors import DeadlineExceeded
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling
 from xvcomm.memory import array
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Reason, RingEnd
 from xvcomm.trace.operation import Operation
 from xvcomm.types.deadline import NEVER, Deadline

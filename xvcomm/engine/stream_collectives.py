@@ -25,7 +25,7 @@ from xvcomm.engine.launch import EnqueuedOperation, EnqueuedStep, Launch, Place
 from xvcomm.engine.staging import Staging
 from xvcomm.engine.started import Beside
 from xvcomm.memory import array
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.schedule.steps import Buf
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.operation import Operation

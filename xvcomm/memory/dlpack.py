@@ -8,9 +8,10 @@ from typing import Any
 
 from xvcomm.types.dtype import DType
 
-CPU, CUDA, CUDA_HOST, ROCM, ROCM_HOST = 1, 2, 3, 10, 11
+DEVICE_KINDS = {1: "host", 3: "host", 11: "host", 2: "cuda", 10: "rocm"}
+"""Kind of device by DLPack's device type: CPU, CUDAHost, ROCMHost, CUDA, ROCM. Of one kind, xvcomm exports the first type."""
 READ_ONLY = 1
-_KINDS = {"host": CPU, "cuda": CUDA, "rocm": ROCM}
+_TYPES = {kind: number for number, kind in reversed(DEVICE_KINDS.items())}
 _CAPSULE_NAME = b"dltensor"
 
 
@@ -93,7 +94,7 @@ def describe(
     n = len(shape)
     extents[:] = [*shape, *strides]
     tensor.data, tensor.byte_offset = address, 0
-    tensor.device_type, tensor.device_id = _KINDS[kind], index
+    tensor.device_type, tensor.device_id = _TYPES[kind], index
     tensor.ndim, tensor.lanes = n, 1
     tensor.code, tensor.bits = dtype.dlpack
     tensor.shape = ctypes.cast(extents, ctypes.POINTER(ctypes.c_int64))
@@ -135,4 +136,4 @@ class Exporter:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         *_, kind, index = self._what
-        return _KINDS[kind], index
+        return _TYPES[kind], index

@@ -20,7 +20,7 @@ from xvcomm.adapters.cupy import NCCLBackend, init_process_group
 from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError, MismatchError
 from xvcomm.memory import array
-from xvcomm.memory.array import ArrayView
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.testing import World
 from xvcomm.types.dtype import BY_NAME
 
