@@ -1,6 +1,6 @@
 """Native collectives of GPUs: one implementation for NCCL and RCCL.
 
-Not here: the vendors' names for their calls (`cuda`, `rocm`), streams and kernels (`gpu`).
+Not here: the vendors' names of their functions (`cuda`, `rocm`), streams and kernels (`gpu`).
 Only `cuda` and `rocm` import it.
-Begin with `collective`.
+Start reading at `collective`.
 """

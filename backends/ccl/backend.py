@@ -1,4 +1,4 @@
-"""The GPUs of a vendor as a backend: a device, and the collective library that joins several of them."""
+"""A vendor's GPUs as a backend: a device, and the collective library of an island."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from xvcomm.errors import BackendUnavailable
 from xvcomm.types.deadline import Deadline
 
 _NOT_LOADED = (ImportError, OSError, AttributeError, VendorError)
-"""What the vendor's libraries, or Python's for them, raise where they do not load or do not answer."""
+"""Exceptions of the vendor's libraries, or of their Python bindings, that cannot be loaded or fail."""
 
 
 class GpuBackend(Backend):
-    """What the backends of CUDA and ROCm have in common."""
+    """Base class of the CUDA and ROCm backends."""
 
     def __init__(self) -> None:
         self._device: GpuDevice | None = None
 
     @abstractmethod
     def runtime(self) -> Runtime:
-        """The vendor's runtime; loads its library."""
+        """Load and return the vendor's runtime."""
 
     @abstractmethod
     def library(self, architecture: str) -> Library:
-        """The vendor's collective library, for GPUs of one architecture; loads it."""
+        """Load and return the vendor's collective library, for GPUs of one architecture."""
 
     @abstractmethod
     def bus(self, index: int) -> str:
@@ -48,16 +48,16 @@ class GpuBackend(Backend):
         """See `Backend.peer_memory`."""
         pairs = apart(self.runtime())
         if not pairs:
-            return "its devices reach each other's memory"
+            return "all devices have peer access"
         names = ", ".join(f"{a} and {b}" for a, b in pairs)
-        return f"rings in host memory between devices that do not reach each other's: {names}"
+        return f"rings in host memory between devices without peer access: {names}"
 
     def lacks(self) -> tuple[str, str] | None:
-        """See `Backend.lacks`: the collective library, which one GPU that is an island beside others never asks for."""
+        """See `Backend.lacks`: the collective library, which is not needed for an island of one GPU beside other islands."""
         try:
             self.library(self.runtime().architecture(0)).version()
         except _NOT_LOADED as error:
-            reason = f"no island of its own kind alone, or of several GPUs: {type(error).__name__}: {error}"
+            reason = f"no jobs of this vendor's GPUs alone, and no islands of several: {type(error).__name__}: {error}"
             return reason, f"reinstall xvcomm[{self.kind}]"
         return None
 
@@ -81,7 +81,7 @@ class GpuBackend(Backend):
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Say what is missing when the vendor's libraries, or Python's for them, do not load or do not answer."""
+        """Convert exceptions of the vendor's libraries, or of their Python bindings, to BackendUnavailable."""
         try:
             yield
         except _NOT_LOADED as error:

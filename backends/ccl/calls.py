@@ -1,7 +1,7 @@
-"""Calls of NCCL and RCCL by their functions' addresses: prepared once for an operation's shape, made by compiled code.
+"""Calls of NCCL and RCCL by address: prepared once per shape of an operation, made by compiled code.
 
-Their signatures are equal. What a call shares with its communicator lies in two words, by which a thread that watches
-knows that somebody is inside the library, and until when.
+The signatures of both libraries are equal. Two words of the communicator tell the watchdog whether a call is inside the
+library, and its deadline.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ _FUNCTIONS = {
 }  # fmt: skip
 
 STOPPED = -1
-"""Beside the library's result codes: the abort word is set, and the library was not called."""
+"""Result besides the library's codes: the abort word is set, and the library was not called."""
 
 
 class State(enum.IntEnum):
     """Words of a communicator."""
 
     ABORT = 0  # the abort word
-    INSIDE = 1  # the deadline of the call that is inside, the bits of a float; 0 while nobody is
+    INSIDE = 1  # deadline of the call that is inside the library, as bits of a float; 0 if none is
 
 
 class Word(enum.IntEnum):
     """Words of prepared calls that are made together."""
 
-    STATE = 0  # address of the communicator's
-    ASK = 1  # the vendor's function that tells whether a stream is capturing
+    STATE = 0  # address of the communicator's words
+    ASK = 1  # the vendor's function that tells whether a stream is being captured
     STATUS = 2  # and its answer
-    BEGIN = 3  # the library's functions around a group
+    BEGIN = 3  # the library's ncclGroupStart and ncclGroupEnd
     END = 4
-    COUNT = 5  # how many calls there are
-    FIRST = 6  # the words of each
+    COUNT = 5  # number of calls
+    FIRST = 6  # the words of each call
 
 
 class CallWord(enum.IntEnum):
     """Words of a call."""
 
     FUNCTION = 0
-    STREAM = 1  # which argument is the stream
-    ARRAY = 2  # where the first argument is: 0 for the input, 1 for the output
-    OFFSET = 3  # and how many bytes behind its begin
-    SECOND = 4  # 1 if the second argument is an array, too: the next place
+    STREAM = 1  # index of the argument that is the stream
+    ARRAY = 2  # array of the first argument: 0 for the input, 1 for the output
+    OFFSET = 3  # and its offset in bytes
+    SECOND = 4  # 1 if the second argument is an array too
     OTHER_ARRAY = 5
     OTHER_OFFSET = 6
     ARGUMENTS = 7  # eight
@@ -65,7 +65,7 @@ _STATE, _ASK, _STATUS, _BEGIN, _END, _COUNT, _FIRST = (8 * int(w) for w in Word)
 _FUNCTION, _STREAM, _PLACE, _, _SECOND, _OTHER, _, _ARGUMENTS = (8 * int(w) for w in CallWord)
 _MOST = 8
 _CALL = _ARGUMENTS + 8 * _MOST
-_NULL = 2  # in place of an array
+_NULL = 2  # a null pointer instead of an array
 
 
 @register_jitable
@@ -78,7 +78,7 @@ def _address(place: int, src: int, dst: int) -> int:
 
 @register_jitable
 def _one(call: int, src: int, dst: int, stream: int) -> int:
-    """Make a call of the library."""
+    """Make one call of the library."""
     a = call + _ARGUMENTS
     store(a, _address(call + _PLACE, src, dst))
     if load(call + _SECOND) != 0:
@@ -92,7 +92,7 @@ def _one(call: int, src: int, dst: int, stream: int) -> int:
 
 @register_jitable
 def _all(words: int, src: int, dst: int, stream: int) -> int:
-    """Make all calls, as a group if they are several."""
+    """Make all calls, as a group if there are several."""
     count, first, code = load(words + _COUNT), words + _FIRST, 0
     if count > 1:
         code = call_11(load(words + _BEGIN), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -106,7 +106,7 @@ def _all(words: int, src: int, dst: int, stream: int) -> int:
 
 
 def _enqueue(words: int, src: int, dst: int, stream: int, deadline: int) -> int:
-    """Call the library, with the interpreter lock let go; gives its result code, CAPTURED or STOPPED."""
+    """Call the library without the interpreter lock; returns its result code, CAPTURED or STOPPED."""
     state = load(words + _STATE)
     store_release(state + _INSIDE, deadline)
     full_fence()
@@ -123,7 +123,9 @@ def _enqueue(words: int, src: int, dst: int, stream: int, deadline: int) -> int:
 
 with compiling():
     ENQUEUE = native("int64(int64, int64, int64, int64, int64)", _enqueue)
-    """Address of what makes `prepared` calls: their address, input and output, a stream, the bits of a deadline."""
+    """Address of the function that makes `prepared` calls. Arguments: their address, input and output, a stream, the bits of a
+    deadline.
+    """
 
 
 def prepared(
@@ -133,9 +135,10 @@ def prepared(
 
     Args:
         state: address of the communicator's words.
-        ask: the vendor's function that tells whether a stream is capturing; see `Runtime.addresses`.
-        address: gives that of a function of the library.
-        comm: the library's communicator.
+        ask: the vendor's function that tells whether a stream is being captured; see `Runtime.addresses`.
+        calls: the calls.
+        address: returns the address of a function of the library.
+        comm: handle of the library's communicator.
     """
     group = [address("ncclGroupStart"), address("ncclGroupEnd")] if len(calls) > 1 else [0, 0]
     functions = {name: address(_FUNCTIONS[name]) for name in {call.name for call in calls}}

@@ -1,12 +1,12 @@
-"""NCCL and RCCL as native libraries: one implementation over `_vendor.Library`.
+"""NCCL and RCCL as native libraries: one implementation over `vendor.Library`.
 
-Communicators are blocking ones, because a non-blocking one starts a thread for each call. Only joining, and meeting a
-peer for the first time, can then block for long. So joining happens on a thread that can be left behind; and `error`,
-which a watching thread calls ten times a second, breaks off a call whose deadline has passed.
+The communicators are blocking, because non-blocking ones start a thread for each call. Only joining, and the first contact with
+a peer, can block for long. So joining happens on a thread that can be abandoned; and `error`, which the watchdog calls ten
+times per second, breaks off a call whose deadline has passed.
 
-A communicator is freed once, by whoever takes its handle under the lock. Calls use it without the lock: each says that
-it is inside before it looks at the abort word, while `abort` sets the word before it looks who is inside. It waits a
-moment for a call to come out, and then aborts the library beside it: that is what makes a call that blocks come out.
+A communicator is freed once, by the thread that takes its handle under the lock. Calls use it without the lock: each announces
+that it is inside the library before it reads the abort word, and `abort` sets the abort word before it checks for such calls.
+It waits a moment for a call to return, and then aborts the library concurrently, which makes a blocked call return.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from xvcomm.types.dtype import DTYPES, DType, ReduceOp, Reduction
 from xvcomm.types.opcode import OpCode
 
 _STAGE_BYTES = 32 << 20
-"""Scratch memory for what members send each other of a reduction that the library lacks; longer arrays go in pieces."""
+"""Scratch memory for reductions that the library does not support, whose data members exchange; longer arrays are processed in
+pieces.
+"""
 
 _ALIGN = 64
 _REMOTE_ERROR = 6
 _PREMULS_KEPT = 64
 _GRACE_SECONDS = 1.0
-"""For a call to come out before its communicator is freed: a kernel that it launches later reads memory that is gone. Where
-the call waited for a message that has stopped meanwhile, CUDA still loads the kernel, which takes 0.15 s."""
+"""Time for a call to return before its communicator is freed: a kernel launched later would read freed memory. If the call
+waited for a message that has been stopped, CUDA still loads the kernel, which takes 0.15 s.
+"""
 
 _TOLD_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
@@ -50,29 +53,29 @@ _PAUSE_SECONDS = 0.001
 
 
 class CclCollective(Collective):
-    """One island's NCCL or RCCL communicator, seen from one member. One call at a time.
+    """One member's NCCL or RCCL communicator of an island. One call at a time.
 
     Attributes:
-        failure: what the library said when it failed behind the caller; `error` then blames this member.
+        failure: text of an asynchronous error of the library; `error` then blames this member.
     """
 
     def __init__(
         self, config: Config, me: int, members: int, name: str, store: Store, deadline: Deadline,
         library: Library, runtime: Runtime, device: Device, gpu: str,
     ) -> None:  # fmt: skip
-        """Join; blocks until all members have come.
+        """Join; blocks until all members have called this.
 
         Args:
-            gpu: what tells this member's GPU from the others of its host, whatever its index: its PCI bus id.
+            gpu: identifies this member's GPU on its host, independently of its index: its PCI bus id.
 
         Raises:
-            BackendUnavailable: unlike libraries, two members on one GPU, or the library failed.
-            CollectiveStalled, DeadlineExceeded: not all came in time.
+            BackendUnavailable: the members have different libraries, two members use the same GPU, or the library failed.
+            CollectiveStalled, DeadlineExceeded: not all members came in time.
         """
         self._me, self._members = me, members
         self._library, self._runtime, self._device = library, runtime, device
         self._index = device.capabilities().index
-        self._lock = threading.RLock()  # a signal handler may close in the middle of anything
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
         self._stalled, self.failure = False, ""
         self._state = (ctypes.c_int64 * len(State))()
         self._inside = ctypes.c_double.from_buffer(self._state, 8 * State.INSIDE)
@@ -95,7 +98,9 @@ class CclCollective(Collective):
             raise BackendUnavailable(f"{error}; NCCL_DEBUG=INFO tells more") from error
 
     def _prepare(self, reducible: Collection[str]) -> None:
-        """Look up once what reductions need: numbers of dtype and op, elements in one, whether a division is left."""
+        """Look up once what reductions need: the library's dtype and op, elements per element, and whether
+        a division remains.
+        """
         numbers, ops = self._library.dtypes(), self._library.ops()
         self._numbers, self._calls = numbers, Calls(self._me, self._members, numbers["uint8"])
         self._routes: dict[int, Route] = {}
@@ -201,7 +206,7 @@ class CclCollective(Collective):
         return EnqueuedCall(ENQUEUE, int(words.ctypes.data), words, self._fail)
 
     def abort(self, word: int) -> None:
-        """See `Collective.abort`; of a member that merely left, what is under way goes on, but nothing new begins."""
+        """See `Collective.abort`; if a member merely left, operations in progress continue, but no new ones start."""
         with self._lock:
             if not self._word.value or (Reason.bad(word) and not Reason.bad(self._word.value)):
                 self._word.value = word
@@ -222,7 +227,7 @@ class CclCollective(Collective):
         return self._word.value
 
     def close(self) -> None:
-        """See `Collective.close`; if members are late to close too, their waiting for each other goes on behind it."""
+        """See `Collective.close`; members that close at different times wait for each other in the background."""
         with self._lock:
             self._word.value = self._word.value or Reason.LEFT.word(self._me)
         self._free(self._library.destroy)
@@ -231,13 +236,13 @@ class CclCollective(Collective):
         self._scratch = None
 
     def _free(self, how: Callable[[int], None]) -> None:
-        """Let a thread free the communicator, once: it may take long, and the watching thread must not."""
+        """Free the communicator in a thread, once: it may take long, and the watchdog must not block."""
 
         def work() -> None:
             late = Deadline.after(_GRACE_SECONDS)
             while self._inside.value and not late.expired():
                 time.sleep(_PAUSE_SECONDS)
-            with contextlib.suppress(VendorError):  # there is nothing left to do about it
+            with contextlib.suppress(VendorError):  # an error here has no remedy
                 self._runtime.use(self._index)
                 how(comm)
 
@@ -248,7 +253,7 @@ class CclCollective(Collective):
                 self._freeing.start()
 
     def _run(self, calls: Sequence[LibraryCall], src: int, dst: int, stream: Stream) -> None:
-        """Enqueue calls of the library, several as one."""
+        """Enqueue calls of the library, several as one group."""
         if not calls:
             return
         library = self._library
@@ -270,8 +275,8 @@ class CclCollective(Collective):
             self._fail(code)
 
     def _fail(self, code: int) -> NoReturn:
-        """Say why a call failed."""
-        if code == _REMOTE_ERROR:  # somebody watches over the peers, and is about to say which one it was
+        """Raise the reason why a call failed."""
+        if code == _REMOTE_ERROR:  # a peer has failed, and the watchdog is about to name it
             told = Deadline.after(_TOLD_SECONDS)
             while not self._word.value and not told.expired():
                 time.sleep(_PAUSE_SECONDS)
@@ -286,7 +291,7 @@ class CclCollective(Collective):
         return f"{self._library.name} failed: {self._library.explain(code, self._comm)}"
 
     def _premultiplied(self, dtype: DType, op: Reduction) -> Native | None:
-        """What `_native` would hold of a sum with a factor; None if that is not the library's."""
+        """The library's op for a sum with a factor; None if the library does not support it."""
         how = self._routes[dtype.code << 4 | op.op]
         if how.native is None:
             return None
@@ -303,14 +308,14 @@ class CclCollective(Collective):
 
     @contextlib.contextmanager
     def _room(self, stream: Stream) -> Iterator[int]:
-        """Scratch memory, behind what used it last: a share from each member, and as much again for scaled input."""
+        """Scratch memory, ordered after its last use: one share per member, and as much again for scaled input."""
         if self._scratch is None:
             self._scratch = self._device.empty(2 * self._members * self._share_bytes)
         captured = stream.capturing()
         if self._used is not None and not captured:
             stream.wait(self._used)
         yield self._scratch.address
-        if not captured:  # a graph's events mean nothing outside it
+        if not captured:  # events of a captured graph cannot be waited for outside of it
             self._used = stream.record_event()
 
     def _pieces(self, count: int, itemsize: int) -> Iterator[tuple[int, list[int]]]:
@@ -320,7 +325,7 @@ class CclCollective(Collective):
             yield start * itemsize, cut(min(most, count - start), self._members, itemsize)
 
     def _reduce_blocks(self, blocks: list[Part], dst: int, dtype: DType, op: Reduction, stream: Stream) -> None:
-        """A reduce-scatter that the library lacks."""
+        """Reduce-scatter for reductions that the library does not support."""
         most = self._share_bytes
         with self._room(stream) as room:
             for start in range(0, max(nbytes for _, nbytes in blocks), most):
@@ -330,7 +335,7 @@ class CclCollective(Collective):
     def _reduce_parts(
         self, mine: list[Part], into: int, room: int, dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        """Each member gets its parts of all and reduces them, in order of the members and with one rounding."""
+        """Send each member its parts of all arrays, which it reduces in the order of members with one rounding."""
         how, share = self._routes[dtype.code << 4 | op.op], self._share_bytes
         if how.scale is Scale.BEFORE:
             scaled = [(room + (self._members + i) * share, nbytes) for i, (_, nbytes) in enumerate(mine)]

@@ -1,4 +1,4 @@
-"""How an island's members come to one communicator of NCCL or RCCL: they compare themselves, then join on a thread."""
+"""Joins an island's members to one communicator of NCCL or RCCL: they compare their properties, then join on a thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from xvcomm.types.deadline import Deadline
 
 
 class Member(msgspec.Struct, frozen=True):
-    """What a member says of itself before the library is called, which would wait for ever, or print.
+    """Properties of a member, compared before the library is called, which would block or print on differences.
 
     Attributes:
-        who: for messages.
-        dtypes: what its library can reduce on its GPU.
-        gpu: equal for two members exactly if they are on one GPU.
-        obstacle: why it cannot take part, if so.
+        who: name for error messages.
+        dtypes: dtypes that its library can reduce on its GPU.
+        gpu: equal for two members exactly if they use the same GPU.
+        obstacle: why it cannot take part; otherwise empty.
     """
 
     who: str
@@ -39,7 +39,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Config, me: int, library: Library, gpu: str) -> Member:
-        """Member `me`, on the GPU of this name on this host."""
+        """Properties of member `me`, on the GPU of this name on this host."""
         version, obstacle = library.version(), ""
         if version < library.least_version:
             least = version_text(library.least_version)
@@ -54,7 +54,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Member 0's answer to all: why they cannot be joined, or what they need for it."""
+    """Answer of member 0 to all: why they cannot be joined, or what they need to join."""
 
     refusal: str = ""
     dtypes: list[str] = []
@@ -62,12 +62,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def version_text(version: int) -> str:
-    """`2.28.9` for 22809."""
+    """Version number as text: `2.28.9` for 22809."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def refusal(members: Sequence[Member]) -> str:
-    """Why these cannot be joined, and what to do; empty if they can."""
+    """Why these members cannot be joined, and what to do; empty if they can."""
     for member in members:
         if member.obstacle:
             return f"{member.who}: {member.obstacle}"
@@ -78,22 +78,22 @@ def refusal(members: Sequence[Member]) -> str:
         gpus.setdefault(member.gpu, []).append(member.who)
     if len(versions) > 1:
         found = "; ".join(f"{version}: {', '.join(whose)}" for version, whose in versions.items())
-        return f"{found}: install one version for all, or give them islands of their own (XVCOMM_ISLAND)"
+        return f"{found}: install one version for all, or put them into different islands (XVCOMM_ISLAND)"
     for gpu, whose in gpus.items():
         if len(whose) > 1:
             return (
                 f"{' and '.join(whose)} are on one GPU ({gpu}), where {members[0].library} cannot join them: give each "
-                "a GPU (XVCOMM_DEVICE_INDEX), or islands of their own (XVCOMM_ISLAND)"
+                "its own GPU (XVCOMM_DEVICE_INDEX), or put them into different islands (XVCOMM_ISLAND)"
             )
     return ""
 
 
 def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline: Deadline, library: Library) -> Verdict:
-    """Compare what the members say of themselves; all get the same answer.
+    """Exchange and compare the properties of the members; all get the same answer.
 
     Raises:
         BackendUnavailable: they cannot be joined; on all of them.
-        CollectiveStalled: not all came in time.
+        CollectiveStalled: not all members came in time.
     """
     store.set(f"{name}/{me}", msgspec.json.encode(mine), deadline)
     keys = [f"{name}/{member}" for member in range(members)]
@@ -110,7 +110,7 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
         everybody = [msgspec.json.decode(store.get(key, deadline), type=Member) for key in keys]
         verdict = Verdict(refusal(everybody))
         if not verdict.refusal:
-            # With one version of the library, some GPUs may still reduce what others do not.
+            # With the same version of the library, some GPUs may support reductions that others do not.
             common = set(mine.dtypes).intersection(*(member.dtypes for member in everybody))
             verdict = Verdict("", sorted(common), library.unique_id())
         store.set(name, msgspec.json.encode(verdict), deadline)
@@ -131,14 +131,18 @@ def _missing(keys: Sequence[str], store: Store) -> list[int]:
 
 
 def join(start: Callable[[], int], free: Callable[[int], None], done: str, store: Store, deadline: Deadline) -> int:
-    """The communicator that `start` gives, which blocks on a thread: the store knows of deadlines and lost peers.
+    """Return the communicator of `start`, which runs on a thread because it blocks; the wait for it observes deadline and lost
+    peers.
 
     Args:
-        free: for a communicator that comes too late.
-        done: key, of this member alone, that says that `start` is over.
+        start: creates the communicator.
+        free: frees a communicator that is created too late.
+        done: key, of this member only, that is set when `start` has returned.
+        store: through which the wait ends early.
+        deadline: for all of it.
 
     Raises:
-        DeadlineExceeded: it did not come in time. Loading its kernels, the library waits for those that run.
+        DeadlineExceeded: it was not created in time. While the library loads its kernels, it waits for running kernels.
     """
     outcome: Future[int] = Future()
 
@@ -153,7 +157,7 @@ def join(start: Callable[[], int], free: Callable[[int], None], done: str, store
                 outcome.set_result(comm)
             else:
                 free(comm)
-        with contextlib.suppress(Exception):  # nobody may be left to read it
+        with contextlib.suppress(Exception):  # the store may be closed by now
             store.set(done, b"", deadline)
 
     Daemon("xvcomm-join", work).start()
@@ -165,7 +169,7 @@ def join(start: Callable[[], int], free: Callable[[int], None], done: str, store
         if not isinstance(error, DeadlineExceeded):
             raise
         raise DeadlineExceeded(
-            "the island's members did not join their library's communicator in time; loading kernels it waits for those on "
-            "the GPU, messages that wait for a rank among them: call a collective, as barrier(), before such messages"
+            "the island's members did not join their library's communicator in time; it loads kernels, and so waits for "
+            "those on the GPU, including messages that wait for a rank: call a collective such as barrier() before such messages"
         ) from error
     return outcome.result()

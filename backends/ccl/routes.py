@@ -1,4 +1,4 @@
-"""How operations become calls of NCCL or RCCL: what of a reduction is theirs, and which calls make an operation."""
+"""Maps operations to calls of NCCL or RCCL."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Route(NamedTuple):
     """How a reduction is carried out.
 
     Attributes:
-        native: what the library takes the elements for; None where members exchange them and reduce by themselves.
-        op: what is left to do for the library, or for `Device.reduce`.
-        width: elements of `native` in one of the array.
+        native: dtype that the library gets; None if members exchange elements and reduce on their own.
+        op: the reduction by the library, or by `Device.reduce`.
+        width: elements of `native` per element of the array.
+        scale: scaling by the device.
     """
 
     native: DType | None
@@ -39,7 +40,7 @@ class Route(NamedTuple):
 
 
 def route(dtype: DType, op: ReduceOp, reducible: Collection[str]) -> Route:
-    """The Route of a reduction, over a library that reduces the dtypes of these names."""
+    """The Route of a reduction, for a library that can reduce the dtypes with these names."""
     if dtype.kind == "b" and op is not ReduceOp.BXOR:
         return Route(UINT8, ReduceOp.MAX if op in _ORS else ReduceOp.MIN)
     if dtype.kind == "c" and op in _SUMS:
@@ -56,12 +57,12 @@ def route(dtype: DType, op: ReduceOp, reducible: Collection[str]) -> Route:
 
 
 class Native(NamedTuple):
-    """The same in the library's own numbers, of a reduction that it carries out.
+    """A Route in the library's own numbers, for a reduction that it carries out.
 
     Attributes:
         dtype, op: the library's.
         width: as in Route.
-        divide: whether a division by the number of members is left.
+        divide: whether a division by the number of members remains.
     """
 
     dtype: int
@@ -71,26 +72,26 @@ class Native(NamedTuple):
 
 
 def cut(count: int, members: int, itemsize: int) -> list[int]:
-    """Elements of each member's share of an array; shares begin at aligned offsets of it."""
+    """Elements of each member's share of an array; shares begin at aligned offsets."""
     grain = max(1, _ALIGN // itemsize)
     share = -(-count // (members * grain)) * grain
     return [max(0, min(share, count - member * share)) for member in range(members)]
 
 
 Part = tuple[int, int]
-"""Address, or offset in an array, and bytes."""
+"""Address, or offset in an array; and number of bytes."""
 
 _NOTHING: Part = (0, 0)
 
 
 def parts(begin: int, counts: Sequence[int], itemsize: int) -> list[Part]:
-    """Blocks that lie one after the other."""
+    """Consecutive blocks."""
     sizes = [count * itemsize for count in counts]
     return [(begin + end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 class At(NamedTuple):
-    """A place in an operation's arrays.
+    """A position in an operation's arrays.
 
     Attributes:
         array: 0 for the input, 1 for the output.
@@ -109,8 +110,8 @@ class LibraryCall(NamedTuple):
 
     Attributes:
         name: of the method of `Library`.
-        places: what its first arguments point to; None for a null pointer.
-        rest: the arguments behind those, but for the last two: communicator and stream.
+        places: positions that its first arguments point to; None for a null pointer.
+        rest: the further arguments except for the last two, communicator and stream.
     """
 
     name: str
@@ -118,16 +119,16 @@ class LibraryCall(NamedTuple):
     rest: tuple[int, ...]
 
     def arguments(self, arrays: tuple[int, int]) -> tuple[int, ...]:
-        """Those but for the last two, where the arrays are at these addresses."""
+        """All arguments but the last two, for arrays at these addresses."""
         return *(0 if at is None else arrays[at.array] + at.offset for at in self.places), *self.rest
 
 
 class Calls:
-    """Which calls make one member's operations: several are made as a group, for empty blocks there are none.
+    """Creates the calls for one member's operations: several are made as a group, empty blocks are skipped.
 
     Args:
-        me, members: number of the member, and how many there are.
-        raw: the library's number of the dtype of one byte.
+        me, members: index of the member, and their number.
+        raw: the library's number of a dtype of one byte.
     """
 
     def __init__(self, me: int, members: int, raw: int) -> None:
@@ -138,12 +139,12 @@ class Calls:
         return [LibraryCall("all_reduce", (INPUT, OUTPUT), (count * how.width, how.dtype, how.op))] if count else []
 
     def reduce(self, count: int, how: Native, root: int, begin: int = 0) -> list[LibraryCall]:
-        """One call; of an input that begins so many bytes behind its array."""
+        """One call; the input begins `begin` bytes after its array."""
         places = At(0, begin), OUTPUT if root == self._me else None
         return [LibraryCall("reduce", places, (count * how.width, how.dtype, how.op, root))] if count else []
 
     def reduce_scatter(self, counts: Sequence[int], itemsize: int, how: Native) -> list[LibraryCall]:
-        """One call; where blocks are unequal, a reduction to each member."""
+        """One call; for unequal blocks, a reduction to each member."""
         mine = counts[self._me]
         if counts.count(mine) < self._members:
             begins = [begin for begin, _ in parts(0, counts, itemsize)]
@@ -152,7 +153,7 @@ class Calls:
         return [LibraryCall("reduce_scatter", (INPUT, OUTPUT), (mine * how.width, how.dtype, how.op))] if mine else []
 
     def all_gather(self, counts: Sequence[int], itemsize: int) -> list[LibraryCall]:
-        """One call; where blocks are unequal, a broadcast from each member."""
+        """One call; for unequal blocks, a broadcast from each member."""
         mine = counts[self._me]
         if counts.count(mine) < self._members:
             blocks = enumerate(parts(0, counts, itemsize))
@@ -160,7 +161,7 @@ class Calls:
         return [LibraryCall("all_gather", (INPUT, OUTPUT), (mine * itemsize, self._raw))] if mine else []
 
     def broadcast(self, nbytes: int, root: int, begin: int = 0) -> list[LibraryCall]:
-        """One call; to an output that begins so many bytes behind its array."""
+        """One call; the output begins `begin` bytes after its array."""
         into = At(1, begin)
         places = INPUT if root == self._me else into, into
         return [LibraryCall("broadcast", places, (nbytes, self._raw, root))] if nbytes else []
@@ -180,7 +181,9 @@ class Calls:
         return self.exchange(parts(0, counts, itemsize), parts(0, recv_counts, itemsize))
 
     def exchange(self, sends: Sequence[Part], recvs: Sequence[Part]) -> list[LibraryCall]:
-        """A part of the input to each member, and one of the output from each; to oneself the library copies."""
+        """Send a part of the input to each member, and receive a part of the output from each; the library copies the member's
+        own.
+        """
         calls = []
         for peer, ((src, out), (dst, nbytes)) in enumerate(zip(sends, recvs, strict=True)):
             if out:
@@ -190,7 +193,7 @@ class Calls:
         return calls
 
     def _one(self, member: int, nbytes: int) -> list[Part]:
-        """A part for one member alone."""
+        """A list of parts that is empty for all members but one."""
         found = [_NOTHING] * self._members
         found[member] = 0, nbytes
         return found

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: CUDA by CuPy's low-level modules, NCCL by nccl4py's."""
+"""NVIDIA GPUs: CUDA through CuPy's low-level modules, NCCL through nccl4py's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_DEVICE = 100
 
 
 class CudaBackend(GpuBackend):
-    """Ranks whose arrays lie in an NVIDIA GPU's memory."""
+    """Ranks with arrays in the memory of an NVIDIA GPU."""
 
     kind = "cuda"
 
@@ -33,9 +33,9 @@ class CudaBackend(GpuBackend):
         count = ctypes.c_int()
         code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
         if code == _NO_DEVICE or (not code and not count.value):
-            return "no NVIDIA GPU is visible", "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+            return "no NVIDIA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
         if code:
-            return f"the driver answers with error {code}", "look at nvidia-smi; a reboot may be needed after an update"
+            return f"the driver returns error {code}", "check nvidia-smi; a reboot may be needed after an update"
         return None
 
     def runtime(self) -> CudaRuntime:

@@ -1,6 +1,6 @@
-"""NCCL by nccl4py's low-level module: compiled, it takes plain integers, and lets the interpreter lock go.
+"""NCCL through nccl4py's low-level module: it is compiled, takes plain integers, and releases the interpreter lock.
 
-CuPy's module has no operations with a factor; ctypes takes longer for a call.
+CuPy's module does not support operations with a factor; ctypes takes longer per call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPS = {
 
 
 def _checked(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What nccl4py's function gives; `call` is its name in NCCL's manual."""
+    """Call a function of nccl4py and return its result; `call` is its name in NCCL's manual."""
     try:
         return function(*arguments)
     except nccl.NCCLError as error:
@@ -50,7 +50,7 @@ def _checked(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _words(code: int) -> str:
-    """A result code in NCCL's words, if nccl4py has them."""
+    """Text of a result code, if nccl4py provides it."""
     try:
         name = nccl.Result(code).name
     except ValueError:
@@ -59,7 +59,7 @@ def _words(code: int) -> str:
 
 
 def _code(function: Callable[..., None], *arguments: Any) -> int:
-    """NCCL's result code of a call that gives nothing else."""
+    """NCCL's result code of a call that returns nothing else."""
     try:
         function(*arguments)
     except nccl.NCCLError as error:
@@ -70,7 +70,7 @@ def _code(function: Callable[..., None], *arguments: Any) -> int:
 
 
 def _coded(function: Callable[..., None]) -> Any:
-    """A method that is nccl4py's function and gives NCCL's result code."""
+    """A method that calls nccl4py's function and returns NCCL's result code."""
 
     def method(*arguments: int) -> int:
         return _code(function, *arguments)
@@ -79,7 +79,7 @@ def _coded(function: Callable[..., None]) -> Any:
 
 
 def _enqueuing(function: Callable[..., None]) -> Any:
-    """The same, of a communicator and a stream, which are the last two arguments."""
+    """Like `_coded`, for functions whose last two arguments are a communicator and a stream."""
 
     def method(self: NcclLibrary, *arguments: int) -> int:
         return _code(function, *arguments[:-2], self._comms[arguments[-2]], arguments[-1])
@@ -88,7 +88,7 @@ def _enqueuing(function: Callable[..., None]) -> Any:
 
 
 class NcclLibrary(Library):
-    """NCCL on a GPU of one architecture, `sm_90`."""
+    """NCCL on a GPU of one architecture, such as `sm_90`."""
 
     name = "NCCL"
     least_version = 21800
@@ -120,7 +120,7 @@ class NcclLibrary(Library):
 
     def unique_id(self) -> bytes:
         """See `Library.unique_id`."""
-        made = _checked("ncclGetUniqueId", nccl.get_unique_id)  # owns what `ptr` is the address of
+        made = _checked("ncclGetUniqueId", nccl.get_unique_id)  # owns the memory at `ptr`
         return ctypes.string_at(made.ptr, _UNIQUE_ID_BYTES)
 
     def join(self, unique_id: bytes, members: int, me: int) -> int:

@@ -1,4 +1,4 @@
-"""CUDA's calls, by CuPy's low-level modules."""
+"""CUDA's functions, through CuPy's low-level modules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from xvcomm.jit.compile import brief, compiling
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 1 | 2
 _MAP_FOR_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
-_HIGHEST = -1000  # the driver takes the highest there is
+_HIGHEST = -1000  # the driver clamps it to the highest priority
 _DEFAULT_STREAMS = (0, runtime.streamLegacy)
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor, -Minor
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def _relaxed(exchange: int, mode: int, function: int, argument: int) -> int:
-    """What a function gives, called with the thread's capture mode relaxed; by the addresses of everything."""
+    """Call a function while the thread's capture mode is relaxed; all arguments are addresses."""
     store(mode, _RELAXED)
     call_11(exchange, mode, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     code: int = call_11(function, argument, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -46,19 +46,19 @@ def _failure(call: str, error: Exception) -> VendorError:
 
 
 def _bound(call: str, function: Callable[..., Any], *last: Any) -> Any:
-    """A method that is CuPy's function, told by its name in CUDA's manual; `last` are arguments that never change."""
+    """A method that calls CuPy's function, named as in CUDA's manual; `last` are constant arguments."""
 
     def method(*args: Any) -> Any:
         try:
             return function(*args, *last)
-        except (RuntimeError, AssertionError) as error:  # the second: a library that CuPy did not find
+        except (RuntimeError, AssertionError) as error:  # AssertionError: CuPy did not find a library
             raise _failure(call, error) from error
 
     return staticmethod(method)
 
 
 class CudaRuntime(Runtime):
-    """See `Runtime`. A thread that has used no device yet has none, -1: giving it device 0 would make a context there."""
+    """See `Runtime`. The current device of a thread that has used none is -1: device 0 would create a context there."""
 
     kind = "cuda"
     invalid_streams = frozenset()
@@ -66,8 +66,9 @@ class CudaRuntime(Runtime):
     def __init__(self) -> None:
         self._contexts: dict[int, int] = {}
         self._devices = {0: -1}
-        driver = ctypes.PyDLL("libcuda.so.1")  # too short calls to let the interpreter lock go
-        self._close = ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle  # CuPy's holds the lock while it waits
+        driver = ctypes.PyDLL("libcuda.so.1")  # the calls are too short to release the interpreter lock
+        # CuPy's function holds the interpreter lock while it waits
+        self._close = ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle
         self._mode = ctypes.c_int64()
         self._query = (
             _address(driver.cuThreadExchangeStreamCaptureMode),
@@ -111,11 +112,13 @@ class CudaRuntime(Runtime):
         return self._device() if index is None else index
 
     def use(self, index: int) -> None:
-        """See `Runtime.use`; by the driver's context, so that none is made that was not there."""
+        """See `Runtime.use`; uses the driver's contexts, so that no additional one is created."""
         self._enter(0 if index < 0 else self._contexts.get(index) or self._primary(index))
 
     def _primary(self, index: int) -> int:
-        """A device's context, found on a thread of its own, because the runtime remembers what a thread has asked for."""
+        """A device's primary context, determined on another thread, because the runtime remembers which device a thread has
+        used.
+        """
 
         def find() -> int:
             runtime.setDevice(index)
@@ -131,13 +134,13 @@ class CudaRuntime(Runtime):
         return context
 
     def addresses(self) -> Addresses:
-        """See `Runtime.addresses`; what is current is a context."""
+        """See `Runtime.addresses`; the current object is a context."""
         names = "cuStreamIsCapturing", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent"
         library = ctypes.CDLL("libcuda.so.1")
         return Addresses(*(_address(getattr(library, name)) for name in names))
 
     def recorded(self, event: int, stream: int) -> None:
-        """See `Runtime.recorded`; CUDA need not know."""
+        """See `Runtime.recorded`; CUDA does not need it."""
 
     def failure(self, code: int) -> VendorError:
         """See `Runtime.failure`."""
@@ -173,7 +176,7 @@ class CudaRuntime(Runtime):
         return int(found.device) if on_device else None
 
     def capture(self, stream: int) -> int:
-        """See `Runtime.capture`; asking the legacy default stream would end a capture that goes on elsewhere."""
+        """See `Runtime.capture`; the legacy default stream is not asked, because that would end a capture elsewhere."""
         return self._capture_number(stream) if stream not in _DEFAULT_STREAMS and self._capturing(stream) else 0
 
     def _capture_number(self, stream: int) -> int:
@@ -182,7 +185,7 @@ class CudaRuntime(Runtime):
         return number.value
 
     def reached(self, event: int) -> bool:
-        """See `Runtime.reached`; while another thread captures a graph, only a relaxed thread may ask."""
+        """See `Runtime.reached`; while another thread captures a graph, only a thread in relaxed mode may query events."""
         code = _ask(*self._query, event)
         if code not in (SUCCESS, _NOT_READY):
             raise _failure("cuEventQuery", driver.CUDADriverError(code))
@@ -197,9 +200,9 @@ class CudaRuntime(Runtime):
         self._set(address, 0, nbytes, stream)
 
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
-        """See `Runtime.compile`; for a GPU newer than the compiler, PTX that the driver finishes.
+        """See `Runtime.compile`; for a GPU newer than the compiler, PTX that the driver compiles.
 
-        Products are not fused into sums, so that results are the host's to the bit.
+        Multiplications and additions are not fused, so that results are bitwise equal to the host's.
         """
         program = 0
         try:
@@ -224,7 +227,8 @@ class CudaRuntime(Runtime):
     def function(self, module: int, name: str) -> int:
         """See `Runtime.function`."""
         found = self._function(module, name)
-        if self._finish_loading is not None:  # else CUDA does it at the first launch, and waits for running kernels
+        # otherwise CUDA loads the kernel at its first launch, and waits for running kernels
+        if self._finish_loading is not None:
             self._finish_loading(ctypes.c_void_p(found))
         return int(found)
 

@@ -1,6 +1,6 @@
-"""GPUs as devices: one implementation for CUDA and HIP, over a table of the calls that they have in common.
+"""GPUs as devices: one implementation for CUDA and HIP, over a table of their common functions.
 
-Not here: the vendors' names for these calls (`cuda`, `rocm`), NCCL and RCCL (`ccl`).
+Not here: the vendors' names of these functions (`cuda`, `rocm`), NCCL and RCCL (`ccl`).
 Only `ccl`, `cuda` and `rocm` import it.
-Begin with `device`.
+Start reading at `device`.
 """

@@ -1,4 +1,4 @@
-"""GPUs as devices: one implementation for CUDA and ROCm, over the table of calls that they have in common."""
+"""GPUs as devices: one implementation for CUDA and ROCm, over the table of their common functions."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class _Adopted(threading.local):
 
 
 class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, SupportsPeerMemory):
-    """One GPU of this process. Any thread; each stream by one thread at a time.
+    """One GPU of this process. Thread-safe; each stream may be used by one thread at a time.
 
     Attributes:
-        runtime: the vendor's calls.
-        index: number of the device.
+        runtime: the vendor's functions.
+        index: index of the device.
     """
 
     def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
@@ -61,7 +61,7 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         self._peers = reached(runtime, index, bool(config.peer_memory))
         self._shared = PeerPool(runtime)
         before = runtime.current()
-        runtime.use(index)  # starts it, which takes long
+        runtime.use(index)  # initializes the device, which takes long
         runtime.use(before)
 
     @on_device
@@ -84,7 +84,7 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         return tuple(self._engine.stream() for _ in range(count))
 
     def adopt(self, handle: int | None, *addresses: int) -> GpuStream:
-        """See `Device.adopt`; each thread has a GpuStream of its own for a handle."""
+        """See `Device.adopt`; each thread has its own GpuStream for a handle."""
         stream = self._adopted.streams.get(handle or _DEFAULT_STREAM) or self._verified(handle or _DEFAULT_STREAM)
         stream.enqueued()
         if addresses:
@@ -103,15 +103,15 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         runtime, name = self.runtime, f"{self.runtime.kind} device {self.index}"
         if handle < 0 or handle in runtime.invalid_streams or handle in _NO_POINTERS:
             raise ArgumentError(
-                f"stream {handle} is no stream of {name}; pass what the framework's current-stream function gives"
+                f"stream {handle} is not a stream of {name}; pass the result of the framework's current-stream function"
             )
         stream = GpuStream(self._engine, handle, owned=False)
         try:
-            stream.record_event()  # no event of this device can be recorded on a stream of another one
+            stream.record_event()  # an event of this device cannot be recorded on a stream of another one
         except ArgumentError as error:
             raise ArgumentError(
-                f"stream {handle:#x} cannot be used on {name}, which this rank has: {error}; make {name} the current one "
-                "before the stream is made, or set XVCOMM_DEVICE_INDEX"
+                f"stream {handle:#x} cannot be used on {name}, which this rank has: {error}; make {name} the current device "
+                "before the stream is created, or set XVCOMM_DEVICE_INDEX"
             ) from error
         self._adopted.streams[handle] = stream
         return stream
@@ -120,11 +120,11 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         kind, index = self.runtime.kind, self.index
         if place is None:
             return ArrayError(
-                f"the array at {address:#x} is not in the memory of {kind} device {index}: it was freed, or never lay on a "
-                "GPU; keep arrays alive until the operation is over"
+                f"the array at {address:#x} is not in the memory of {kind} device {index}: it was freed, or is not on a "
+                "GPU; keep arrays alive until the operation is complete"
             )
         return ArrayError(
-            f"the array at {address:#x} lies on {kind} device {place} but this rank's device is {kind} device {index}; "
+            f"the array at {address:#x} is on {kind} device {place} but this rank's device is {kind} device {index}; "
             f"move the array, or set XVCOMM_DEVICE_INDEX={place}"
         )
 
@@ -215,13 +215,15 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
 
 
 def choose(config: Config, count: int, current: int) -> int:
-    """Which of `count` devices a rank takes: the one asked for, the thread's, or by its number on this host.
+    """Select one of `count` devices for a rank: the configured one, else the thread's, else by the local rank.
 
     Args:
-        current: the thread's device. Nobody chooses device 0 by saying so: every thread begins with it.
+        config: settings.
+        count: number of devices.
+        current: the thread's current device. Device 0 does not count as selected, because every thread starts with it.
 
     Raises:
-        ConfigError: there is none of the number asked for.
+        ConfigError: the configured device does not exist.
     """
     if config.device_index is not None:
         if config.device_index >= count:

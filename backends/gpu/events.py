@@ -1,4 +1,4 @@
-"""Order between streams for compiled code: wait for another stream, record an event, let other streams wait for it."""
+"""Ordering between streams in compiled code: wait for another stream, record an event, make other streams wait for it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from xvcomm.jit.ccall import call_11, let_go, take_back
 from xvcomm.jit.compile import compiling, native
 
 ELSEWHERE = -3
-"""Beside the vendors' codes, which are not negative: another device is the thread's current one."""
+"""Result besides the vendors' codes, which are not negative: another device is current on the thread."""
 
 
 class Word(enum.IntEnum):
     """Words of one stream's events."""
 
-    ASK = 0  # these four: the vendor's functions, see `Addresses`
+    ASK = 0  # the first four: the vendor's functions, see `Addresses`
     RECORD = 1
     WAIT = 2
     WHERE = 3
-    HERE = 4  # what must be current
+    HERE = 4  # the value that must be current
     FORK = 5  # the event that the stream waits for before it begins
     ANSWER = 6
     STATUS = 7
@@ -37,7 +37,9 @@ _ASK, _RECORD, _WAIT, _WHERE, _HERE, _FORK, _ANSWER, _STATUS = (8 * int(w) for w
 
 @register_jitable
 def _elsewhere(words: int) -> bool:
-    """Whether default streams' handles mean another device's; asked with the interpreter lock, which guards the answer."""
+    """Whether handles of default streams refer to another device; called with the interpreter lock, which protects the answer's
+    word.
+    """
     answer = words + _ANSWER
     store(answer, 0)
     code = call_11(load(words + _WHERE), answer, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -96,16 +98,17 @@ with compiling():
 
 
 class StreamEvents:
-    """Events on one stream, for compiled code. Made where the device is the thread's current one.
+    """Events on one stream, for compiled code. Created while the device is current on the thread.
 
     Args:
-        index: number of the device.
+        runtime: the vendor's functions.
+        index: index of the device.
         stream: the stream's handle.
         place: see `Kernels.place`.
-        at_once: how many events to make where there is none.
+        at_once: number of events to create when the pool is empty.
 
     Attributes:
-        address: what BRANCH, RECORD and FOLLOW take.
+        address: argument of BRANCH, RECORD and FOLLOW.
     """
 
     def __init__(self, runtime: Runtime, index: int, stream: int, place: tuple[int, int], at_once: int) -> None:
@@ -118,7 +121,7 @@ class StreamEvents:
         self.address = ctypes.addressof(self._words)
 
     def take(self) -> Event:
-        """An event for compiled code to record on the stream."""
+        """An event that compiled code will record on the stream."""
         return self._events.take() if self._events.free else self._take_another()
 
     @on_device

@@ -1,4 +1,4 @@
-"""What every entry into the GPU code does: its device is the thread's for so long, and the vendor's errors become ours."""
+"""Wraps entry points of the GPU code: makes the device current meanwhile, and converts the vendor's errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from xvcomm.errors import ArgumentError, BackendUnavailable, ResourceError, Xvco
 OUT_OF_MEMORY = 2
 CAPTURE_ERRORS = range(900, 910)
 _ARGUMENT_ERRORS = (1, 17, 400, 709)  # invalid value, device pointer and handle; a context that was destroyed
-_MISSING = (-1, 34, 35, 36, 500)  # a library or a function that is not there, or too old for the other
+_MISSING = (-1, 34, 35, 36, 500)  # a library or function that is missing, or too old
 
 
 class OnDevice(Protocol):
-    """What belongs to one device.
+    """An object that belongs to one device.
 
     Attributes:
-        runtime: the vendor's calls.
-        index: number of the device.
+        runtime: the vendor's functions.
+        index: index of the device.
     """
 
     runtime: Runtime
@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 def on_device(
     method: Callable[Concatenate[_Self, _Arguments], _Result],
 ) -> Callable[Concatenate[_Self, _Arguments], _Result]:
-    """Let a method run with its device as the thread's current one; what was current before is so afterwards."""
+    """Decorator: run a method with its device as the thread's current one, and restore the previous one afterwards."""
 
     @wraps(method)
     def entered(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -56,14 +56,18 @@ def on_device(
 
 
 def told(error: VendorError, kind: str, index: int) -> XvcommError:
-    """A vendor's error as the user gets it."""
+    """Convert a vendor's error to the one for the user."""
     text = f"{kind} device {index}: {error}"
     if error.code == OUT_OF_MEMORY:
-        return ResourceError(f"{text}; free memory of the framework, or use smaller arrays")
+        return ResourceError(f"{text}; free memory in the framework, or use smaller arrays")
     if error.code in CAPTURE_ERRORS:
-        return ArgumentError(f"{text}; it cannot be captured in a graph: call it once before, and again outside")
+        return ArgumentError(
+            f"{text}; it cannot be captured in a graph: call it once before the capture, and outside of it"
+        )
     if error.code in _ARGUMENT_ERRORS:
-        return ArgumentError(f"{text}; an array or a stream is not this device's, or is gone")
+        return ArgumentError(f"{text}; an array or a stream belongs to another device, or was freed")
     if error.code in _MISSING:
         return BackendUnavailable(f"{text}; install a newer driver and runtime (`xvcomm doctor`)")
-    return ResourceError(f"{text}; an earlier kernel of this process may have failed, and the device serves no more")
+    return ResourceError(
+        f"{text}; an earlier kernel of this process may have failed, after which the device is unusable"
+    )

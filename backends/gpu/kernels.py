@@ -1,6 +1,6 @@
-"""The movers of one GPU: what a launch needs is packed here, compiled at first use, and kept on disk.
+"""The movers of one GPU: packing of launch arguments, compilation on first use, disk cache.
 
-`mover.cu` holds the kernels; the layouts below mirror its structs, whose sizes it checks.
+`mover.cu` contains the kernels; the layouts below mirror its structs, whose sizes it checks.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from xvcomm.memory.ring import MAX_LANES, Message
 from xvcomm.types.dtype import DTYPES, UINT8, DType, ReduceOp
 
 STATE_BYTES = 128 + 16 * MAX_LANES
-"""Device memory that one ring end needs, zeroed before its first transfer and aligned to 128 bytes."""
+"""Device memory per ring end, zeroed before its first transfer and aligned to 128 bytes."""
 
 ROWS = 32
-"""Most transfers of one launch."""
+"""Maximum number of transfers per launch."""
 
 TERMS = 256
-"""Most operands of one reduction."""
+"""Maximum number of operands of a reduction."""
 
 THREADS = 512
 WARPS = 15
-"""Warps of a block that copy; one more watches. Where warps are wider there are fewer, and all of them copy."""
+"""Warps of a block that copy; another one watches the abort word. With wider warps there are fewer, and all of them copy."""
 
 HOST_PUT_WARPS = 2
-"""Of these, how many write a large message to host memory: they keep PCIe full, more would hold up those that read."""
+"""Number of these that write a large message to host memory: they saturate PCIe, and more would delay reads."""
 
 MOST_BLOCKS = 64
 """Blocks of one launch of movers: all must run at the same time, beside the native library's and the user's kernels."""
@@ -51,12 +51,12 @@ LOCAL_BLOCKS = 512
 NAMES = ("xv::move", "xv::reduce", "xv::scale")
 _ROW = struct.Struct("=4Q6q12I")
 _ROW_BYTES, _DATA, _TAG = _ROW.size, 24, 64
-"""For compiled code: how long a row is, and where array and tag lie in it."""
+"""For compiled code: bytes per row, and offsets of array and tag in it."""
 
 _TERMS = struct.Struct("=Q5q")
 _SCALE = struct.Struct("=2Qqd3q")
 REDUCE_PLACES, SCALE_PLACES = (_TERMS.size, _TERMS.size + 8, 24), (8, 40)
-"""For compiled code: where input, and the number of elements that lie before the first aligned one, lie in these two."""
+"""For compiled code: offsets of the input, and of the number of elements before the first aligned one."""
 
 _ALIGN = 16
 _LOG_LINES = 12
@@ -65,14 +65,14 @@ _LOG_LINES = 12
 class Word(enum.IntEnum):
     """Words of a prepared launch."""
 
-    ASK = 0  # these three: the vendor's functions, see `Runtime.addresses`
+    ASK = 0  # the first three: the vendor's functions, see `Runtime.addresses`
     LAUNCH = 1
     RECORD = 2
     KERNEL = 3
     BLOCKS = 4
     ROW = 5  # address of the first row
     PARAMS = 6  # address of the launch's parameters
-    STATUS = 7  # whether the stream is capturing
+    STATUS = 7  # whether the stream is being captured
 
 
 _ASK, _LAUNCH, _RECORD, _KERNEL, _BLOCKS, _ROW_AT, _PARAMS, _STATUS = (8 * int(w) for w in Word)
@@ -83,14 +83,14 @@ DEFAULT_STREAMS = (0, 1)
 
 
 class Transfer(NamedTuple):
-    """One message through one ring end, as a kernel needs it; addresses are the device's.
+    """One message through one ring end, as a kernel needs it; addresses are those of the device.
 
     Attributes:
         ring: the ring's memory.
-        slots: memory of its slots, if that is a GPU's; 0 if they lie behind the ledger.
+        slots: memory of its slots if they are in a GPU; 0 if they follow the ledger.
         state: STATE_BYTES of this end.
         geometry: as in `RingEnd.geometry`.
-        producer: whether this end fills the ring.
+        producer: whether this end is the producer.
         data: the array.
         message: what both ends say of it.
         peer: the rank at the other end, for the abort word of a mismatch.
@@ -112,9 +112,9 @@ class Transfer(NamedTuple):
 
 @register_jitable
 def is_capturing(ask: int, status: int, stream: int) -> int:
-    """0 or CAPTURING, or the code of the vendor's function `ask`, which answers at `status`."""
+    """0 or CAPTURING, or the error code of the vendor's function `ask`, which writes its answer to `status`."""
     store(status, 0)
-    if stream in DEFAULT_STREAMS:  # whose question would end a capture that goes on elsewhere
+    if stream in DEFAULT_STREAMS:  # asking these would end a capture elsewhere
         return 0
     code = call_11(ask, stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     return CAPTURING if load(status) != 0 else code
@@ -122,13 +122,13 @@ def is_capturing(ask: int, status: int, stream: int) -> int:
 
 @register_jitable
 def asked_capturing(words: int, stream: int) -> int:
-    """The same for what is `Prepared`."""
+    """Like `is_capturing`, for a `Prepared` launch."""
     return is_capturing(load(words + _ASK), words + _STATUS, stream)
 
 
 @register_jitable
 def fill(words: int, number: int, data: int, tag: int) -> None:
-    """Say which array one of a `Prepared` launch's transfers moves, and its tag."""
+    """Set array and tag of one of a `Prepared` launch's transfers."""
     row = load(words + _ROW_AT) + number * _ROW_BYTES
     store(row + _DATA, data)
     store(row + _TAG, tag)
@@ -136,7 +136,7 @@ def fill(words: int, number: int, data: int, tag: int) -> None:
 
 @register_jitable
 def launched(words: int, stream: int) -> int:
-    """Launch what is `Prepared` and filled in; gives what the vendor's function does."""
+    """Launch a `Prepared` launch whose arrays are filled in; returns the vendor's code."""
     blocks, params = load(words + _BLOCKS), load(words + _PARAMS)
     return call_11(load(words + _LAUNCH), load(words + _KERNEL), blocks, 1, 1, THREADS, 1, 1, 0, stream, params, 0)
 
@@ -149,9 +149,11 @@ def recorded(words: int, stream: int, event: int) -> int:
 
 @register_jitable
 def first_aligned(count: int, itemsize: int, dst: int, skew: int) -> int:
-    """How many of `count` elements lie before the first that begins an aligned word in all operands; all, if none does.
+    """Number of the `count` elements before the first that is aligned to a word in all operands; `count` if there is none.
 
     Args:
+        count, itemsize: of the elements.
+        dst: address of the output.
         skew: the bits in which the operands' addresses differ.
     """
     gap = -dst & (_ALIGN - 1)
@@ -162,15 +164,15 @@ def first_aligned(count: int, itemsize: int, dst: int, skew: int) -> int:
 
 @register_jitable
 def arguments_of(words: int) -> int:
-    """Address of what a `Prepared` launch's kernel takes."""
+    """Address of the kernel argument of a `Prepared` launch."""
     return load(words + _ROW_AT)
 
 
 def _start(words: int, data: int, tag: int, stream: int, event: int) -> int:
-    """Launch a single `Prepared` transfer, unless the stream is capturing, with the interpreter lock let go.
+    """Launch a single `Prepared` transfer without the interpreter lock, unless the stream is being captured.
 
     Returns:
-        0, CAPTURING, or what one of the vendor's functions gave.
+        0, CAPTURING, or an error code of the vendor.
     """
     thread = let_go()
     code = asked_capturing(words, stream)
@@ -188,10 +190,10 @@ with compiling():
 
 
 class Prepared:
-    """A launch of fixed shape, of transfers through one ring end each or of a local kernel: only arrays and tags differ.
+    """A launch of fixed shape, of transfers through one ring end each or of a local kernel: only arrays and tags vary.
 
     Attributes:
-        address: what `start` takes, of a single transfer.
+        address: argument of `start`, for a single transfer.
         blocks: of its launch.
     """
 
@@ -205,13 +207,13 @@ class Prepared:
 
 
 class Kernels:
-    """The movers of one device. Any thread; the device must be the calling thread's, see `Runtime.use`."""
+    """The movers of one device. Thread-safe; the device must be current on the calling thread, see `Runtime.use`."""
 
     def __init__(self, runtime: Runtime, index: int, cache: KernelCache) -> None:
-        """Load the kernels, all of them: loading one later would wait for those that run, and they may wait for it.
+        """Load all kernels. Loading one later would wait for running kernels, which may wait for it.
 
         Raises:
-            BackendUnavailable: they do not compile.
+            BackendUnavailable: they cannot be compiled.
         """
         self._runtime = runtime
         self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), ImageCache(cache))
@@ -220,7 +222,9 @@ class Kernels:
         self._calls, self._where = addresses[:3], addresses.current
 
     def place(self) -> tuple[int, int]:
-        """The vendor's function that says what is current on a thread, and what that is on this one; both are words."""
+        """The vendor's function that returns the current device or context of a thread, and its value on this thread; both as
+        words.
+        """
         here = ctypes.c_int64()
         code = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._where)(ctypes.addressof(here))
         if code:
@@ -228,33 +232,34 @@ class Kernels:
         return self._where, here.value
 
     def prepare(self, transfers: Sequence[Transfer], most: int) -> Prepared:
-        """What `move` would launch, for compiled code; `start` takes a single one."""
+        """The launch of `move`, for compiled code; `start` accepts a single transfer."""
         arguments = _Arguments()
         return Prepared(arguments, self._move, _pack(arguments.buffer, transfers, most), self._calls)
 
     def prepare_copy(self, nbytes: int) -> Prepared:
-        """What copies so many bytes: a reduction of one operand. The addresses and what is aligned are left out."""
+        """A copy of `nbytes` bytes: a reduction of one operand. Addresses and alignment are filled in later."""
         arguments = _Arguments()
         _TERMS.pack_into(arguments.buffer, 0, 0, nbytes, 1, 0, _code(UINT8.code, ReduceOp.SUM), 0)
         return Prepared(arguments, self._reduce, _blocks(nbytes), self._calls)
 
     def prepare_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int) -> Prepared:
-        """What `reduce` of two operands would launch; the addresses and what is aligned are left out."""
+        """The launch of `reduce` of two operands; addresses and alignment are filled in later."""
         arguments = _Arguments()
         _TERMS.pack_into(arguments.buffer, 0, 0, count, 2, 0, _code(dtype.code, op), divisor)
         return Prepared(arguments, self._reduce, _blocks(count * dtype.itemsize), self._calls)
 
     def prepare_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> Prepared:
-        """What `scale` would launch; the addresses and what is aligned are left out."""
+        """The launch of `scale`; addresses and alignment are filled in later."""
         arguments = _Arguments()
         _SCALE.pack_into(arguments.buffer, 0, 0, 0, count, factor, divisor, 0, dtype.code)
         return Prepared(arguments, self._scale, _blocks(count * dtype.itemsize), self._calls)
 
     def move(self, transfers: Sequence[Transfer], stream: int, most: int = MOST_BLOCKS) -> int:
-        """Start up to ROWS transfers together, at most one of each ring end; by `most` blocks if that is one for each.
+        """Start up to ROWS transfers together, at most one per ring end, with at most `most` blocks but at least one per
+        transfer.
 
         Returns:
-            How many blocks it took.
+            The number of blocks.
         """
         assert 0 < len(transfers) <= ROWS
         arguments = self._arguments(len(transfers) * _ROW.size)
@@ -287,9 +292,9 @@ class Kernels:
             self._runtime.launch(function, _blocks(count * dtype.itemsize), THREADS, params, stream)
 
     def _arguments(self, nbytes: int) -> _Arguments:
-        """This thread's memory for arguments, of which so many bytes will be written.
+        """This thread's memory for arguments, of which `nbytes` bytes will be written.
 
-        The others are cleared: whoever looks for addresses that no kernel may read finds none of an earlier launch.
+        The rest is cleared, so that a search for addresses that no kernel may read finds none of an earlier launch.
         """
         try:
             found: _Arguments = self._local.arguments
@@ -300,7 +305,7 @@ class Kernels:
 
 
 def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], most: int) -> int:
-    """Write the rows of a launch, and give its blocks: `most` of them, shared by the transfers, or one for each."""
+    """Write the rows of a launch, and return its number of blocks: `most`, shared by the transfers, or one per transfer."""
     share = most // len(transfers) or 1
     block = 0
     for number, transfer in enumerate(transfers):
@@ -320,17 +325,17 @@ def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], mo
 
 
 def _blocks(nbytes: int) -> int:
-    """Of a local kernel: 16 bytes a thread, spread over the device."""
+    """Blocks of a local kernel: 16 bytes per thread, spread over the device."""
     return min(LOCAL_BLOCKS, 1 + nbytes // (_ALIGN * THREADS))
 
 
 def _code(dtype: int, op: int) -> int:
-    """As `code_of` in the kernels' source."""
+    """Same as `code_of` in the kernels' source."""
     return dtype * 16 + op
 
 
 def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
-    """The kernels' handles: loaded from disk, or compiled."""
+    """Handles of the kernels: loaded from disk, or compiled."""
     try:
         image, lowered = images.obtain(runtime, architecture)
         module = runtime.load(image)
@@ -338,25 +343,25 @@ def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
     except VendorError as error:
         log = "\n".join(str(error).splitlines()[:_LOG_LINES])
         raise BackendUnavailable(
-            f"the kernels cannot be made for {architecture}: {log}\n"
+            f"the kernels cannot be compiled for {architecture}: {log}\n"
             f"update the {runtime.kind} toolkit and driver to matching versions, or use XVCOMM_DEVICE=host"
         ) from error
 
 
 class ImageCache:
-    """Compiled kernels in the cache, a file for each architecture: the lowered names, and the image."""
+    """Compiled kernels in the disk cache, one file per architecture: the lowered names, and the image."""
 
     def __init__(self, kept: KernelCache) -> None:
         self._kept = kept
 
     def obtain(self, runtime: Runtime, architecture: str) -> tuple[bytes, dict[str, str]]:
-        """Image and lowered names of the kernels; compiles them if the cache has them not.
+        """Image and lowered names of the kernels, compiled if the cache does not contain them.
 
         Raises:
-            VendorError: they do not compile.
+            VendorError: they cannot be compiled.
         """
         text = runtime.source + source()
-        # The runtime's own source says how it calls the compiler.
+        # The key includes the runtime's own source, which determines the compiler's options.
         calls = Path(inspect.getfile(type(runtime))).read_text()
         file = hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
         content = self._kept.read(file)
@@ -369,7 +374,7 @@ class ImageCache:
 
 
 class _Arguments:
-    """Memory for one launch's argument, and the array of its address that a launch takes."""
+    """Memory for one launch's argument, and the array of its address that a launch needs."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(max(ROWS * _ROW.size, _TERMS.size + 8 * TERMS, _SCALE.size))
@@ -377,13 +382,13 @@ class _Arguments:
         self.params = ctypes.addressof(self._pointers)
 
     def clear_behind(self, nbytes: int) -> None:
-        """Zero all but the first bytes."""
+        """Zero all but the first `nbytes` bytes."""
         ctypes.memset(ctypes.addressof(self.buffer) + nbytes, 0, len(self.buffer) - nbytes)
 
 
 @lru_cache(maxsize=4096)
 def _cut(nbytes: int, lanes: int, slot_bytes: int, apart: bool) -> tuple[int, int, int]:
-    """How a message is cut: bytes a slot, lanes, bytes a lane; `apart` says where the slots are, see `RingLayout`."""
+    """Division of a message: bytes per slot, lanes, bytes per lane; `apart` tells where the slots are, see `RingLayout`."""
     chunk = ring.chunk_bytes(nbytes, lanes, slot_bytes, ring.LEAST_APART_CHUNK if apart else ring.LEAST_CHUNK)
     used = ring.lanes_used(nbytes, lanes, chunk)
     return chunk, used, ring.part_bytes(nbytes, used)
@@ -391,7 +396,7 @@ def _cut(nbytes: int, lanes: int, slot_bytes: int, apart: bool) -> tuple[int, in
 
 @cache
 def source() -> str:
-    """The kernels' source with the constants it is written for; a runtime's own lines go before it."""
+    """The kernels' source with its constants; a runtime's own lines precede it."""
     sizes = {
         "ROWS": ROWS, "ROW_BYTES": _ROW.size, "STATE_BYTES": STATE_BYTES, "MAX_LANES": MAX_LANES, "TERMS": TERMS,
         "THREADS": THREADS,

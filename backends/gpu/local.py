@@ -1,4 +1,4 @@
-"""Copies, scaling and sums of two within a GPU's memory, of fixed length, launched by compiled code on any addresses."""
+"""Copies, scaling and sums of two arrays in a GPU's memory, with fixed length, launched by compiled code on any addresses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from xvcomm.types.dtype import DType, ReduceOp
 class Word(enum.IntEnum):
     """Words of a launch."""
 
-    PREPARED = 0  # address of its words
-    COUNT = 1  # elements
+    PREPARED = 0  # address of the prepared launch's words
+    COUNT = 1  # number of elements
     ITEMSIZE = 2
-    INPUT = 3  # these three: places in what the kernel takes, whose first word is the output
+    INPUT = 3  # these three: offsets in the kernel argument, whose first word is the output
     HEAD = 4
-    OUTPUT = 5  # of the output once more, where it is read; 0 if it is not
+    OUTPUT = 5  # offset of the output as an operand; 0 if it is not one
 
 
 _PREPARED, _COUNT, _ITEMSIZE, _INPUT, _HEAD, _OUTPUT = (8 * int(w) for w in Word)
@@ -50,14 +50,16 @@ def _launch(words: int, src: int, dst: int, stream: int, _: int) -> int:
 
 with compiling():
     LAUNCH_LOCAL = native("int64(int64, int64, int64, int64, int64)", _launch)
-    """Address of what launches a `LocalCall`: its address, input and output, a stream, a word that means nothing."""
+    """Address of the function that launches a `LocalCall`. Arguments: its address, input and output, a
+    stream, an unused word.
+    """
 
 
 class LocalCall:
-    """A copy, a scaling or a reduction of fixed length, as compiled code launches it.
+    """A copy, a scaling or a reduction of fixed length, launched by compiled code.
 
     Attributes:
-        address: what LAUNCH_LOCAL takes.
+        address: argument of LAUNCH_LOCAL.
     """
 
     __slots__ = ("_prepared", "_words", "address")
@@ -69,7 +71,7 @@ class LocalCall:
 
     @classmethod
     def copy(cls, kernels: Kernels, nbytes: int) -> LocalCall:
-        """Of so many bytes."""
+        """A copy of `nbytes` bytes."""
         first, _, head = REDUCE_PLACES
         return cls(kernels.prepare_copy(nbytes), nbytes, 1, (first, head))
 

@@ -1,8 +1,8 @@
-"""Messages of fixed shapes through one ring end each, launched by compiled code for as long as nothing else changes.
+"""Messages of fixed shapes through one ring end each, launched by compiled code as long as the circumstances do not change.
 
-The way that all transfers go, `GpuStream.transfer`, looks what a launch must wait for and how much room it has. It arms
-what it has launched for the stream that it was on; from then on compiled code launches the next of the kind there.
-Whatever changes the answers disarms it: a transfer of a ring on another stream, or launches that take more or less of the
+The general path, `GpuStream.transfer`, determines what a launch must wait for and how many blocks it may use. It arms the
+messages that it has launched for their stream; from then on compiled code launches the next ones of the same shape there. They
+are disarmed when the answers change: by a transfer of the ring on another stream, or by launches that use more or less of the
 device.
 """
 
@@ -25,13 +25,13 @@ class Word(enum.IntEnum):
     """Words of messages that are launched together."""
 
     PREPARED = 0  # address of the launch's words
-    ROOM = 1  # state of the device's room when it was armed
-    ROOM_NOW = 2  # address of that state
-    WHERE = 3  # the vendor's: what is current on this thread
-    HERE = 4  # what must be
+    ROOM = 1  # version of the device's `Room` when it was armed
+    ROOM_NOW = 2  # address of the current version
+    WHERE = 3  # the vendor's function that returns the current device or context
+    HERE = 4  # the value that it must return
     ANSWER = 5
-    COUNT = 6  # how many messages
-    FIRST = 7  # the words of the ring ends
+    COUNT = 6  # number of messages
+    FIRST = 7  # the words of each ring end
 
 
 class EndWord(enum.IntEnum):
@@ -39,7 +39,7 @@ class EndWord(enum.IntEnum):
 
     COUNTER = 0  # address of `RingEnd.counter`
     ARMED = 1  # address of the handle of the stream that it is armed for
-    EVENT = 2  # recorded after its newest message
+    EVENT = 2  # event recorded after its newest message
 
 
 _PREPARED, _ROOM, _ROOM_NOW, _WHERE, _HERE, _ANSWER, _COUNT, _FIRST = (8 * int(w) for w in Word)
@@ -67,10 +67,10 @@ def _ready(words: int, stream: int, _: int) -> int:
 
 
 def _launch(words: int, items: int, _: int, stream: int, __: int) -> int:
-    """Launch those that are ready; at `items` are the words of each, of which the first are its array and its tag.
+    """Launch messages that are ready; `items` points to the words of each, the first of which are its array and its tag.
 
     Returns:
-        0, or what one of the vendor's functions gave.
+        0, or an error code of the vendor.
     """
     prepared, first, count = load(words + _PREPARED), words + _FIRST, load(words + _COUNT)
     ends = range(first, first + count * _END, _END)
@@ -96,17 +96,17 @@ with compiling():
 
 
 class ArmedMessages:
-    """Messages as compiled code launches them together.
+    """Messages that compiled code launches together.
 
     Args:
-        ends: of each its ring end: the address of `RingEnd.counter`, and that of the handle that it is armed for, or of
+        ends: for each message's ring end: the address of `RingEnd.counter`, and that of the handle that it is armed for, or of
             NOBODY.
-        room: address of a word that changes with the room that launches have.
-        where: address of the vendor's function that says what is current on a thread; see `Runtime.addresses`.
-        here: what it says on the rings' device.
+        room: address of the version of `Room`.
+        where: address of the vendor's function that returns the current device or context of a thread; see `Runtime.addresses`.
+        here: its value for the rings' device.
 
     Attributes:
-        address: what READY and LAUNCH take.
+        address: argument of READY and LAUNCH.
     """
 
     __slots__ = ("_prepared", "_words", "address")
@@ -120,7 +120,7 @@ class ArmedMessages:
         self._prepared: Prepared | None = None
 
     def arm(self, prepared: Prepared, events: Sequence[int], room: int) -> None:
-        """Say how they are to be launched, as long as there is the same room."""
+        """Set the launch to use, as long as the version of `Room` does not change."""
         self._prepared = prepared
         self._words[Word.PREPARED], self._words[Word.ROOM] = prepared.address, room
         for number, event in enumerate(events):

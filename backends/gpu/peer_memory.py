@@ -14,14 +14,16 @@ from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.errors import ResourceError
 
 _SWITCHED_OFF = "XVCOMM_PEER_MEMORY=0"
-_REMEDY = "set XVCOMM_PEER_MEMORY=0 on all ranks, and rings lie in host memory"
+_REMEDY = "set XVCOMM_PEER_MEMORY=0 on all ranks to use rings in host memory"
 
 
 def reached(runtime: Runtime, index: int, wanted: bool) -> PeerMemory:
-    """With whom a device shares memory.
+    """The devices that a device has peer access to.
 
     Args:
-        wanted: whether the user lets it.
+        runtime: the vendor's functions.
+        index: index of the device.
+        wanted: whether the user permits it.
     """
     names = {n: runtime.bus(n) for n in range(runtime.count())}
     others = [n for n in names if n != index and _reaches(runtime, index, n)]
@@ -36,21 +38,21 @@ def reached(runtime: Runtime, index: int, wanted: bool) -> PeerMemory:
 def _reaches(runtime: Runtime, index: int, other: int) -> bool:
     try:
         return runtime.reaches(index, other)
-    except VendorError:  # unknown to this runtime
+    except VendorError:  # the runtime does not know the device
         return False
 
 
 def apart(runtime: Runtime) -> list[tuple[int, int]]:
-    """Pairs of this process's devices that do not reach each other's memory."""
+    """Pairs of this process's devices without peer access."""
     pairs = combinations(range(runtime.count()), 2)
     return [(a, b) for a, b in pairs if not (_reaches(runtime, a, b) and _reaches(runtime, b, a))]
 
 
 class PeerPool:
-    """Exported and imported memory of a device. Any thread whose current device it is.
+    """Exported and imported memory of a device, which must be current on the calling thread. Thread-safe.
 
-    Exported memory is never freed, because freeing could wait for kernels that wait for a peer. It is exported again once
-    no process has imported it.
+    Exported memory is never freed, because freeing could wait for kernels that wait for a peer. It is exported again once no
+    process has it imported.
     """
 
     def __init__(self, runtime: Runtime) -> None:

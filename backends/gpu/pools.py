@@ -1,4 +1,4 @@
-"""What a GPU's code uses again and again, because the vendor's calls to make it and give it back may wait for kernels."""
+"""Pools of GPU resources, because the vendor's calls to allocate and free them may wait for kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GRAIN = 512
 
 
 class Event:
-    """An event on a stream. Its handle goes back to the pool when nobody holds the event any more.
+    """An event on a stream. Its handle returns to the pool when the object is freed.
 
     Attributes:
         handle: the vendor's handle.
@@ -33,14 +33,15 @@ class Event:
 
 
 class EventPool:
-    """Makes events, and uses their handles again. Any thread whose current device is the events'.
+    """Creates events, and reuses their handles. Thread-safe; the events' device must be current on the thread.
 
     Args:
-        stream: handle of the stream on which compiled code will record all of them, if they are for compiled code.
-        at_once: how many handles to make when none is free.
+        runtime: the vendor's functions.
+        stream: handle of the stream on which compiled code will record all of them; None if they are not for compiled code.
+        at_once: number of handles to create when none is free.
 
     Attributes:
-        free: handles that no event has.
+        free: unused handles.
     """
 
     def __init__(self, runtime: Runtime, stream: int | None = None, at_once: int = EVENTS_AT_ONCE) -> None:
@@ -54,7 +55,7 @@ class EventPool:
         return event
 
     def take(self, captured: int = 0) -> Event:
-        """An event that is not recorded yet."""
+        """An event that has not been recorded."""
         try:
             handle = self.free.pop()
         except IndexError:
@@ -70,7 +71,7 @@ class EventPool:
 
 
 class _Block:
-    """Device memory in use; the pool finds it again when its owner is gone."""
+    """Device memory in use; it returns to the pool when the object is freed."""
 
     __slots__ = ("_returned", "address", "nbytes")
 
@@ -82,12 +83,13 @@ class _Block:
 
 
 class Memory:
-    """Device memory. A block is used again when all is done that was enqueued before it came back.
+    """A pool of device memory. A block is reused once all work enqueued before its return is complete.
 
-    Giving it back to the vendor would wait for all kernels, and they may wait for a peer who waits for this rank.
+    Returning it to the vendor would wait for all kernels, which may wait for a peer that waits for this rank.
 
     Args:
-        points: gives events after all work that is on the device's streams now.
+        runtime: the vendor's functions.
+        points: returns events after all work that is on the device's streams now.
     """
 
     def __init__(self, runtime: Runtime, points: Callable[[], Sequence[Event]]) -> None:
@@ -98,7 +100,7 @@ class Memory:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Allocation:
-        """Memory for as long as the allocation's owner lives.
+        """Memory that is valid as long as the allocation's owner lives.
 
         Raises:
             ResourceError: there is not enough.
@@ -115,8 +117,8 @@ class Memory:
         return Allocation(block[1], nbytes, _Block(*block, self._returned))
 
     def _look(self) -> None:
-        """See which blocks came back, and which of those are used by nobody any more."""
-        count = len(self._returned)  # more may come back while the points are made, and lie behind them
+        """Find returned blocks that are no longer in use."""
+        count = len(self._returned)  # blocks returned while the events are recorded are not covered by them
         if count:
             points = self._points()
             self._resting.extend((block, points) for block in self._returned[:count])
@@ -141,6 +143,6 @@ class Memory:
             return self._runtime.allocate(size)
         except VendorError as error:
             raise ResourceError(
-                f"{error}: no {size} bytes of device memory left; free what the framework keeps "
+                f"{error}: no {size} bytes of device memory left; free the framework's cache "
                 "(torch.cuda.empty_cache()), or use smaller arrays"
             ) from error

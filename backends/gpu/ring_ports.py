@@ -1,4 +1,4 @@
-"""Ring ends as a GPU uses them, what streams have on them, and the thread that looks after those nobody waits for."""
+"""Ring ends as a GPU uses them, their operations on streams, and the thread that polls flushed streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAUSE_SECONDS = 0.0005
 _GRACE_SECONDS = 0.5
 
 Shape = tuple[Message, ReduceOp | None, bool]
-"""A message but for its tag, which is 0; what it is reduced by, and whether its elements come first in that."""
+"""A message with tag 0; its reduction; and whether the remote elements are the left operand."""
 
 
 Together = tuple[tuple["Port", Shape], ...]
@@ -31,17 +31,18 @@ Together = tuple[tuple["Port", Shape], ...]
 
 
 class Port:
-    """A ring end as its device uses it. Its transfers follow one another, whichever streams they are on.
+    """A ring end as its device uses it. Its transfers are ordered, whichever streams they are on.
 
     Attributes:
+        end: the ring end.
         ring: address of the ring's memory for the device.
-        state: the device memory in which kernels keep their place.
-        queue, event: which stream the last transfer is on, and the event after it.
-        before: the same of the last transfer that is in no graph, while those two are of one that is.
-        own: the event that compiled code records after the transfers it launches, over and over.
-        prepared: launches that begin with one of its transfers, by what they hold and the most blocks that they may take.
-        armed: the handle of the stream that messages are armed for, or NOBODY; `own` is then what `event` is.
-        messages: what can be armed and begins with one of its messages.
+        state: device memory in which kernels keep their position.
+        queue, event: stream of the last transfer (with its capture), and the event after it.
+        before: the same for the last transfer outside of graphs, if the last one is in a graph.
+        own: the event that compiled code records repeatedly after the transfers that it launches.
+        prepared: launches that begin with one of its transfers, by their shapes and maximum number of blocks.
+        armed: handle of the stream that messages are armed for, or NOBODY; if armed, `event` is `own`.
+        messages: messages for compiled code that begin with one of its messages.
     """
 
     __slots__ = (
@@ -60,31 +61,31 @@ class Port:
         self._closed: tuple[tuple[int, bool], int] | None = None
 
     def finished(self) -> tuple[int, bool]:
-        """See `RingEnd.finished`; what it was, once the end is closed."""
+        """See `RingEnd.finished`; the final value, once the end is closed."""
         return self._closed[0] if self._closed else self.end.finished()
 
     def abort_word(self) -> int:
-        """See `RingEnd.abort_word`; what it was, once the end is closed."""
+        """See `RingEnd.abort_word`; the final value, once the end is closed."""
         return self._closed[1] if self._closed else self.end.abort_word()
 
     def eager(self) -> tuple[tuple[int, int], Event | None]:
-        """`queue` and `event` of the last transfer that is in no graph."""
+        """`queue` and `event` of the last transfer outside of graphs."""
         return self.before if self.event is not None and self.event.captured else (self.queue, self.event)
 
     def stop(self) -> None:
-        """Make a kernel that waits in the ring leave, if nobody else did."""
+        """Make a kernel that waits in the ring return, unless the ring was already stopped."""
         self.end.abort(Reason.ABORTED.word(self.end.peer))
 
     def close(self) -> None:
-        """Remember what is to be known of an end that is closed now."""
+        """Save the final values of an end that is being closed."""
         self._closed = self.end.finished(), self.end.abort_word()
 
 
 class Tail:
-    """All that was on a stream at one moment, to be waited for.
+    """The work that was on a stream at one moment, to be waited for.
 
     Attributes:
-        transfers: ports, each with the number of the message behind the last one that the stream has for it.
+        transfers: ports, each with the number of the message after the last one that the stream has for it.
     """
 
     __slots__ = ("_event", "_runtime", "deadline", "transfers")
@@ -94,13 +95,14 @@ class Tail:
         self.transfers, self.deadline = transfers, deadline
 
     def through(self) -> bool:
-        """Whether all of it is done. Never blocks.
+        """Whether all of it is complete. Never blocks.
 
         Raises:
             RingStopped: a transfer was given up.
             RingStalled: the deadline has passed.
         """
-        reached = self._runtime.reached(self._event.handle)  # first: what is looked at then is final
+        # read first: ports that are checked afterwards have their final state
+        reached = self._runtime.reached(self._event.handle)
         for port, following in self.transfers.items():
             finished, goes_on = port.finished()
             if finished < following and not goes_on:
@@ -113,7 +115,7 @@ class Tail:
 
 
 class Watcher:
-    """Looks after flushed streams and given-up ports: one daemon thread a device, asleep while there are none."""
+    """Polls flushed streams and abandoned ports: one daemon thread per device, asleep while there are none."""
 
     def __init__(self, runtime: Runtime, index: int) -> None:
         self._runtime, self._index = runtime, index
@@ -123,7 +125,7 @@ class Watcher:
         self._thread: Daemon | None = None
 
     def submit(self, tail: Tail) -> Future[None]:
-        """A future that ends when all of it is done, with what `Tail.through` raises."""
+        """A future that completes with the tail; it raises what `Tail.through` raises."""
         future: Future[None] = Future()
         with self._arrived:
             self._tails.append((tail, future))
@@ -131,13 +133,13 @@ class Watcher:
         return future
 
     def doom(self, ports: Collection[Port]) -> None:
-        """Stop the ports' rings, once there was time for somebody to do so who knows why."""
+        """Stop the ports' rings after a while in which others may stop them with a better reason."""
         with self._arrived:
             self._doomed.update(dict.fromkeys(ports, Deadline.after(_GRACE_SECONDS)))
             self._wake()
 
     def spare(self, port: Port) -> None:
-        """Touch a port no more."""
+        """Do not access a port any more."""
         with self._arrived:
             self._doomed.pop(port, None)
 
@@ -163,7 +165,7 @@ class Watcher:
             time.sleep(_PAUSE_SECONDS)
 
     def _end(self, tail: Tail, future: Future[None]) -> bool:
-        """End the future of a tail that is through or has failed; whether it was."""
+        """Complete the future of a tail that is complete or has failed; returns whether it was."""
         try:
             if not tail.through():
                 return False

@@ -1,4 +1,4 @@
-"""How many blocks of movers are on a device's streams: where many wait for peers, all must find room to run."""
+"""Limits the blocks of movers on a device's streams: if many wait for peers, all of them must be able to run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from xvcomm.backends.gpu.kernels import MOST_BLOCKS
 from xvcomm.backends.gpu.ring_ports import Port
 
 AT_ONCE = 128
-"""Blocks of movers on all streams that leave room for further ones; beyond, each launch gets half of what is left."""
+"""While all streams together have fewer blocks of movers than this, launches are not limited; beyond, each gets half of the
+rest.
+"""
 
 
 class Room:
-    """What launches of movers have taken of a device. Any thread.
+    """The blocks that launches of movers occupy on a device. Thread-safe.
 
     Attributes:
-        version: changes with what `left` gives.
+        version: changes with the result of `left`.
     """
 
     def __init__(self) -> None:
         self.version = ctypes.c_int64()
         self._blocks: dict[int, tuple[set[Port], int]] = {}
         self._taken = 0
-        self._counting = threading.RLock()  # a signal handler may close in the middle of it
+        self._counting = threading.RLock()  # reentrant, because a signal handler may close at any point
 
     def left(self, stream: int) -> int:
-        """Blocks that a launch on a stream may take; few different numbers, by which launches are prepared."""
+        """Blocks that a launch on a stream may use; one of few numbers, for which launches are prepared."""
         others = self._others(stream)
         if others > AT_ONCE - MOST_BLOCKS:
             with self._counting:
@@ -40,7 +42,7 @@ class Room:
         return 1 << half.bit_length() - 1
 
     def take(self, stream: int, port: Port, blocks: int) -> None:
-        """Remember the most blocks of a launch on a stream, and one of its ports: compiled code may launch as many again."""
+        """Record the largest launch of a stream, and one of its ports: compiled code may launch as many blocks again."""
         with self._counting:
             ports, most = self._blocks.get(stream) or (set(), 0)
             if most < blocks:
@@ -50,7 +52,7 @@ class Room:
             ports.add(port)
 
     def forget(self, port: Port) -> None:
-        """Nothing of a port is under way any more."""
+        """No transfer of a port is in progress any more."""
         with self._counting:
             for ports, _ in self._blocks.values():
                 ports.discard(port)

@@ -1,4 +1,4 @@
-"""Streams of a GPU: transfers become launches, and the host waits only where a caller asks for it."""
+"""Streams of a GPU: transfers become kernel launches, and the host waits only on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.dtype import ReduceOp
 
 STREAMS = 128
-"""Streams made with a device: to make one later may wait for all kernels that run."""
+"""Streams created with a device: creating one later may wait for all running kernels."""
 
 _LEGACY, _PER_THREAD = 1, 2
 _LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
@@ -34,14 +34,14 @@ _KEPT, _SHAPES = 32, 256
 
 
 class Engine:
-    """What the streams of one device share.
+    """State shared by the streams of one device.
 
     Attributes:
         spin: seconds that the host spins for a stream before it sleeps.
-        idle: handles of the device's own streams that are not in use; those that never were come last.
-        own: handles of all others of them.
-        outside: the newest event on each stream that is somebody else's.
-        room: for launches of movers.
+        idle: handles of the device's own unused streams; those that were never used are last.
+        own: handles of its own streams in use.
+        outside: the newest event on each foreign stream.
+        room: limits launches of movers.
     """
 
     def __init__(self, runtime: Runtime, index: int, kernels: Kernels, spin: float) -> None:
@@ -59,18 +59,18 @@ class Engine:
         self._stranded: list[Port] = []
 
     def stream(self) -> GpuStream:
-        """A stream of the device's own. They are never destroyed, which might wait for what is on them."""
+        """A stream of the device's own. It is never destroyed, which might wait for its work."""
         try:
             handle = self.idle.popleft()
         except IndexError:
             handle = self.runtime.stream()
-            while handle in self.outside:  # known as somebody else's, who destroyed it
+            while handle in self.outside:  # the handle of a foreign stream that was destroyed
                 handle = self.runtime.stream()
         self.own.add(handle)
         return GpuStream(self, handle, owned=True)
 
     def messages(self, parts: Sequence[tuple[RingEnd, Shape]]) -> ArmedMessages | None:
-        """Messages for compiled code, once their rings are pinned; the device is the thread's current one."""
+        """Messages for compiled code, once their rings are pinned; the device is current on the thread."""
         ports = [self._ports.get(end) for end, _ in parts]
         key = tuple((port, shape) for port, (_, shape) in zip(ports, parts, strict=True) if port is not None)
         if len(key) < len(parts) or len(parts) > ROWS:
@@ -83,7 +83,7 @@ class Engine:
         return found
 
     def prepare(self, rows: Sequence[tuple[Port, Transfer]], key: Together, most: int) -> Prepared:
-        """A launch for compiled code, of at most so many blocks; its first port keeps it."""
+        """A launch for compiled code with at most `most` blocks; stored in its first port."""
         kept = key[0][0].prepared
         if len(kept) >= _SHAPES:
             kept.clear()
@@ -100,11 +100,11 @@ class Engine:
                 port.armed.value = stream
 
     def known(self, end: RingEnd) -> Port | None:
-        """The port of a ring end that was used before."""
+        """The port of a ring end that has been used; None otherwise."""
         return self._ports.get(end)
 
     def port(self, end: RingEnd, stream: int, captured: int) -> Port:
-        """The port of a ring end; pins the ring's memory on first use, whose transfer will be on `stream`.
+        """The port of a ring end; pins the ring's memory on first use. Its transfer will be on `stream`.
 
         Raises:
             ArgumentError: the first use is in a graph.
@@ -140,7 +140,7 @@ class Engine:
         self._ports.pop(port.end, None)
         self.room.forget(port)
         self.watcher.spare(port)
-        with contextlib.suppress(XvcommError):  # if the device is gone, so is all that it had pinned
+        with contextlib.suppress(XvcommError):  # if the device has failed, its pinned memory is gone too
             self._unpin(port)
         port.close()
 
@@ -151,27 +151,28 @@ class Engine:
             port.stop()
             if deadline.expired():
                 port.end.stuck = True
-                self._stranded.append(port)  # unmapped but pinned, the memory still serves a kernel that does not leave
+                # unmapped but pinned, the memory remains valid for a kernel that does not return
+                self._stranded.append(port)
                 return
             time.sleep(_MOST_PAUSE)
         self.runtime.unregister(port.end.address)
 
     def _left(self, port: Port) -> bool:
-        """Whether no kernel will touch a port's memory any more; of graphs that are replayed their owner must know."""
+        """Whether no kernel accesses a port's memory any more; for graphs that may be replayed their owner must ensure it."""
         _, event = port.eager()
         if event is None or port.finished() == (port.end.sequence, True):
             return True
         return self.runtime.reached(event.handle)
 
     def _points(self) -> Sequence[Event]:
-        """Events after all work on the streams; of other people's streams, which may be gone, the last one recorded."""
+        """Events after all work on the streams; for foreign streams, which may be gone, the last one recorded."""
         own = [self.events.record(handle, 0) for handle in list(self.own) if not self.runtime.capture(handle)]
         armed = [port.own for port in list(self._ports.values()) if port.armed.value != NOBODY and port.own is not None]
         return [*own, *armed, *(event for event in list(self.outside.values()) if not event.captured)]
 
 
 def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> Transfer:
-    """A transfer as the kernels take it."""
+    """A transfer for the kernels."""
     end = port.end
     return Transfer(
         port.ring, end.slots, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
@@ -179,7 +180,7 @@ def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_fi
 
 
 class GpuStream(Stream):
-    """A vendor's stream, the device's own or somebody else's. One thread at a time."""
+    """A vendor's stream, the device's own or a foreign one. Used by one thread at a time."""
 
     def __init__(self, engine: Engine, handle: int, *, owned: bool) -> None:
         self.runtime, self.index = engine.runtime, engine.index
@@ -191,7 +192,7 @@ class GpuStream(Stream):
         self._empty = owned
         self._transfers: dict[Port, int] = {}
         self._together: list[tuple[Port, Transfer]] | None = None
-        self._captured = 0  # the capture that they are for
+        self._captured = 0  # the capture that they belong to
 
     def __del__(self) -> None:
         if self._owned:
@@ -199,14 +200,14 @@ class GpuStream(Stream):
 
     @property
     def handle(self) -> int:
-        """The vendor's handle, for whoever enqueues something now; it comes behind what was said to start together."""
+        """The vendor's handle, for enqueueing work; it is ordered after transfers that were collected to start together."""
         if self._together:
             self.record_event()
         self.enqueued()
         return self._handle
 
     def enqueued(self) -> None:
-        """Something was put on the stream, or may have been."""
+        """Note that work may have been enqueued on the stream."""
         self._empty, self._newest = False, None
 
     @on_device
@@ -234,7 +235,7 @@ class GpuStream(Stream):
         self.enqueued()
 
     def reached(self, event: object) -> bool:
-        """See `Stream.reached`; what goes into a graph is not on the stream."""
+        """See `Stream.reached`; captured work is not on the stream."""
         event = cast(Event, event)
         try:
             return event.captured != 0 or self.runtime.reached(event.handle)
@@ -254,7 +255,7 @@ class GpuStream(Stream):
             self._together = []
 
     def transfer(self, end: RingEnd, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> None:
-        """Enqueue one message through a ring end; the device is the thread's current one."""
+        """Enqueue one message through a ring end; the device is current on the thread."""
         known = self._engine.known(end)
         if known is not None and self._starts(known, data, message, op, remote_first):
             return
@@ -274,7 +275,7 @@ class GpuStream(Stream):
             self._together.append((port, row))
 
     def _starts(self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> bool:
-        """Have compiled code launch a transfer that follows another one of its port here; whether it could."""
+        """Let compiled code launch a transfer that follows another one of its port on this stream; returns whether it could."""
         if self._together is not None or port.end.replayed or port.event is None or port.queue != self.queue:
             return False
         engine, handle = self._engine, self._handle
@@ -306,7 +307,7 @@ class GpuStream(Stream):
         return own
 
     def _count(self, port: Port) -> None:
-        """Give the transfer its number, and remember to look what became of it."""
+        """Assign the transfer's number, and register it for a later check of its outcome."""
         end = port.end
         if port.end.replayed:
             end.sequence = max(end.sequence, end.finished()[0])
@@ -316,10 +317,10 @@ class GpuStream(Stream):
         self._transfers[port] = end.sequence
 
     def _start(self) -> Event | None:
-        """Launch what is to start together: first every end's first transfer, then every end's second, and so on.
+        """Launch the collected transfers: first the first transfer of every end, then the second, and so on.
 
         Returns:
-            The event after it, if there was anything.
+            The event after them, if there were any.
         """
         rows, self._together = self._together, None
         event = None
@@ -350,23 +351,25 @@ class GpuStream(Stream):
         return event
 
     def _arm(self, rows: Sequence[tuple[Port, Transfer]]) -> None:
-        """Let compiled code launch the next transfers of these shapes, if it is to."""
+        """Let compiled code launch the next transfers of these shapes, if it has prepared messages for them."""
         key = tuple((port, (row.message._replace(tag=0), row.op, row.remote_first)) for port, row in rows)
-        if key not in rows[0][0].messages or any(port.end.replayed for port, _ in rows):  # `_count` knows of graphs
+        # transfers in graphs must go through `_count`
+        if key not in rows[0][0].messages or any(port.end.replayed for port, _ in rows):
             return
         engine, handle = self._engine, self._handle
         most = engine.room.left(handle)
         prepared = key[0][0].prepared.get((key, most)) or engine.prepare(rows, key, most)
         for port, _ in rows:
             port.event = own = self._own_event(port)
-            self.runtime.record(own.handle, handle)  # until compiled code does: others may follow this launch
+            # until compiled code records it; other streams may wait for this launch
+            self.runtime.record(own.handle, handle)
         engine.room.take(handle, rows[-1][0], prepared.blocks)
         engine.arm(key, prepared, handle)
 
     def _follow(self, port: Port, captured: int) -> None:
-        """Let what comes next wait for a port's last transfer, if that is on another stream.
+        """Make the stream wait for a port's last transfer, if that is on another stream.
 
-        In a graph only what is in the same graph can be waited for, and outside only what is in none.
+        In a graph only work of the same graph can be waited for, outside only work outside of graphs.
         """
         if captured:
             port.before = port.eager()
@@ -376,7 +379,7 @@ class GpuStream(Stream):
 
     @on_device
     def synchronize(self) -> None:
-        """See `Stream.synchronize`; the interpreter lock is let go."""
+        """See `Stream.synchronize`; releases the interpreter lock."""
         self._start()
         if self._empty:
             return
@@ -393,7 +396,7 @@ class GpuStream(Stream):
 
     @on_device
     def flush(self) -> Future[None]:
-        """See `Stream.flush`; what goes into a graph is never on the stream."""
+        """See `Stream.flush`; captured work is never on the stream."""
         self._start()
         if self._empty or self.runtime.capture(self._handle):
             future: Future[None] = Future()
@@ -404,7 +407,7 @@ class GpuStream(Stream):
         return future
 
     def discard(self) -> None:
-        """See `Stream.discard`; kernels that wait in their rings leave soon."""
+        """See `Stream.discard`; kernels that wait in the stream's rings return soon."""
         ports = {port for port, _ in self._together or ()}
         ports.update(port for port, following in self._transfers.items() if port.finished()[0] < following)
         self._together = None

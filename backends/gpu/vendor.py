@@ -1,7 +1,7 @@
-"""The calls that CUDA and HIP, NCCL and RCCL have in common: two tables, which each vendor fills in.
+"""The common functions of CUDA and HIP, NCCL and RCCL: two tables that each vendor fills in.
 
-Handles (streams, events, functions, communicators) and addresses are plain integers. Nothing here blocks the host or
-waits for the device unless it says so. Calls act on the calling thread's current device: see `Runtime.use`.
+Handles (streams, events, functions, communicators) and addresses are plain integers. No function blocks the host or waits for
+the device unless its docstring says so. Functions act on the calling thread's current device: see `Runtime.use`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from xvcomm.types.dtype import ReduceOp
 
 SUCCESS = 0
 IN_PROGRESS = 7
-"""Result of a library's call that goes on behind the caller: NCCL's and RCCL's ncclInProgress."""
+"""Result of a library call that continues asynchronously: ncclInProgress of NCCL and RCCL."""
 
 
 class VendorError(Exception):
-    """A vendor's call failed.
+    """A vendor's function failed.
 
     Attributes:
-        call: its name, as the vendor's manual has it.
-        code: what it returned.
-        name: the code's name.
+        call: its name in the vendor's manual.
+        code: its result.
+        name: name of the code.
     """
 
     def __init__(self, call: str, code: int, name: str, text: str) -> None:
@@ -33,20 +33,22 @@ class VendorError(Exception):
 
 
 def unknown_code(error: ValueError) -> int:
-    """The code in `99 is not a valid ncclResult_t`: a package for Python that is older than the library; -1 if there is none."""
+    """The code in `99 is not a valid ncclResult_t`, raised by Python bindings that are older than the library; -1 if there is
+    none.
+    """
     number = str(error).partition(" ")[0]
     return int(number) if number.isdigit() else -1
 
 
 class Addresses(NamedTuple):
-    """Where the vendor's functions lie that compiled code calls.
+    """Addresses of the vendor's functions that compiled code calls.
 
     Attributes:
-        capturing: is a stream capturing.
+        capturing: whether a stream is being captured.
         launch: launch a kernel.
         record: record an event on a stream.
-        wait: let a stream wait for an event.
-        current: what is current on the thread, a word that is written where the only argument says.
+        wait: make a stream wait for an event.
+        current: the thread's current device or context, written to the address in its only argument.
     """
 
     capturing: int
@@ -57,12 +59,12 @@ class Addresses(NamedTuple):
 
 
 class Runtime(ABC):
-    """CUDA's runtime, or HIP's. Every call raises VendorError.
+    """CUDA's runtime, or HIP's. Every method may raise VendorError.
 
     Attributes:
         kind: `cuda` or `rocm`.
-        invalid_streams: handles that are no streams here: DLPack's rules differ between the two.
-        source: lines of C++ that the kernels' source begins with.
+        invalid_streams: handles that are not streams here: DLPack's rules differ between the two.
+        source: lines of C++ that precede the kernels' source.
     """
 
     kind: ClassVar[str]
@@ -75,27 +77,27 @@ class Runtime(ABC):
 
     @abstractmethod
     def current(self) -> int:
-        """The calling thread's device."""
+        """The calling thread's current device."""
 
     @abstractmethod
     def use(self, index: int) -> None:
-        """Make a device the calling thread's."""
+        """Make a device current on the calling thread."""
 
     @abstractmethod
     def architecture(self, index: int) -> str:
-        """`sm_90`, `gfx90a`: what kernels are compiled for."""
+        """Architecture that kernels are compiled for: `sm_90`, `gfx90a`."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int:
-        """Device memory, aligned to 256 bytes. May wait for the device."""
+        """Allocate device memory, aligned to 256 bytes. May wait for the device."""
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Give it back. May wait for the device."""
+        """Free device memory. May wait for the device."""
 
     @abstractmethod
     def shareable(self, nbytes: int) -> int:
-        """The same, of which a peer sees at once what a running kernel writes."""
+        """Allocate memory in which a peer sees writes of a running kernel at once."""
 
     @abstractmethod
     def export(self, address: int) -> bytes:
@@ -107,55 +109,55 @@ class Runtime(ABC):
 
     @abstractmethod
     def close(self, address: int) -> None:
-        """Unmap it. May wait for the device, with the interpreter lock let go."""
+        """Unmap it. May wait for the device, without the interpreter lock."""
 
     @abstractmethod
     def reaches(self, index: int, other: int) -> bool:
-        """Whether kernels of a device can read and write another one's memory."""
+        """Whether kernels of a device can access another device's memory."""
 
     @abstractmethod
     def bus(self, index: int) -> str:
-        """PCI address of a device, by which all processes of the host know it."""
+        """PCI address of a device, which identifies it in all processes of the host."""
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> int:
-        """Pin host memory for all devices and give the address by which the current device sees it. Takes milliseconds."""
+        """Pin host memory for all devices and return its address for the current device. Takes milliseconds."""
 
     @abstractmethod
     def unregister(self, address: int) -> None:
-        """Unpin what was registered at this host address."""
+        """Unpin memory that was registered at this host address."""
 
     @abstractmethod
     def locate(self, address: int) -> int | None:
-        """On which device memory lies; None if it is not device memory, or was freed."""
+        """Index of the device that contains an address; None if it is not device memory, or was freed."""
 
     @abstractmethod
     def stream(self) -> int:
-        """A stream of the highest priority that does not wait for the default stream."""
+        """Create a stream of the highest priority that does not synchronize with the default stream."""
 
     @abstractmethod
     def capture(self, stream: int) -> int:
-        """Number of the capture of a graph that a stream takes part in; 0 if of none."""
+        """Number of the graph capture that a stream takes part in; 0 if it is not being captured."""
 
     @abstractmethod
     def event(self) -> int:
-        """An event without timing."""
+        """Create an event without timing."""
 
     @abstractmethod
     def record(self, event: int, stream: int) -> None:
-        """Record an event after what is on a stream now."""
+        """Record an event on a stream."""
 
     @abstractmethod
     def wait(self, stream: int, event: int) -> None:
-        """Let what comes next on a stream wait for an event."""
+        """Make a stream wait for an event."""
 
     @abstractmethod
     def reached(self, event: int) -> bool:
-        """Whether an event is through."""
+        """Whether the work before an event is complete."""
 
     @abstractmethod
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Copy in any direction. Host memory that is not pinned: may block until the bytes are read."""
+        """Copy in any direction. With pageable host memory it may block until the bytes are read."""
 
     @abstractmethod
     def zero(self, address: int, nbytes: int, stream: int) -> None:
@@ -163,7 +165,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
-        """Compile C++ and give a loadable image and each name expression's lowered name. Takes seconds.
+        """Compile C++ to a loadable image; returns it with each name expression's lowered name. Takes seconds.
 
         Raises:
             VendorError: with the compiler's log.
@@ -171,7 +173,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def load(self, image: bytes) -> int:
-        """Load an image on the current device."""
+        """Load an image on the current device; returns its handle."""
 
     @abstractmethod
     def function(self, module: int, name: str) -> int:
@@ -183,25 +185,25 @@ class Runtime(ABC):
 
     @abstractmethod
     def addresses(self) -> Addresses:
-        """Where the vendor's functions lie."""
+        """Addresses of the vendor's functions for compiled code."""
 
     @abstractmethod
     def failure(self, code: int) -> VendorError:
-        """The error that one of these gave."""
+        """The error for a code that one of these functions returned."""
 
     @abstractmethod
     def recorded(self, event: int, stream: int) -> None:
-        """Take note that compiled code will record an event on a stream."""
+        """Note that compiled code will record an event on a stream."""
 
 
 class Library(ABC):
-    """NCCL, or RCCL. Functions that enqueue give the library's result code; the others raise VendorError.
+    """NCCL, or RCCL. Functions that enqueue return the library's result code; the others raise VendorError.
 
     Counts are elements of `dtype`; `dtype` and `op` are the library's own numbers.
 
     Attributes:
         name: `NCCL` or `RCCL`.
-        least_version: the oldest that serves, as `version` has it.
+        least_version: minimum supported version, in the format of `version`.
     """
 
     name: ClassVar[str]
@@ -209,63 +211,63 @@ class Library(ABC):
 
     @abstractmethod
     def version(self) -> int:
-        """For instance 22809 for 2.28.9."""
+        """Version number, for instance 22809 for 2.28.9."""
 
     @abstractmethod
     def dtypes(self) -> Mapping[str, int]:
-        """The library's number for each of our dtype names that it can reduce."""
+        """The library's number for each dtype name that it can reduce."""
 
     @abstractmethod
     def ops(self) -> Mapping[ReduceOp, int]:
-        """The library's number for each reduction that needs no factor."""
+        """The library's number for each reduction without a factor."""
 
     @abstractmethod
     def explain(self, code: int, comm: int) -> str:
-        """A result code in words, with the library's last error text."""
+        """Text of a result code, with the library's last error message."""
 
     @abstractmethod
     def path(self) -> str:
-        """The file of the library that is loaded."""
+        """Path of the loaded library."""
 
     def address(self, function: str) -> int:
-        """Where one of its functions lies, by its name in NCCL's manual."""
+        """Address of one of its functions, by its name in NCCL's manual."""
         return ctypes.cast(getattr(ctypes.CDLL(self.path()), function), ctypes.c_void_p).value or 0
 
     @abstractmethod
     def unique_id(self) -> bytes:
-        """What the members of a new communicator must all have."""
+        """The id that all members of a new communicator need."""
 
     @abstractmethod
     def join(self, unique_id: bytes, members: int, me: int) -> int:
-        """Join a communicator. Blocks until all members have come, with the interpreter lock let go."""
+        """Join a communicator. Blocks until all members have called this, without the interpreter lock."""
 
     @abstractmethod
     def state(self, comm: int) -> int:
-        """SUCCESS, IN_PROGRESS, or the error that a communicator met behind the caller."""
+        """SUCCESS, IN_PROGRESS, or the asynchronous error of a communicator."""
 
     @abstractmethod
     def abort(self, comm: int) -> None:
-        """Make its kernels leave and free it. Any thread."""
+        """Make its kernels return, and free it. Thread-safe."""
 
     @abstractmethod
     def destroy(self, comm: int) -> None:
-        """Free it when what is enqueued is done; blocks."""
+        """Free it when its enqueued work is complete; blocks."""
 
     @abstractmethod
     def premul_sum(self, factor: float, dtype: int, comm: int) -> int:
-        """An op number for a sum of each member's array times its own factor."""
+        """Create an op for a sum of each member's array times its own factor."""
 
     @abstractmethod
     def free_op(self, op: int, comm: int) -> None:
-        """Give such a number back."""
+        """Free such an op."""
 
     @abstractmethod
     def group_start(self) -> int:
-        """Begin to collect calls of this thread."""
+        """Start to collect calls of this thread."""
 
     @abstractmethod
     def group_end(self) -> int:
-        """Enqueue the collected calls as one."""
+        """Enqueue the collected calls as one group."""
 
     @abstractmethod
     def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, comm: int, stream: int) -> int:

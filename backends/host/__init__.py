@@ -1,4 +1,4 @@
-"""Host memory: movers and native collectives in numba, over shared memory. The backend that runs anywhere."""
+"""Host memory: movers and native collectives in numba, over shared memory. This backend works on every machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["HostBackend"]
 
 
 class HostBackend(Backend):
-    """Ranks whose arrays lie in ordinary memory."""
+    """Ranks with arrays in host memory."""
 
     kind = "host"
 
     def refusal(self) -> tuple[str, str] | None:
-        """See `Backend.refusal`; host memory is always there."""
+        """See `Backend.refusal`; host memory is always available."""
         return None
 
     def device(self, config: Config) -> Device:

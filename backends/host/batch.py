@@ -1,4 +1,4 @@
-"""Transfers that move together: the rows that the compiled mover works on, and what Python knows of them."""
+"""Transfers that progress together: the rows for the compiled mover, and Python's information about them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,31 @@ _ROW_BYTES = 8 * WIDTH
 NO_GATES = (0,) * MAX_STREAMS
 
 BUDGET = 20_000_000
-"""Nanoseconds that compiled code may be off the core before Python looks at signals and deadlines."""
+"""Nanoseconds that compiled code may spend off the core before Python checks signals and deadlines."""
 
 AT_ONCE = -1
-"""The budget of a caller who does not wait."""
+"""Budget of a caller that does not wait."""
 
 
 class Batch:
-    """Transfers that move together; those of one ring end keep their order, also towards other batches.
+    """Transfers that progress together; those of one ring end keep their order, also relative to other batches.
 
     Attributes:
-        generation: grows whenever the batch is emptied, so that old events are known to be reached.
+        generation: increases whenever the batch is emptied, so that older events are known to be complete.
     """
 
     def __init__(self, spins: int, process_memory: bool = False) -> None:
-        """`process_memory` allows large messages to go straight between processes' arrays."""
+        """Create an empty batch.
+
+        Args:
+            spins: tries before yielding the core.
+            process_memory: whether large messages may be copied directly between processes' arrays.
+        """
         self._spins = spins
         self._process_memory = process_memory
         self._allot(np.zeros((8, WIDTH), np.int64))
         self._ends: list[RingEnd] = []
-        # Of each ring end the words that stay the same while transfers neither reduce nor wait: half the time of a row.
+        # Words per ring end that are the same for all transfers without reduction or gates, which saves half the time of a row.
         self._rests: dict[RingEnd, bytes] = {}
         self.generation = 0
 
@@ -50,7 +55,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Of all transfers."""
+        """Total bytes of all transfers."""
         return int(self._rows[: len(self._ends), Word.NBYTES].sum())
 
     def add(
@@ -61,8 +66,8 @@ class Batch:
         """Append a transfer; it takes the ring end's next sequence number.
 
         Args:
-            lane: number of the stream it is on.
-            gates: for each stream n: of the first n transfers those on that stream must be done before.
+            lane: index of its stream.
+            gates: for each stream n, the number of first transfers of which those on that stream must be complete before.
         """
         index = len(self._ends)
         if index == len(self._rows):
@@ -82,7 +87,7 @@ class Batch:
         )  # fmt: skip
 
     def drive(self, wake: int = 0, seen: int = 0, budget: int = BUDGET) -> int:
-        """Move what can be moved; see `mover.drive`. Resumes.
+        """Progress the transfers; see `mover.drive_all`. Can be resumed.
 
         Raises:
             RingStopped: an abort word is set, or two descriptions differ.
@@ -94,18 +99,18 @@ class Batch:
         return int(code)
 
     def move_ready(self) -> bool:
-        """Move what needs no waiting; whether that was all, and the batch is empty. Errors are left to `drive`."""
+        """Progress what needs no waiting; returns whether the batch is complete and empty. Errors are left to `drive`."""
         done = drive(self._address, len(self._ends), 0, 0, 0, AT_ONCE) == READY
         if done:
             self._clear()
         return done
 
     def finish(self, deadline: Deadline) -> None:
-        """Move everything; the batch is empty afterwards, also on errors, which give up what is left.
+        """Complete all transfers; the batch is empty afterwards, also after errors, which give up the remaining ones.
 
         Raises:
             RingStopped: see `drive`.
-            RingStalled: the deadline passed.
+            RingStalled: the deadline has passed.
         """
         try:
             while self._ends and self.drive() != READY:
@@ -117,17 +122,17 @@ class Batch:
         self._clear()
 
     def discard(self) -> None:
-        """Give up all transfers; whoever does so must stop their rings."""
+        """Give up all transfers; the caller must stop their rings."""
         for i in self.open_rows():
             self._ends[i].give_up()
         self._clear()
 
     def open_rows(self) -> list[int]:
-        """Indices of transfers that are not done."""
+        """Indices of transfers that are not complete."""
         return np.flatnonzero(self._rows[: len(self._ends), Word.PHASE] != DONE).tolist()
 
     def done(self, index: int) -> bool:
-        """Whether a transfer is through."""
+        """Whether a transfer is complete."""
         return bool(self._rows[index, Word.PHASE] == DONE)
 
     def end(self, index: int) -> RingEnd:
@@ -135,7 +140,7 @@ class Batch:
         return self._ends[index]
 
     def take(self, other: Batch) -> range:
-        """Move all transfers of `other` behind those here; gives their indices."""
+        """Append all transfers of `other`, which is then empty; returns their indices."""
         first = len(self._ends)
         for row, end in zip(other._rows, other._ends, strict=False):
             index = len(self._ends)
@@ -143,13 +148,13 @@ class Batch:
                 self._grow()
             self._ends.append(end)
             self._rows[index] = row
-            # Only executors use gates, and they wait for their batch themselves.
+            # Only executors use gates, and they complete their batch themselves.
             self._rows[index, Word.GATES : Word.STARTS] = 0
         other._clear()
         return range(first, len(self._ends))
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all transfers but these, which move up in order; those dropped that are not done are given up."""
+        """Keep only these transfers, in order; others that are not complete are given up."""
         for i in set(self.open_rows()).difference(indices):
             self._ends[i].give_up()
         self._rows[: len(indices)] = self._rows[list(indices)]

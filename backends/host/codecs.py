@@ -1,4 +1,4 @@
-"""Low-precision floats in numba: to float32 and back, one rounding (to nearest, ties to even), as ml_dtypes does it."""
+"""Conversion of low-precision floats to and from float32 in numba, rounding to nearest even like ml_dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.extending import intrinsic, register_jitable
 
 @intrinsic
 def bits_to_float(typingctx: Any, bits: Any) -> Any:
-    """The float32 that has these bits."""
+    """The float32 with these bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -31,7 +31,7 @@ def float_to_bits(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def _half_to_float(typingctx: Any, bits: Any) -> Any:
-    """The processor's own conversion."""
+    """Conversion by a CPU instruction."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
@@ -41,7 +41,7 @@ def _half_to_float(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def _float_to_half(typingctx: Any, value: Any) -> Any:
-    """The processor's own conversion."""
+    """Conversion by a CPU instruction."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
@@ -49,29 +49,29 @@ def _float_to_half(typingctx: Any, value: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-# Plain functions around the intrinsics: an intrinsic's name differs in each process, so code that closes over one is
-# never found in the cache on disk.
+# Wrappers of the intrinsics, whose names differ between processes: code that references an intrinsic is never found in the disk
+# cache.
 @register_jitable
 def load_half(bits: int) -> float:
-    """float16 bits as float32."""
+    """Convert float16 bits to float32."""
     return _half_to_float(bits)
 
 
 @register_jitable
 def save_half(value: float) -> int:
-    """float32 rounded to float16 bits."""
+    """Round float32 to float16 bits."""
     return _float_to_half(value)
 
 
 @register_jitable
 def load_bfloat16(bits: int) -> float:
-    """bfloat16 bits as float32."""
+    """Convert bfloat16 bits to float32."""
     return bits_to_float(uint32(bits) << uint32(16))
 
 
 @register_jitable
 def save_bfloat16(value: float) -> int:
-    """float32 rounded to bfloat16 bits; NaN stays NaN."""
+    """Round float32 to bfloat16 bits; NaN stays NaN."""
     u = float_to_bits(value)
     rounded = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
     quiet = (u >> uint32(16)) | uint32(0x40)
@@ -80,7 +80,7 @@ def save_bfloat16(value: float) -> int:
 
 @register_jitable
 def _load_float8(bits: int, mantissa: int, bias: int) -> float:
-    """Any float8 less its special values."""
+    """Convert any float8 to float32, ignoring its special values."""
     magnitude = uint32(bits) & uint32(0x7F)
     sign = (uint32(bits) & uint32(0x80)) << uint32(24)
     exponent = magnitude >> uint32(mantissa)
@@ -93,10 +93,10 @@ def _load_float8(bits: int, mantissa: int, bias: int) -> float:
 
 @register_jitable
 def _save_float8(value: float, mantissa: int, bias: int) -> int:
-    """Magnitude code of any float8 by rounding; may exceed the largest code."""
+    """Round the magnitude to any float8; the code may exceed the largest one."""
     u = float_to_bits(value) & uint32(0x7FFFFFFF)
     if u < uint32((127 + 1 - bias) << 23):
-        # Adding a number whose last bit is worth the smallest subnormal rounds to it.
+        # Adding a number whose last bit equals the smallest subnormal rounds to a multiple of it.
         magic = bits_to_float(uint32((127 + 24 - bias - mantissa) << 23))
         return uint32(float_to_bits(bits_to_float(u) + magic) - float_to_bits(magic))
     odd = (u >> uint32(23 - mantissa)) & uint32(1)
@@ -111,27 +111,27 @@ def _sign8(value: float) -> int:
 
 @register_jitable
 def load_e4m3fn(bits: int) -> float:
-    """float8_e4m3fn as float32: no infinities, NaN is S.1111.111."""
+    """Convert float8_e4m3fn to float32: no infinities, NaN is S.1111.111."""
     value = _load_float8(bits, 3, 7)
     return bits_to_float(uint32(0x7FC00000)) if (bits & 0x7F) == 0x7F else value
 
 
 @register_jitable
 def save_e4m3fn(value: float) -> int:
-    """float32 rounded to float8_e4m3fn; too large becomes NaN."""
+    """Round float32 to float8_e4m3fn; overflow gives NaN."""
     code = _save_float8(value, 3, 7)
     return uint8((code if code < uint32(0x7F) else uint32(0x7F)) | _sign8(value))
 
 
 @register_jitable
 def load_e5m2(bits: int) -> float:
-    """float8_e5m2 as float32: the upper byte of a float16."""
+    """Convert float8_e5m2 to float32: it is the upper byte of a float16."""
     return load_half(uint16(bits) << uint16(8))
 
 
 @register_jitable
 def save_e5m2(value: float) -> int:
-    """float32 rounded to float8_e5m2; too large becomes infinite."""
+    """Round float32 to float8_e5m2; overflow gives infinity."""
     code = _save_float8(value, 2, 15)
     code = code if code < uint32(0x7C) else uint32(0x7C)
     nan = (float_to_bits(value) & uint32(0x7FFFFFFF)) > uint32(0x7F800000)
@@ -140,7 +140,7 @@ def save_e5m2(value: float) -> int:
 
 @register_jitable
 def _save_fnuz(code: int, value: float) -> int:
-    """The fnuz dialects: one NaN (0x80) for all that does not fit, no negative zero."""
+    """Special values of the fnuz formats: a single NaN (0x80), also for overflow, and no negative zero."""
     if code > uint32(0x7F):
         return uint8(0x80)
     return uint8(0) if code == uint32(0) else uint8(code | _sign8(value))
@@ -148,31 +148,31 @@ def _save_fnuz(code: int, value: float) -> int:
 
 @register_jitable
 def load_e4m3fnuz(bits: int) -> float:
-    """float8_e4m3fnuz as float32."""
+    """Convert float8_e4m3fnuz to float32."""
     value = _load_float8(bits, 3, 8)
     return bits_to_float(uint32(0x7FC00000)) if bits == 0x80 else value
 
 
 @register_jitable
 def save_e4m3fnuz(value: float) -> int:
-    """float32 rounded to float8_e4m3fnuz; too large becomes NaN."""
+    """Round float32 to float8_e4m3fnuz; overflow gives NaN."""
     return _save_fnuz(_save_float8(value, 3, 8), value)
 
 
 @register_jitable
 def load_e5m2fnuz(bits: int) -> float:
-    """float8_e5m2fnuz as float32."""
+    """Convert float8_e5m2fnuz to float32."""
     value = _load_float8(bits, 2, 16)
     return bits_to_float(uint32(0x7FC00000)) if bits == 0x80 else value
 
 
 @register_jitable
 def save_e5m2fnuz(value: float) -> int:
-    """float32 rounded to float8_e5m2fnuz; too large becomes NaN."""
+    """Round float32 to float8_e5m2fnuz; overflow gives NaN."""
     return _save_fnuz(_save_float8(value, 2, 16), value)
 
 
 @register_jitable
 def same(value: Any) -> Any:
-    """The codec of types that the processor adds itself."""
+    """Identity: the codec of types that the CPU computes with directly."""
     return value

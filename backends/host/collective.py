@@ -1,4 +1,4 @@
-"""The host's native collective library: compiled kernels over an arena that the island's ranks share."""
+"""The native collective library of host memory: compiled kernels over an arena that the island's ranks share."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from xvcomm.types.dtype import FLOAT32, DType, ReduceOp, Reduction
 from xvcomm.types.opcode import OpCode
 
 ONE_SHOT = 128 << 10
-"""Bytes up to which two ranks all-reduce with one barrier, each reducing everything; of more ranks everyone reads
-everyone's, so the limit falls with the square of the others."""
+"""Maximum bytes for which two ranks all-reduce with one barrier, each reducing everything. With more ranks every rank reads the
+arrays of all others, so the limit falls with the square of their number.
+"""
 
 _ATTACHED = 2 * LINE
 _PLANS_KEPT = 1000
@@ -37,12 +38,12 @@ Kernel = Callable[[int, int, int], int]
 
 
 class Plan(NamedTuple):
-    """A collective of one shape, ready to be run on any addresses.
+    """A collective of one shape, for any addresses.
 
     Attributes:
-        kernel: the compiled loop.
-        address: of the words that it takes (see `kernels.Word`).
-        memory: holds them.
+        kernel: the compiled kernel.
+        address: of its words (see `kernels.Word`).
+        memory: contains the words.
     """
 
     kernel: Kernel
@@ -51,7 +52,7 @@ class Plan(NamedTuple):
 
 
 def fair_blocks(count: int, ranks: int, itemsize: int) -> np.ndarray:
-    """Offsets and bytes (2 x ranks) of the shares of `count` elements, cut at cache lines."""
+    """Offsets and bytes (2 x ranks) of the shares of `count` elements, aligned to cache lines."""
     grain = max(1, 64 // itemsize)
     share = round_up(-(-count // ranks), grain)
     cuts = np.minimum(np.arange(ranks + 1, dtype=np.int64) * share, count) * itemsize
@@ -59,13 +60,13 @@ def fair_blocks(count: int, ranks: int, itemsize: int) -> np.ndarray:
 
 
 def blocks(counts: Sequence[int], itemsize: int) -> np.ndarray:
-    """Offsets and bytes (2 x ranks) of blocks that lie one after the other."""
+    """Offsets and bytes (2 x ranks) of consecutive blocks."""
     sizes = np.asarray(counts, np.int64) * itemsize
     return np.ascontiguousarray(np.stack([np.cumsum(sizes) - sizes, sizes]))
 
 
 def _attach(folder: str, size: int, store: Store, name: str, deadline: Deadline) -> Segment:
-    """Map the arena that member 0 makes."""
+    """Map the arena that member 0 creates."""
     try:
         made = store.get(name, deadline).decode()
     except NotSet as error:
@@ -73,14 +74,14 @@ def _attach(folder: str, size: int, store: Store, name: str, deadline: Deadline)
     try:
         return Segment.attach(folder, made, size)
     except ResourceError:
-        store.settle()  # member 0 may have died, or another one left: both take the name away
+        store.settle()  # member 0 may have died, or another member left: both unlink the arena
         raise
 
 
 class _Scaled:
-    """A scaled copy of an input, and room for the sum of such copies: float32 for low precision, which is rounded behind it.
+    """A scaled copy of an input, and memory for the sum of such copies: in float32 for low precision, rounded at the end.
 
-    Gives the addresses and the dtype to use meanwhile.
+    Entering returns the addresses and the dtype to use meanwhile.
     """
 
     def __init__(self, src: int, dst: int, count: int, results: int, dtype: DType, factor: float) -> None:
@@ -102,12 +103,12 @@ class _Scaled:
 
 
 class HostCollective(Collective, SupportsPartialSums):
-    """One island's shared arena, seen from one member. One call at a time."""
+    """One member's view of an island's shared arena. One call at a time."""
 
     def __init__(
         self, config: Config, job: str, me: int, ranks: int, name: str, store: Store, deadline: Deadline
     ) -> None:
-        """Map the arena that member 0 makes; its name leaves the folder when the last member has mapped it."""
+        """Map the arena that member 0 creates; the last member to map it unlinks its name."""
         self._me, self._ranks = me, ranks
         self._stage = max(config.stage_bytes, 64 * ranks)
         size = kernels.stages(ranks) + kernels.stage_count(ranks) * ranks * self._stage
@@ -185,7 +186,7 @@ class HostCollective(Collective, SupportsPartialSums):
         self._run(self._all_to_all(counts, recv_counts, dtype), src, dst, stream)
 
     def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
-        """See `Collective.prepare`; none for an operation that scales its input."""
+        """See `Collective.prepare`; None for an operation that scales its input."""
         op, counts, recv_counts, dtype, reduction, root = form
         if reduction.op is ReduceOp.PREMUL_SUM:
             return None
@@ -281,12 +282,12 @@ class HostCollective(Collective, SupportsPartialSums):
     def close(self) -> None:
         """See `Collective.close`."""
         if self._arena:
-            self._segment.unlink()  # without this member it is of no use to those that have not mapped it yet
+            self._segment.unlink()  # without this member it is useless to members that have not mapped it yet
             self._arena = 0
             self._segment.close()
 
     def _plan(self, kernel: Kernel, tables: np.ndarray | None, **words: int) -> Plan:
-        """A plan with everything that does not differ between calls."""
+        """A plan with all words that do not vary between calls."""
         memory = np.zeros(kernels.plan_words(self._ranks), np.int64)
         common = {
             "arena": self._arena, "ranks": self._ranks, "me": self._me, "stage": self._stage, "spins": self._spins,
@@ -300,7 +301,7 @@ class HostCollective(Collective, SupportsPartialSums):
         return Plan(kernel, int(memory.ctypes.data), memory)
 
     def _keep(self, key: object, plan: Plan) -> Plan:
-        """Keep a plan for the next call of its shape."""
+        """Cache a plan for the next call of its shape."""
         if len(self._plans) >= _PLANS_KEPT:
             self._plans.clear()
         self._plans[key] = plan
@@ -312,7 +313,7 @@ class HostCollective(Collective, SupportsPartialSums):
     def _shared(
         self, table: np.ndarray, mode: Mode, root: int, count: int, dtype: DType, op: Reduction, *, rounds: bool = True
     ) -> Plan:
-        """A reduction of which each member does its share."""
+        """A reduction in which each member reduces its share."""
         nbytes = count * dtype.itemsize
         if nbytes < direct.LEAST or self._ranks == 1:
             return self._reduction(kernels.reduce, table, mode, root, count, dtype, op, rounds=rounds)
@@ -353,6 +354,6 @@ class HostCollective(Collective, SupportsPartialSums):
             raise
 
     def _missing(self) -> list[int]:
-        """Members that arrived less often than this one."""
+        """Members that have passed fewer barriers than this one."""
         arrivals = [ctypes.c_int64.from_address(self._arena + PAGE + r * LINE).value for r in range(self._ranks)]
         return [r for r, n in enumerate(arrivals) if n < arrivals[self._me]]

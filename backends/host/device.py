@@ -1,4 +1,4 @@
-"""Host memory as a device: transfers collect on streams and move together; the rest happens at once."""
+"""Host memory as a device: transfers are collected on streams and progress together; other operations run at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from xvcomm.types.deadline import NEVER
 from xvcomm.types.dtype import BY_CODE, DType, ReduceOp
 
 EAGER_BYTES = 64 << 10
-"""Up to so many the caller's thread moves what it can before it leaves transfers to the engine's: copying them takes less than
-waking that one."""
+"""Up to this total size the caller's thread tries to move transfers before it hands them to the engine's thread: copying them
+takes less time than waking it.
+"""
 
 
 def _reduce_local(kit, finisher, dst, sources, ways, count, itemsize, divisor, scratch):  # type: ignore[no-untyped-def]
@@ -47,7 +48,7 @@ with compiling():
 
 
 class HostStream(Stream):
-    """A lane of a batch; streams made together share one."""
+    """A lane of a batch; streams created together share the batch."""
 
     def __init__(self, batch: Batch, lane: int, engine: Engine) -> None:
         self.batch = batch
@@ -75,7 +76,7 @@ class HostStream(Stream):
             self._gates, self._gated = tuple(gates), generation
 
     def reached(self, event: object) -> bool:
-        """See `Stream.reached`; a batch is emptied at once, so its events are reached together."""
+        """See `Stream.reached`; a batch is emptied as a whole, so its events are complete together."""
         generation, length, _ = cast(tuple[int, int, int], event)
         return generation != self.batch.generation or not length
 
@@ -84,10 +85,10 @@ class HostStream(Stream):
         return False
 
     def together(self) -> None:
-        """See `Stream.together`; here transfers always do."""
+        """See `Stream.together`; transfers always progress together here."""
 
     def synchronize(self) -> None:
-        """See `Stream.synchronize`; whatever is on the other lanes is done too."""
+        """See `Stream.synchronize`; also completes the other lanes."""
         if len(self.batch):
             self.batch.finish(self.deadline)
 
@@ -108,7 +109,7 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
     """The memory of this process."""
 
     def __init__(self, config: Config) -> None:
-        # A spin of compiled code costs about 2 ns; the figure needs no precision.
+        # A spin of compiled code takes about 2 ns; precision is not needed.
         self._spins = int(config.spin_us * 500)
         self._process_memory = bool(config.process_memory)
         self._engine = Engine(self._spins)
@@ -132,7 +133,7 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
     def adopt(self, handle: int | None, *addresses: int) -> HostStream:
         """See `Device.adopt`; host memory has only the default stream."""
         if handle is not None:
-            raise ArgumentError(f"stream {handle:#x}: arrays in host memory have no streams; leave out stream=")
+            raise ArgumentError(f"stream {handle:#x}: arrays in host memory have no streams; omit stream=")
         return self.streams(1)[0]
 
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:

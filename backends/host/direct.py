@@ -1,13 +1,13 @@
-"""Large reductions straight out of the other members' arrays and into them, where the system allows it (process_vm_readv).
+"""Large reductions that access the other members' arrays directly, if the system permits it (process_vm_readv).
 
-Each member reads its share of the others' inputs piece by piece into memory that stays in its caches, reduces it there, in
-the order in which `kernels.reduce` does, and writes the result into the others' outputs: two barriers in all, and half the
-copies of staging. Which way is faster depends on the machine and on the size. So the first calls of each class of sizes
-take turns, and then all members keep the way that was faster for the slowest of them. Both give the same bits.
+Each member reads its share of the others' inputs piece by piece into memory that stays in its caches, reduces it there in the
+same order as `kernels.reduce`, and writes the result into the others' outputs: two barriers in total, and half the copies of
+staging. Which method is faster depends on the machine and on the size. So the first calls of each size class alternate between
+the two, and then all members use the one that was faster for the slowest of them. Both give the same bits.
 
-A member may give up in the middle, and its arrays are then its caller's again. So a member announces each copy, and then looks
-whether the other one still offers its arrays. A member that gives up takes its offer back, revokes the copies that are announced,
-and waits for those that the kernel has begun.
+A member may give up in the middle, after which its caller may reuse its arrays. So a member announces each copy, and then
+checks whether the other one still offers its arrays. A member that gives up withdraws its offer, revokes announced copies, and
+waits for those that the kernel has begun.
 """
 
 from __future__ import annotations
@@ -36,41 +36,43 @@ from xvcomm.memory.ring import ABORT, LINE
 from xvcomm.memory.segment import PAGE
 
 LEAST = 256 << 10
-"""Bytes of all shares together from which on a reduction may go this way; below, a barrier more is worth more."""
+"""Minimum total bytes of all shares for this method; below, the additional barrier costs more than it saves."""
 
 TRIES = 4
-"""Of each way, in a class of sizes; more until they took so long that no passing disturbance can have hit all of them."""
+"""Tries of each method per size class; more until they took long enough that no short disturbance can have affected all of
+them.
+"""
 _TRIAL_NS = 20_000_000
 _CHOSEN = -1
 _PIECE = 256 << 10
-"""Measured beside 128 and 512 KiB."""
+"""Compared with 128 and 512 KiB by measurement."""
 _PATIENCE_US, _PAUSE_US = 1_000_000, 100
 NEVER = np.iinfo(np.int64).max
 
 
 class LineWord(enum.IntEnum):
-    """Words of a member's line in the arena, behind those of `kernels`."""
+    """Words of a member's line in the arena, after those of `kernels`."""
 
-    PROCESS = 3  # its number
-    NONCE = 4  # address of a word of its memory
-    VALUE = 5  # that stands there
-    SRC = 6  # its arrays in the call under way; no input: it does not offer them
+    PROCESS = 3  # its pid
+    NONCE = 4  # address of a word in its memory
+    VALUE = 5  # value of that word
+    SRC = 6  # its arrays in the current call; 0 for the input: not offered
     DST = 7
-    TOOK = 8  # nanoseconds of its last try in this class of sizes
-    TOUCH = 9  # a `processes.TouchWord`: what it copies from or to another member at the moment
+    TOOK = 8  # nanoseconds of its last try in this size class
+    TOUCH = 9  # a `processes.TouchWord`: its current copy from or to another member
 
 
 class TuningWord(enum.IntEnum):
-    """The two ways at arrays of about one size, the same on all members except for TOOK."""
+    """Comparison of the two methods for arrays of about one size, equal on all members except for TOOK."""
 
-    TRIALS = 0  # begun so far; -1 once the way is chosen
+    TRIALS = 0  # number of tries begun; -1 once a method is chosen
     TOOK = 1  # nanoseconds of this member's last try
-    SPENT = 2  # these three of the slowest member: of all tries, of the best staged and the best direct one
+    SPENT = 2  # these three are the slowest member's: of all tries, of the best staged and the best direct one
     BEST = 3
 
 
 class Step(enum.IntEnum):
-    """Where a call stands."""
+    """State of a call."""
 
     ENTER = 0
     MEET = 1
@@ -80,7 +82,7 @@ class Step(enum.IntEnum):
     FAILED = 5
 
 
-# Plain integers: numba reads an enum's members as constants only by way of globals.
+# Plain integers: numba treats an enum's members as constants only if they are globals.
 _RANKS, _ME, _SPINS, _BUDGET, _ARENA = (int(w) for w in (Word.RANKS, Word.ME, Word.SPINS, Word.BUDGET, Word.ARENA))
 _MODE, _ROOT, _TABLES = int(Word.MODE), int(Word.ROOT), int(Word.TABLES)
 _ITEMSIZE, _RESULT_SIZE = int(Word.ITEMSIZE), int(Word.RESULT_SIZE)
@@ -92,7 +94,7 @@ _ENTER, _MEET, _STAGED, _DIRECT, _LEAVE, _FAILED = (int(s) for s in Step)
 
 
 def piece_bytes(ranks: int) -> int:
-    """How much of each other member's share is read at a time: together what a second-level cache holds easily."""
+    """Bytes of each other member's share that are read at a time: together they fit the second-level cache."""
     return max(PAGE, _PIECE // (ranks - 1) // PAGE * PAGE)
 
 
@@ -100,19 +102,19 @@ _piece_bytes = register_jitable(piece_bytes)
 
 
 def room(ranks: int) -> np.ndarray:
-    """Where a member puts what it reads."""
+    """Memory for the pieces that a member reads."""
     memory = np.empty((ranks - 1) * (piece_bytes(ranks) + PAGE) + PAGE, np.uint8)
     return memory[-memory.ctypes.data % PAGE :]
 
 
 def introduce(arena: int, me: int, access: np.ndarray) -> None:
-    """Tell the other members, in the arena, where this one's memory is."""
+    """Publish this member's pid and nonce in the arena."""
     words = (ctypes.c_int64 * len(LineWord)).from_address(arena + PAGE + me * LINE + _PROCESS)
     words[:3] = [os.getpid(), *nonce(access)]
 
 
 def tuning() -> np.ndarray:
-    """The words of `TuningWord` for a class of sizes."""
+    """The words of `TuningWord` for a size class."""
     return np.array([0, 0, 0, NEVER, NEVER], np.int64)
 
 
@@ -135,7 +137,7 @@ def _try_others(p: Any) -> int:
 
 @register_jitable
 def _exposed(p: Any, src: int, dst: int) -> bool:
-    """Whether the system lets others into these arrays."""
+    """Whether the system lets other processes access these arrays."""
     count = 0
     for r in range(p[_RANKS]):
         count += p[_TABLES + p[_RANKS] + r]
@@ -145,7 +147,7 @@ def _exposed(p: Any, src: int, dst: int) -> bool:
 
 @register_jitable
 def _offer(p: Any, src: int, dst: int) -> None:
-    """Let the others know my arrays, if they may use them, and how long I took the last time."""
+    """Publish this member's arrays, if they are accessible, and the duration of its last try."""
     mine = line(p, p[_ME])
     offered = load(p[_ACCESS]) > 0 and _exposed(p, src, dst)
     store(mine + _SRC, src if offered else 0)
@@ -155,7 +157,9 @@ def _offer(p: Any, src: int, dst: int) -> None:
 
 @register_jitable
 def _choose(p: Any) -> int:
-    """The way of this call, which all find out from the same words; the first time, nobody has offered anything."""
+    """The method for this call, which all members derive from the same words; in the first call, no member
+    has offered arrays.
+    """
     p[_BEGAN] = 0
     slowest = 0
     for r in range(p[_RANKS]):
@@ -179,7 +183,7 @@ def _choose(p: Any) -> int:
 
 @register_jitable
 def _copy(p: Any, rank: int, write: bool, mine: int, theirs: int, count: int) -> bool:
-    """Copy from or into a member's array; False if it has given up, everything stops, or it cannot be reached."""
+    """Copy from or to a member's array; False if it has given up, everything stops, or its memory is not accessible."""
     touch, peer = line(p, p[_ME]) + _TOUCH, line(p, rank)
     process, abort = load(peer + _PROCESS), p[_ARENA] + ABORT
     return copy(write, p[_ACCESS], process, mine, theirs, count, touch, peer + _SRC, 1, abort)
@@ -187,7 +191,7 @@ def _copy(p: Any, rank: int, write: bool, mine: int, theirs: int, count: int) ->
 
 @register_jitable
 def _reduce_piece(p: Any, src: int, dst: int, offset: int, count: int) -> bool:
-    """Read `count` bytes at `offset` of everybody's input, reduce them, write them where they belong."""
+    """Read `count` bytes at `offset` of all inputs, reduce them, and write the result to the outputs."""
     ranks, me, mode = p[_RANKS], p[_ME], p[_MODE]
     sources, room = _TABLES + 4 * ranks, p[_ROOM]
     for r in range(ranks):
@@ -195,7 +199,7 @@ def _reduce_piece(p: Any, src: int, dst: int, offset: int, count: int) -> bool:
             p[sources + r] = src + offset
             continue
         theirs = load(line(p, r) + _SRC) + offset
-        p[sources + r] = room + theirs % PAGE  # in step with the pages that the system copies one by one
+        p[sources + r] = room + theirs % PAGE  # same page offset as the source, which the kernel copies page by page
         if not _copy(p, r, False, p[sources + r], theirs, count):
             return False
         room += _piece_bytes(ranks) + PAGE
@@ -225,14 +229,14 @@ def _reduce_direct(p: Any, src: int, dst: int) -> int:
         if p[_STEP] == _LEAVE:
             arrive(p)
     if p[_STEP] == _FAILED:
-        # Who died or gave up will be found out, and everybody told.
+        # The failure is detected and reported elsewhere.
         mine = line(p, p[_ME])
         return await_word(mine, load(mine) + 1, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
     return meet(p)
 
 
 def _reduce(plan: int, src: int, dst: int) -> int:
-    """As `kernels.reduce`, one way or the other."""
+    """Like `kernels.reduce`, with either method."""
     p = open_plan(plan)
     if p[_STEP] == _ENTER:
         _offer(p, src, dst)
@@ -252,7 +256,7 @@ def _reduce(plan: int, src: int, dst: int) -> int:
 
 
 def _withdraw(plan: int) -> None:
-    """Take my arrays back before a call's end; returns when nobody touches them."""
+    """Withdraw this member's arrays before the end of a call; returns when no other member accesses them."""
     p = open_plan(plan)
     store_release(line(p, p[_ME]) + _SRC, 0)
     for r in range(p[_RANKS]):
@@ -260,7 +264,8 @@ def _withdraw(plan: int) -> None:
             revoke(line(p, r) + _TOUCH)
     waited = 0
     for r in range(p[_RANKS]):
-        # The word stays set where the process died, or was stopped outside the kernel: what is revoked cannot begin any more.
+        # The word stays set if the process has died, or was stopped outside of the kernel: a revoked copy cannot begin any
+        # more.
         while r != p[_ME] and load_acquire(line(p, r) + _TOUCH) != 0 and waited < _PATIENCE_US and _verified(p, r):
             usleep(_PAUSE_US)
             waited += _PAUSE_US

@@ -1,4 +1,4 @@
-"""Moves transfers that nobody waits for: one daemon thread a process, asleep while there are none."""
+"""Moves transfers in the background: one daemon thread per process, asleep while there are none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Job:
 
 
 class Engine:
-    """Takes batches from any thread and moves all of them at the same time."""
+    """Takes batches from any thread and progresses all of them concurrently."""
 
     def __init__(self, spins: int) -> None:
         self._spins = spins
@@ -39,7 +39,7 @@ class Engine:
         self._jobs: list[_Job] = []
 
     def submit(self, batch: Batch, deadline: Deadline) -> Future[None]:
-        """Take over all transfers of a batch; it is empty afterwards. The future raises what `Batch.finish` would."""
+        """Take over all transfers of a batch, which is empty afterwards. The future raises what `Batch.finish` would."""
         future: ProcessFuture[None] = ProcessFuture()
         future.help = partial(self._help, future)
         taken = Batch(self._spins)
@@ -48,7 +48,7 @@ class Engine:
         return future
 
     def _hand_over(self, entry: tuple[Batch, Future[None], Deadline]) -> None:
-        """Let the thread move it."""
+        """Queue the entry for the thread."""
         with self._arrived:
             self._incoming.append(entry)
             self._wake[0] += 1
@@ -58,7 +58,9 @@ class Engine:
             self._arrived.notify()
 
     def _help(self, future: Future[None], timeout: float | None) -> bool:
-        """Move a batch that the thread has not begun with where it is waited for; what is not done in time goes back."""
+        """Move a batch that the thread has not started, in a thread that waits for it; the rest is returned to the queue at the
+        timeout.
+        """
         with self._arrived:
             mine = next((entry for entry in self._incoming if entry[1] is future), None)
             if mine is None:
@@ -98,13 +100,13 @@ class Engine:
             self._settle(failure)
 
     def _admit(self) -> None:
-        """Take what has come; a method of its own, as what a thread that sleeps holds by name would live on with its arrays."""
+        """Take queued batches. A separate method, because local variables of a sleeping thread would keep arrays alive."""
         for batch, future, deadline in self._incoming:
             self._jobs.append(_Job(future, list(self._batch.take(batch)), deadline))
         self._incoming = []
 
     def _settle(self, failure: RingStopped | None) -> None:
-        """End the jobs that are done, failed or late, and drop their rows."""
+        """Complete the jobs that are done, failed or late, and remove their rows."""
         ended: list[tuple[_Job, Exception | None]] = []
         for job in self._jobs:
             waiting = [i for i in job.rows if not self._batch.done(i)]

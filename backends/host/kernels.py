@@ -1,11 +1,11 @@
-"""The host's native collectives: compiled loops over an arena of shared memory that all ranks of an island map.
+"""The native collectives of host memory: compiled loops over an arena of shared memory that all ranks of an island map.
 
-Each round a rank copies pieces of its input into its own stage, all meet at a barrier, and each copies or reduces
-what it needs out of the others' stages; a rank's stages take turns, so that one barrier a round is enough. Pieces are small
-enough to stay in the caches. Large reductions may go another way, see `direct`.
+In each round a rank copies pieces of its input into its own stage, all ranks meet at a barrier, and each copies or reduces what
+it needs from the others' stages; a rank alternates between its stages, so that one barrier per round suffices. Pieces are small
+enough to stay in the caches. Large reductions may use another method, see `direct`.
 
-What a collective of given shape needs lies in a plan, a block of 64-bit words made once, so that a call passes three
-numbers. Every kernel resumes: it returns PENDING after a while without progress and is called again with the same plan.
+The parameters of a collective of given shape are in a plan, a block of 64-bit words created once, so that a call passes three
+numbers. Every kernel can be resumed: it returns PENDING after a while without progress and is called again with the same plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Mode(enum.IntEnum):
-    """Who gets the reduced blocks."""
+    """Which ranks get the reduced blocks."""
 
     SCATTER = 0
     ALL = 1
@@ -39,45 +39,45 @@ class Mode(enum.IntEnum):
 
 
 class Word(enum.IntEnum):
-    """Where things lie in a plan."""
+    """Offsets of the words in a plan."""
 
     ARENA = 0
     RANKS = 1
     ME = 2
-    STAGE = 3  # bytes a rank stages at a time
+    STAGE = 3  # bytes that a rank stages at a time
     SPINS = 4
-    BUDGET = 5  # nanoseconds off the core before coming back
-    PIECES = 6  # address of the count of pieces over the arena's life: picks the stage
-    ROUND = 7  # these two and ROUNDS keep a call's place; ROUND and PHASE are 0 between calls
+    BUDGET = 5  # nanoseconds off the core before returning
+    PIECES = 6  # address of the number of pieces over the arena's lifetime, which selects the stage
+    ROUND = 7  # state of a call, with ROUNDS; ROUND and PHASE are 0 between calls
     PHASE = 8
     ROUNDS = 9
-    COLUMNS = 10  # 1 where all readers want the same of a rank, else one a reader
+    COLUMNS = 10  # 1 if all readers need the same data of a rank, otherwise one column per reader
     MODE = 11
     ROOT = 12
     PAIR = 13  # these four: the addresses in a reducers.Kit
     FIRST = 14
     MORE = 15
     LAST = 16
-    FINISHER = 17  # address of what divides, or 0
+    FINISHER = 17  # address of the function that divides, or 0
     DIVISOR = 18
     ITEMSIZE = 19
     NBYTES = 20
     SCRATCH = 21  # address of the reducers' accumulator
-    STEP = 22  # the rest is of `direct`: where a call stands; 0 between calls
-    BEGAN = 23  # nanoseconds
-    ACCESS = 24  # address of what this member knows of the others' memory
-    TUNING = 25  # address of what is known of the two ways for arrays of about this size
-    ROOM = 26  # address of room for a piece of each other member
-    RESULT_SIZE = 27  # bytes of an element of a result that is left where it is reduced
+    STEP = 22  # from here on for `direct`: state of a call; 0 between calls
+    BEGAN = 23  # start time in nanoseconds
+    ACCESS = 24  # address of `processes.AccessWord`s
+    TUNING = 25  # address of `direct.TuningWord`s for this size class
+    ROOM = 26  # address of memory for a piece of each other member
+    RESULT_SIZE = 27  # bytes per element of a result that stays where it is reduced
     TABLES = 32  # five rows of RANKS words: offsets and bytes to stage, offsets and bytes to take; sources
 
 
 def plan_words(ranks: int) -> int:
-    """Words of a plan for so many ranks."""
+    """Number of words of a plan."""
     return int(Word.TABLES) + 5 * ranks
 
 
-# Plain integers: numba reads an enum's members as constants only by way of globals.
+# Plain integers: numba treats an enum's members as constants only if they are globals.
 _ARENA, _RANKS, _ME, _STAGE, _SPINS, _BUDGET = (int(w) for w in tuple(Word)[:6])
 _PIECES, _ROUND, _PHASE, _ROUNDS, _COLUMNS, _MODE, _ROOT = (int(w) for w in tuple(Word)[6:13])
 _PAIR, _FIRST, _MORE, _LAST, _FINISHER, _DIVISOR = (int(w) for w in tuple(Word)[13:19])
@@ -89,8 +89,11 @@ _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
 
 
 def stage_count(ranks: int) -> int:
-    """Stages of each rank. Two would do; but a line that its readers still hold in their caches takes long to write,
-    so that small islands take turns through more memory than caches of one core hold: 256 KiB 32 -> 20 µs."""
+    """Number of stages of each rank.
+
+    Two would suffice; but writing a cache line that readers still cache takes long, so that small islands alternate between
+    more memory than one core's caches hold: 256 KiB 32 -> 20 µs.
+    """
     return max(2, 16 // ranks)
 
 
@@ -98,7 +101,7 @@ _stage_count = register_jitable(stage_count)
 
 
 def stages(ranks: int) -> int:
-    """Offset of the stages in an arena: after page 0 (its line 1 is the abort word) a line a rank."""
+    """Offset of the stages in an arena: after page 0 (its line 1 is the abort word) and one line per rank."""
     return PAGE + -(-ranks * LINE // PAGE) * PAGE
 
 
@@ -110,7 +113,9 @@ def open_plan(plan: int) -> Any:
 
 @register_jitable
 def line(p: Any, rank: int) -> int:
-    """A rank's line: word 0 counts its arrivals, words 1 and 2 tell its rounds for even and odd pieces; the rest see `direct`."""
+    """Address of a rank's line: word 0 counts its arrivals, words 1 and 2 are its rounds for even and odd pieces; for the rest
+    see `direct`.
+    """
     return p[_ARENA] + PAGE + rank * LINE
 
 
@@ -123,13 +128,13 @@ def _stage(p: Any, rank: int, pieces: int) -> int:
 
 @register_jitable
 def arrive(p: Any) -> None:
-    """Let the others know that I have come one step further."""
+    """Announce that this rank has reached the next barrier."""
     fetch_add(line(p, p[_ME]), 1)
 
 
 @register_jitable
 def meet(p: Any) -> int:
-    """Wait until everybody arrived as often as I did."""
+    """Wait until all ranks have arrived as often as this one."""
     target = load(line(p, p[_ME]))
     for other in range(p[_RANKS]):
         result = await_word(line(p, other), target, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
@@ -140,7 +145,7 @@ def meet(p: Any) -> int:
 
 @register_jitable
 def _next_round(p: Any) -> bool:
-    """Go on to the next piece; whether that was the last."""
+    """Continue with the next piece; returns whether that was the last."""
     store(p[_PIECES], load(p[_PIECES]) + 1)
     p[_ROUND] += 1
     p[_PHASE] = _COPY_IN
@@ -152,15 +157,15 @@ def _next_round(p: Any) -> bool:
 
 @register_jitable
 def _window(total: int, at: int, piece: int) -> int:
-    """Bytes of a range of `total` that lie in the piece from `at` on."""
+    """Bytes of a range of `total` bytes that are in the piece from `at` on."""
     return max(0, min(piece, total - at))
 
 
 def _exchange(plan: int, src: int, dst: int) -> int:
-    """Move parts of inputs to parts of outputs: gathers, scatters, broadcasts, all-to-all.
+    """Copy parts of inputs to parts of outputs: gather, scatter, broadcast, all-to-all.
 
-    The plan's tables say what I stage for each column and what I take from each rank. What I take from myself is read
-    straight from the input, at my own column's offset.
+    The plan's tables contain what this rank stages for each column and what it takes from each rank. Its own part is read
+    directly from the input, at its own column's offset.
     """
     p = open_plan(plan)
     ranks, me, columns = p[_RANKS], p[_ME], p[_COLUMNS]
@@ -212,7 +217,7 @@ def combine(p: Any, dst: int, nbytes: int) -> None:
 
 
 def _reduce(plan: int, src: int, dst: int) -> int:
-    """Reduce block r of all inputs at rank r; then leave it there, or hand it to all or to the root (see Mode).
+    """Reduce block r of all inputs on rank r; then keep it there, or pass it to all ranks or to the root (see Mode).
 
     The plan's first two tables are the blocks' offsets and bytes.
     """
@@ -261,10 +266,10 @@ def _reduce(plan: int, src: int, dst: int) -> int:
 
 
 def _one_shot(plan: int, src: int, dst: int) -> int:
-    """All-reduce what fits a stage with one barrier: everybody stages all of it and reduces all of it."""
+    """All-reduce with one barrier, for an array that fits a stage: every rank stages its array and reduces all of them."""
     p = open_plan(plan)
     pieces, ranks = load(p[_PIECES]), p[_RANKS]
-    # Calls also take turns within a stage, for the same reason that there are several: 64 KiB 13 -> 8.5 µs.
+    # Calls also alternate within a stage, for the same reason as between stages: 64 KiB 13 -> 8.5 µs.
     room = max(1, (p[_NBYTES] + _ROOM - 1) // _ROOM) * _ROOM
     within = pieces // _stage_count(ranks) % max(1, p[_STAGE] // room) * room
     if p[_PHASE] == _COPY_IN:
@@ -283,7 +288,7 @@ def _one_shot(plan: int, src: int, dst: int) -> int:
 
 
 def _join(counter: int) -> int:
-    """Count one more member; gives how many were there before."""
+    """Count one more member; returns the previous count."""
     return fetch_add(counter, 1)
 
 
@@ -302,6 +307,6 @@ with compiling():
 
 @cache
 def address(function: Any) -> int:
-    """Address of `exchange`, `reduce` or `one_shot` for compiled code; compiles it once more when first asked for."""
+    """Address of `exchange`, `reduce` or `one_shot` for compiled code; compiled again on first use."""
     with compiling():
         return native("int64(int64, int64, int64)", function.py_func)

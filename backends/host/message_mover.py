@@ -1,8 +1,7 @@
-"""Moves single messages of one ring end, the usual case of point-to-point, with one or two compiled calls each.
+"""Moves single messages of one ring end, the common case of point-to-point, with one or two compiled calls each.
 
-The first call holds the interpreter lock: so nothing of a message's start can be torn apart by another thread, and a
-small one that need not wait is through before the lock could have changed hands. What must wait, or copies much, goes on
-in a second call without the lock.
+The first call holds the interpreter lock: no other thread can interfere with the start of a message, and a small message that
+need not wait is complete before the lock could change hands. Waiting and large copies happen in a second call without the lock.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
 HELD_BYTES = 128 << 10
-"""Messages up to here may be copied with the interpreter lock held: about as long as it takes to hand it over."""
+"""Messages up to this size may be copied with the interpreter lock held, which takes about as long as handing the lock over."""
 
 
 class Word(enum.IntEnum):
-    """Where things lie in a message mover's memory."""
+    """Offsets of the words in a message mover's memory."""
 
     RECORDER = 0
     COMMUNICATOR = 1
     STOP = 2  # address of the communicator's abort word
     COUNTER = 3  # address of the ring end's next sequence number
-    OP = 4  # for the record
+    OP = 4  # for the flight recorder
     SPINS = 5
-    RECORD = 6  # number of the newest record, inverted once its end is noted
+    RECORD = 6  # number of the newest record, inverted once it is complete
     ROW = 7  # of the mover
 
 
@@ -55,7 +54,7 @@ _DATA, _NBYTES, _SEQUENCE, _DTYPE, _LENGTH, _TAG, _PHASE, _PEER = (
 
 @register_jitable
 def _end(state: int) -> None:
-    """Note that the message is through."""
+    """Record that the message is complete."""
     number = load(state + _RECORD)
     note_end(load(state + _RECORDER), number, ENDED)
     store(state + _RECORD, ~number)
@@ -82,7 +81,7 @@ def _begin(state: int, collective: int, data: int, dtype: int, nbytes: int, tag:
 
 
 def _advance(state: int, budget: int) -> int:
-    """Move the rest; see `mover.drive`."""
+    """Progress the message; see `mover.drive_all`."""
     result = drive_all(state + _ROW, 1, 0, 0, load(state + _SPINS), budget)
     if result == READY:
         _end(state)
@@ -95,7 +94,7 @@ with compiling():
 
 
 class HostMessageMover(MessageMover):
-    """A row of the mover whose words stay from message to message."""
+    """A row of the mover whose words are kept from message to message."""
 
     def __init__(
         self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int, spins: int, process_memory: bool
@@ -136,7 +135,7 @@ class HostMessageMover(MessageMover):
                 raise RingStalled([self.end])
 
     def advance(self, budget: int = BUDGET) -> bool:
-        """Move what can be moved, sleeping for so many nanoseconds in all; whether the message is through. Resumes.
+        """Progress the message, sleeping at most `budget` nanoseconds in total; returns whether it is complete. Can be resumed.
 
         Raises:
             RingStopped: see `begin`.

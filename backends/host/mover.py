@@ -1,8 +1,9 @@
-"""The host's movers: copy array <-> ring, many messages at once, in compiled code without the interpreter lock.
+"""The movers of host memory: copy between arrays and rings, many messages concurrently, in compiled code without the
+interpreter lock.
 
-A transfer is a row of 64-bit words. `drive` walks over the rows, moves a slot wherever one is free or filled, and
-comes back when all are done, when something stops, or after a while without progress, so that the caller can look at
-signals and deadlines. Rows keep their state: calling `drive` again resumes.
+A transfer is a row of 64-bit words. `drive` iterates over the rows, moves a slot wherever one is free or filled, and returns
+when all are complete, when something stops, or after a while without progress, so that the caller can check signals and
+deadlines. Rows keep their state, so `drive` can be called again to resume.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.memory import ring
 
 MISMATCH, SOME = 3, 4
-"""Further results of `drive`, beside READY, PENDING and STOPPED: descriptions differ; at least one row is done."""
+"""Results of `drive` besides READY, PENDING and STOPPED: descriptions differ; at least one row is complete."""
 
 ABORT, CONSUMED, COUNTERS = ring.ABORT, ring.CONSUMED, ring.COUNTERS
 LINE, LEDGER, ENTRY = ring.LINE, ring.LEDGER, ring.ENTRY
 MISMATCH_REASON = int(ring.Reason.MISMATCH)
 MAX_LANES = ring.MAX_LANES
 STREAM_BYTES = 64 << 20
-"""Messages that outgrow the caches anyway are written past them: 256 MB between two processes 16 -> 21 GB/s."""
+"""Messages of at least this size exceed the caches and are written with nontemporal stores: 256 MB between two processes 16 ->
+21 GB/s.
+"""
 
 
 class Kind(enum.IntEnum):
-    """What a row does."""
+    """Operation of a row."""
 
     PUT = 1
     GET = 2
@@ -51,20 +54,20 @@ class Kind(enum.IntEnum):
 
 
 class Word(enum.IntEnum):
-    """Where things lie in a row."""
+    """Offsets of the words in a row."""
 
     KIND = 0
     RING = 1
     DATA = 2
     NBYTES = 3
     SEQUENCE = 4
-    OP = 5  # the message's five fields lie in the order of ring.Message
+    OP = 5  # the message's five fields, in the order of ring.Message
     DTYPE = 6
     LENGTH = 7
     TAG = 8
     DETAIL = 9
     PHASE = 10
-    TURN = 11  # address of the ring end's count of finished messages
+    TURN = 11  # address of the ring end's number of completed messages
     LANES = 12
     SLOTS = 13
     SLOT_BYTES = 14
@@ -74,9 +77,12 @@ class Word(enum.IntEnum):
     COMBINE = 18
     REMOTE_FIRST = 19
     PEER = 20
-    STATE = 21  # address of what `rendezvous` keeps of the ring end; 0: messages never go straight
-    LANE = 22  # number of the stream in its batch
-    GATES = 23  # a word a stream of the batch: of so many first rows those on this stream must be done before
+    STATE = 21  # address of `rendezvous`'s state of the ring end; 0: messages are never copied directly
+    LANE = 22  # index of the stream in its batch
+    GATES = (
+        23  # a word per stream of the batch: number of first rows of which those on this stream must be complete before
+    )
+
     STARTS = 27
 
 
@@ -84,7 +90,7 @@ WIDTH = Word.STARTS + MAX_LANES
 MAX_STREAMS = Word.STARTS - Word.GATES
 NEW, POSTED, MOVING, STRAIGHT, DONE = 0, 1, 2, 3, 4
 
-# Plain integers: numba reads an enum's members as constants only by way of globals.
+# Plain integers: numba treats an enum's members as constants only if they are globals.
 _KIND, _RING, _DATA, _NBYTES = int(Word.KIND), int(Word.RING), int(Word.DATA), int(Word.NBYTES)
 _SEQUENCE, _OP, _PHASE, _TURN = int(Word.SEQUENCE), int(Word.OP), int(Word.PHASE), int(Word.TURN)
 _LANES, _SLOTS, _SLOT_BYTES = int(Word.LANES), int(Word.SLOTS), int(Word.SLOT_BYTES)
@@ -109,7 +115,7 @@ def _entry(row: int, producer: bool) -> int:
 
 @register_jitable
 def _post(row: int, producer: bool, offer: int) -> None:
-    """Write this end's description and its offer, and publish them."""
+    """Write and publish this end's description and its offer."""
     entry = _entry(row, producer)
     for i in range(_FIELDS):
         store(entry + 8 + 8 * i, load(row + 8 * (_OP + i)))
@@ -121,7 +127,7 @@ def _post(row: int, producer: bool, offer: int) -> None:
 
 @register_jitable
 def _compare(row: int, producer: bool) -> int:
-    """Compare with the other end's description: _NOTHING if not there yet, _PROGRESS if equal, else _MISMATCH."""
+    """Compare with the other end's description: _NOTHING if it is not published, _PROGRESS if equal, else _MISMATCH."""
     entry = _entry(row, not producer)
     if load_acquire(entry) != load(row + 8 * _SEQUENCE) + 1:
         return _NOTHING
@@ -134,7 +140,7 @@ def _compare(row: int, producer: bool) -> int:
 
 @register_jitable
 def _offer(row: int, producer: bool) -> int:
-    """What this end's description says of its array; see `rendezvous`."""
+    """Offer of this end's array in its description; see `rendezvous`."""
     state, data, nbytes = load(row + 8 * _STATE), load(row + 8 * _DATA), load(row + 8 * _NBYTES)
     if producer:
         capacity = load(row + 8 * _LANES) * load(row + 8 * _SLOTS) * load(row + 8 * _SLOT_BYTES)
@@ -144,7 +150,7 @@ def _offer(row: int, producer: bool) -> int:
 
 @register_jitable
 def _begin(row: int, producer: bool) -> int:
-    """Post, compare if the other end already posted, and note where each lane stands."""
+    """Publish this end's description, compare it with the other end's if that is published, and read the state of each lane."""
     base = load(row + 8 * _RING)
     sequence = load(row + 8 * _SEQUENCE)
     phase = load(row + 8 * _PHASE)
@@ -176,7 +182,7 @@ def _begin(row: int, producer: bool) -> int:
 
 @register_jitable
 def _move_lane(row: int, lane: int, low: int, high: int, chunk: int) -> int:
-    """Move the next slot of a lane's part if it can be; _COMPLETE when the part is through."""
+    """Move the next slot of a lane's part if possible; _COMPLETE when the part is complete."""
     base, producer = load(row + 8 * _RING), load(row + 8 * _KIND) == _PUT
     slots, slot_bytes = load(row + 8 * _SLOTS), load(row + 8 * _SLOT_BYTES)
     head = base + COUNTERS + 2 * lane * LINE
@@ -213,7 +219,7 @@ def _move_lane(row: int, lane: int, low: int, high: int, chunk: int) -> int:
 
 @register_jitable
 def _move_lanes(row: int) -> int:
-    """Move at most a slot a lane."""
+    """Move at most one slot per lane."""
     nbytes = load(row + 8 * _NBYTES)
     lanes = load(row + 8 * _LANES)
     chunk = _chunk_bytes(nbytes, lanes, load(row + 8 * _SLOT_BYTES))
@@ -232,7 +238,7 @@ def _move_lanes(row: int) -> int:
 
 @register_jitable
 def _move_straight(row: int, producer: bool) -> int:
-    """Copy at most a chunk between the two arrays."""
+    """Copy at most one chunk directly between the two arrays."""
     state, sequence, nbytes = load(row + 8 * _STATE), load(row + 8 * _SEQUENCE), load(row + 8 * _NBYTES)
     theirs = load(_entry(row, not producer) + _OFFER)
     moved = copy_next(state, producer, sequence, load(row + 8 * _DATA), theirs, nbytes)
@@ -243,13 +249,13 @@ def _move_straight(row: int, producer: bool) -> int:
 
 @register_jitable
 def _advance(row: int) -> int:
-    """Bring one row on by at most a slot a lane, or a chunk."""
+    """Progress one row by at most one slot per lane, or one chunk."""
     producer = load(row + 8 * _KIND) == _PUT
     base = load(row + 8 * _RING)
     if load(row + 8 * _PHASE) < MOVING:
         begun = _begin(row, producer)
         if begun == _NOTHING and load_acquire(base + ABORT) != 0:
-            # What the peer published before it left is still delivered: look once more.
+            # Data that the peer published before it left is still delivered: check once more.
             begun = _begin(row, producer)
             return begun if begun != _NOTHING else _STOPPED
         if begun != _PROGRESS:
@@ -271,10 +277,12 @@ def _advance(row: int) -> int:
 
 @register_jitable
 def _ready(rows: int, row: int) -> int:
-    """Whether earlier transfers let the row begin: those of its ring end, those of a stream that its own waits for."""
+    """Whether earlier transfers permit the row to begin: those of its ring end, and those of streams that
+    its stream waits for.
+    """
     turn = load_acquire(load(row + 8 * _TURN))
     if turn < 0:
-        # An earlier one was given up. Whoever did so stops the ring next, and until then cannot be asked why.
+        # An earlier transfer was given up. The ring is stopped next, with a reason that is not known before.
         return _STOPPED if load_acquire(load(row + 8 * _RING) + ABORT) != 0 else _NOTHING
     if turn != load(row + 8 * _SEQUENCE):
         return _NOTHING
@@ -288,14 +296,14 @@ def _ready(rows: int, row: int) -> int:
 
 @register_jitable
 def _step(rows: int, row: int) -> int:
-    """Bring a row on that is not done, if it may begin; one of the results of `_advance`."""
+    """Progress an incomplete row, if it may begin; a result of `_advance`."""
     ready = _ready(rows, row) if load(row + 8 * _PHASE) == NEW else _PROGRESS
     return _advance(row) if ready == _PROGRESS else ready
 
 
 @register_jitable
 def try_row(row: int) -> int:
-    """Move what can be moved of a single transfer without waiting: READY, PENDING, STOPPED or MISMATCH."""
+    """Progress a single transfer without waiting: READY, PENDING, STOPPED or MISMATCH."""
     result = _PROGRESS
     while result == _PROGRESS:
         result = _step(row, row)
@@ -308,7 +316,7 @@ def try_row(row: int) -> int:
 
 @register_jitable
 def take(counter: int) -> int:
-    """Take the number of a ring end's next message; for callers that hold the interpreter lock."""
+    """Take the number of a ring end's next message; the caller holds the interpreter lock."""
     number = load(counter)
     store(counter, number + 1)
     return number
@@ -316,13 +324,15 @@ def take(counter: int) -> int:
 
 @register_jitable
 def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: int) -> int:
-    """Move all transfers until they are done.
+    """Progress all transfers until they are complete.
 
     Args:
         rows: address of `count` rows of WIDTH words.
-        wake: address of a word; once it differs from `seen`, or any row completes, `drive` returns early. 0: neither.
+        count: number of rows.
+        wake: address of a word; `drive` returns early once it differs from `seen`, or any row completes. 0: neither.
+        seen: last value of that word.
         spins: tries before yielding the core.
-        budget: nanoseconds off the core in all before coming back.
+        budget: total nanoseconds off the core before returning.
 
     Returns:
         READY, PENDING, SOME; or STOPPED or MISMATCH, with the row's index from bit 8 on.

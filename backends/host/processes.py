@@ -1,4 +1,4 @@
-"""Reading and writing other processes' memory (process_vm_readv), where the system allows it."""
+"""Access to other processes' memory (process_vm_readv), if the system permits it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _MONOTONIC = 1
 
 
 class AccessWord(enum.IntEnum):
-    """What a process knows of others' memory, in its own."""
+    """A process's private words about its access to other processes' memory."""
 
     REACH = 0  # whether it can read and write it: 0 not tried, 1 yes, -1 no
-    NONCE = 1  # a number that nobody else has here, by which others know that this memory is the one meant
+    NONCE = 1  # a random number by which others verify that they access this process's memory
     ROOM = 2
-    VECTORS = 4  # a local one, up to four remote ones
+    VECTORS = 4  # a local iovec, up to four remote ones
 
 
 class TouchWord(enum.IntEnum):
-    """Of a copy between the arrays of two processes, in memory that both map."""
+    """Words in shared memory about a copy between the arrays of two processes."""
 
-    TOUCHES = 0  # whether the one that copies may be in the other's memory at the moment
-    ADDRESS = 1  # what it copies there, as the kernel reads it: an iovec
+    TOUCHES = 0  # whether the copying process may be accessing the other's memory
+    ADDRESS = 1  # an iovec that the kernel reads: what it copies there
     LENGTH = 2
 
 
-# Plain integers: numba reads an enum's members as constants only by way of globals.
+# Plain integers: numba treats an enum's members as constants only if they are globals.
 _NONCE, _ROOM, _VECTORS = (8 * int(w) for w in tuple(AccessWord)[1:])
 _ADDRESS, _LENGTH = (8 * int(w) for w in tuple(TouchWord)[1:])
 ACCESS_WORDS = AccessWord.VECTORS + 10
 
 
 def access(allowed: bool, words: int = ACCESS_WORDS) -> np.ndarray:
-    """So many words, the first of which are those of `AccessWord`; `allowed` tells whether this process may try at all."""
+    """An array of `words` words that begins with those of `AccessWord`; `allowed` tells whether this process may try at all."""
     memory = np.zeros(words, np.int64)
     memory[AccessWord.REACH] = 0 if allowed else -1
     memory[AccessWord.NONCE] = secrets.randbits(62) + 1
@@ -55,13 +55,13 @@ def access(allowed: bool, words: int = ACCESS_WORDS) -> np.ndarray:
 
 
 def nonce(access: np.ndarray) -> tuple[int, int]:
-    """Address and value of the word by which others know this process's memory."""
+    """Address and value of the word by which others verify that they access this process's memory."""
     return access.ctypes.data + _NONCE, int(access[AccessWord.NONCE])
 
 
 @register_jitable
 def now(access: int) -> int:
-    """Nanoseconds of a clock that only goes forward."""
+    """Nanoseconds of a monotonic clock."""
     _clock(_MONOTONIC, as_pointer(access + _VECTORS))
     return load(access + _VECTORS) * 1_000_000_000 + load(access + _VECTORS + 8)
 
@@ -74,7 +74,7 @@ def _vector(access: int, index: int, address: int, count: int) -> None:
 
 @register_jitable
 def _transfer(write: bool, access: int, process: int, mine: int, remote: int, count: int) -> int:
-    """One system call; `remote` is the address of the iovec that tells what to copy there. Bytes copied, or -1."""
+    """One system call; `remote` is the address of the remote iovec. Returns the bytes copied, or -1."""
     _vector(access, 0, mine, count)
     local = as_pointer(access + _VECTORS)
     if write:
@@ -86,19 +86,25 @@ def _transfer(write: bool, access: int, process: int, mine: int, remote: int, co
 def copy(
     write: bool, access: int, process: int, mine: int, theirs: int, count: int, touch: int, offer: int, least: int, abort: int
 ) -> bool:  # fmt: skip
-    """Copy between this process's array and another's, as long as the other one offers it.
+    """Copy between this process's array and another's, as long as the other process offers it.
 
-    The owner may take its offer back at any time (`revoke`). This process may be stopped between its look at the offer and
-    the system call, for longer than the owner waits: so the kernel reads what to copy from shared memory, where the owner
-    has set its length to 0 by then.
+    The owner may withdraw its offer at any time (`revoke`). This process may be stopped between its check of the offer and the
+    system call, for longer than the owner waits: therefore the kernel reads the remote iovec from shared memory, where the
+    owner has set its length to 0 by then.
 
     Args:
-        touch: address of this process's `TouchWord`.
+        write: copy to the other process.
+        access: address of this process's `AccessWord`s.
+        process: pid of the other process.
+        mine, theirs: addresses of the two arrays.
+        count: bytes.
+        touch: address of this process's `TouchWord`s.
         offer: address of a word that is `least` or more while the other process offers its array.
-        abort: address of a word that is not 0 once everything stops.
+        least: see `offer`.
+        abort: address of a word that is nonzero once everything stops.
 
     Returns:
-        False if the array is not offered any more, everything stops, or the other process's memory cannot be reached.
+        False if the array is not offered any more, everything stops, or the other process's memory is not accessible.
     """
     done = 0
     while done < count:
@@ -119,7 +125,7 @@ def copy(
 
 @register_jitable
 def revoke(touch: int) -> None:
-    """Let no copy begin any more that another process has announced in its `TouchWord`. The offer was taken back before."""
+    """Prevent a copy that another process has announced in its `TouchWord`s from starting. The offer was withdrawn before."""
     full_fence()
     store(touch + _LENGTH, 0)
     full_fence()
@@ -127,7 +133,7 @@ def revoke(touch: int) -> None:
 
 @register_jitable
 def verified(access: int, process: int, address: int, value: int) -> bool:
-    """Whether a process's memory can be read, and is that of the process meant: numbers differ between namespaces."""
+    """Whether a process's memory can be read, and belongs to the right process: pids differ between namespaces."""
     room, remote = access + _ROOM, access + _VECTORS + 16
     _vector(access, 1, address, 8)
     return _transfer(False, access, process, room, remote, 8) == 8 and load(room) == value
@@ -135,7 +141,7 @@ def verified(access: int, process: int, address: int, value: int) -> bool:
 
 @register_jitable
 def reachable(access: int, process: int, address: int, value: int) -> bool:
-    """The same, and whether it can be written."""
+    """Like `verified`, and whether the memory can be written."""
     if not verified(access, process, address, value):
         return False
     return _transfer(True, access, process, access + _ROOM, access + _VECTORS + 16, 8) == 8
@@ -143,7 +149,7 @@ def reachable(access: int, process: int, address: int, value: int) -> bool:
 
 @register_jitable
 def exposed(access: int, process: int, first: int, first_bytes: int, second: int, second_bytes: int) -> bool:
-    """Whether the system lets others into one or two arrays of this process: not if a driver has mapped them.
+    """Whether the system lets other processes access one or two arrays of this process: not if a driver has mapped them.
 
     `second_bytes` is 0 if there is only one.
     """

@@ -1,8 +1,8 @@
-"""Element-wise reductions: a few small compiled functions for each (dtype, operation), called by address.
+"""Element-wise reductions: a few small compiled functions per (dtype, operation), called by address.
 
-The kernels that move data are compiled once; what differs by type is only this. Each function takes addresses and
-an element count. Where `dst` coincides with an operand a loop of its own is taken: with three pointers the compiler
-must assume overlap and would not vectorise.
+The kernels that move data are compiled once; only these functions depend on the type. Each takes addresses and an element
+count. There is a separate loop for `dst` equal to an operand: with three pointers the compiler must assume overlap and would
+not vectorize.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xvcomm.jit.compile import compiling, native
 from xvcomm.types.dtype import BY_NAME, DType, ReduceOp
 
 BLOCK = 8192
-"""Elements reduced at a time when more than two operands meet: the float32 accumulator stays in the first caches."""
+"""Elements reduced at a time if there are more than two operands: the float32 accumulator stays in the first-level cache."""
 
 _COMBINE = "void(int64, int64, int64, int64)"
 _SCALE = "void(int64, int64, int64, float64, int64)"
@@ -102,7 +102,7 @@ def _combiner(load_a: Any, a_type: Any, load_b: Any, b_type: Any, combine: Any, 
 
 
 def _scaler(load: Any, storage: Any, save: Any, out_storage: Any, number: Any) -> int:
-    """Compile `dst[i] = src[i] / divisor`, or `src[i] * factor` where the divisor is 0."""
+    """Compile `dst[i] = src[i] / divisor`, or `src[i] * factor` if the divisor is 0."""
 
     def scaler(dst: int, src: int, count: int, factor: float, divisor: int) -> None:
         out = carray(as_pointer(dst), count, out_storage)
@@ -120,8 +120,8 @@ def _scaler(load: Any, storage: Any, save: Any, out_storage: Any, number: Any) -
 
 
 def _integer_scaler(number: Any) -> int:
-    """The same for integers, towards zero."""
-    wide = np.uint64 if np.dtype(number).kind == "u" else np.int64  # the divisor need not fit into the elements
+    """The same for integers, rounding towards zero."""
+    wide = np.uint64 if np.dtype(number).kind == "u" else np.int64  # the divisor may exceed the element type
 
     def integer_scaler(dst: int, src: int, count: int, factor: float, divisor: int) -> None:
         out = carray(as_pointer(dst), count, number)
@@ -136,7 +136,7 @@ def _integer_scaler(number: Any) -> int:
                 value = wide(values[i])
                 quotient = value // by
                 if value < 0 and quotient * by != value:
-                    quotient += wide(1)  # towards zero, as NCCL and C divide
+                    quotient += wide(1)  # round towards zero, like NCCL and C
                 out[i] = number(quotient)
 
     return native(_SCALE, integer_scaler)
@@ -148,8 +148,8 @@ class Kit:
 
     Attributes:
         pair: `dst = a op b`.
-        first, more, last: a chain over three or more operands; the accumulator between them holds float32 for
-            low precision, so there is one rounding, at the end.
+        first, more, last: a chain over three or more operands; the accumulator between them is float32 for low precision, so
+            that the result is rounded once, at the end.
     """
 
     pair: int
@@ -160,7 +160,7 @@ class Kit:
 
 @cache
 def kit(dtype: DType, op: ReduceOp) -> Kit:
-    """The functions that reduce `dtype` by `op`; compiles them on first use (some 100 ms, then cached on disk)."""
+    """The functions that reduce `dtype` by `op`; compiled on first use (about 100 ms, then cached on disk)."""
     with compiling():
         if dtype.low_precision:
             load, save, raw = _CODECS[dtype.name]
@@ -179,7 +179,7 @@ def kit(dtype: DType, op: ReduceOp) -> Kit:
 
 @cache
 def unrounded(dtype: DType, op: ReduceOp) -> Kit:
-    """The same for a low-precision dtype with a float32 result."""
+    """Like `kit`, for a low-precision dtype with a float32 result."""
     found = kit(dtype, op)
     return Kit(found.first, found.first, found.more, found.more)
 
@@ -201,7 +201,7 @@ def scaler(dtype: DType) -> int:
 
 @cache
 def widener(dtype: DType) -> int:
-    """The same from a low-precision dtype to float32."""
+    """Like `scaler`, from a low-precision dtype to float32."""
     load, _, raw = _CODECS[dtype.name]
     with compiling():
         return _scaler(load, raw, codecs.same, np.float32, np.float32)
@@ -209,7 +209,7 @@ def widener(dtype: DType) -> int:
 
 @cache
 def finisher(dtype: DType) -> int:
-    """The same from what a chain of `Kit` accumulates in: from float32 for low precision, which rounds once."""
+    """Like `scaler`, from the accumulator type of `Kit`: from float32 for low precision, which is rounded once."""
     if not dtype.low_precision:
         return scaler(dtype)
     _, save, raw = _CODECS[dtype.name]
@@ -248,13 +248,15 @@ def call_scale(typingctx: Any, function: Any, dst: Any, src: Any, count: Any, fa
 def reduce_many(
     kit: Any, dst: int, sources: Any, ways: int, count: int, itemsize: int, result_size: int, scratch: int
 ) -> None:
-    """`dst` becomes the reduction of `ways` sources in order.
+    """Reduce `ways` sources into `dst`, in order.
 
     Args:
         kit: (pair, first, more, last), as in `Kit`.
+        dst: address of the result.
         sources: addresses; `dst` may be one of them.
+        ways: number of sources.
         count: elements.
-        itemsize, result_size: bytes of an element of the sources, and of `dst`.
+        itemsize, result_size: bytes per element of the sources, and of `dst`.
         scratch: address of BLOCK accumulator elements.
     """
     pair, first, more, last = kit
@@ -276,10 +278,10 @@ def reduce_many(
 def average_many(
     kit: Any, finisher: int, dst: int, sources: Any, ways: int, count: int, itemsize: int, divisor: int, scratch: int
 ) -> None:
-    """`dst` becomes the reduction of two or more sources over `divisor`, which is rounded once; see `reduce_many`.
+    """Reduce two or more sources, divide by `divisor`, and round once; see `reduce_many`.
 
     Args:
-        finisher: see there.
+        finisher: address of the function `finisher` returns.
     """
     _, first, more, _ = kit
     for done in range(0, count, BLOCK):

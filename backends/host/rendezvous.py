@@ -1,15 +1,15 @@
-"""Large messages that both ends copy at once, straight between their arrays, where the system allows it.
+"""Large messages that both ends copy concurrently, directly between their arrays, if the system permits it.
 
-The sender writes into the receiver's array from its first byte on, the receiver reads the sender's from the last one on,
-a chunk at a time, until they meet: one copy instead of two, by two cores. In its ledger entry each end offers its array,
-or not; both read both entries, so they agree. Only the sender chooses: it offers once its messages of about this size,
-which at first go both ways in turns, have shown to arrive sooner so.
+The sender writes into the receiver's array from its first byte on, the receiver reads the sender's from the last one on, a
+chunk at a time, until they meet: one copy instead of two, by two cores. Each end offers its array in its ledger entry, or not;
+both read both entries, so they agree. Only the sender chooses: the first messages of a size class alternate between both
+methods, and it offers its array once direct copies have proved faster.
 
-A small enough message does not wait long for its receiver: it goes into the ring, as ever, and its sender goes on.
+A message that fits the ring does not wait long for its receiver: it is written to the ring as usual, and its sender continues.
 
-An end may give up in the middle, and its array is then its caller's again. So an end announces each copy, and then looks
-whether the other is still in. An end that gives up says so, revokes the copy that is announced, and waits for one that the
-kernel has begun.
+An end may give up in the middle, after which its caller may reuse its array. So an end announces each copy, and then checks
+whether the other end still takes part. An end that gives up publishes that, revokes the announced copy, and waits for one that
+the kernel has begun.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from xvcomm.memory.ring import ABORT, CLAIMS, LINE, MEETING, TURNS, RingEnd
 from xvcomm.memory.segment import PAGE
 
 LEAST = 512 << 10
-"""Bytes of a message from which on it may go this way; below, in a ping-pong between processes, both take as long."""
+"""Minimum bytes of a message for direct copies; below, both methods take as long in a ping-pong between processes."""
 
 TRIES = 4
-"""Of each way, in a class of sizes; more until they took so long that no passing disturbance can have hit all of them."""
+"""Tries of each method per size class; more until they took long enough that no short disturbance can have affected all of
+them.
+"""
 _TRIAL_NS = 20_000_000
 PATIENCE_NS = 50_000
-"""How long a message that the ring can hold waits for its receiver."""
+"""How long a message that fits the ring waits for its receiver."""
 _MARGIN = 8
 _GIVE_UP_US, _PAUSE_US = 1_000_000, 100
 _NEVER = int(np.iinfo(np.int64).max)
@@ -47,46 +49,52 @@ _MOST_CHUNKS = 4095
 _CLASSES = 24
 
 NOT_YET, STAGED = -1, 0
-"""What `propose` gives instead of an address."""
+"""Results of `propose` instead of an address."""
 
 
 class LineWord(enum.IntEnum):
     """Words of an end's line in page 0 of the ring."""
 
-    PROCESS = 0  # its number
-    NONCE = 1  # address of a word of its memory
-    VALUE = 2  # that stands there; 0 until the end is there
-    DONE = 3  # number of its newest message that went this way, and the chunks of it that this end has copied
-    TOUCH = 4  # a `processes.TouchWord`: what it copies from or to the other end at the moment
+    PROCESS = 0  # its pid
+    NONCE = 1  # address of a word in its memory
+    VALUE = 2  # value of that word; 0 until the end exists
+    DONE = 3  # number of its newest directly copied message, and the chunks of it that this end has copied
+    TOUCH = 4  # a `processes.TouchWord`: its current copy from or to the other end
 
 
 class Word(enum.IntEnum):
-    """What an end keeps in its own memory, behind `processes.AccessWord`."""
+    """Private words of an end, after `processes.AccessWord`."""
 
     MINE = ACCESS_WORDS  # addresses of the two lines
     THEIRS = ACCESS_WORDS + 1
     RING = ACCESS_WORDS + 2
     THEIR_TURN = ACCESS_WORDS + 3
-    BEGAN = ACCESS_WORDS + 4  # when the sender's message under way began to wait, or the receiver's to arrive; else 0
-    TOOK = ACCESS_WORDS + 5  # nanoseconds of the receiver's newest message that it offered its array for
-    TRIES = ACCESS_WORDS + 6  # of which tuning (address, plus the way) the sender's message under way is a try; or 0
-    TRIED = ACCESS_WORDS + 7  # the same of the large message before
-    WILLING = ACCESS_WORDS + 8  # whether the receiver had offered its array when the large message before was through
-    ASIDE = ACCESS_WORDS + 9  # a second `processes.AccessWord`: while a thread gives up another one may be copying
+    BEGAN = (
+        ACCESS_WORDS + 4
+    )  # time at which the sender's current message began to wait, or the receiver's to arrive; else 0
+
+    TOOK = ACCESS_WORDS + 5  # nanoseconds of the receiver's newest message for which it offered its array
+    TRIES = ACCESS_WORDS + 6  # tuning (address, plus the method) of which the sender's current message is a try; or 0
+    TRIED = ACCESS_WORDS + 7  # the same for the previous large message
+    WILLING = (
+        ACCESS_WORDS + 8
+    )  # whether the receiver had offered its array when the previous large message was complete
+
+    ASIDE = ACCESS_WORDS + 9  # a second `processes.AccessWord`: while a thread gives up, another one may be copying
     TUNINGS = 2 * ACCESS_WORDS + 9
 
 
 class TuningWord(enum.IntEnum):
-    """The two ways at messages of about one size; the sender's."""
+    """The sender's comparison of the two methods for messages of about one size."""
 
-    TRIALS = 0  # begun so far; -1 once the way is chosen
-    SPENT = 1  # nanoseconds of all, of the best staged one, of the best one straight
+    TRIALS = 0  # number of tries begun; -1 once a method is chosen
+    SPENT = 1  # nanoseconds of all tries, of the best staged one, of the best direct one
     BEST = 2
 
 
 _TUNING_WORDS = 4
 
-# Plain integers: numba reads an enum's members as constants only by way of globals.
+# Plain integers: numba treats an enum's members as constants only if they are globals.
 _PROCESS, _NONCE, _VALUE, _DONE, _TOUCH = (8 * int(w) for w in LineWord)
 _MINE, _THEIRS, _RING, _THEIR_TURN, _BEGAN = (8 * int(w) for w in tuple(Word)[:5])
 _TOOK, _TRIES, _TRIED, _WILLING, _ASIDE, _TUNINGS = (8 * int(w) for w in tuple(Word)[5:])
@@ -96,7 +104,7 @@ _OFFER, _ENTRY_TOOK = 8 * ring.EntryWord.OFFER, 8 * ring.EntryWord.TOOK
 
 
 def chunk_bytes(nbytes: int) -> int:
-    """Bytes that one end claims at a time: an eighth, in whole pages, so that both have work until the end."""
+    """Bytes that one end claims at a time: an eighth of the message, in whole pages, so that both ends work until the end."""
     eighth = (nbytes + 8 * PAGE - 1) // (8 * PAGE) * PAGE
     least = (nbytes + _MOST_CHUNKS * PAGE - 1) // (_MOST_CHUNKS * PAGE) * PAGE
     return max(least, min(_MOST_CHUNK, max(_LEAST_CHUNK, eighth)))
@@ -107,13 +115,13 @@ _chunk_bytes = register_jitable(chunk_bytes)
 
 @register_jitable
 def _number(sequence: int) -> int:
-    """Of a message, in words that also count chunks; comes round only after half a trillion."""
+    """Number of a message in words that also count chunks; it wraps around only after half a trillion messages."""
     return (sequence + 1) & ((1 << 39) - 1)
 
 
 @register_jitable
 def _reaches(state: int) -> bool:
-    """Whether the other end's memory can be read and written; found out once it is there."""
+    """Whether the other end's memory can be read and written; determined once that end exists."""
     reach = load(state)
     if reach == 0:
         theirs = load(state + _THEIRS)
@@ -133,7 +141,7 @@ def _exposed(state: int, data: int, nbytes: int) -> bool:
 
 @register_jitable
 def offer(state: int, data: int, nbytes: int) -> int:
-    """What a receiver writes into its entry: its array's address, if the sender may write there; else STAGED."""
+    """Word that a receiver writes to its entry: its array's address, if the sender may write there; else STAGED."""
     return data if nbytes >= LEAST and state != 0 and _reaches(state) and _exposed(state, data, nbytes) else STAGED
 
 
@@ -149,7 +157,7 @@ def _tuning(state: int, nbytes: int) -> int:
 
 @register_jitable
 def _choose(state: int, nbytes: int) -> bool:
-    """Whether a message goes straight."""
+    """Whether a message is copied directly."""
     tuning = _tuning(state, nbytes)
     trials = load(tuning)
     if trials >= 0 and (trials % 2 == 1 or trials < 2 * TRIES or load(tuning + _SPENT) < _TRIAL_NS):
@@ -163,7 +171,7 @@ def _choose(state: int, nbytes: int) -> bool:
 
 @register_jitable
 def _waits(state: int) -> bool:
-    """Whether a sender goes on waiting for a receiver that is not there."""
+    """Whether a sender continues to wait for a receiver that is not there."""
     if load(state + _BEGAN) == 0:
         store(state + _BEGAN, now(state))
     return now(state) - load(state + _BEGAN) < PATIENCE_NS
@@ -171,14 +179,17 @@ def _waits(state: int) -> bool:
 
 @register_jitable
 def propose(state: int, data: int, nbytes: int, theirs: int, sequence: int, capacity: int) -> int:
-    """What a sender writes into its entry: its array's address, or STAGED.
+    """Word that a sender writes to its entry: its array's address, or STAGED.
 
     Args:
+        state: address of this end's words.
+        data, nbytes: the array.
         theirs: address of the receiver's entry.
-        capacity: bytes that the ring holds.
+        sequence: number of the message.
+        capacity: bytes that fit the ring.
 
     Returns:
-        NOT_YET if it should wait a moment for the receiver before it writes any.
+        NOT_YET if it should wait a moment for the receiver before it writes an entry.
     """
     if nbytes < LEAST or state == 0 or not _reaches(state):
         return STAGED
@@ -187,7 +198,7 @@ def propose(state: int, data: int, nbytes: int, theirs: int, sequence: int, capa
     if willing and not there and nbytes <= capacity:
         if _waits(state):
             return NOT_YET
-        # An offer would have to wait for the receiver; programs that send before they receive need that no one does.
+        # An offer would have to wait for the receiver, and programs that send before they receive rely on not waiting.
         willing = False
     store(state + _BEGAN, 0)
     if not willing or not _choose(state, nbytes):
@@ -200,7 +211,7 @@ def propose(state: int, data: int, nbytes: int, theirs: int, sequence: int, capa
 
 @register_jitable
 def learn(state: int, nbytes: int, theirs: int, sequence: int) -> None:
-    """Note, when a sender's message is through, how the last try ended: its receiver tells so in the next entry."""
+    """When a sender's message is complete, record the result of the last try, which the receiver writes to its next entry."""
     if nbytes < LEAST or state == 0:
         return
     there = load_acquire(theirs) == sequence + 1
@@ -212,20 +223,20 @@ def learn(state: int, nbytes: int, theirs: int, sequence: int) -> None:
         store(tuning + _SPENT, load(tuning + _SPENT) + took)
     willing = there and load(theirs + _OFFER) != 0
     store(state + _WILLING, 1 if willing else 0)
-    # Of a receiver that has not come, or offers nothing, the next figure is another message's.
+    # If the receiver has not come, or offers nothing, its next time belongs to another message.
     store(state + _TRIED, load(state + _TRIES) if willing else 0)
     store(state + _TRIES, 0)
 
 
 @register_jitable
 def begin_clock(state: int) -> None:
-    """Note when a message that the receiver offered its array for begins to arrive."""
+    """Record the start time of a message for which the receiver offered its array."""
     store(state + _BEGAN, now(state))
 
 
 @register_jitable
 def stop_clock(state: int) -> None:
-    """Note how long it took."""
+    """Record its duration."""
     if state != 0 and load(state + _BEGAN) != 0:
         store(state + _TOOK, now(state) - load(state + _BEGAN))
         store(state + _BEGAN, 0)
@@ -233,13 +244,15 @@ def stop_clock(state: int) -> None:
 
 @register_jitable
 def took(state: int) -> int:
-    """What a receiver writes into its entry beside its offer."""
+    """Word that a receiver writes to its entry beside its offer: the duration of its last message."""
     return load(state + _TOOK) if state != 0 else 0
 
 
 @register_jitable
 def _claim(claims: int, producer: bool, number: int, chunks: int) -> int:
-    """Index of a chunk that this end copies, the producer from the first on, the consumer from the last on; -1: none left."""
+    """Index of the next chunk for this end, the producer from the first on, the consumer from the last on;
+    -1 if none is left.
+    """
     while True:
         seen = load_acquire(claims)
         known = seen if seen >> 24 == number else number << 24
@@ -259,14 +272,16 @@ def _done(line: int, number: int) -> int:
 
 @register_jitable
 def _copy_chunk(state: int, producer: bool, mine: int, theirs: int, count: int) -> bool:
-    """Copy a chunk into or out of the other's array; False if it has given up, everything stops, or it cannot be reached."""
+    """Copy a chunk to or from the other array; False if the other end has given up, everything stops, or its memory is not
+    accessible.
+    """
     touch, turn, abort = load(state + _MINE) + _TOUCH, load(state + _THEIR_TURN), load(state + _RING) + _ABORT
     return copy(producer, state, load(load(state + _THEIRS) + _PROCESS), mine, theirs, count, touch, turn, 0, abort)
 
 
 @register_jitable
 def copy_next(state: int, producer: bool, sequence: int, mine: int, theirs: int, nbytes: int) -> bool:
-    """Copy a chunk that nobody else has claimed; False if there is none, or it cannot be copied."""
+    """Copy a chunk that no end has claimed; False if there is none, or it cannot be copied."""
     number, chunk = _number(sequence), _chunk_bytes(nbytes)
     chunks = (nbytes + chunk - 1) // chunk
     index = _claim(load(state + _RING) + _CLAIMS, producer, number, chunks)
@@ -287,10 +302,10 @@ def through(state: int, sequence: int, nbytes: int) -> bool:
 
 
 def _await_untouched(state: int) -> None:
-    """Let the other end copy nothing from or into this one's array any more. This end has given up before."""
+    """Stop the other end from accessing this end's array. This end has published that it gives up."""
     waited, theirs, aside = 0, load(state + _THEIRS), state + _ASIDE
     revoke(theirs + _TOUCH)
-    # The word stays set where the process died, or was stopped outside the kernel: what is revoked cannot begin any more.
+    # The word stays set if the process has died, or was stopped outside of the kernel: a revoked copy cannot begin any more.
     while load_acquire(theirs + _TOUCH) != 0 and waited < _GIVE_UP_US:
         if not verified(aside, load(theirs + _PROCESS), load(theirs + _NONCE), load(theirs + _VALUE)):
             return
@@ -305,9 +320,9 @@ _joining = threading.Lock()
 
 
 def join(end: RingEnd, allowed: bool) -> int:
-    """Address of what compiled code keeps of a ring end; the first time, the other end is told where this process is.
+    """Address of a ring end's words for compiled code; the first call publishes this process to the other end.
 
-    0 if messages may not go straight. Any thread.
+    0 if messages may not be copied directly. Thread-safe.
     """
     if not allowed:
         return 0
@@ -319,7 +334,7 @@ def join(end: RingEnd, allowed: bool) -> int:
 
 
 def _introduce(end: RingEnd) -> np.ndarray:
-    """The words of `Word` for a ring end, which the other one now can find."""
+    """The words of `Word` for a ring end, with which the other end can find this process."""
     mine, theirs = (end.address + MEETING + (0 if producer else LINE) for producer in (end.producer, not end.producer))
     state = processes.access(True, Word.TUNINGS + _TUNING_WORDS * _CLASSES)
     address = int(state.ctypes.data)

@@ -1,4 +1,4 @@
-"""AMD GPUs: HIP and RCCL by hip-python."""
+"""AMD GPUs: HIP and RCCL through hip-python."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NO_DEVICE = 100
 
 
 class RocmBackend(GpuBackend):
-    """Ranks whose arrays lie in an AMD GPU's memory."""
+    """Ranks with arrays in the memory of an AMD GPU."""
 
     kind = "rocm"
 
     def refusal(self) -> tuple[str, str] | None:
-        """See `Backend.refusal`; asks the runtime that hip-python would load, which ROCM_PATH may name."""
+        """See `Backend.refusal`; asks the runtime that hip-python would load, which ROCM_PATH may select."""
         if not _installed("rocm.bindings.hip"):
             return "hip-python is not installed", "pip install 'xvcomm[rocm]'"
         from rocm.bindings.util.paths import get_library_path
@@ -32,13 +32,13 @@ class RocmBackend(GpuBackend):
         try:
             library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
         except OSError as error:
-            return str(error), "install ROCm, or let ROCM_PATH name the folder where it is"
+            return str(error), "install ROCm, or set ROCM_PATH to its folder"
         count = ctypes.c_int()
         code = library.hipGetDeviceCount(ctypes.byref(count))
         if code == _NO_DEVICE or (not code and not count.value):
-            return "no AMD GPU is visible", "look at rocminfo, at HIP_VISIBLE_DEVICES, and at who may use /dev/kfd"
+            return "no AMD GPU is visible", "check rocminfo, HIP_VISIBLE_DEVICES, and the permissions of /dev/kfd"
         if code:
-            return f"HIP answers with error {code}", "look at rocminfo; driver and ROCm may not fit together"
+            return f"HIP returns error {code}", "check rocminfo; driver and ROCm may be incompatible"
         return None
 
     def runtime(self) -> HipRuntime:
@@ -61,5 +61,5 @@ class RocmBackend(GpuBackend):
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the packages above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

@@ -1,4 +1,4 @@
-"""RCCL by hip-python: its functions want enumeration members and pointer objects, and give tuples."""
+"""RCCL through hip-python, whose functions take enumeration members and pointer objects, and return tuples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rocm.bindings.util.paths import get_library_path
 from xvcomm.backends.gpu.vendor import Library, VendorError, unknown_code
 from xvcomm.types.dtype import BY_NAME, ReduceOp
 
-rccl: Any = _rccl  # its stubs say nothing of types
+rccl: Any = _rccl  # its stubs have no types
 _T, _O = rccl.ncclDataType_t, rccl.ncclRedOp_t
 
-# No float8: which dialect RCCL means by its numbers depends on the GPU.
+# No float8: the format that RCCL means by its numbers depends on the GPU.
 _DTYPES = {
     "int8": int(_T.ncclInt8), "uint8": int(_T.ncclUint8), "int32": int(_T.ncclInt32), "uint32": int(_T.ncclUint32),
     "int64": int(_T.ncclInt64), "uint64": int(_T.ncclUint64), "float16": int(_T.ncclFloat16),
@@ -139,14 +139,14 @@ class RcclLibrary(Library):
 
 
 def _op(number: int) -> Any:
-    """What hip-python takes for an operation that was made: its functions want members of the enumeration."""
+    """Convert an op number to hip-python's argument: its functions require members of the enumeration."""
     member = int.__new__(_O, number)
     member._value_, member._name_ = number, f"made_{number}"
     return member
 
 
 def _words(code: int) -> str:
-    """A result code in RCCL's words, if hip-python has them."""
+    """Text of a result code, if hip-python provides it."""
     try:
         result = rccl.ncclResult_t(code)
     except ValueError:
@@ -155,7 +155,7 @@ def _words(code: int) -> str:
 
 
 def _coded(function: Any, *arguments: Any) -> int:
-    """The result code of a function that gives nothing else."""
+    """The result code of a function that returns nothing else."""
     try:
         return int(function(*arguments)[0])
     except ValueError as error:
@@ -163,7 +163,7 @@ def _coded(function: Any, *arguments: Any) -> int:
 
 
 def _checked(function: Any, *arguments: Any) -> Any:
-    """What hip-python's function gives besides the code."""
+    """Call a function of hip-python and return its result without the code."""
     try:
         code, *values = function(*arguments)
     except ValueError as error:

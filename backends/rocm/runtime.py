@@ -1,4 +1,4 @@
-"""HIP's calls, by hip-python."""
+"""HIP's functions, through hip-python."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from xvcomm.jit.atomics import load, store
 from xvcomm.jit.ccall import call_11
 from xvcomm.jit.compile import brief, compiling
 
-# Plain numbers: to find hip-python's enumerators takes longer than some calls.
+# Plain numbers: the lookup of hip-python's enumerators takes longer than some calls.
 _NOT_READY = int(hip.hipError_t.hipErrorNotReady)
-_NOT_YET = (SUCCESS, _NOT_READY, int(hip.hipError_t.hipErrorCapturedEvent))  # the last if a capture begins meanwhile
+# the last one if a capture begins meanwhile
+_NOT_YET = (SUCCESS, _NOT_READY, int(hip.hipError_t.hipErrorCapturedEvent))
 _INVALID_VALUE = int(hip.hipError_t.hipErrorInvalidValue)
 _PORTABLE_AND_MAPPED = int(hip.hipHostRegisterPortable) | int(hip.hipHostRegisterMapped)
 _ON_DEVICE = (int(hip.hipMemoryType.hipMemoryTypeDevice), int(hip.hipMemoryType.hipMemoryTypeManaged))
 _ANY_DIRECTION = hip.hipMemcpyKind.hipMemcpyDefault
-_HIGHEST = -1000  # HIP takes the highest there is
-_UNCACHED = 3  # hipDeviceMallocUncached: else running kernels do not see what a peer writes
+_HIGHEST = -1000  # HIP clamps it to the highest priority
+_UNCACHED = 3  # hipDeviceMallocUncached: otherwise running kernels do not see a peer's writes
 _HANDLE_BYTES = 64
 
 
 def _queried(capturing: int, status: int, query: int, stream: int, event: int) -> int:
-    """What HIP says of an event on a stream, by the addresses of everything; that it is not ready during a capture.
+    """Query an event on a stream, by address; returns "not ready" during a capture.
 
-    Otherwise HIP would end the capture, though the event was recorded before it. The default stream cannot be captured.
+    Otherwise HIP would end the capture, although the event was recorded before it. The default stream cannot be captured.
     """
     store(status, 0)
     if stream != 0:
-        call_11(capturing, stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)  # an error if the stream is gone
+        call_11(capturing, stream, status, 0, 0, 0, 0, 0, 0, 0, 0, 0)  # an error if the stream was destroyed
         if load(status) != 0:
             return _NOT_READY
     code: int = call_11(query, event, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -46,18 +47,18 @@ with compiling():
 
 
 def _addresses(*names: str) -> list[int]:
-    """Where functions of the library are."""
+    """Addresses of functions of the library."""
     library = ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
     return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
 
 
 def _text(found: Any) -> str:
-    """A C string as hip-python gives it."""
+    """A C string from hip-python."""
     return found if isinstance(found, str) else str(bytes(found or b""), errors="replace")
 
 
 def _failure(call: str, code: int) -> VendorError:
-    # Else whoever looks for errors of his own next kernel finds ours.
+    # Clear HIP's last error, which the user's next check would otherwise report.
     hip.hipGetLastError()
     try:
         known = hip.hipError_t(code)
@@ -67,7 +68,7 @@ def _failure(call: str, code: int) -> VendorError:
 
 
 def _answer(function: Callable[..., Any], *args: Any) -> Any:
-    """What one of hip-python's functions gives: a code that it knows, and results."""
+    """Call a function of hip-python; returns a known code, and results."""
     try:
         return function(*args)
     except ValueError as error:
@@ -77,11 +78,12 @@ def _answer(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _bound(function: Callable[..., Any], *last: Any, give: Callable[[Any], Any] | None = None) -> Any:
-    """A method that is one of hip-python's functions, and gives the result that follows the code.
+    """A method that calls a function of hip-python, and returns the result after the code.
 
     Args:
-        last: arguments that never change.
-        give: what to make of the result.
+        function: of hip-python.
+        last: constant arguments.
+        give: converts the result.
     """
 
     def method(*args: Any) -> Any:
@@ -142,7 +144,7 @@ class HipRuntime(Runtime):
     _destroy = _bound(hiprtc.hiprtcDestroyProgram)
 
     def addresses(self) -> Addresses:
-        """See `Runtime.addresses`; what is current is a device."""
+        """See `Runtime.addresses`; the current object is a device."""
         names = "hipStreamIsCapturing", "hipModuleLaunchKernel", "hipEventRecord", "hipStreamWaitEvent", "hipGetDevice"
         return Addresses(*_addresses(*names))
 
@@ -184,13 +186,13 @@ class HipRuntime(Runtime):
         try:
             found = self._attributes(address)
         except VendorError as error:
-            if error.code == _INVALID_VALUE:  # memory that HIP has not given out
+            if error.code == _INVALID_VALUE:  # memory that HIP has not allocated
                 return None
             raise
         return int(found.device) if int(found.type) in _ON_DEVICE else None
 
     def capture(self, stream: int) -> int:
-        """See `Runtime.capture`; asking the default stream is an error while a capture goes on elsewhere."""
+        """See `Runtime.capture`; asking the default stream fails during a capture elsewhere."""
         return int(self._capture_info(stream)) if stream != 0 and self._capturing(stream) else 0
 
     def record(self, event: int, stream: int) -> None:
@@ -199,7 +201,7 @@ class HipRuntime(Runtime):
         self.recorded(event, stream)
 
     def reached(self, event: int) -> bool:
-        """See `Runtime.reached`; not before a graph is complete that is captured from the event's stream."""
+        """See `Runtime.reached`; False until a capture of the event's stream has ended."""
         code = _ask(*self._query, self._streams.get(event, 0), event)
         if code not in _NOT_YET:
             raise _failure("hipEventQuery", code)
@@ -214,7 +216,9 @@ class HipRuntime(Runtime):
         self._set(address, 0, nbytes, stream)
 
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
-        """See `Runtime.compile`; products are not fused into sums, so that results are the host's to the bit."""
+        """See `Runtime.compile`; multiplications and additions are not fused, so that results are bitwise
+        equal to the host's.
+        """
         program = self._create(source.encode(), b"xvcomm.cu", 0, None, None)
         try:
             for name in names:

@@ -1,4 +1,4 @@
-"""Transport between ranks of one host: both map the same memory, so there is nothing to carry."""
+"""Transport between ranks of one host: both ends map the same shared memory, so no data needs to be carried."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["ShmTransport"]
 
 
 _RINGS = 32
-"""So many rings of one size are to find room in what is free when one of them is made."""
+"""A ring is made small enough that this many rings of its size fit into the free space of the folder."""
 
 _KEPT_BYTES = 16 << 20
-"""What rings leave free for the rest, such as arenas of native libraries; a quarter of a folder that has less than four
-times as much. Rings that are as small as they get take it all the same."""
+"""Bytes that rings leave free for other uses, such as arenas of native collectives; a quarter of a folder with less than four
+times this. Rings of the minimum size ignore it.
+"""
 
 
 class ShmTransport(Transport):
-    """Rings in POSIX shared memory; the end that comes second takes the name away."""
+    """Rings in POSIX shared memory; the end that opens a ring second unlinks its name."""
 
     def __init__(self, config: Config, host: str) -> None:
         self._folder = config.shm_dir
@@ -57,7 +58,9 @@ class ShmTransport(Transport):
         return end
 
     def _make(self, job: str, layout: RingLayout) -> tuple[Segment, RingLayout]:
-        """Memory for a ring, and its shape: smaller than asked for where there is little room, so that others find some."""
+        """Create memory for a ring, with a smaller layout than requested if there is little space, so that
+        other rings fit too.
+        """
         total, free = room(self._folder)
         share = (free - min(_KEPT_BYTES, total // 4)) // _RINGS
         while layout.size > share and (smaller := layout.smaller()) is not None:
@@ -65,11 +68,11 @@ class ShmTransport(Transport):
         while True:
             try:
                 return Segment.create(self._folder, job, layout.size), layout
-            except ResourceError:  # others took the room meanwhile
+            except ResourceError:  # others have taken the space meanwhile
                 smaller = layout.smaller()
                 if smaller is None:
                     raise
                 layout = smaller
 
     def close(self) -> None:
-        """See `Transport.close`; owns nothing."""
+        """See `Transport.close`; there is nothing to release."""

@@ -215,7 +215,7 @@ def refusals(comm: Communicator) -> None:
     reduce = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
     with pytest.raises(ArrayError, match=f"rank's device is {comm.device}:"), xvjax.named_errors():
         reduce(jax.device_put(np.ones(3, np.float32), other)).block_until_ready()
-    with pytest.raises(ArrayError, match=f"lies on cpu but this rank's device is {comm.device}"):
+    with pytest.raises(ArrayError, match=f"is on cpu but this rank's device is {comm.device}"):
         xvjax.all_reduce(jax.device_put(np.ones(3, np.float32), jax.devices("cpu")[0]), comm=comm)
     with pytest.raises(ArrayError, match=f"compiled for cpu but this rank's device is {comm.device}"):
         on_cpu = jax.device_put(np.ones(3, np.float32), jax.devices("cpu")[0])

@@ -204,7 +204,7 @@ def streams_of_other_people() -> None:
     assert seen[0] is not gpu.adopt(handle) and seen[0].handle == handle  # type: ignore[attr-defined]
     assert gpu.adopt(None).handle == 0
     for wrong in (1, 2, -1, 100):
-        with pytest.raises(ArgumentError, match="is no stream of rocm device 0; pass what"):
+        with pytest.raises(ArgumentError, match="is not a stream of rocm device 0; pass the result"):
             gpu.adopt(wrong)
     runtime.use(1)
     foreign = runtime.stream()
@@ -219,7 +219,7 @@ def arrays_of_other_people() -> None:
     gpu, other = device(), device(1)
     here, there = gpu.empty(100), other.empty(100)
     gpu.adopt(None, here.address, here.address + 99)
-    with pytest.raises(ArrayError, match="lies on rocm device 1 but this rank's device is rocm device 0"):
+    with pytest.raises(ArrayError, match="is on rocm device 1 but this rank's device is rocm device 0"):
         gpu.adopt(None, here.address, there.address)
     freed = gpu.runtime.allocate(100)
     gpu.runtime.free(freed)

@@ -219,7 +219,7 @@ def test_joining_that_takes_too_long_is_left_behind_and_freed_when_it_comes(lost
     deadline = Deadline.after(0.2)
     if lost:
         store, deadline = GuardedStore("comm", store, gone), Deadline.after(SOON)
-    error, match = (PeerIsGone, None) if lost else (DeadlineExceeded, r"call a collective, as barrier\(\)")
+    error, match = (PeerIsGone, None) if lost else (DeadlineExceeded, r"call a collective such as barrier\(\)")
     with pytest.raises(error, match=match):
         join(start, freed.set_result, "joined/0", store, deadline)
     may_come.set()

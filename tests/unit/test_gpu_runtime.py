@@ -71,7 +71,7 @@ def test_choice_of_a_device_that_is_not_there() -> None:
         (True, OSError("libcuda.so.1: no such file"), "libcuda.so.1: no such file", "driver"),
         (True, (100, 0, 0), "no NVIDIA GPU is visible", "CUDA_VISIBLE_DEVICES"),
         (True, (0, 0, 0), "no NVIDIA GPU is visible", "CUDA_VISIBLE_DEVICES"),
-        (True, (0, 804, 0), "the driver answers with error 804", "nvidia-smi"),
+        (True, (0, 804, 0), "the driver returns error 804", "nvidia-smi"),
         (True, (0, 0, 2), None, None),
     ],
 )

@@ -1,8 +1,8 @@
-"""Checks that arrays of any framework go in, come out as what they are, and meet arrays of any other: the same bits.
+"""Checks that arrays of any framework are accepted, keep their type, and give bitwise equal results beside those of any other.
 
-Called on every rank of a communicator, with the framework of each rank: `world.run(check_collectives, ["torch", "jax"])`
-lets rank 0 have torch's arrays, rank 1 JAX's, rank 2 torch's again. Names are those of `frameworks.framework`; authors of
-an adapter name a function of their own there, `"mypackage.testing:framework"`. Element types are those that all have.
+Called on every rank of a communicator, with the framework of each rank: `world.run(check_collectives, ["torch", "jax"])` gives
+rank 0 torch's arrays, rank 1 JAX's, rank 2 torch's again. Names are those of `frameworks.framework`; authors of an adapter name
+a function of their own, `"mypackage.testing:framework"`. Dtypes are those that all of them support.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from xvcomm.testing.signals import Signals, await_that
 from xvcomm.types.dtype import BY_NAME
 
 _LARGE = 1 << 19
-"""Elements of a message that does not fit into a ring."""
+"""Elements of a message that does not fit a ring."""
 
 
 def missing(comm: Communicator, names: Sequence[str]) -> str:
-    """Why the framework of any rank cannot make arrays there, or nothing; the same on all ranks."""
+    """Why a rank's framework cannot create arrays there, or an empty text; the same on all ranks."""
     name = _name(comm, names)
     why = frameworks.missing(comm, name)
     return "; ".join(filter(None, comm.all_gather_object(why and f"{name}: {why}")))
@@ -40,14 +40,14 @@ def _name(comm: Communicator, names: Sequence[str]) -> str:
 
 
 def _shared(comm: Communicator, names: Sequence[str]) -> tuple[Framework, list[str]]:
-    """This rank's framework, and the element types that those of all ranks have."""
+    """This rank's framework, and the dtypes that the frameworks of all ranks support."""
     f = frameworks.framework(comm, _name(comm, names))
     everybodys = comm.all_gather_object(f.dtypes)
     return f, [dtype for dtype in f.dtypes if all(dtype in theirs for theirs in everybodys)]
 
 
 def check_collectives(comm: Communicator, names: Sequence[str]) -> None:
-    """Every collective, of every element type."""
+    """Every collective with every dtype."""
     f, dtypes = _shared(comm, names)
     assert dtypes, f"{names} have no element type in common"
     for dtype in dtypes:
@@ -130,7 +130,7 @@ def _check_uneven(comm: Communicator, f: Framework, dtype: str) -> None:
 
 
 def check_same_bits(comm: Communicator, names: Sequence[str]) -> None:
-    """Sums that round come out with equal bits whatever the arrays are made of: on all ranks, and in a second run."""
+    """Rounded sums are bitwise equal for all frameworks: on all ranks, and in a second run."""
     f, dtypes = _shared(comm, names)
     rng = np.random.default_rng(comm.rank)
     for dtype in ("float64", "float32", "bfloat16", "float16"):
@@ -145,7 +145,7 @@ def _digest(x: Array) -> str:
 
 
 def check_messages(comm: Communicator, names: Sequence[str]) -> None:
-    """Every way to send and receive, of every element type, to the next rank and from the one before."""
+    """Every form of send and receive with every dtype, to the next rank and from the previous one."""
     f, dtypes = _shared(comm, names)
     for tag, dtype in enumerate(dtypes):
         mine, theirs = (distinct(BY_NAME[dtype], (3, 5), seed=rank) for rank in (comm.rank, _before(comm)))
@@ -192,7 +192,7 @@ _EXCHANGES: dict[str, Callable[[Communicator, Any, Any, int], Any]] = {
 
 
 def check_empty(comm: Communicator, names: Sequence[str]) -> None:
-    """Arrays without elements, by every kind of operation."""
+    """Arrays without elements in every kind of operation."""
     f, dtypes = _shared(comm, names)
     for dtype in dtypes[:: max(1, len(dtypes) // 4)]:
         nothing = np.zeros((0, 3), BY_NAME[dtype].numpy)
@@ -207,7 +207,7 @@ def check_empty(comm: Communicator, names: Sequence[str]) -> None:
 
 
 def check_refusals(comm: Communicator, names: Sequence[str]) -> None:
-    """Arrays that are not contiguous, or too small as outputs, are refused before anything moves."""
+    """Arrays that are not contiguous, or too small as outputs, are refused before any data moves."""
     f, dtypes = _shared(comm, names)
     matrix = np.zeros((4, 3), BY_NAME[dtypes[0]].numpy)
     calls: dict[str, Callable[[], Any]] = {
@@ -233,7 +233,7 @@ def check_refusals(comm: Communicator, names: Sequence[str]) -> None:
 
 
 def check_keep_alive(comm: Communicator, names: Sequence[str]) -> None:
-    """A message under way keeps its array though nobody else does, until it is over and no longer."""
+    """A message in progress keeps its array alive until it is complete, and no longer."""
     f, dtypes = _shared(comm, names)
     signals = Signals(comm)
     kind = BY_NAME["int32" if "int32" in dtypes else dtypes[0]]
@@ -242,7 +242,7 @@ def check_keep_alive(comm: Communicator, names: Sequence[str]) -> None:
     watched = weakref.ref(x)
     work = comm.isend(x, _after(comm))
     del x
-    litter = [f.make(np.zeros_like(mine)) for _ in range(3)]  # takes the memory of what was freed
+    litter = [f.make(np.zeros_like(mine)) for _ in range(3)]  # reuses freed memory
     assert watched() is not None, "the array of a message under way has died"
     signals.tell("forgotten")
     signals.hear("forgotten", range(comm.size))

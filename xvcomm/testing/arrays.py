@@ -1,6 +1,6 @@
-"""Arrays in the memory of the device under test: numpy's on the host, and one of our own, `DeviceArray`, elsewhere.
+"""Arrays in the memory of the device under test: numpy's on the host, elsewhere `DeviceArray`, defined here.
 
-No framework is needed to test a backend: an array is memory of `Device.empty`, filled and read by `Device.copy`.
+No framework is needed to test a backend: an array is memory of `Device.empty`, written and read with `Device.copy`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from xvcomm.types.dtype import UINT8, DType, from_numpy
 Array = NDArray[Any]
 
 SECONDS = 20.0
-"""How long a stream may take to come to an end before a test gives up."""
+"""Timeout of waits for a stream."""
 
 _GUARD = 64
 _CANARY = 0xA5
 
 
 class Arrays(ABC):
-    """How the suites put numpy arrays into a device's memory, and read the arrays that lie there.
+    """Copies numpy arrays to a device's memory, and back.
 
     Attributes:
-        asynchronous: whether operations on them go on behind the host.
+        asynchronous: whether operations on them run asynchronously to the host.
     """
 
     asynchronous: bool
 
     @abstractmethod
     def put(self, x: Array) -> Any:
-        """A new array with the contents of `x`."""
+        """Create an array with the contents of `x`."""
 
     @abstractmethod
     def get(self, x: Any) -> Array:
-        """The contents of an array; waits for what its stream holds."""
+        """The contents of an array, after the work on its stream."""
 
     @abstractmethod
     def fill(self, x: Any, values: Array) -> None:
-        """Give an array other contents."""
+        """Overwrite an array."""
 
     @abstractmethod
     def copy(self, dst: Any, src: Any) -> None:
@@ -60,7 +60,7 @@ class Arrays(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all is done that was said before."""
+        """Wait for all earlier work."""
 
 
 class HostArrays(Arrays):
@@ -85,14 +85,14 @@ class HostArrays(Arrays):
         dst[...] = src
 
     def synchronize(self) -> None:
-        """See `Arrays.synchronize`; there is nothing to wait for."""
+        """See `Arrays.synchronize`; nothing to wait for."""
 
 
 class DeviceArrays(Arrays):
     """Arrays of one device, all on one stream.
 
-    Nothing here waits for more than bytes that the host must read or write. What an operation does in the wrong order,
-    `get` therefore finds.
+    No method waits for more than the bytes that the host must read or write, so that `get` detects operations in the wrong
+    order.
     """
 
     def __init__(self, device: Device) -> None:
@@ -104,12 +104,12 @@ class DeviceArrays(Arrays):
 
     @property
     def handle(self) -> int | None:
-        """The stream, as the vendor has it; to ask for it is to say that others use it."""
+        """Handle of the stream; reading it means that others use the stream."""
         handle: int | None = getattr(self.stream, "handle", None)
         return handle
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        """A new array that holds anything."""
+        """Create an uninitialized array."""
         memory = self.device.empty(max(1, math.prod(shape) * dtype.itemsize))
         return DeviceArray(self, memory, memory.address, shape, row_major(shape), dtype)
 
@@ -131,8 +131,8 @@ class DeviceArrays(Arrays):
     def fill(self, x: DeviceArray, values: Array) -> None:
         """See `Arrays.fill`.
 
-        A copy from the host may block until all is done. So it goes to other memory, and a copy within the device, which
-        does not, from there into the array: whoever uses the array too early finds its old contents.
+        A copy from the host may block until all work is complete. So it writes to other memory, from which a copy within the
+        device, which does not block, fills the array: a premature read finds the old contents.
         """
         assert x.contiguous and (x.shape, x.dtype.numpy) == (values.shape, values.dtype)
         if not values.nbytes:
@@ -157,11 +157,11 @@ class DeviceArrays(Arrays):
 
 
 class DeviceArray:
-    """The least that is an array in a device's memory: DLPack, a stream, slices, `new_empty`.
+    """A minimal array in a device's memory: DLPack, a stream, slices, `new_empty`.
 
     Attributes:
-        tensor: what DLPack tells of it. Tests that want to be refused change it.
-        handle: likewise the stream that `__cuda_array_interface__` tells.
+        tensor: its DLPack structure, which tests of refusals modify.
+        handle: the stream of `__cuda_array_interface__`, which they modify too.
     """
 
     def __init__(
@@ -177,12 +177,12 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Total bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one after the other."""
+        """Whether the elements are contiguous."""
         return self.strides == row_major(self.shape)
 
     @property
@@ -209,7 +209,7 @@ class DeviceArray:
         return self._part(self.address, (count,), (1,), from_numpy(dtype))
 
     def new_empty(self, shape: tuple[int, ...]) -> DeviceArray:
-        """A new array of the same dtype on the same stream, as torch has it."""
+        """Create an array of the same dtype on the same stream, like torch's method."""
         return self._owner.empty(tuple(shape), self.dtype)
 
     def _part(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> DeviceArray:
@@ -231,7 +231,7 @@ class DeviceArray:
 
 
 class _Made(threading.local):
-    """This thread's Arrays: a stream is used by one thread at a time."""
+    """This thread's Arrays, because a stream is used by one thread at a time."""
 
     def __init__(self) -> None:
         self.by_device: dict[Device, Arrays] = {}
@@ -241,7 +241,7 @@ _made = _Made()
 
 
 def arrays_on(device: Device) -> Arrays:
-    """The Arrays of a device, for the calling thread."""
+    """The Arrays of a device for the calling thread."""
     found = _made.by_device.get(device)
     if found is None:
         host = device.capabilities().kind == "host"
@@ -255,7 +255,7 @@ def arrays(comm: Communicator) -> Arrays:
 
 
 class Room:
-    """An array to receive into, between bytes that nobody may touch; its address has no alignment but its own."""
+    """An array to receive into, at an arbitrarily aligned address, between guard bytes."""
 
     def __init__(self, a: Arrays, dtype: DType, shape: int | tuple[int, ...]) -> None:
         size = int(np.prod(shape)) * dtype.itemsize
@@ -266,11 +266,11 @@ class Room:
         self.array: Any = self._bytes[self._first : self._last].view(dtype.numpy).reshape(shape)
 
     def fill(self, values: Array) -> None:
-        """Give the array other contents."""
+        """Overwrite the array."""
         self._arrays.fill(self.array, values)
 
     def check(self) -> None:
-        """Raise AssertionError if anything around the array was written."""
+        """Raise AssertionError if a guard byte was written."""
         found = self._arrays.get(self._bytes)
         around = np.concatenate([found[: self._first], found[self._last :]])
         assert (around == _CANARY).all(), "bytes around the output were written"
@@ -278,7 +278,7 @@ class Room:
 
 @contextlib.contextmanager
 def on_device(comm: Communicator) -> Iterator[None]:
-    """Make the rank's GPU the thread's current one, as users of frameworks do."""
+    """Make the rank's GPU current on the thread, as users of frameworks do."""
     runtime = getattr(comm._context.device, "runtime", None)
     if runtime is None:
         yield
@@ -293,7 +293,7 @@ def on_device(comm: Communicator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def begun_by_python(comm: Communicator) -> Iterator[Mock]:
-    """`on_device`, with a mock that is called for every operation that compiled code did not begin."""
+    """Like `on_device`, with a mock that counts the operations that compiled code did not begin."""
     begun, begin = Mock(), Context.begin
 
     def counted(context: Context, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Checks of devices whose streams go on behind the host: what is ordered, what waits, and what does not.
+"""Checks of asynchronous devices: what is ordered, what waits, and what does not.
 
-The other ranks may be on host memory, where a call waits. They take part, and are not watched.
+Other ranks may be on host memory, where calls block. They take part without being checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xvcomm.types.dtype import BY_NAME
 
 
 def check_host_goes_on(comm: Communicator) -> None:
-    """Every call returns though a rank that is needed has not called yet; the result comes when it does."""
+    """Every call returns although a required rank has not called yet; the result is available when it has."""
     a, signals = arrays(comm), Signals(comm)
     for trial in warm(comm, a):
         for late in (0, comm.size - 1):
@@ -37,7 +37,7 @@ def check_host_goes_on(comm: Communicator) -> None:
 
 
 def check_after_what_the_stream_holds(comm: Communicator) -> None:
-    """An operation reads what work enqueued before it writes, however late that comes."""
+    """An operation reads what earlier work on its stream writes, however late that runs."""
     a, signals = arrays(comm), Signals(comm)
     ready = warm(comm, a)
     if not isinstance(a, DeviceArrays):
@@ -51,13 +51,13 @@ def check_after_what_the_stream_holds(comm: Communicator) -> None:
             a.fill(trial.source, np.zeros_like(trial.values))
             gate.close(trial.source)
             trial.run()
-            signals.meet(trial.name)  # what waits for nothing has run by now
+            signals.meet(trial.name)  # work that waits for nothing has run by now
             gate.open(trial.values)
             assert_same_bits(a.get(trial.target), trial.want, f"{trial.name} behind other work")
 
 
 def check_before_what_the_stream_gets(comm: Communicator) -> None:
-    """Work enqueued behind an operation sees its result, and may overwrite its input."""
+    """Later work on the stream sees an operation's result, and may overwrite its input."""
     a, signals = arrays(comm), Signals(comm)
     late = comm.size - 1
     for trial in warm(comm, a):
@@ -71,7 +71,7 @@ def check_before_what_the_stream_gets(comm: Communicator) -> None:
 
 
 def check_wait_orders_only(comm: Communicator) -> None:
-    """`Work.wait` returns before the operation is done, `synchronize` when it is."""
+    """`Work.wait` returns before the operation is complete, `synchronize` afterwards."""
     a, signals = arrays(comm), Signals(comm)
     late, here, ones = comm.size - 1, comm.rank, np.ones(1000, np.float32)
     x = a.put(ones)
@@ -98,7 +98,7 @@ def check_wait_orders_only(comm: Communicator) -> None:
 
 
 def check_streams_pass(comm: Communicator) -> None:
-    """What is under way on one stream holds up no other: neither the arrays' own, nor that of other arrays."""
+    """A waiting operation on one stream blocks no other stream: neither the arrays' own, nor that of other arrays."""
     a, signals = arrays(comm), Signals(comm)
     other = DeviceArrays(a.device) if isinstance(a, DeviceArrays) else a
     late, ones = comm.size - 1, np.ones(1000)
@@ -123,7 +123,7 @@ def check_streams_pass(comm: Communicator) -> None:
 
 
 def check_streams_told(comm: Communicator) -> None:
-    """`stream=` says what an operation is ordered on; where nobody says it, the host waits."""
+    """`stream=` sets the stream that an operation is ordered on; if the stream is unknown, the host waits."""
     a, signals = arrays(comm), Signals(comm)
     late, ones = comm.size - 1, np.ones(1000)
     x, handle = a.put(ones), None
@@ -141,7 +141,7 @@ def check_streams_told(comm: Communicator) -> None:
 
 
 def check_streams_in_order(comm: Communicator) -> None:
-    """Operations on several streams meet those of other ranks in the order of the calls, though an earlier one is held up."""
+    """Operations on several streams match those of other ranks in the order of the calls, even if an earlier one is delayed."""
     a, signals = arrays(comm), Signals(comm)
     other = DeviceArrays(a.device) if isinstance(a, DeviceArrays) else a
     ones = np.ones(10, np.float32)
@@ -162,12 +162,12 @@ def check_streams_in_order(comm: Communicator) -> None:
 
 
 def check_many_under_way(comm: Communicator, many: int = 80) -> None:
-    """More operations ahead of a late rank than anybody looks after at once, blocking and asynchronous."""
+    """More operations ahead of a late rank than are polled at once, blocking and asynchronous."""
     a, signals = arrays(comm), Signals(comm)
     xs = [a.put(np.full(100, i)) for i in range(many)]
     ys = [
         a.put(np.full(100, i)) for i in range(many if comm.size == 2 else many // 5)
-    ]  # a device takes 1024 launches ahead
+    ]  # a device accepts 1024 launches ahead
     comm.all_reduce(a.put(np.ones(100, int)))
     with signals.late("all", comm.size - 1):
         works = [comm.all_reduce(x, async_op=True) for x in xs]
@@ -183,7 +183,7 @@ def check_many_under_way(comm: Communicator, many: int = 80) -> None:
 
 
 def check_arrays_die(comm: Communicator) -> None:
-    """An asynchronous operation keeps its arrays though nobody else does, until it is over and no longer."""
+    """An asynchronous operation keeps its arrays alive until it is complete, and no longer."""
     a, signals = arrays(comm), Signals(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     parts = [distinct(BY_NAME["int32"], 1000, seed=rank) for rank in range(comm.size)]
@@ -231,14 +231,14 @@ def check_arrays_die(comm: Communicator) -> None:
 
 
 _TURNS = 4
-"""Until compiled code starts what is called again and again, and once more."""
+"""Calls until compiled code starts a repeated operation, and one more."""
 
 _COSTLY = ("allocate", "free", "register", "unregister", "stream", "compile", "load")
-"""What may make the whole device wait, or takes longer than a small message."""
+"""Functions that may wait for the whole device, or take longer than a small message."""
 
 
 def check_steady_state(comm: Communicator) -> None:
-    """Once every operation has run, none allocates, pins, makes streams or waits for the device any more."""
+    """Once every operation has run, none allocates, pins, creates streams or waits for the device."""
     a = arrays(comm)
     ready = warm(comm, a)
 

@@ -1,4 +1,4 @@
-"""What the suites go through: topologies, sizes, element types, and inputs whose results are exact in every order."""
+"""Topologies, sizes and dtypes of the suites, and inputs whose results are exact in any order of reduction."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ISLANDS = (
 """One island of each size, two of equal and unequal sizes, in turns, and three."""
 
 EVERY_WAY = ("a:2", "a:3", "a:1,b:1", "a,b,c")
-"""Topologies of which each reduces in a way of its own: native pairs and chains, over one border and over several."""
+"""Topologies that cover every way to reduce: native pairs and chains, over one border and over several."""
 
 COUNTS = (0, 1, 3, 7, 1000, 65_537, 1_000_003)
-"""Elements of an array; the last go round every ring and stage several times."""
+"""Elements of an array; the last ones wrap around every ring and stage several times."""
 
 SMALL_GPU_RINGS = {
     "XVCOMM_GPU_RING_SLOTS": "8", "XVCOMM_GPU_RING_SLOT_BYTES": "8192",
@@ -38,12 +38,12 @@ SMALL_GPU_RINGS = {
 
 
 def kinds() -> list[str]:
-    """Device kinds of all registered backends that work here."""
+    """Device types of all registered backends that work here."""
     return [found.name for found in plugins.backends() if found.usable]
 
 
 def environment(kind: str) -> dict[str, str]:
-    """Variables for ranks on one kind of device; rings between GPUs are small, so that messages go round them often."""
+    """Variables for ranks on one device type; rings between GPUs are small, so that messages wrap around often."""
     return {"XVCOMM_DEVICE": kind, **SMALL_GPU_RINGS}
 
 
@@ -53,12 +53,12 @@ def _device(kind: str) -> Device:
 
 
 def is_asynchronous(kind: str) -> bool:
-    """Whether operations of such devices go on behind the host."""
+    """Whether operations of such devices run asynchronously to the host."""
     return _device(kind).capabilities().asynchronous
 
 
 def too_few_devices(kind: str, islands: str) -> str:
-    """Why a topology does not fit this machine, or nothing: every rank needs a GPU of its own, host ranks need none."""
+    """Why a topology does not fit this machine, or an empty text: every rank needs its own GPU, host ranks need none."""
     runtime, wanted = getattr(_device(kind), "runtime", None), len(parse_islands(islands))
     if isinstance(runtime, Runtime) and runtime.count() < wanted:
         return f"{wanted} ranks on {kind}, and {runtime.count()} devices of that kind"
@@ -66,7 +66,7 @@ def too_few_devices(kind: str, islands: str) -> str:
 
 
 def reductions(dtype: DType) -> list[ReduceOp]:
-    """The reductions that are defined on a dtype."""
+    """The reductions that are defined for a dtype."""
     found = []
     for op in ReduceOp:
         with contextlib.suppress(DTypeError):
@@ -75,7 +75,7 @@ def reductions(dtype: DType) -> list[ReduceOp]:
 
 
 def sample(dtype: DType, shape: int | tuple[int, ...], seed: int, most: int = 2, unit: int = 1) -> Array:
-    """Whole numbers from -most to most, times `unit`: small enough that sums and products of a few ranks are exact."""
+    """Integers from -most to most, times `unit`: small enough that sums and products of a few ranks are exact."""
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
@@ -87,7 +87,7 @@ def sample(dtype: DType, shape: int | tuple[int, ...], seed: int, most: int = 2,
 
 
 def distinct(dtype: DType, shape: int | tuple[int, ...], seed: int) -> Array:
-    """Arbitrary bytes, so that no element looks like another's; for operations that only move."""
+    """Arbitrary bytes, so that elements are distinguishable; for operations that only move data."""
     size = int(np.prod(shape))
     raw = np.random.default_rng(seed).integers(0, 256, size * dtype.itemsize, dtype=np.uint8)
     values: Array = (raw & np.uint8(1) if dtype.kind == "b" else raw).view(dtype.numpy)
@@ -96,7 +96,7 @@ def distinct(dtype: DType, shape: int | tuple[int, ...], seed: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Reducing:
-    """One reduction: how this rank asks for it, every rank's input, and the result."""
+    """One reduction: its arguments on this rank, every rank's input, and the result."""
 
     how: Reduction
     inputs: list[Array]
@@ -119,7 +119,7 @@ class Reducing:
 
 
 def expected(op: ReduceOp, dtype: DType, inputs: Sequence[Array], factors: Sequence[float]) -> Array:
-    """What a reduction gives, in one rounding; averages of integers are cut towards zero."""
+    """Result of a reduction with one rounding; averages of integers are truncated."""
     wide = np.float32 if dtype.low_precision else dtype.numpy
     terms = [x.astype(wide) for x in inputs]
     if op is ReduceOp.PREMUL_SUM:
@@ -150,14 +150,14 @@ def _combine(op: ReduceOp, a: Array, b: Array) -> Array:
 
 
 def uneven(count: int, size: int) -> tuple[int, ...]:
-    """Rows a rank, unequal, of which with two and more ranks one has none."""
+    """Unequal rows per rank; with two or more ranks one has none."""
     if size == 1:
         return (count,)
     return tuple(count * ((rank + count) % size) // (size - 1) for rank in range(size))
 
 
 def assert_equal(got: Any, want: Array, what: str) -> None:
-    """Same dtype, shape and values; says where the first difference is."""
+    """Assert equal dtype, shape and values; reports the first difference."""
     found = np.asarray(got)
     assert found.dtype == want.dtype, f"{what}: dtype {found.dtype}, wanted {want.dtype}"
     assert found.shape == want.shape, f"{what}: shape {found.shape}, wanted {want.shape}"
@@ -174,7 +174,7 @@ def assert_equal(got: Any, want: Array, what: str) -> None:
 
 
 def assert_same_bits(got: Any, want: Array, what: str) -> None:
-    """Same dtype, shape and bytes, NaN and signed zeros included; for operations that only move."""
+    """Assert equal dtype, shape and bytes, including NaN and signed zeros; for operations that only move data."""
     found = np.asarray(got)
     assert (found.dtype, found.shape) == (want.dtype, want.shape), f"{what}: {found.dtype} {found.shape}"
     assert found.tobytes() == want.tobytes(), f"{what}: other bytes came out"

@@ -1,4 +1,4 @@
-"""Checks of channels, whose messages do not order each other, and of probes, on every rank of two or more."""
+"""Checks of channels, whose messages are not ordered with each other, and of probes, on every rank of two or more."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from xvcomm.testing.signals import Signals
 from xvcomm.types.dtype import BY_NAME
 
 _LARGE = 3_000_001
-"""Bytes of a message that no ring of a further channel holds."""
+"""Bytes of a message that does not fit the ring of a channel other than 0."""
 
 
 def check_channels_pass(comm: Communicator) -> None:
-    """What nobody receives yet, and what nobody sent yet, holds up no other channel; in groups neither."""
+    """A message that is not received yet, or not sent yet, blocks no other channel, also in groups."""
     a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sizes = [(1, _LARGE), (2, 10), (1, _LARGE), (2, 100_000), (2, 0)]
@@ -35,7 +35,7 @@ def check_channels_pass(comm: Communicator) -> None:
             works = [comm.isend(x, after, i, channel=sizes[i][0]) for i, x in enumerate(going)]
             for i in (1, 3, 4):
                 received[i] = comm.irecv(coming[i], before, i, channel=2)
-        for channel in (2, 1):  # what was sent first comes last
+        for channel in (2, 1):  # in the opposite order of sending
             for i, (c, n) in enumerate(sizes):
                 if c == channel:
                     want = _message(before, comm.rank, i, n)
@@ -55,7 +55,7 @@ def check_channels_pass(comm: Communicator) -> None:
 
 
 def check_channels_pass_in_blocking_groups(comm: Communicator) -> None:
-    """A group that waits for all its messages: those of one channel arrive before the other's can."""
+    """A blocking group in which messages of one channel must arrive before those of the other can."""
     a = arrays(comm)
     order = [(channel, number) for number in range(3) for channel in (1, 2)]
     size = {1: _LARGE, 2: 1000}
@@ -75,7 +75,7 @@ def check_channels_pass_in_blocking_groups(comm: Communicator) -> None:
 
 
 def check_every_channel(comm: Communicator) -> None:
-    """All channels of two neighbours at once, several messages each: in order within a channel, otherwise in any."""
+    """All channels of two neighbours at once, with several messages each: ordered within a channel only."""
     a, order = arrays(comm), random.Random(comm.rank)
     many = [(channel, number) for number in range(3) for channel in range(CHANNELS)]
     size = {key: random.Random(31 * key[0] + key[1]).choice((0, 8, 5000, 150_000)) for key in many}
@@ -99,7 +99,7 @@ def check_every_channel(comm: Communicator) -> None:
 
 
 def check_probe(comm: Communicator) -> None:
-    """A probe tells what a message is, as often as it is asked, from one rank and from any; a receive gets it."""
+    """A probe returns the properties of a message, repeatedly, from one rank and from any; a receive takes it."""
     a = arrays(comm)
     cases = [("float32", 1000, 7), ("uint8", 0, 0), ("bfloat16", 3, (1 << 62) - 1), ("complex128", 150_001, 1)]
     for source in range(comm.size):
@@ -126,8 +126,8 @@ def check_probe(comm: Communicator) -> None:
 
 
 def check_probe_in_turns(comm: Communicator) -> None:
-    """Of several ranks that have sent, each gets its turn, and each one's messages come in order."""
-    a, rounds = arrays(comm), 2  # as many as any ring holds
+    """Probes of several senders alternate between them, and each one's messages come in order."""
+    a, rounds = arrays(comm), 2  # as many as fit any ring
     for target in range(comm.size):
         if comm.rank != target:
             for number in range(rounds):
@@ -149,7 +149,7 @@ def check_probe_in_turns(comm: Communicator) -> None:
 
 
 def check_probe_behind_receives(comm: Communicator) -> None:
-    """What receives in the background will take is not there any more, whether it has come or not."""
+    """A probe does not report messages that posted receives will take, whether they have arrived or not."""
     a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     works = [comm.irecv(a.put(np.zeros(n, np.uint8)), before, i, channel=6) for i, n in enumerate((10, _LARGE))]
@@ -173,7 +173,7 @@ def check_probe_behind_receives(comm: Communicator) -> None:
 
 
 def check_probe_round_the_ledger(comm: Communicator) -> None:
-    """Many more messages than a ledger has entries, each probed from any rank, some received without."""
+    """Many more messages than ledger entries, each probed from any rank, some received without a probe."""
     a = arrays(comm)
     for number in range(200):
         size = number * 37 % 1000
@@ -194,5 +194,5 @@ CHECKS = (
 
 
 def _message(source: int, target: int, number: int, nbytes: int) -> Array:
-    """Bytes that no other message has."""
+    """Bytes that are unique to a message."""
     return np.random.default_rng((source, target, number)).integers(0, 256, nbytes, dtype=np.uint8)

@@ -1,6 +1,6 @@
 """Checks of collectives, called on every rank of a communicator: `world.run(check_all_reduce, "float32", "sum", 1000)`.
 
-Each knows what must come out without any communication, and raises AssertionError where something else does.
+Each computes the expected result without communication, and raises AssertionError if the actual one differs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_all_reduce(comm: Communicator, dtype: str, op: str, count: int) -> Non
 
 
 def check_reduce(comm: Communicator, dtype: str, op: str, count: int) -> None:
-    """To the first and the last rank; the others' arrays stay as they are."""
+    """To the first and the last rank; other ranks' arrays are unchanged."""
     case, a = Reducing.of(comm, dtype, op, count), arrays(comm)
     mine = case.inputs[comm.rank]
     for root in {0, comm.size - 1}:
@@ -162,7 +162,7 @@ def check_scatter(comm: Communicator, dtype: str, count: int) -> None:
 
 
 def check_all_to_all(comm: Communicator, dtype: str, count: int) -> None:
-    """Equal and unequal blocks; some empty, one rank that sends nothing and one that gets nothing."""
+    """Equal and unequal blocks; some empty, one rank that sends nothing and one that receives nothing."""
     a, size = arrays(comm), comm.size
     equal = np.full((size, size), count)
     unequal = np.array([[count * ((3 * s + 5 * r + count) % 4) // 3 for r in range(size)] for s in range(size)])
@@ -192,7 +192,7 @@ def check_all_to_all(comm: Communicator, dtype: str, count: int) -> None:
 
 
 def check_reductions(comm: Communicator, dtype: str, ops: Sequence[str]) -> None:
-    """Several reductions of a dtype, by each operation that reduces, in one piece and in several."""
+    """Several reductions of a dtype, with every reducing collective, in one segment and in several."""
     for op in ops:
         for count in (5, 20_011):
             check_all_reduce(comm, dtype, op, count)
@@ -201,7 +201,7 @@ def check_reductions(comm: Communicator, dtype: str, ops: Sequence[str]) -> None
 
 
 def check_reproducible(comm: Communicator, dtype: str, op: str, count: int) -> None:
-    """Random numbers: all ranks get the same bits, twice the same, and close to the exact result."""
+    """Random numbers: bitwise equal results on all ranks and in a second run, and close to the exact result."""
     a, kind = arrays(comm), BY_NAME[dtype]
     draws = [np.random.default_rng(rank).normal(1.0, 0.25, count) for rank in range(comm.size)]
     inputs = [draw.astype(kind.numpy) for draw in draws]
@@ -220,7 +220,7 @@ def check_reproducible(comm: Communicator, dtype: str, op: str, count: int) -> N
 
 
 def check_async(comm: Communicator, many: int) -> None:
-    """Many operations under way, waited for last to first, with blocking ones behind them."""
+    """Many operations in progress, waited for from last to first, followed by blocking ones."""
     a = arrays(comm)
     inputs = [Reducing.of(comm, "int64", "sum", 7 * i) for i in range(many)]
     mine = [a.put(case.inputs[comm.rank]) for case in inputs]
@@ -246,7 +246,7 @@ def check_async(comm: Communicator, many: int) -> None:
 
 
 def check_barrier(comm: Communicator) -> None:
-    """Nobody leaves before the last has come."""
+    """No rank leaves before the last one has entered."""
     a = arrays(comm)
     for late in range(comm.size):
         if comm.rank == late:
@@ -259,7 +259,7 @@ def check_barrier(comm: Communicator) -> None:
 
 
 def check_objects(comm: Communicator) -> None:
-    """Objects of every size, also None and nothing at all."""
+    """Objects of every size, including None and empty ones."""
     mine = {"rank": comm.rank, "data": list(range(comm.rank * 1000)), "array": np.arange(comm.rank)}
     gathered = comm.all_gather_object(mine)
     assert [g["rank"] for g in gathered] == list(range(comm.size))
@@ -275,7 +275,7 @@ def check_objects(comm: Communicator) -> None:
 
 
 def check_split(comm: Communicator) -> None:
-    """Groups of odd and even ranks, in reverse order, of halves, and without the last rank; each works as a whole."""
+    """Groups of odd and even ranks, in reverse order, of halves, and without the last rank; all collectives work in each."""
     last = comm.size - 1
     colors: list[tuple[Any, int]] = [
         (comm.rank % 2, 0), (f"half {2 * comm.rank // comm.size}", -comm.rank),
@@ -302,7 +302,7 @@ def check_split(comm: Communicator) -> None:
 
 
 def check_subgroup(comm: Communicator) -> None:
-    """Groups that their members alone make, again and again under one name; the others go on with the next ones."""
+    """Groups that only their members create, repeatedly with the same name, while other ranks create the next ones."""
     last = comm.size - 1
     for _ in range(2):
         for ranks in ((comm.rank,), range(last), (last, 0), range(last, -1, -1)):
@@ -319,7 +319,7 @@ def check_subgroup(comm: Communicator) -> None:
 
 
 def check_premul_factors(comm: Communicator) -> None:
-    """Fractions on floats and complex numbers, negative whole factors on integers."""
+    """Fractions for floats and complex numbers, negative integers for integers."""
     a = arrays(comm)
     x = comm.all_reduce(a.put(np.full(9, 8.0, np.float32)), premul_sum(0.5 if comm.rank == 0 else 2.0))
     assert_equal(a.get(x), np.full(9, 4.0 + 16.0 * (comm.size - 1), np.float32), "premul_sum of float32")
@@ -330,7 +330,9 @@ def check_premul_factors(comm: Communicator) -> None:
 
 
 def check_averages(comm: Communicator) -> None:
-    """Averages over islands of up to two ranks in low precision: rounded once behind the sum of the islands, called again too."""
+    """Averages over islands of up to two ranks in low precision: rounded once after the sum over islands, also in repeated
+    calls.
+    """
     a = arrays(comm)
     for name, most in (("float16", 1024), ("bfloat16", 128), ("float8_e5m2", 4)):
         dtype, size, count = BY_NAME[name], comm.size, 1000 * comm.size
@@ -355,7 +357,7 @@ def _block(counts: tuple[int, ...], rank: int) -> slice:
 
 
 def _only(everything: Array, block: slice) -> Array:
-    """A copy in which all but one block is zero."""
+    """A copy in which all blocks but one are zero."""
     kept = np.zeros_like(everything)
     kept[block] = everything[block]
     return kept

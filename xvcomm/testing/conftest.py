@@ -1,4 +1,4 @@
-"""Where the suites run: on the devices of every backend, in every arrangement of islands that a module of tests wants."""
+"""Fixtures of the suites: the devices of every backend, in every topology that a test module requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xvcomm.testing.cases import ISLANDS, environment, kinds, too_few_devices
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Let `place` go through the kinds of device, and through `ISLANDS`, of the module if it has its own."""
+    """Parametrize `place` with the device types, and with `ISLANDS`, of the module if it has its own."""
     if "place" in metafunc.fixturenames:
         wanted = getattr(metafunc.module, "ISLANDS", ISLANDS)
         places = [pytest.param((kind, islands), id=f"{kind}-{islands}") for kind in kinds() for islands in wanted]
@@ -24,7 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Device kind and islands of the ranks under test."""
+    """Device type and islands of the ranks under test."""
     where: tuple[str, str] = request.param
     why = too_few_devices(*where)
     if why:
@@ -34,7 +34,7 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def world(place: tuple[str, str]) -> Iterator[World]:
-    """Ranks that serve all tests of a module."""
+    """Ranks for all tests of a module."""
     kind, islands = place
     with World(islands=islands, env=environment(kind)) as ranks:
         yield ranks

@@ -1,6 +1,6 @@
-"""Checks that what goes wrong on a device that goes on behind the host is told, and that its streams go on all the same.
+"""Checks that errors on an asynchronous device are reported, and that its streams continue to work.
 
-Each runs on communicators of its own, split off the one of the processes.
+Each runs on communicators of its own, split off the processes' communicator.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from xvcomm.testing.signals import Signals, await_that
 
 _PATIENCE = 0.4
 _warming = 0
-"""Collectives that `_group` runs of those shapes that are to fail; after a few, compiled code starts them on GPUs."""
+"""Number of collectives that `_group` runs in the shapes that are to fail; after a few, compiled code starts them on GPUs."""
 
 
 def check_mismatch(comm: Communicator) -> None:
-    """Ranks that describe a collective differently all learn of it: by `synchronize`, and by the next operation."""
+    """A mismatch of a collective is reported on all ranks: by `synchronize`, and by the next operation."""
     a, odd = arrays(comm), comm.rank == comm.size - 1
     for asynchronous in (True, False):
         with _group(comm) as group:
@@ -43,7 +43,7 @@ def check_mismatch(comm: Communicator) -> None:
 
 
 def check_message_mismatch(comm: Communicator) -> None:
-    """Both ends of a message with two tags learn of it, and nothing is delivered."""
+    """A mismatch of tags is reported at both ends of a message, and nothing is delivered."""
     a, x = arrays(comm), np.ones(1000)
     for asynchronous in (True, False):
         with _group(comm) as group:
@@ -60,7 +60,7 @@ def check_message_mismatch(comm: Communicator) -> None:
 
 
 def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
-    """Who receives what a rank described differently before it left learns of that, and not only that it left."""
+    """A receiver whose peer described the message differently and then left gets the mismatch, not just PeerLost."""
     a, last = arrays(comm), comm.size - 1
     for asynchronous in (True, False):
         signals = Signals(comm)
@@ -85,7 +85,7 @@ def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
 
 
 def check_message_to_the_departed(comm: Communicator) -> None:
-    """Who sends to a rank that has left learns that, and not that it described a message differently."""
+    """A sender to a rank that has left gets PeerLost, not a mismatch."""
     a, last, signals = arrays(comm), comm.size - 1, Signals(comm)
     with _group(comm) as group:
         if comm.rank == last:
@@ -101,7 +101,7 @@ def check_message_to_the_departed(comm: Communicator) -> None:
 
 
 def check_deadline(comm: Communicator) -> None:
-    """What nobody comes to ends by its deadline, and the stream that it is on goes on."""
+    """An operation that its peers do not join ends by its deadline, and its stream continues."""
     a, late = arrays(comm), comm.size - 1
     for what in ("asynchronous", "blocking", "message"):
         signals = Signals(comm)
@@ -112,7 +112,7 @@ def check_deadline(comm: Communicator) -> None:
             elif what == "asynchronous":
                 work = group.all_reduce(x, async_op=True, timeout=_PATIENCE)
                 _raised(DeadlineExceeded, work.synchronize)
-                await_that(work.done)  # as soon as the stream has left it
+                await_that(work.done)  # as soon as the stream has passed it
                 assert isinstance(work.exception(), DeadlineExceeded)
             elif what == "blocking":
                 with contextlib.suppress(DeadlineExceeded):  # on host memory
@@ -128,11 +128,11 @@ def check_deadline(comm: Communicator) -> None:
 
 
 def check_deadline_behind_a_late_event(comm: Communicator) -> None:
-    """A deadline counts though the event of earlier operations was recorded after the one that it is for."""
+    """A deadline is enforced even if the event of an earlier operation is recorded after the operation's own."""
     a, late, signals, add = arrays(comm), comm.size - 1, Signals(comm), Tracker.add_blocking
 
     def add_late(tracker: Tracker, *args: Any) -> None:
-        time.sleep(_PATIENCE / 2)  # the thread that watches the device records an event after what is there
+        time.sleep(_PATIENCE / 2)  # the thread that polls the device records an event after the current work
         add(tracker, *args)
 
     with _group(comm) as group:
@@ -154,21 +154,21 @@ def check_deadline_behind_a_late_event(comm: Communicator) -> None:
 def check_deadline_beside_loading(comm: Communicator, late: str) -> None:
     """The native library loads a kernel, for which it waits for a message that waits for a rank: both end in time.
 
-    For ranks in whose processes the library has not yet broadcast anything.
+    Requires ranks in whose processes the library has not broadcast yet.
 
     Args:
-        late: which deadline passes first, of the `recv` or of the `broadcast`.
+        late: whose deadline passes first, that of the `recv` or of the `broadcast`.
     """
     a = arrays(comm)
     x, y = a.put(np.zeros(1000)), a.put(np.ones(3))
-    soon = 5 * _PATIENCE  # what ends in time must do so beside other load
+    soon = 5 * _PATIENCE  # long enough to be met on a busy machine
     patience = {"recv": SECONDS, "broadcast": SECONDS, late: soon}
     with _group(comm) as group:
         for _ in range(3):
             group.all_reduce(y)
         begin = time.monotonic()
         work = group.irecv(x, (comm.rank + 1) % comm.size, timeout=patience["recv"])
-        group.all_reduce(y, timeout=0.75 * soon)  # over in time, though nobody can see it
+        group.all_reduce(y, timeout=0.75 * soon)  # completes in time, which is not visible
         with contextlib.suppress(DeadlineExceeded):
             group.broadcast(y, timeout=patience["broadcast"])
         error = _raised(DeadlineExceeded, work.synchronize)
@@ -180,43 +180,43 @@ def check_deadline_beside_loading(comm: Communicator, late: str) -> None:
 
 
 def check_abort(comm: Communicator) -> None:
-    """`abort` ends what is on the streams; the reason comes out of `synchronize` and of the next operation."""
+    """`abort` ends the operations on the streams; `synchronize` and the next operation raise the reason."""
     for error in _ended_by(comm, lambda group: group.abort("enough is enough"), Aborted):
         assert "enough is enough" in str(error), error
 
 
 def check_departure(comm: Communicator) -> None:
-    """Who waits for a rank that closes its communicator learns of it."""
+    """Waiting for a rank that closes its communicator raises PeerLost."""
     for error in _ended_by(comm, Communicator.close, PeerLost):
         assert error.peer == comm.size - 1, error
 
 
 def check_mismatch_repeated(comm: Communicator) -> None:
-    """`check_mismatch` of collectives that were called before in the same shape."""
+    """`check_mismatch` for collectives that were called before in the same shape."""
     with _repeated(comm):
         check_mismatch(comm)
 
 
 def check_deadline_repeated(comm: Communicator) -> None:
-    """`check_deadline` of collectives that were called before in the same shape."""
+    """`check_deadline` for collectives that were called before in the same shape."""
     with _repeated(comm):
         check_deadline(comm)
 
 
 def check_abort_repeated(comm: Communicator) -> None:
-    """`check_abort` of collectives that were called before in the same shape."""
+    """`check_abort` for collectives that were called before in the same shape."""
     with _repeated(comm):
         check_abort(comm)
 
 
 def check_departure_repeated(comm: Communicator) -> None:
-    """`check_departure` of collectives that were called before in the same shape."""
+    """`check_departure` for collectives that were called before in the same shape."""
     with _repeated(comm):
         check_departure(comm)
 
 
 def check_exchange_repeated(comm: Communicator) -> None:
-    """What goes wrong in an exchange that was called before in the same shape is told: mismatch, deadline, departure."""
+    """Errors of an exchange that was called before in the same shape are reported: mismatch, deadline, departure."""
     a, last = arrays(comm), comm.size - 1
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for what, wanted in (("mismatch", MismatchError), ("deadline", DeadlineExceeded), ("departure", PeerLost)):
@@ -250,7 +250,7 @@ def check_exchange_repeated(comm: Communicator) -> None:
 
 
 def check_probe_deadline(comm: Communicator) -> None:
-    """A probe that finds nothing ends by its deadline, and names who sent nothing; by an abort at once."""
+    """A probe that finds nothing ends by its deadline, and names ranks that sent nothing; it ends at once on an abort."""
     last = comm.size - 1
     for source in (last, None):
         signals = Signals(comm)
@@ -273,7 +273,7 @@ def check_probe_deadline(comm: Communicator) -> None:
 
 
 def check_probe_of_the_departed(comm: Communicator) -> None:
-    """What a rank sent before it left is still found; nothing else comes from it, but perhaps from others."""
+    """Messages that a rank sent before it left are still found, later only those of other ranks."""
     a, last = arrays(comm), comm.size - 1
     for source in (last, None):
         signals = Signals(comm)
@@ -303,7 +303,7 @@ def check_probe_of_the_departed(comm: Communicator) -> None:
 
 
 def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: type[XvcommError]) -> list[XvcommError]:
-    """What the other ranks' operations raise that are under way when the last rank does something else."""
+    """The errors of the other ranks' operations in progress when the last rank calls `act`."""
     a, last, errors = arrays(comm), comm.size - 1, []
     for asynchronous in (True, False):
         signals = Signals(comm)
@@ -325,7 +325,7 @@ def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: ty
 
 
 def wait_for_last(comm: Communicator) -> list[XvcommError]:
-    """Have a message and a collective under way that need the last rank, which will not come; what they raise."""
+    """Start a message and a collective that need the last rank, which does not come; return their errors."""
     a, last = arrays(comm), comm.size - 1
     x, y = a.put(np.zeros(100)), a.put(np.zeros(100))
     works = [comm.irecv(x, last), comm.all_reduce(y, async_op=True)]
@@ -336,13 +336,13 @@ def wait_for_last(comm: Communicator) -> list[XvcommError]:
 
 
 def sleep(comm: Communicator) -> None:
-    """Come to nothing until the test ends this process."""
+    """Do nothing until the test kills this process."""
     time.sleep(3 * SECONDS)
 
 
 @contextlib.contextmanager
 def _group(comm: Communicator) -> Iterator[Communicator]:
-    """A communicator of all ranks that may be finished in the block; `comm` must still work afterwards."""
+    """A communicator of all ranks that may fail in the block; `comm` must work afterwards."""
     group = comm.split(0)
     assert group is not None
     a = arrays(comm)
@@ -352,7 +352,7 @@ def _group(comm: Communicator) -> Iterator[Communicator]:
         each.sendrecv(a.put(np.ones(3)), after, a.put(np.ones(3)), before)
     for number in range(_warming):
         group.all_reduce(a.put(np.zeros(1000, (np.float32, np.float64)[number % 2])))
-    comm.barrier()  # otherwise what finishes the group may meet another rank's warming up
+    comm.barrier()  # otherwise the failure may affect another rank's warm-up
     try:
         yield group
     finally:
@@ -363,7 +363,7 @@ def _group(comm: Communicator) -> Iterator[Communicator]:
 
 @contextlib.contextmanager
 def _repeated(comm: Communicator) -> Iterator[None]:
-    """Warm up the collectives that fail, with the rank's device as the thread's: else no compiled code may start them."""
+    """Warm up the collectives that fail, with the rank's device current on the thread, which compiled code requires."""
     global _warming
     _warming = 8
     try:
@@ -387,7 +387,7 @@ def _raised(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kw
 
 
 def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> XvcommError:
-    """The error that a call raises, or a later one: a call that does not wait cannot know what comes of it."""
+    """The error of a call, or of a later one, because an asynchronous call returns before its error is known."""
     raised: list[XvcommError] = []
 
     def has_raised() -> bool:

@@ -1,6 +1,6 @@
-"""How the suites make arrays of each framework, and read them.
+"""Creates and reads arrays of each framework for the suites.
 
-Frameworks are imported by name when a check runs: xvcomm itself needs none.
+Frameworks are imported when a check runs: xvcomm itself needs none.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from xvcomm.testing.arrays import Array
 from xvcomm.types.dtype import BY_NAME, DTYPES
 
 ON_HOST = ("numpy", "torch", "jax", "interface")
-"""`interface` stands for any library whose arrays have `__array_interface__` and nothing else."""
+"""`interface` represents libraries whose arrays have only `__array_interface__`."""
 
 ON_GPUS = ("torch", "cupy", "jax")
 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """How to make an array of a numpy array (always a copy), how to read one, and what it can hold.
+    """Creates an array from a numpy array (always a copy), reads one, and lists supported dtypes.
 
     Attributes:
         mutable: whether operations fill its arrays in place.
-        strided: makes an array whose elements do not lie one after the other, of a matrix; None if it has none such.
+        strided: creates a noncontiguous array from a matrix; None if the framework has none.
     """
 
     make: Callable[[Array], Any]
@@ -39,7 +39,7 @@ class Framework:
 
 
 class Interface:
-    """The least that is an array."""
+    """A minimal array."""
 
     def __init__(self, data: Array) -> None:
         self.data = data
@@ -50,7 +50,7 @@ class Interface:
 
 
 def missing(comm: Communicator, name: str) -> str:
-    """Why a framework cannot make arrays for this rank, or nothing."""
+    """Why a framework cannot create arrays for this rank, or an empty text."""
     try:
         framework(comm, name).make(np.zeros(1, np.float32))
     except Exception as error:
@@ -59,10 +59,12 @@ def missing(comm: Communicator, name: str) -> str:
 
 
 def framework(comm: Communicator, name: str) -> Framework:
-    """The Framework of this name, for the memory of this rank's device.
+    """The Framework with this name, for the memory of this rank's device.
 
     Args:
-        name: one of ON_HOST and ON_GPUS; or `"package.module:function"`, a function that makes one for a communicator.
+        comm: the communicator.
+        name: one of ON_HOST and ON_GPUS; or `"package.module:function"`, a function that returns a Framework for a
+            communicator.
 
     Raises:
         ImportError: it is not installed.
@@ -107,7 +109,7 @@ def _jax(kind: str, index: int) -> Framework:
     jax, kept = importlib.import_module("jax"), importlib.import_module("jax.dtypes").canonicalize_dtype
     devices = jax.local_devices(backend="cpu" if kind == "host" else "gpu")
     home = devices[0] if kind == "host" else next(d for d in devices if d.local_hardware_id == index)
-    # By default JAX has no 64-bit numbers.
+    # By default JAX has no 64-bit dtypes.
     names = tuple(d.name for d in DTYPES if kept(d.numpy) == d.numpy)
     return Framework(lambda x: jax.numpy.array(x, device=home), np.asarray, names, False)
 

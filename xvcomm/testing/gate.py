@@ -1,4 +1,4 @@
-"""Rings within one process, and what they are good for: to hold a device's stream up for as long as a test likes."""
+"""Rings within one process, and a Gate made of one, which blocks a device's stream as long as a test needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYOUT = RingLayout(1, 2, 4096)
 
 @contextlib.contextmanager
 def ring(config: Config, layout: RingLayout) -> Iterator[tuple[RingEnd, RingEnd]]:
-    """Both ends of a ring, its memory mapped twice: (producer, consumer)."""
+    """Both ends of a ring, with its memory mapped twice: (producer, consumer)."""
     made = Segment.create(config.shm_dir, "conformance", layout.size)
     producer = RingEnd.create(made, layout, peer=1, producer=True)
     consumer = RingEnd.open(Segment.attach(config.shm_dir, made.name), peer=0, producer=False)
@@ -34,10 +34,10 @@ def ring(config: Config, layout: RingLayout) -> Iterator[tuple[RingEnd, RingEnd]
 
 
 class Gate:
-    """Holds up the stream of arrays until the host opens it.
+    """Blocks the stream of arrays until the host opens it.
 
-    What closes it is a receive from a ring that the host fills, so that opening it needs no stream of the device: the
-    vendor may let a stream wait behind what another one cannot start yet.
+    It enqueues a receive from a ring that the host fills, so that opening it needs no stream of the device: the vendor may
+    queue a stream behind work of another one that cannot start yet.
     """
 
     def __init__(self, a: DeviceArrays, producer: RingEnd, consumer: RingEnd) -> None:
@@ -47,7 +47,7 @@ class Gate:
     @classmethod
     @contextlib.contextmanager
     def on(cls, a: DeviceArrays) -> Iterator[Gate]:
-        """A gate that was open once, so that nothing is done for the first time when it matters."""
+        """A gate that has been used once, so that its first real use needs no initialization."""
         with ring(Config(), _LAYOUT) as (producer, consumer):
             gate = cls(a, producer, consumer)
             x, values = a.put(np.zeros(1, np.uint8)), np.ones(1, np.uint8)
@@ -58,13 +58,13 @@ class Gate:
             a.synchronize()
 
     def close(self, x: DeviceArray) -> None:
-        """Let nothing that comes next on the stream start until `open` gives `x` its contents."""
+        """Block later work on the stream until `open` fills `x`."""
         stream = self._arrays.stream
         stream.deadline = Deadline.after(SECONDS)
         self._arrays.device.get(self._consumer, x.address, _message(x.nbytes), stream)
 
     def open(self, values: Array) -> None:
-        """Fill the array that the gate was closed with, and let the stream go on."""
+        """Fill the array that the gate was closed with, which unblocks the stream."""
         (stream,) = self._host.streams(1)
         stream.deadline = Deadline.after(SECONDS)
         source = np.ascontiguousarray(values)

@@ -1,4 +1,4 @@
-"""Checks of operations that are captured in a graph of the vendor's and run from it, as often as the test likes."""
+"""Checks of operations that are captured in a graph and run from it repeatedly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _by_cupy(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
     try:
         enqueue()
     except BaseException:
-        with contextlib.suppress(Exception):  # a capture that failed cannot end well
+        with contextlib.suppress(Exception):  # a failed capture cannot be ended without an error
             stream.end_capture()
         raise
     graph = stream.end_capture()
@@ -54,11 +54,15 @@ def _by_hip(handle: int, enqueue: Callable[[], None]) -> Callable[[], None]:
 
 
 CAPTURES: dict[str, Callable[[int, Callable[[], None]], Callable[[], None]]] = {"cuda": _by_cupy, "rocm": _by_hip}
-"""By kind of device: captures what is enqueued on a stream, and gives what launches the graph on that stream."""
+"""By device type: a function that captures what is enqueued on a stream, and returns a function that
+launches the graph there.
+"""
 
 
 def check_graphs(comm: Communicator) -> None:
-    """Every operation captured in a graph of its own, before any is launched; each several times, and called in between."""
+    """Every operation captured in its own graph before any is launched; each launched several times, with eager calls in
+    between.
+    """
     a = arrays(comm)
 
     def check(trial: Trial, run: Callable[[], None], what: str) -> None:
@@ -77,7 +81,7 @@ def check_graphs(comm: Communicator) -> None:
 
 
 def check_graph_of_many(comm: Communicator) -> None:
-    """A graph of many operations in a row, each on what the one before gave."""
+    """A graph of many operations in a row, each on the result of the previous one."""
     a, ones = arrays(comm), np.ones(1000)
     x, y = a.put(ones), a.put(ones)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -97,7 +101,7 @@ def check_graph_of_many(comm: Communicator) -> None:
 
 
 def check_graph_beside_repeated(comm: Communicator) -> None:
-    """An exchange that compiled code starts, and then a graph as well: rings count the messages of both."""
+    """An exchange started by compiled code, and then by a graph too: rings count the messages of both."""
     a, number = arrays(comm), 0
     x, y = a.put(np.zeros(1000)), a.put(np.zeros(1000))
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -126,7 +130,7 @@ def check_graph_beside_repeated(comm: Communicator) -> None:
 
 
 def check_graph_keeps_its_memory(comm: Communicator) -> None:
-    """A graph of a collective runs as before when later ones have needed more memory, and nobody else got what it uses."""
+    """A graph of a collective still works after later collectives have needed more memory, and its memory is not reused."""
     a, count = arrays(comm), 150_000
     ones, total = np.ones(count, np.float32), np.full(count, comm.size, np.float32)
     x, larger = a.put(ones), a.put(np.ones(4 * count, np.float32))
@@ -146,7 +150,7 @@ def check_graph_keeps_its_memory(comm: Communicator) -> None:
 
 
 def check_graph_of_few(comm: Communicator) -> None:
-    """Of so few elements that some ranks need their native library alone; captured once compiled code has run it."""
+    """So few elements that some ranks only need their native library; captured after compiled code has run it."""
     a, size = arrays(comm), comm.size
     x, y, z = a.put(np.full(1, comm.rank + 1.0)), a.put(np.zeros(size)), a.put(np.zeros(1))
     whole = np.arange(size) + 1.0
@@ -167,7 +171,7 @@ def check_graph_of_few(comm: Communicator) -> None:
 
 
 def check_graph_behind_what_is_over(comm: Communicator) -> None:
-    """A capture may wait for an operation that was over before, though the graph cannot."""
+    """A capture may wait for an operation that completed before it, although the graph cannot."""
     a, started = arrays(comm), list[Any]()
     x = a.put(np.ones(16))
     with on_device(comm):
@@ -189,7 +193,7 @@ def check_graph_behind_what_is_over(comm: Communicator) -> None:
 
 
 def check_graph_beside_a_waiting_message(comm: Communicator) -> None:
-    """A graph that never runs lies between two receives, on streams of their own: the second comes behind the first."""
+    """A graph that never runs is captured between two receives on separate streams: the second follows the first."""
     a, streams = arrays(comm), [DeviceArrays(comm._context.device) for _ in range(3)]
     assert isinstance(a, DeviceArrays)
     first, graph, second = [stream.handle for stream in streams]
@@ -224,7 +228,7 @@ def check_graph_beside_a_waiting_message(comm: Communicator) -> None:
 
 
 def check_graph_of_another_stream(comm: Communicator) -> None:
-    """Captured from a stream that ran nothing before, as `torch.cuda.graph` does; its memory must be there already."""
+    """Captured from an unused stream, as `torch.cuda.graph` does; its memory must have been allocated before."""
     _graph_of_another_stream(comm, 480)
     _graph_of_another_stream(comm, 100_000)
 
@@ -252,11 +256,12 @@ def _graph_of_another_stream(comm: Communicator, count: int) -> None:
 
 
 def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], None]:
-    """What runs a graph of what is enqueued."""
+    """A function that launches a graph of what is enqueued."""
     a = arrays(comm)
     assert isinstance(a, DeviceArrays) and a.handle is not None
     a.synchronize()
-    comm._context.tracker.drain(Deadline.after(SECONDS))  # it records on our own streams, and expects no capture there
+    # the tracker records events on xvcomm's own streams, which must not be captured then
+    comm._context.tracker.drain(Deadline.after(SECONDS))
     return CAPTURES[a.kind](a.handle, enqueue)
 
 

@@ -1,4 +1,4 @@
-"""A check of operations of all kinds in one random order: on several streams, blocking and not, waited for anyhow."""
+"""Checks operations of all kinds in random order: on several streams, blocking and asynchronous, with all kinds of waits."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from xvcomm.testing.cases import assert_same_bits
 
 _LENGTHS = 4, 480, 96_000
 _MOST = 5
-"""Operations that are under way when they are waited for."""
+"""Operations in progress when they are waited for."""
 
 
 class _Begun(NamedTuple):
     """An operation that was called.
 
     Attributes:
-        arrays: what holds its arrays.
+        arrays: the Arrays of its arrays.
         work: its Work, if it is asynchronous.
-        found: where its result is.
-        want: the result, None if there is none.
+        found: its output.
+        want: the expected result; None if there is none.
     """
 
     arrays: Arrays
@@ -36,15 +36,16 @@ class _Begun(NamedTuple):
 
 
 _Kind = Callable[[Arrays, int, int, bool], list[_Begun]]
-"""Calls an operation with arrays of a length, numbers that it is told, and whether it is to be asynchronous."""
+"""Calls an operation with arrays of a length and a value; the last argument makes it asynchronous."""
 
 
 def check_mixture(comm: Communicator, seed: int, rounds: int) -> None:
-    """Operations of all kinds, called by all ranks in one order, and waited for in another one by each, give what they should.
+    """Operations of all kinds, called in the same order on all ranks, and waited for in a different order on each, give correct
+    results.
 
     Args:
         seed: of the order of the calls.
-        rounds: how often all that is under way is waited for.
+        rounds: how often all operations in progress are waited for.
     """
     a = arrays(comm)
     places = [a, DeviceArrays(a.device) if isinstance(a, DeviceArrays) else a]
@@ -66,7 +67,7 @@ def check_mixture(comm: Communicator, seed: int, rounds: int) -> None:
 
 
 def _wait(begun: _Begun, by: random.Random) -> None:
-    """Wait for an operation in one of the ways there are; perhaps not, if nothing depends on it."""
+    """Wait for an operation in a random way, or not at all if nothing depends on it."""
     if not isinstance(begun.work, Work):
         return
     match by.choice(("wait", "wait", "synchronize", "done", "forget")):

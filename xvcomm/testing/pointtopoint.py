@@ -34,7 +34,7 @@ def check_blocking(comm: Communicator, dtype: str, count: int) -> None:
 
 
 def rings_in_gpu_memory(comm: Communicator, count: int) -> list[int]:
-    """Exchange with every other rank; gives those with whom the slots of both rings lie in a GPU's memory."""
+    """Exchange with every other rank; returns the ranks with whom the slots of both rings are in GPU memory."""
     a, found = arrays(comm), []
     for peer in range(comm.size):
         if peer != comm.rank:
@@ -52,7 +52,7 @@ def rings_in_gpu_memory(comm: Communicator, count: int) -> list[int]:
 
 
 def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
-    """All ranks send to the next and receive from the one before: at once, in the background, as a group."""
+    """All ranks send to the next and receive from the previous one: with sendrecv, in the background, as a group."""
     a, kind = arrays(comm), BY_NAME[dtype]
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     mine, theirs = distinct(kind, count, comm.rank), distinct(kind, count, before)
@@ -80,7 +80,7 @@ def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
 
 
 def check_repeated(comm: Communicator, rounds: int) -> None:
-    """Messages that start together, called before in the same shapes; compiled code starts them on GPUs."""
+    """Messages that start together, called before in the same shapes; on GPUs compiled code starts them."""
     a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
@@ -110,7 +110,7 @@ def check_repeated(comm: Communicator, rounds: int) -> None:
 
 
 def check_group_beyond_rings(comm: Communicator, nbytes: int, messages: int) -> None:
-    """A group of messages to and from everybody, each larger than a ring, in an order of each rank's own."""
+    """A group of messages to and from all ranks, each larger than a ring, in a different order on each rank."""
     a, order = arrays(comm), random.Random(comm.rank)
     peers = [r for r in range(comm.size) if r != comm.rank]
     calls = [(peer, sending) for peer in peers for sending in (True, False)] * messages
@@ -158,7 +158,7 @@ def check_many_in_flight(comm: Communicator, many: int) -> None:
 
 
 def check_crosswise_waits(comm: Communicator) -> None:
-    """Each rank first waits for what comes last, of many messages; what the others wait for must start all the same."""
+    """Each rank first waits for the last of many messages; those that other ranks wait for must progress meanwhile."""
     a, many, count = arrays(comm), 6, 300_001
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for blocking in ("nothing", "receives", "sends") * 3:
@@ -178,7 +178,7 @@ def check_crosswise_waits(comm: Communicator) -> None:
 
 
 def check_behind_background(comm: Communicator) -> None:
-    """Blocking messages go behind those of the same pair that still move in the background."""
+    """Blocking messages follow background messages of the same pair."""
     a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sizes = (2_000_000, 10, 3_000_000, 0, 70_000)
@@ -188,14 +188,14 @@ def check_behind_background(comm: Communicator) -> None:
     works += [comm.isend(x, after, i) for i, x in enumerate(going[:3])]
     for i in (3, 4):
         comm.sendrecv(going[i], after, coming[i], before, i, i)
-    for i in (4, 3, 2, 1, 0):  # all are there once the last has come
+    for i in (4, 3, 2, 1, 0):  # all have arrived once the last has
         assert_same_bits(a.get(coming[i]), _message(before, comm.rank, i, sizes[i]), f"message {i}")
     for work in works:
         work.wait()
 
 
 def check_receive_first(comm: Communicator) -> None:
-    """Receives that are posted before anybody sends; they are not done until then."""
+    """Receives that are posted before the sends; they are not complete before."""
     a = arrays(comm)
     peers = [r for r in range(comm.size) if r != comm.rank]
     buffers = {peer: a.put(np.zeros(1000, np.int32)) for peer in peers}
@@ -211,7 +211,7 @@ def check_receive_first(comm: Communicator) -> None:
 
 
 def check_small_send_returns(comm: Communicator) -> None:
-    """A small send does not wait for its receiver, nor does its array stay in use."""
+    """A small send does not wait for its receiver, and its array may be reused."""
     a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x = a.put(np.full(4, comm.rank))
@@ -225,7 +225,7 @@ def check_small_send_returns(comm: Communicator) -> None:
 
 
 def check_order(comm: Communicator, many: int) -> None:
-    """Messages of a pair arrive as they were sent, whatever their tags and sizes."""
+    """Messages of a pair arrive in the order of sending, whatever their tags and sizes."""
     a = arrays(comm)
     if comm.rank == 0:
         for i in range(many):
@@ -233,7 +233,7 @@ def check_order(comm: Communicator, many: int) -> None:
         time.sleep(0.02)
         comm.isend(a.put(np.arange(3)), 1, tag=(1 << 62) - 1).wait()
     elif comm.rank == 1:
-        time.sleep(0.02)  # let the ring fill
+        time.sleep(0.02)  # until the ring is full
         for i in range(many):
             got = comm.recv(a.put(np.zeros(i % 50, np.uint8)), 0, tag=i * i % 11)
             assert_same_bits(a.get(got), _message(0, 1, i, i % 50), f"message {i}")
@@ -243,7 +243,7 @@ def check_order(comm: Communicator, many: int) -> None:
 
 
 def check_beside_collectives(comm: Communicator) -> None:
-    """Messages and collectives go past each other: a receive that waits holds up no collective."""
+    """Messages and collectives are independent: a waiting receive blocks no collective."""
     a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     buffer = a.put(np.zeros(400_000))
@@ -274,5 +274,5 @@ def check_objects(comm: Communicator) -> None:
 
 
 def _message(source: int, target: int, number: int, nbytes: int) -> Array:
-    """Bytes that no other message has."""
+    """Bytes that are unique to a message."""
     return np.random.default_rng((source, target, number)).integers(0, 256, nbytes, dtype=np.uint8)

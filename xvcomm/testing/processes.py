@@ -1,4 +1,4 @@
-"""Rank processes that tests call functions on; they stay between calls, so that a call costs milliseconds."""
+"""Rank processes in which tests call functions; they persist between calls, so that a call takes milliseconds."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _END_SECONDS = 10.0
 
 
 class RankFailure(AssertionError):
-    """At least one rank raised or died; holds every rank's outcome.
+    """At least one rank raised or died; contains every rank's outcome.
 
     Attributes:
-        outcomes: a rank's result, or the exception it raised; EOFError if the process died.
+        outcomes: each rank's result, or its exception; EOFError if the process died.
     """
 
     def __init__(self, message: str, outcomes: list[Any]) -> None:
@@ -33,18 +33,17 @@ class RankFailure(AssertionError):
 
 
 class Ranks:
-    """The ranks of one job on this machine, each in its own process, and one more where they meet.
+    """The ranks of one job on this machine, each in its own process, and another process that serves the rendezvous.
 
-    Functions that are called on them must lie at the top level of a module or test file; arguments and results must be
-    picklable.
+    Functions called on them must be at the top level of a module or test file; arguments and results must be picklable.
 
     Args:
-        process: makes a process, as `multiprocessing.Process` does.
+        process: creates a process, like `multiprocessing.Process`.
         grace: seconds that the other ranks have once one has failed; None for the whole time of the call.
 
     Attributes:
-        size: how many.
-        broken: whether a call failed, so that nobody knows what the ranks are doing.
+        size: number of ranks.
+        broken: whether a call failed, so that the state of the ranks is unknown.
     """
 
     def __init__(self, process: Callable[..., Any], grace: float | None = None) -> None:
@@ -55,12 +54,14 @@ class Ranks:
         self.size, self.broken = 0, False
 
     def _serve(self, main: Callable[[Connection], None]) -> Any:
-        """Start the process where ranks meet, which ends when its pipe closes; gives what it says first."""
+        """Start the rendezvous process, which ends when its pipe closes; returns its first message."""
         self._store = self._launch(main)
         return self._store[1].recv()
 
     def _start(self, main: Callable[..., None], each: Iterable[Sequence[Any]]) -> None:
-        """Start a rank for each of the arguments of `main`, which hands its pipe to `obey`, and wait until all have joined."""
+        """Start a rank for each element of `each`, the arguments of `main`, which passes its pipe to `obey`; wait until all
+        have joined.
+        """
         for arguments in each:
             process, pipe = self._launch(main, *arguments)
             self._processes.append(process)
@@ -86,30 +87,30 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Call a function on all ranks; gives the results in rank order.
+        """Call a function on all ranks; returns the results in rank order.
 
         Raises:
-            RankFailure: a rank raised, died, or did not answer in time; the text holds every traceback.
+            RankFailure: a rank raised, died, or did not answer in time; the text contains all tracebacks.
         """
         for rank in range(self.size):
             self.submit(rank, function, *args)
         return self._collect(range(self.size), timeout)
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """As `run`, but gives exceptions in place of results and raises nothing for them."""
+        """Like `run`, but returns exceptions in place of results."""
         try:
             return self.run(function, *args, timeout=timeout)
         except RankFailure as failure:
             return failure.outcomes
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function on one rank and do not wait; `collect` gives what comes back."""
+        """Call a function on one rank without waiting; `collect` returns its result."""
         with contextlib.suppress(BrokenPipeError):
             file = inspect.getfile(inspect.unwrap(function))
             self._pipes[rank].send((file, function.__module__, function.__qualname__, args))
 
     def collect(self, *ranks: int, timeout: float = 60.0) -> list[Any]:
-        """Results or exceptions of the calls submitted to these ranks, or to all; EOFError for one that died."""
+        """Results or exceptions of the calls submitted to these ranks, or to all; EOFError for a rank that died."""
         wanted = ranks or range(self.size)
         try:
             outcomes = self._collect(wanted, timeout)
@@ -122,7 +123,7 @@ class Ranks:
         os.kill(self._processes[rank].pid, number)
 
     def pids(self) -> list[int]:
-        """Process numbers, in rank order."""
+        """Process ids, in rank order."""
         return [process.pid for process in self._processes]
 
     def _collect(self, ranks: Iterable[int], timeout: float) -> list[Any]:
@@ -154,13 +155,13 @@ class Ranks:
         return outcomes
 
     def _show_stacks(self, ranks: Iterable[int]) -> None:
-        """Let ranks that hang write to stderr where they are."""
+        """Make ranks that hang write their stacks to stderr."""
         for rank in ranks:
             self.kill(rank, signal.SIGUSR1)
         time.sleep(0.2)
 
     def close(self) -> None:
-        """End all ranks, those that do not answer by force. Idempotent."""
+        """End all ranks, killing those that do not respond. Idempotent."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -177,7 +178,7 @@ class Ranks:
 
 
 def _end(process: Any, seconds: float) -> None:
-    """Wait for a process that was asked to end; not for ever."""
+    """Wait for a process that was asked to end; kill it after a timeout."""
     process.join(seconds)
     if process.is_alive():
         process.kill()
@@ -186,7 +187,7 @@ def _end(process: Any, seconds: float) -> None:
 
 
 def prepare(variables: dict[str, str], path: list[str]) -> None:
-    """What a rank's process does first: its variables and paths, interrupts that raise, stacks that can be asked for."""
+    """Initialize a rank's process: variables, import paths, interrupts that raise, and stack dumps on request."""
     sys.path[:] = path
     os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -194,10 +195,11 @@ def prepare(variables: dict[str, str], path: list[str]) -> None:
 
 
 def obey(pipe: Connection, join: Callable[[], Sequence[Any]]) -> Sequence[Any] | None:
-    """Join, then call what comes down the pipe until it closes.
+    """Join, then run the functions received through the pipe until it closes.
 
     Args:
-        join: what it gives, functions get as their first arguments.
+        pipe: connection to the test.
+        join: returns the first arguments of the functions.
 
     Returns:
         The same; None if joining failed.
@@ -222,7 +224,7 @@ _modules: dict[str, ModuleType] = {}
 
 
 def _find(file: str, module: str, qualname: str) -> Callable[..., Any]:
-    """The function; a test file that cannot be imported by name is loaded from where it lies."""
+    """Look up the function; a test file that cannot be imported by name is loaded from its path."""
     found = _modules.get(file)
     if found is None:
         try:
@@ -248,5 +250,5 @@ def _answer(pipe: Connection, outcome: Any) -> None:
         outcome.__traceback__ = None
     try:
         pipe.send((outcome, text))
-    except Exception:  # cannot be pickled, for whichever reason
+    except Exception:  # not picklable, for any reason
         pipe.send((RuntimeError(repr(outcome)), text or f"result {outcome!r} cannot be pickled"))

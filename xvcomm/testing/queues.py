@@ -1,4 +1,4 @@
-"""Checks for GPUs whose streams share few hardware queues: nothing may stand there behind what waits for it."""
+"""Checks for GPUs whose streams share few hardware queues: no work may be queued there behind work that waits for it."""
 
 from __future__ import annotations
 

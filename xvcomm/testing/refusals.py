@@ -1,4 +1,4 @@
-"""Checks that bad input raises the right error before anything moves, and that the communicator works afterwards."""
+"""Checks that invalid input raises the right error before any data moves, and that the communicator works afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cases = dict[str, Callable[[], Any]]
 
 
 def check_arrays_refused(comm: Communicator) -> None:
-    """Arrays that are none, not contiguous, of a wrong size or type, or elsewhere."""
+    """Arrays that are not arrays, not contiguous, of a wrong size or dtype, or on another device."""
     a, size = arrays(comm), comm.size
     x, four, eight = a.put(np.zeros((4 * size, 3))), a.put(np.zeros(4)), a.put(np.zeros(8))
     too_large, other_type = a.put(np.zeros((4 * size**2 + 1, 3))), a.put(np.zeros((4, 3), np.int64))
@@ -50,7 +50,7 @@ def check_arrays_refused(comm: Communicator) -> None:
 
 
 def _check_read_only_refused(comm: Communicator) -> None:
-    """Host arrays that nobody may write to, as outputs."""
+    """Read-only host arrays as outputs."""
     frozen = np.zeros(4)
     frozen.flags.writeable = False
     _refuses(comm, ArrayError, {
@@ -62,7 +62,7 @@ def _check_read_only_refused(comm: Communicator) -> None:
 
 
 def _check_places_refused(comm: Communicator, a: DeviceArrays) -> None:
-    """Arrays that are not where this rank's device is, and streams that are none."""
+    """Arrays on another device than this rank's, and invalid streams."""
     x, out, host = a.put(np.zeros(4)), a.put(np.zeros(4)), np.zeros(4)
     elsewhere, foreign = a.put(np.zeros(4)), a.put(np.zeros(4))
     elsewhere.tensor.device_id += 1
@@ -88,11 +88,11 @@ def _check_places_refused(comm: Communicator, a: DeviceArrays) -> None:
 
 
 _FREED = 64 << 20
-"""Bytes, many: small pieces were seen to stay known as memory of the device after they were freed."""
+"""Large, because small allocations may still be known as device memory after they are freed."""
 
 
 def _freed(a: DeviceArrays, runtime: Runtime) -> DeviceArray:
-    """An array whose memory the vendor has back; nothing is allocated behind that, which could get the same place."""
+    """An array whose memory was returned to the vendor; nothing is allocated afterwards, which could reuse the address."""
     made = a.put(np.zeros(4))
     before = runtime.current()
     runtime.use(a.index)
@@ -104,7 +104,7 @@ def _freed(a: DeviceArrays, runtime: Runtime) -> DeviceArray:
 
 
 def check_dtypes_refused(comm: Communicator) -> None:
-    """Element types that are not carried, and reductions that a type does not have."""
+    """Unsupported dtypes, and reductions that are not defined for a dtype."""
     a = arrays(comm)
     z, f, b, n = (a.put(np.zeros(4 * comm.size, t)) for t in (np.complex64, np.float32, bool, np.int32))
     _refuses(comm, DTypeError, {
@@ -162,7 +162,7 @@ def check_arguments_refused(comm: Communicator) -> None:
 
 
 def check_messages_refused(comm: Communicator) -> None:
-    """Point-to-point: ranks, tags, channels and arrays that cannot be."""
+    """Point-to-point: invalid ranks, tags, channels and arrays."""
     a, other = arrays(comm), (comm.rank + 1) % comm.size
     x, y, eight = a.put(np.zeros(4)), a.put(np.zeros(4)), a.put(np.zeros(8))
     cases: Cases = {
@@ -211,7 +211,7 @@ def check_messages_refused(comm: Communicator) -> None:
 
 
 def _channels(comm: Communicator, x: Any, y: Any, other: int) -> Cases:
-    """Channels that there are not, and probes of what is no rank."""
+    """Invalid channels, and probes of invalid ranks."""
 
     def probe_in_group() -> None:
         with comm.group():
@@ -234,7 +234,7 @@ def _channels(comm: Communicator, x: Any, y: Any, other: int) -> Cases:
 
 
 def _refuses(comm: Communicator, error: type[XvcommError], cases: Cases, naming: Sequence[str] = ()) -> None:
-    """Each case raises the error on every rank, and on one alone; other ranks notice nothing."""
+    """Each case raises the error on every rank, and on a single one without effect on other ranks."""
     for what, call in cases.items():
         for ranks in (range(comm.size), [comm.size - 1]):
             if comm.rank in ranks:

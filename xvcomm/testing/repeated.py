@@ -1,4 +1,4 @@
-"""Checks of what compiled code starts on GPUs, because it was called before in the same shape."""
+"""Checks of operations that compiled code starts on GPUs, because they were called before in the same shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xvcomm.types.dtype import BY_NAME, premul_sum
 
 _WARM, _TIMES, _BESIDE = 3, 8, 3
 _LOOK_SECONDS = 0.02
-"""In which who looks after operations that go on behind the host looks at least once."""
+"""Interval in which asynchronous operations are polled at least once."""
 
 _LATE_SECONDS, _LONG_SECONDS = 1.0, 15.0
 
@@ -30,14 +30,14 @@ class _Form:
     """One way to call a collective.
 
     Attributes:
-        call: with input and output.
-        want: what this rank gets, from all ranks' inputs; None if nothing.
+        call: called with input and output.
+        want: this rank's result, from all ranks' inputs; None if there is none.
         whole: whether the input is as long as all blocks together.
         wide: whether the output is.
         in_place: whether the input is the output.
         dtype: of both.
-        native: whether an island's library can do it, so that compiled code starts it there, as it does over two islands.
-        known: whether it is then known again by its arrays alone.
+        native: whether an island's library supports it, so that compiled code starts it within an island, too.
+        known: whether it is then recognized by its arrays alone.
     """
 
     call: Callable[..., Any]
@@ -51,7 +51,7 @@ class _Form:
 
 
 def check_repeated(comm: Communicator, rounds: int) -> None:
-    """What was called before in the same shape gives the same; over one or two islands compiled code starts it on GPUs."""
+    """Repeated calls in the same shape give correct results; over one or two islands compiled code starts them on GPUs."""
     a, mine, total = arrays(comm), float(comm.rank + 1), sum(range(1, comm.size + 1))
     xs = [a.put(np.full(1000, mine)) for _ in range(rounds)]
     with begun_by_python(comm) as begun:
@@ -65,17 +65,18 @@ def check_repeated(comm: Communicator, rounds: int) -> None:
         for x in xs:
             comm.broadcast(x, comm.size - 1)
             comm.all_reduce(x)
-        if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:  # a rank alone has no call to repeat
-            # Not all islands' shapes suit a broadcast.
+        if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:  # a single rank has no call to repeat
+            # A broadcast does not suit the islands of every topology.
             assert begun.call_count < rounds + 5, "Python began all operations"
     assert all((a.get(x) == total * comm.size).all() for x in xs)
 
 
 def check_streams_that_end(comm: Communicator, stream: Callable[[], AbstractContextManager[int]]) -> None:
-    """A stream may be destroyed as soon as what was called on it is over, by whomever it was begun.
+    """A stream may be destroyed as soon as the operations on it are complete, whoever began them.
 
     Args:
-        stream: gives a new stream's handle, waits for it, and destroys it.
+        comm: the communicator.
+        stream: returns the handle of a new stream, waits for it, and destroys it.
     """
     a, total = arrays(comm), sum(range(comm.size))
     x, y, z = (a.put(np.zeros(1000)) for _ in range(3))
@@ -95,14 +96,15 @@ def check_streams_that_end(comm: Communicator, stream: Callable[[], AbstractCont
             assert comm.size == 1 or (a.get(z) == before + number).all()
             time.sleep(_LOOK_SECONDS)
         if a.asynchronous and comm.size > 1 and len(comm.topology.islands) < 3:
-            # Python begins what follows a ring's messages on another stream; each stream gets nine operations.
+            # Python begins operations of a ring on a new stream; each stream gets nine operations.
             assert begun.call_count <= 4 * _TIMES, f"Python began {begun.call_count} operations"
 
 
 def check_late_messages_on_a_stream(comm: Communicator, stream: Callable[[], AbstractContextManager[int]]) -> None:
-    """What compiled code enqueued first is over early, and messages behind it, which wait for the other rank, are not.
+    """Operations that compiled code enqueued first complete early, while later messages wait for the other rank.
 
     Args:
+        comm: the communicator.
         stream: see `check_streams_that_end`.
     """
     a, rank, pair = arrays(comm), comm.rank, range(2)
@@ -118,7 +120,7 @@ def check_late_messages_on_a_stream(comm: Communicator, stream: Callable[[], Abs
                     comm.send(part, 0, channel=channel, stream=handle)
 
     with on_device(comm), stream() as handle:
-        for number in range(len(data)):  # which pins the rings
+        for number in range(len(data)):  # pins the rings
             message(number)
             comm.all_reduce(x, out=y, stream=handle)
         for number, parts in enumerate(data):
@@ -132,7 +134,7 @@ def check_late_messages_on_a_stream(comm: Communicator, stream: Callable[[], Abs
             time.sleep(_LATE_SECONDS)
         for number in range(len(data)):
             message(number)
-            if number:  # the collective has its event already, and leaves behind two that wait
+            if number:  # the collective already has its event
                 time.sleep(_LATE_SECONDS / 8)
         comm.barrier()
     if rank == 0:
@@ -140,7 +142,7 @@ def check_late_messages_on_a_stream(comm: Communicator, stream: Callable[[], Abs
 
 
 def check_unlike_deadlines(comm: Communicator) -> None:
-    """An operation that is over in time, and behind it one that has longer: only what is late is late."""
+    """An operation that completes in time, followed by one with a later deadline: only operations past their deadline fail."""
     a, after, before = arrays(comm), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, y = a.put(np.ones(1000)), a.put(np.zeros(1000))
 
@@ -169,9 +171,10 @@ def check_unlike_deadlines(comm: Communicator) -> None:
 
 
 def check_forms_repeated(comm: Communicator, count: int) -> None:
-    """Every collective with other numbers each time, asynchronous ones beside; on GPUs compiled code starts them.
+    """Every collective repeatedly with other numbers, beside asynchronous ones; on GPUs compiled code starts them.
 
     Args:
+        comm: the communicator.
         count: elements of all ranks' blocks together; divisible by their number, and few enough for an empty ring.
     """
     a, islands = arrays(comm), [island.size for island in comm.topology.islands]
@@ -199,7 +202,7 @@ def check_forms_repeated(comm: Communicator, count: int) -> None:
 
 
 def check_uneven_repeated(comm: Communicator) -> None:
-    """Collectives of unequal blocks with other numbers each time; on GPUs compiled code starts those without empty ones."""
+    """Collectives of unequal blocks repeatedly with other numbers; on GPUs compiled code starts those without empty blocks."""
     a, size, rank, islands = arrays(comm), comm.size, comm.rank, [island.size for island in comm.topology.islands]
     for counts in ([r + 1 for r in range(size)], [5 * r % 7 for r in range(size)]):
         sent = [[counts[(r + s) % size] for r in range(size)] for s in range(size)]
@@ -244,10 +247,11 @@ def check_factors_repeated(comm: Communicator) -> None:
 
 
 def check_background_repeated(comm: Communicator, count: int) -> None:
-    """Asynchronous messages of one shape, with other numbers each time: alone and in groups, beside blocking ones, and several
-    under way.
+    """Asynchronous messages of one shape, repeatedly with other numbers: alone and in groups, beside blocking ones, and several
+    in progress.
 
     Args:
+        comm: the communicator.
         count: elements of a message.
     """
     a, after, before = arrays(comm), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -281,7 +285,7 @@ def check_background_repeated(comm: Communicator, count: int) -> None:
 
 
 def _once(comm: Communicator, what: str, form: _Form, length: int, number: int, x: Any, y: Any, **how: Any) -> None:
-    """Call a collective on new numbers and look at what comes out."""
+    """Call a collective on new numbers and check the result."""
     a = arrays(comm)
     inputs = [_numbers(length, number, rank, comm.size).astype(BY_NAME[form.dtype].numpy) for rank in range(comm.size)]
     want = form.want(inputs)
@@ -295,7 +299,7 @@ def _once(comm: Communicator, what: str, form: _Form, length: int, number: int, 
 
 
 def _numbers(count: int, number: int, rank: int, size: int) -> Array:
-    """Small whole numbers that differ between calls and ranks, with averages that are whole, too."""
+    """Small integers that differ between calls and ranks, with integer averages."""
     return (np.arange(count) % 5 + 3 * number % 7 + rank) * size
 
 

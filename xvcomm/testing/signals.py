@@ -1,4 +1,4 @@
-"""What ranks of a test tell each other past the communicator under test."""
+"""Synchronization of the ranks of a test, independent of the communicator under test."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _serial = itertools.count()
 
 
 class Signals:
-    """How far each rank's host has come in a check; made by all ranks at the same place.
+    """Progress of each rank's host in a check; created by all ranks at the same point.
 
     Attributes:
-        watched: ranks whose calls must return before the operation is done: those on asynchronous devices.
+        watched: ranks whose calls must return before the operation is complete: those on asynchronous devices.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -28,21 +28,21 @@ class Signals:
         self.watched = [rank for rank, asynchronous in told if asynchronous]
 
     def tell(self, what: str) -> None:
-        """Say that this rank has come so far."""
+        """Announce that this rank has reached a point."""
         self._comm.store.set(f"{self._part}/{what}/{self._comm.rank}", b"")
 
     def hear(self, what: str, ranks: Iterable[int]) -> None:
-        """Wait until ranks have come so far."""
+        """Wait until ranks have reached a point."""
         self._comm.store.wait([f"{self._part}/{what}/{rank}" for rank in ranks], Deadline.after(SECONDS))
 
     def meet(self, what: str) -> None:
-        """Wait until all watched ranks have come so far."""
+        """Wait until all watched ranks have reached a point."""
         self.tell(what)
         self.hear(what, self.watched)
 
     @contextlib.contextmanager
     def late(self, what: str, rank: int) -> Iterator[None]:
-        """Let the block of one rank begin when the watched ranks are through theirs."""
+        """Start the block of one rank when the watched ranks have finished theirs."""
         if self._comm.rank == rank:
             self.hear(what, (r for r in self.watched if r != rank))
         yield
@@ -55,7 +55,7 @@ def meet(comm: Communicator) -> None:
 
 
 def await_that(condition: Callable[[], bool]) -> None:
-    """Wait until something is so, which the code under test brings about by itself."""
+    """Wait for a condition that the code under test establishes in the background."""
     deadline = Deadline.after(SECONDS)
     while not condition():
         assert not deadline.expired(), f"still not so after {SECONDS} s"

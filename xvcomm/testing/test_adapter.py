@@ -1,4 +1,6 @@
-"""Arrays of each framework, and of each beside each other one, on every registered backend: within an island and across."""
+"""Arrays of each framework, and of each pair of frameworks, on every registered backend: within an island
+and between islands.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ def absent(world: World, place: tuple[str, str]) -> dict[str, str]:
     ("check", "names"), [pytest.param(check, names, id="-".join((*names, check.__name__))) for check, names in CASES]
 )
 def test_arrays_meet(world: World, absent: dict[str, str], check: adapter.Check, names: Sequence[str]) -> None:
-    """Every element type that the frameworks have in common; of two, the ranks have one each in turns."""
+    """Every dtype that the frameworks have in common; of two frameworks, ranks use them alternately."""
     why = "; ".join(absent[name] for name in names if absent[name])
     if why:
         pytest.skip(why)
-    world.run(check, names, timeout=180.0)  # JAX compiles a program for every shape, which takes long on a busy machine
+    # JAX compiles a program for every shape, which takes long on a busy machine
+    world.run(check, names, timeout=180.0)

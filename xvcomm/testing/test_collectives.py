@@ -1,4 +1,4 @@
-"""Collectives of every registered backend, on real ranks in every kind of topology."""
+"""Collectives of every registered backend, with ranks in all kinds of topologies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_moving(world: World, check: Callable[..., None], rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reductions(world: World, place: tuple[str, str], dtype: DType) -> None:
-    """Every dtype with every reduction it has, where the topology reduces in a way of its own; else with one."""
+    """Every dtype with all of its reductions, in topologies that reduce differently; with one reduction in others."""
     ops = [str(op) for op in reductions(dtype)]
     if place[1] not in EVERY_WAY:
         ops = ops[dtype.code % len(ops) :][:1]
@@ -54,7 +54,7 @@ def test_reductions(world: World, place: tuple[str, str], dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_moving_dtypes(world: World, dtype: str) -> None:
-    """Every dtype, bit by bit."""
+    """Every dtype, bitwise."""
     for check in (collectives.check_all_gather, collectives.check_all_to_all, collectives.check_broadcast):
         world.run(check, dtype, 1001)
 
@@ -66,7 +66,7 @@ def test_moving_dtypes(world: World, dtype: str) -> None:
 )
 @pytest.mark.parametrize("count", [501, 70_001])
 def test_reproducible(world: World, dtype: str, op: str, count: int) -> None:
-    """The same bits on every rank and in every run."""
+    """Bitwise equal results on every rank and in every run."""
     world.run(collectives.check_reproducible, dtype, op, count)
 
 
@@ -85,15 +85,15 @@ def test_reproducible(world: World, dtype: str, op: str, count: int) -> None:
     ],
 )
 def test_others(world: World, check: Callable[..., None]) -> None:
-    """What has no size: barrier, objects, groups, bad input."""
+    """Checks without a size: barrier, objects, groups, invalid input."""
     world.run(check)
 
 
 def test_asynchronous(world: World) -> None:
-    """Many operations under way."""
+    """Many operations in progress."""
     world.run(collectives.check_async, 40)
 
 
 def test_mixture(world: World) -> None:
-    """Operations of all kinds in one random order, waited for in another by each rank."""
+    """Operations of all kinds in random order, waited for in a different order on each rank."""
     world.run(mixture.check_mixture, 3, 60)
