@@ -39,7 +39,7 @@ os.environ["XVCOMM_JOB"] = OURS
 
 
 def _mount_own_shm() -> bool:
-    """Mount a /dev/shm that only this process and those that it starts see; False without the right to."""
+    """Mount a private /dev/shm for this process and its children; False without the permission."""
     libc = ctypes.CDLL(None)
     new_mounts, private, recursive, nosuid_nodev = 0x20000, 1 << 18, 1 << 14, 2 | 4
     if libc.unshare(new_mounts) or libc.mount(None, b"/", None, private | recursive, None):
@@ -55,7 +55,7 @@ HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 @dataclass(frozen=True)
 class Belongings:
-    """What this test run holds on the machine at one moment."""
+    """Resources of this test run at one moment."""
 
     shm: frozenset[str]
     processes: frozenset[int]
@@ -80,13 +80,13 @@ class Belongings:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The top of the tree."""
+    """Root folder of the repository."""
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
 def rocm_path(root: Path) -> Path:
-    """ROCm's libraries as tests/shims/hip does them for host memory, compiled."""
+    """Compiled ROCm libraries for host memory from tests/shims/hip."""
     builder = runpy.run_path(str(root / "tests" / "shims" / "hip" / "build.py"))
     try:
         found: Path = builder["build"]()
@@ -97,7 +97,7 @@ def rocm_path(root: Path) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_outlives_the_session() -> Iterator[None]:
-    """Mark what this run starts, and check files and processes at its end."""
+    """Mark the processes of this run, and check files and processes at its end."""
     os.environ[MARK] = str(os.getpid())
     before = Belongings.now()
     yield
@@ -106,7 +106,7 @@ def nothing_outlives_the_session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Check that the test gave back every shared memory file, process and socket."""
+    """Check that the test released every shared memory file, process and socket."""
     before = Belongings.now()
     yield
     _fail_on(_left(lambda: Belongings.now().since(before)), "the test")

@@ -161,7 +161,7 @@ def disguise(comm):
     comm.barrier()
 
 
-def test_another_process_of_the_same_number():
+def test_another_process_with_the_same_pid():
     """Nobody writes there; all stage."""
     with World(3) as world:
         world.run(disguise)

@@ -1,7 +1,7 @@
-"""Seeded random programs with one fault each, for `test_faults_campaign.py`: what a run is, and what a rank does in it.
+"""Seeded random programs with one fault each, for `test_faults_campaign.py`.
 
-Every rank draws the same program from the seed, so that each knows what all the others call. The fault strikes one rank,
-the victim, before one step.
+Every rank draws the same program from the seed, so each rank knows what the others call. The fault affects one rank, the
+victim, before one step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FAULTS = (
 LENGTHS = (3, 1000, 70_000, 700_000)
 STEPS = 6
 PATIENCE = 1.5
-"""Seconds that operations have where a rank does not come."""
+"""Timeout of operations if a rank does not come, in seconds."""
 AMPLE = 30.0
-"""Seconds that they have otherwise, and that joining has."""
+"""Timeout of other operations, and of joining."""
 
 
 class Stumble(Exception):
-    """What the victim raises of its own accord."""
+    """Exception that the victim raises on its own."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Ending:
     """How a rank's part of a run ended.
 
     Attributes:
-        error: what it raised; None if it came through.
-        peer: the rank that the error names, as a number of the whole job.
-        seconds: from the step of the fault until it raised.
+        error: the error that it raised; None if it completed.
+        peer: the rank that the error names, as a rank of the whole job.
+        seconds: from the step of the fault until the error.
         leaving: seconds to leave the communicator's block after that.
     """
 
@@ -57,7 +57,7 @@ class Ending:
 
 
 Step = Callable[[Any, int, int], None]
-"""Called with the communicator, a length and a number that all ranks have in common; checks what it gets."""
+"""Called with the communicator, a length and a number that is the same on all ranks; checks the result."""
 
 
 def _all_reduce(comm: Any, length: int, number: int) -> None:
@@ -147,7 +147,7 @@ def _subgroup(comm: Any, length: int, number: int) -> None:
 
 @contextlib.contextmanager
 def _numbered(members: list[int]) -> Iterator[None]:
-    """Note in an error of a part which rank of the job it names."""
+    """Add to an error of a subgroup the rank of the whole job that it names."""
     try:
         yield
     except XvcommError as error:
@@ -163,7 +163,7 @@ def _objects(comm: Any, length: int, number: int) -> None:
 COUNTED: tuple[Step, ...] = (
     _all_reduce, _asynchronous, _broadcast, _all_gather, _reduce_scatter, _all_to_all, _around, _group, _messages,
 )  # fmt: skip
-"""Steps in which ranks with different lengths disagree."""
+"""Steps in which different lengths are a mismatch."""
 PROGRAM: tuple[Step, ...] = (*COUNTED, _barrier, _split, _subgroup, _objects)
 
 
@@ -173,17 +173,17 @@ def _expect(x: Any, value: float) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """One program and its fault; all of it follows from the seed.
+    """One program and its fault, both determined by the seed.
 
     Attributes:
-        topology: islands, as `xvcomm run --islands` takes them.
+        topology: islands, as for `xvcomm run --islands`.
         size: number of ranks.
-        store: who keeps the store, one of `STORES`.
+        store: who serves the store, one of `STORES`.
         fault: one of `FAULTS`.
-        victim: the rank that it strikes.
-        step: the step before which it strikes.
-        delay: seconds from there on, of faults that come later.
-        room: what is left of the victim's descriptors, or of /dev/shm in pages.
+        victim: the rank that it affects.
+        step: the step before which it happens.
+        delay: seconds after that, for faults that happen later.
+        room: the victim's remaining file descriptors, or pages of /dev/shm.
         program: steps and lengths.
     """
 
@@ -214,12 +214,12 @@ class Run:
 
     @property
     def timeout(self) -> float:
-        """Seconds that each operation has."""
+        """Timeout of each operation in seconds."""
         return PATIENCE if self.fault in ("stop", "missing") else AMPLE
 
     @property
     def parts(self) -> bool:
-        """Whether it makes communicators of some ranks, where the fault can strike."""
+        """Whether it creates subgroups, during which the fault can happen."""
         return any(step in (_split, _subgroup) for step, _ in self.program[self.step :])
 
     def __repr__(self) -> str:
@@ -231,10 +231,10 @@ class Run:
 
 
 def play(comm: Any, seed: int, folder: str) -> Ending:
-    """A rank's part of a run.
+    """Run one rank's part.
 
     Args:
-        folder: of shared memory, where a small one was made.
+        folder: of shared memory, if a small one was mounted.
     """
     run = Run.of(seed)
     comm.timeout = run.timeout
@@ -266,7 +266,7 @@ def play(comm: Any, seed: int, folder: str) -> Ending:
 
 
 def _strike(comm: Any, run: Run, folder: str) -> None:
-    """Let the fault happen to this rank."""
+    """Cause the fault in this rank."""
     match run.fault:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -302,17 +302,17 @@ def _stumble(number: int, frame: Any) -> None:
 
 
 def _await_signal() -> None:
-    """Wait until the handler has raised; also where that was in a finalizer, whose exceptions Python drops."""
+    """Wait until the handler has raised, including in a finalizer, whose exceptions Python drops."""
     _came.wait(AMPLE)
     raise Stumble("a signal's handler raised, and nothing came of it")
 
 
 LATER: dict[str, Callable[[], None]] = {"kill later": signal.pause, "signal": _await_signal}
-"""Faults that come at some time after the step, and how the victim waits for them at the end."""
+"""Faults that happen some time after the step, and how the victim waits for them at the end."""
 
 
 def _use_up_descriptors(left: int) -> None:
-    """Let this process open no more than a number of files."""
+    """Limit the number of further files that this process can open."""
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(left + 1)]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened), hard))
@@ -321,7 +321,7 @@ def _use_up_descriptors(left: int) -> None:
 
 
 def _fill(folder: str, left: int) -> None:
-    """Leave a number of pages in the folder of shared memory."""
+    """Fill the shared memory folder except for a number of pages."""
     free = os.statvfs(folder)
     size = (free.f_bavail - left) * free.f_frsize
     if size > 0:
@@ -330,7 +330,7 @@ def _fill(folder: str, left: int) -> None:
 
 
 def _fork(comm: Any) -> None:
-    """A child that tries to take part, and leaves the block as its parent would."""
+    """Fork a child that tries to take part, and leaves the block like its parent."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""Shared by the tests with ranks: folders for shared memory that have little room."""
+"""Fixtures of the tests with ranks: small folders for shared memory."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this on
 
 @pytest.fixture
 def small_folder(tmp_path):
-    """Mounts a tmpfs of a given size in kilobytes for shared memory; what is in it at the end was left behind."""
+    """Mounts a tmpfs of a given size in kilobytes for shared memory; files that are left in it fail the test."""
     made = []
 
     def mount(kilobytes):

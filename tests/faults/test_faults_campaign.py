@@ -1,6 +1,6 @@
-"""Random programs with a fault each: survivors end with the right error, soon, with right data, and leave nothing behind.
+"""Random programs with one fault each: survivors get the right error in time, correct data, and leave nothing behind.
 
-A run is drawn from its seed alone. One run again, as many times as one likes:
+A run is determined by its seed. To repeat one:
 
     pytest "tests/faults/test_faults_campaign.py::test_run[17]"
 """
@@ -19,21 +19,23 @@ from xvcomm.testing.world import World
 
 USUAL, ALL = 60, 1000
 SOON = 6.0
-"""Seconds; about two are promised, on a machine that does nothing else."""
+"""Seconds; about two are expected on an idle machine."""
 ROOM = 64 << 10
-"""Kilobytes of /dev/shm where a rank fills it, as much as Docker gives."""
+"""Kilobytes of /dev/shm that a rank fills, Docker's default size."""
 
 MINE = {
     "exception": Stumble, "signal": Stumble, "leave": ClosedError, "abort": Aborted, "mismatch": MismatchError,
     "stop": DeadlineExceeded, "missing": DeadlineExceeded, "no descriptors": (ResourceError, Aborted),
 }  # fmt: skip
-"""What the victim raises, where it lives. Of several asynchronous operations only the one that failed tells what was lacking."""
+"""Errors of the victim, if it lives. Of several asynchronous operations, only the one that failed names the
+missing resource.
+"""
 OTHERS = {
     "kill": PeerLost, "kill later": PeerLost, "exception": PeerLost, "leave": PeerLost, "signal": (PeerLost, Aborted),
     "abort": Aborted, "mismatch": MismatchError, "stop": DeadlineExceeded, "missing": DeadlineExceeded,
     "no descriptors": Aborted,
 }  # fmt: skip
-"""What the other ranks raise, which names the victim."""
+"""Errors of the other ranks, which name the victim."""
 
 
 def settings(run, tmp_path, small_folder):
@@ -53,7 +55,7 @@ def settings(run, tmp_path, small_folder):
 
 
 def outcomes_of(run, env, folder):
-    """What each rank gave or raised."""
+    """Result or error of each rank."""
     try:
         with World(islands=run.topology, env=env, timeout=AMPLE) as world:
             for rank in range(run.size):
@@ -70,7 +72,7 @@ def outcomes_of(run, env, folder):
 
 
 def check(run, outcomes, folder):
-    """Every rank that lives ended as the fault demands, and named the rank that it struck."""
+    """Check that every live rank ended as the fault requires, and named the victim."""
     endings = dict(enumerate(outcomes))
     if run.fault.startswith("kill"):
         assert isinstance(endings.pop(run.victim), EOFError)
@@ -87,10 +89,10 @@ def check(run, outcomes, folder):
 
 
 def explained(rank, endings, run):
-    """Whether a rank raised what the fault demands and named the victim.
+    """Whether a rank raised what the fault requires and named the victim.
 
-    A part's failure reaches the ranks outside of it, and its members that come later, only by members that leave or do
-    not come, each for itself: there an error may name such a rank, if those that the errors name lead to the victim.
+    Ranks outside of a subgroup, and members that come later, learn of its failure only from members that leave or do not come:
+    their error may name such a rank, if the chain of named ranks leads to the victim.
     """
     error, mine = endings[rank].error, rank == run.victim
     wanted = (MINE if mine else OTHERS)[run.fault]
@@ -108,10 +110,10 @@ def explained(rank, endings, run):
 
 
 def awaited(run, text):
-    """Whether an error names the victim among others.
+    """Whether an error names the victim, possibly with other ranks.
 
-    A rank that waits for an asynchronous message looks like one that computes: its newest record is of what it began
-    after. Who serves a store that does not answer, rank 0 or the launcher, the others cannot know.
+    A rank that waits for an asynchronous message looks like one that computes: its newest record is what it began afterwards.
+    If the store does not answer, the other ranks cannot know whether rank 0 or the launcher serves it.
     """
     names = text.partition("was waiting for ")[2].partition(";")[0]
     silent = run.store == "rank 0" and run.victim == 0 and "the process that serves it (rank 0, or" in text
@@ -119,7 +121,7 @@ def awaited(run, text):
 
 
 def chain(rank, endings):
-    """The ranks that an error names: the one that it gives, the one that this one's own error gives, and so on."""
+    """The ranks that an error names: its peer, the peer of that rank's error, and so on."""
     found = []
     while (ending := endings.get(rank)) and ending.peer is not None and ending.peer not in found:
         rank = ending.peer
@@ -128,7 +130,7 @@ def chain(rank, endings):
 
 
 def check_without_room(endings, folder):
-    """All ranks came through, or one did not get what it wanted and the others were told, or saw it leave."""
+    """Check that all ranks completed, or that one lacked a resource and the others got its error, or PeerLost."""
     failed = [
         rank for rank, ending in endings.items()
         # What was in the air after the operation that failed raises Aborted that names this rank.

@@ -1,4 +1,4 @@
-"""abort() and close(): early, twice, with operations pending, from other threads, and at the end of the interpreter."""
+"""abort() and close(): early, twice, with pending operations, from other threads, and at interpreter exit."""
 
 import contextlib
 import gc
@@ -42,7 +42,7 @@ def raised(call):
 
 
 def wait_in(comm, kind):
-    """Be in an operation that only an end of the communicator ends."""
+    """Call an operation that only ends with the communicator."""
     x = np.zeros(1 << 21, np.uint8)
     before = (comm.rank - 1) % comm.size
     calls = {
@@ -99,7 +99,7 @@ def test_abort_from_another_thread(world):
 
 
 def aborted_and_left(comm):
-    """The last rank aborts and leaves the job at once: a rank that probes for its message gets the reason too."""
+    """The last rank aborts and closes at once: a rank that probes for its message gets the reason too."""
     comm.barrier()
     last = comm.size - 1
     if comm.rank == last:
@@ -115,14 +115,14 @@ def aborted_and_left(comm):
     return [raised(ask), raised(lambda: comm.recv(np.zeros(1), last))]
 
 
-def test_abort_by_a_rank_that_leaves_at_once():
+def test_abort_by_a_rank_that_closes_at_once():
     with World(4) as world:
         for error in [error for errors in world.run(aborted_and_left) for error in errors]:
             assert isinstance(error, Aborted) and error.peer == 3 and "no more data" in str(error), error
 
 
 def late_for_no_rank(comm):
-    """Rank 1 gives up something that no rank keeps it waiting for: a store that does not answer, for instance."""
+    """Rank 1 reports a deadline that no rank caused, for instance of a store that does not answer."""
     sub = comm.split(0)
     sub.barrier()
     if comm.rank == 1:
@@ -133,7 +133,7 @@ def late_for_no_rank(comm):
     return [error]
 
 
-def test_a_deadline_that_no_rank_caused(four):
+def test_a_deadline_without_a_late_rank(four):
     for (error,) in four.run(late_for_no_rank):
         assert isinstance(error, DeadlineExceeded) and error.peer is None, error
         assert "the store did not answer" in str(error) and "waited for" not in str(error)
@@ -160,7 +160,7 @@ def test_use_after_close(world):
 
 
 def close_with_pending(comm, kind):
-    """Close while Works are under way; what each ends with."""
+    """Close while Works are in progress; returns how each ended."""
     sub = comm.split(0)
     sub.all_reduce(np.ones(1))
     x = np.zeros(1 << 21, np.uint8)
@@ -192,7 +192,7 @@ def test_close_with_pending_works(world, kind):
 
 
 def test_close_with_pending_works_does_not_crash(world):
-    """Again and again: nothing may touch memory that is not mapped any more."""
+    """Repeatedly, to detect accesses to unmapped memory."""
     for _ in range(5):
         world.run(close_with_pending, "irecv")
         world.run(close_with_pending, "isend")
@@ -256,12 +256,12 @@ def leave_at_once(comm, name):
         "all_to_all", "barrier", "send",
     ],
 )  # fmt: skip
-def test_a_rank_may_leave_when_it_is_through(world, name):
+def test_a_rank_may_close_after_its_last_operation(world, name):
     world.run(leave_at_once, name)
 
 
 def leave_early(comm):
-    """Rank 3 sends and leaves; who needs nothing of it goes on, what it sent is read, and who wants more is told."""
+    """Rank 3 sends and closes: other ranks continue, receive its messages, and get PeerLost if they wait for more."""
     sub = comm.split(0)
     x = np.zeros(64)
     if comm.rank == 3:
@@ -298,7 +298,7 @@ def test_a_rank_that_leaves_early(four):
 
 
 def leave_while(comm, kind):
-    """Rank 0 leaves while the others, which it has never exchanged anything with, wait for it."""
+    """Rank 0 closes while the others, which have never communicated with it, wait for it."""
     sub = comm.split(0)
     if comm.rank == 0:
         time.sleep(0.2)
@@ -316,7 +316,7 @@ def leave_while(comm, kind):
 
 
 @pytest.mark.parametrize("kind", ["recv", "send", "barrier", "irecv", "late_barrier"])
-def test_waiting_for_a_rank_that_leaves(world, kind):
+def test_waiting_for_a_rank_that_closes(world, kind):
     started = time.monotonic()
     for errors in world.run(leave_while, kind)[1:]:
         assert isinstance(errors[0], PeerLost) and errors[0].peer == 0 and " left; " in str(errors[0])
@@ -324,7 +324,7 @@ def test_waiting_for_a_rank_that_leaves(world, kind):
 
 
 def forget(comm):
-    """Drop communicators without closing them, one with a Work under way."""
+    """Drop communicators without closing them, one of them with a Work in progress."""
     for _ in range(3):
         sub = comm.split(0)
         if comm.rank == 0:
@@ -335,7 +335,7 @@ def forget(comm):
     comm.barrier()
 
 
-def test_communicators_that_are_forgotten():
+def test_communicators_that_are_not_closed():
     with World(2) as world:
         world.run(forget)
 
@@ -388,7 +388,7 @@ def start_ranks(tmp_path, text, count=2):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_interpreter_ends_without_close(tmp_path, name):
-    """Quickly, without a crash, and without a file left; the other rank is told."""
+    """Quickly, without a crash or leftover files; the other rank gets PeerLost."""
     processes = start_ranks(tmp_path, SCRIPTS[name])
     errors = [process.communicate(timeout=30)[1] for process in processes]
     codes = [process.returncode for process in processes]
@@ -401,6 +401,6 @@ def test_the_interpreter_ends_without_close(tmp_path, name):
 
 
 def test_errors_are_what_the_documentation_says():
-    """Each is an XvcommError and the built-in class that code may already catch."""
+    """Each is an XvcommError and the documented built-in exception."""
     assert issubclass(xvcomm.PeerLost, ConnectionError) and issubclass(xvcomm.DeadlineExceeded, TimeoutError)
     assert all(issubclass(c, XvcommError) for c in (xvcomm.Aborted, xvcomm.ClosedError, xvcomm.MismatchError))

@@ -1,6 +1,6 @@
-"""A rank that does not come: DeadlineExceeded at the deadline, on all ranks, with who is missing.
+"""A missing rank causes DeadlineExceeded at the deadline, on all ranks, with its name.
 
-Each case runs on a communicator of its own, split off the one of the processes, which stays usable.
+Each case runs on a communicator of its own, split off the processes' communicator, which remains usable.
 """
 
 import os
@@ -33,7 +33,7 @@ def four():
 
 
 def fresh(comm):
-    """A communicator of all, on which every rank has done something to be remembered by."""
+    """A communicator of all ranks on which every rank has completed an operation."""
     sub = comm.split(0)
     sub.timeout = TIMEOUT
     sub.barrier(timeout=20)
@@ -41,9 +41,9 @@ def fresh(comm):
 
 
 def timed(comm, call, folder, after=()):
-    """What a call raises and how long it took; it comes after these ranks have given up.
+    """Error and duration of a call, which starts after these ranks have given up.
 
-    They say so by files, because a message would be the last operation that errors tell of.
+    They announce that through files, because a message would be the last operation that errors name.
     """
     for rank in after:
         wait_until((folder / str(rank)).exists)
@@ -114,7 +114,7 @@ def test_a_rank_that_never_calls_another_collective(four, name, tmp_path):
 
 
 @pytest.mark.parametrize("absent", [[0], [1, 2]])
-def test_other_ranks_and_several(world, absent, tmp_path):
+def test_several_absent_ranks(world, absent, tmp_path):
     check(world.run(collective, "all_reduce", absent, tmp_path), absent)
 
 
@@ -163,7 +163,7 @@ def test_the_end_of_a_chain_is_named(four, tmp_path):
 
 
 def behind_who_waits(comm, folder):
-    """Rank 2 comes too late; rank 0 waits for it, and so does not come to the barrier that rank 1 is in."""
+    """Rank 2 comes too late; rank 0 waits for it, and therefore does not call the barrier that rank 1 is in."""
     sub = fresh(comm)
     if comm.rank == 2:
         return timed(sub, sub.barrier, folder, after=[1])
@@ -172,7 +172,7 @@ def behind_who_waits(comm, folder):
     return timed(sub, sub.barrier, folder)
 
 
-def test_a_rank_that_waits_itself_is_not_what_a_collective_waits_for(tmp_path):
+def test_a_rank_that_waits_itself_is_not_named_as_late(tmp_path):
     with World(3, timeout=30) as world:
         outcomes = world.run(behind_who_waits, tmp_path)
     for error, _ in outcomes:
@@ -191,7 +191,7 @@ def test_ranks_that_wait_for_each_other(four, tmp_path):
 
 
 def message_against_collective(comm, folder):
-    """Rank 0 sends much to rank 1, which waits for it in a collective: neither can go on."""
+    """Rank 0 sends a large message to rank 1, which waits for it in a collective: a deadlock."""
     sub = fresh(comm)
     if comm.rank == 0:
         return timed(sub, lambda: sub.send(np.zeros(1 << 21), 1), folder)
@@ -206,7 +206,7 @@ def test_a_message_against_a_collective(four, tmp_path):
 
 
 def soft(comm):
-    """Waiting for a Work with a timeout of its own gives up waiting, not the operation."""
+    """A timeout of Work.wait ends the wait, not the operation."""
     sub = comm.split(0)
     result = None
     if comm.rank == 0:
@@ -226,7 +226,7 @@ def soft(comm):
     return result
 
 
-def test_giving_up_to_wait_for_a_work(four):
+def test_a_timeout_of_wait_does_not_end_the_operation(four):
     assert four.run(soft)[0] == 5.0
 
 
@@ -234,7 +234,7 @@ def nothing_reaches_the_parent(comm):
     return float(comm.all_reduce(np.ones(1))[0])
 
 
-def test_the_communicator_of_the_processes_is_unharmed(world):
+def test_the_parent_communicator_still_works(world):
     assert world.run(nothing_reaches_the_parent) == [world.size] * world.size
 
 
@@ -253,7 +253,7 @@ def test_split_on_a_communicator_with_an_absent_rank():
 
 
 def open_what_rank_0_makes(comm, what):
-    """Rank 0 stops at the moment when it would make what the others wait for."""
+    """Rank 0 stops before it creates the shared memory that the others wait for."""
     if comm.rank == 0:
         Segment.create = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
     x = np.ones(8)
@@ -277,7 +277,7 @@ def wait_until_stopped(pid):
 
 
 @pytest.mark.parametrize("what", ["native library", "ring"])
-def test_a_rank_that_stops_before_it_made_what_the_others_open(what):
+def test_a_rank_that_stops_before_it_creates_shared_memory(what):
     with World(3 if what == "native library" else 2) as world:
         world.submit(0, open_what_rank_0_makes, what)
         wait_until_stopped(world.pids()[0])
@@ -304,7 +304,7 @@ def test_a_rank_that_stops_inside_a_split():
 
 
 def subgroup_without_store(comm):
-    """Rank 0, which serves the store, stops; the others make a group."""
+    """Rank 0, which serves the store, stops; the others create a subgroup."""
     comm.barrier()
     if comm.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)

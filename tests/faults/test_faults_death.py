@@ -1,4 +1,4 @@
-"""A rank is killed, or leaves: who needs it raises PeerLost, soon, and says who it was and what it did last."""
+"""A rank is killed, or closes: ranks that need it raise PeerLost in time, with its name and its last operation."""
 
 import contextlib
 import os
@@ -15,13 +15,13 @@ from xvcomm.errors import PeerLost
 from xvcomm.testing.world import World
 
 SOON = 4.0
-"""Seconds; what is promised is two, on a machine that does nothing else."""
+"""Seconds; two are expected on an idle machine."""
 BIG = 1 << 22
 TOPOLOGIES = ["a:2", "a:2,b:2", "a,b,c"]
 
 
 def collective(comm, name):
-    """Call a collective again and again: a root, or a sender of little, may be through with the first one."""
+    """Call a collective repeatedly: a root, or a sender of little data, may complete the first one."""
     x = np.ones(8 * comm.size, np.float32)
     part = x[:8].copy()
     calls = {
@@ -45,7 +45,7 @@ def collective(comm, name):
 
 
 def exchange(comm, name):
-    """Be in a point-to-point operation with the last rank."""
+    """Call a point-to-point operation with the last rank."""
     peer, little, much = comm.size - 1, np.zeros(4), np.zeros(BIG, np.uint8)
     if name == "recv":
         comm.recv(little, peer)
@@ -87,7 +87,7 @@ def nothing(comm):
 
 
 def lost(world, victim, outcomes):
-    """All but the victim raised PeerLost that names it."""
+    """Check that all ranks but the victim raised PeerLost that names it."""
     assert isinstance(outcomes[victim], EOFError)
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
@@ -98,7 +98,7 @@ def lost(world, victim, outcomes):
 
 
 def kill_while(world, victim, function, *args):
-    """The others are in `function` when the victim, which only took part in a barrier, is killed; what they raised."""
+    """Kill the victim, which only called a barrier, while the others are in `function`; returns their errors."""
     world.run(barrier)
     for rank in range(world.size):
         if rank == victim:
@@ -185,8 +185,8 @@ def recv_from(comm, peer):
     return float(comm.recv(np.zeros(1), peer)[0])
 
 
-def test_who_waits_for_another_rank_is_told_too():
-    """Ranks 0, 1 and 2 wait for each other or do nothing at all; the communicator is finished for each of them."""
+def test_ranks_that_wait_for_other_ranks_raise_too():
+    """Ranks 0, 1 and 2 wait for each other or are idle; the communicator fails on each of them."""
     with World(4) as world:
         world.run(nothing)
         world.submit(0, recv_from, 1)
@@ -206,7 +206,7 @@ def test_who_waits_for_another_rank_is_told_too():
 
 
 @pytest.mark.parametrize("function", [barrier, recv_from])
-def test_killed_while_nobody_calls_anything(function):
+def test_killed_while_no_operation_is_in_progress(function):
     """The next call raises, whatever it is."""
     with World(3) as world:
         world.run(barrier)
@@ -264,7 +264,7 @@ def test_two_ranks_killed_at_once():
 
 
 def test_a_stopped_rank_is_not_lost():
-    """SIGSTOP is no end: the others wait, and go on when it does."""
+    """SIGSTOP is not an exit: the others wait, and continue when the rank does."""
     with World(2) as world:
         world.kill(1, signal.SIGSTOP)
         for rank in range(2):
@@ -275,7 +275,7 @@ def test_a_stopped_rank_is_not_lost():
 
 
 def join_without_descriptors(comm, folder):
-    """Join another job in a process that may not call pidfd_open, as under an old seccomp filter."""
+    """Join another job in a process in which pidfd_open is forbidden, as by an old seccomp filter."""
 
     def forbid(pid):
         raise PermissionError(1, "Operation not permitted")
@@ -333,7 +333,7 @@ UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 )
 @pytest.mark.parametrize("apart", [[1], [0, 1]])
 def test_killed_in_another_pid_namespace(tmp_path, apart):
-    """Ranks in containers of their own that share /dev/shm, and where a process has the same number as another."""
+    """Ranks in separate containers that share /dev/shm, with equal pids."""
     variables = {"XVCOMM_STORE": f"file://{tmp_path}/store", "XVCOMM_SIZE": "2", "XVCOMM_SECRET": "of this test"}
     with contextlib.ExitStack() as stack:
         ranks = []

@@ -1,4 +1,4 @@
-"""A rank runs out of file descriptors: ResourceError there says how to raise the limit, and the others learn who failed."""
+"""A rank runs out of file descriptors: it raises ResourceError with the remedy, and the others learn which rank failed."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from xvcomm.testing.world import World
 
 
 def few(comm, env, victim, spare):
-    """Join another job and use it; the victim may open only `spare` more files meanwhile."""
+    """Join another job and use it, while the victim may open only `spare` more files."""
     if comm.rank != victim:
         return use(env)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -36,7 +36,7 @@ def few(comm, env, victim, spare):
 
 
 def use(env):
-    """Messages, collectives and groups of another job; what it raised, without what that holds."""
+    """Messages, collectives and groups of another job; returns the error."""
     try:
         with xvcomm.init(env=env) as comm:
             comm.all_reduce(np.ones(10))
@@ -70,13 +70,13 @@ def processes():
 
 
 def warm(comm):
-    """Load what is loaded once a process, and open what is open as long as it lives."""
+    """Load what is loaded once per process, and open what stays open."""
     store = f"tcp://127.0.0.1:{comm.broadcast_object(place('tcp', None).rpartition(':')[2])}"
     assert use(environment(comm.rank, store)) == "all done"
 
 
 def environment(rank, store):
-    """Of a job in which all three ways of moving are used: two ranks of one island, one of another."""
+    """Variables of a job that uses all three ways to move data: two ranks of one island, one of another."""
     return {
         "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": "3", "XVCOMM_STORE": store, "XVCOMM_SECRET": "of this test",
         "XVCOMM_ISLAND": "aab"[rank], "XVCOMM_TIMEOUT": "20",

@@ -1,4 +1,4 @@
-"""Ctrl-C: delivered at once wherever a rank waits, told to the others, and the end of a whole job within seconds."""
+"""Ctrl-C is delivered at once wherever a rank waits, reported to other ranks, and ends a job within seconds."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ from xvcomm.testing.world import World
 
 SOON = 4.0
 AT_ONCE = 1.0
-"""Seconds; 20 ms is usual on a machine that does nothing else."""
+"""Seconds; 20 ms are usual on an idle machine."""
 
 
 def interrupted(comm, kind):
-    """Wait for ever; the time of the interrupt, on the clock that all processes share."""
+    """Wait indefinitely; returns the time of the interrupt, on a clock shared by all processes."""
     x = np.zeros(1 << 21, np.uint8)
     peer = (comm.rank + 1) % comm.size
     calls = {
@@ -62,7 +62,7 @@ BORDER = ["all_reduce", "asynchronous", "split"]
 
 @pytest.mark.parametrize(("topology", "kind"), [("a:2", k) for k in NATIVE] + [("a,b", k) for k in BORDER])
 def test_an_interrupt_is_delivered_at_once(topology, kind):
-    """Rank 1 sleeps all the while, so that nothing but the interrupt ends the waiting."""
+    """Rank 1 sleeps meanwhile, so that only the interrupt can end the wait."""
     with World(islands=topology) as world:
         world.run(barrier)
         world.submit(0, interrupted, kind)
@@ -80,7 +80,7 @@ def test_an_interrupt_is_delivered_at_once(topology, kind):
             assert "KeyboardInterrupt" in str(again[1])
 
 
-def test_the_others_are_told():
+def test_other_ranks_raise_aborted():
     with World(3) as world:
         world.run(barrier)
         for rank in range(3):
@@ -95,7 +95,7 @@ def test_the_others_are_told():
 
 
 def test_all_are_interrupted():
-    """As a terminal does it."""
+    """As by a terminal."""
     with World(4) as world:
         world.run(barrier)
         for rank in range(4):
@@ -130,7 +130,7 @@ with xvcomm.init() as comm:
 
 @contextlib.contextmanager
 def running(tmp_path, how):
-    """A job under the launcher, in a group of its own, and the process numbers of its ranks once they are at work."""
+    """A job under the launcher, in its own process group, and the pids of its ranks once they run."""
     script = tmp_path / "rank.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "xvcomm", "run", "--islands", "a:2,b:1", "--", str(script), str(tmp_path), how]
@@ -155,7 +155,7 @@ def running(tmp_path, how):
 
 @pytest.mark.parametrize("how", ["busy", "waiting", "asynchronous"])
 def test_ctrl_c_ends_the_job(tmp_path, how):
-    """A terminal signals the launcher's whole group; the ranks are in groups of their own, so the launcher passes it on."""
+    """A terminal signals the launcher's process group; the ranks have their own, so the launcher forwards the signal."""
     with running(tmp_path, how) as (job, pids):
         sent = time.monotonic()
         os.killpg(job.pid, signal.SIGINT)

@@ -1,7 +1,6 @@
-"""Ranks that call different things: all of them raise MismatchError, which names two of them and what each called.
+"""Ranks with different calls all raise MismatchError, which names two of them and their calls.
 
-Each case runs on a communicator of its own, split off the one of the processes: that a communicator is finished says
-nothing about others.
+Each case runs on a communicator of its own, split off the processes' communicator, because a mismatch makes it unusable.
 """
 
 import time
@@ -30,7 +29,7 @@ def pair(request):
 
 
 def calls(comm, name, odd):
-    """One rank's side of a mismatch: what it calls, the buffer that must stay as it is, what its description says."""
+    """One rank's side of a mismatch: its call, the buffer that must not change, and its expected description."""
     x = np.full(4092, 7, np.float32)
     part = x[: 4092 // comm.size]
     other = x.astype(np.float64) if odd else x
@@ -63,7 +62,7 @@ NAMES = [
 
 
 def differ(comm, name, odd_rank, late):
-    """Call something else than the others on one rank; what this rank raised, twice, and whether its buffer changed."""
+    """Make a different call on one rank; returns this rank's error, twice, and whether its buffer changed."""
     sub = comm.split(0)
     call, buffer, description = calls(sub, name, comm.rank == odd_rank)
     time.sleep(0.15 if late else 0.0)
@@ -82,7 +81,7 @@ def differ(comm, name, odd_rank, late):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("late", ["first", "odd"])
 def test_collectives(world, name, late):
-    """Whether the odd rank or the others come later, all of them find out, and nobody's buffer is touched."""
+    """Whether the odd rank or the others come later, all raise, and no buffer changes."""
     odd = world.size - 1
     for rank in range(world.size):
         world.submit(rank, differ, name, odd, (rank == odd) == (late == "odd"))
@@ -113,7 +112,7 @@ def is_native(comm):
 
 
 def message(comm, case, sender):
-    """Send on one rank what the other does not expect; a second message shows what a sender that was through learns."""
+    """Send on one rank what the other does not expect; a second message raises at a sender that had completed."""
     sub = comm.split(0)
     size = 1 << 21 if case.startswith("large") else 16
     x, buffer = np.full(size, 3, np.float32), np.full(size, 7, np.float32)
@@ -159,13 +158,13 @@ def test_point_to_point(pair, case, sender):
             assert f"sent {sent}" in str(error) and f"expected {size} x float32, tag 5" in str(error)
 
 
-def test_a_message_of_a_rank_that_left(world):
-    """Its sender was through with it, and could not be told."""
+def test_a_mismatched_message_of_a_rank_that_left(world):
+    """Its sender had completed the send, and could not be informed."""
     world.run(failures.check_message_mismatch_with_the_departed)
 
 
 def third(comm):
-    """Ranks 0 and 1 disagree about a message while rank 2 waits for rank 0, and rank 3 does nothing yet."""
+    """Ranks 0 and 1 disagree about a message while rank 2 waits for rank 0, and rank 3 is idle."""
     sub = comm.split(0)
     error = None
     try:
@@ -185,7 +184,7 @@ def third(comm):
     return error
 
 
-def test_third_ranks_are_told():
+def test_uninvolved_ranks_raise_mismatch_too():
     with World(4) as world:
         for error in world.outcomes(third):
             assert isinstance(error, MismatchError)
@@ -194,7 +193,7 @@ def test_third_ranks_are_told():
 
 
 def mixed(comm, kind):
-    """One rank's messages and the other's collectives never meet, until both call a collective, or the same one waits."""
+    """One rank's messages and the other's collectives never match, until both call a collective, or one waits."""
     sub = comm.split(0)
     try:
         if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""What can be wrong when ranks join: every one of them gets a clear error, most of them at once, and nothing stays."""
+"""Errors during joining: every rank gets a clear error, mostly at once, and nothing is left behind."""
 
 import contextlib
 import os
@@ -34,13 +34,13 @@ RING = 96 * 16384
 
 @pytest.fixture(scope="module")
 def processes():
-    """Three processes that live through the tests of this file; each joins jobs as the environment it is given says."""
+    """Three processes for all tests of this file; each joins jobs with the environment that it is given."""
     with World(3) as world:
         yield world
 
 
 def join(comm, env, use="barrier"):
-    """Join another job than the one of the process itself, and use it."""
+    """Join another job than the process's own, and use it."""
     with xvcomm.init(env=env) as other:
         return globals()[use](other)
 
@@ -86,7 +86,7 @@ def environments(port, count, **more):
 
 
 def run(processes, envs, use="barrier"):
-    """What each process gets or raises, and how long the slowest took."""
+    """Result or error of each process, and the longest duration."""
     started = time.monotonic()
     for rank in range(processes.size):
         if rank < len(envs):
@@ -101,7 +101,7 @@ def idle(comm):
     pass
 
 
-def test_the_same_without_a_fault(processes):
+def test_joining_without_a_fault(processes):
     outcomes, _ = run(processes, environments(free_port(), 3))
     assert outcomes == [3, 3, 3]
 
@@ -120,7 +120,7 @@ def test_rank_0_never_comes(processes):
     assert all(isinstance(o, DeadlineExceeded) and "rank 0" in str(o) for o in outcomes), outcomes
 
 
-def test_two_ranks_with_one_number(processes):
+def test_two_processes_with_the_same_rank(processes):
     envs = environments(free_port(), 3)
     envs[2]["XVCOMM_RANK"] = "1"
     outcomes, seconds = run(processes, envs)
@@ -132,7 +132,7 @@ def test_two_ranks_with_one_number(processes):
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 3), (2, 2, 3)])
-def test_ranks_that_were_told_different_sizes(processes, sizes):
+def test_ranks_with_different_sizes(processes, sizes):
     envs = environments(free_port(), 3)
     for env, size in zip(envs, sizes, strict=True):
         env["XVCOMM_SIZE"] = str(size)
@@ -162,7 +162,7 @@ def test_the_port_is_taken(processes):
 
 
 def test_a_device_that_is_not_there(processes):
-    """The rank says so before it joins, so that the others need not wait for it."""
+    """The rank reports it before it joins, so that the others need not wait."""
     envs = environments(free_port(), 3)
     envs[1]["XVCOMM_DEVICE"] = "cuda"
     outcomes, seconds = run(processes, envs)
@@ -174,7 +174,7 @@ def test_a_device_that_is_not_there(processes):
 
 
 def full(outcomes, folder):
-    """One rank raised ResourceError with the remedy, the others Aborted with what that one said."""
+    """Check that one rank raised ResourceError with the remedy, and the others Aborted with its text."""
     broken = [o for o in outcomes if isinstance(o, ResourceError)]
     assert broken, outcomes
     for outcome in outcomes:
@@ -186,8 +186,10 @@ def full(outcomes, folder):
 @pytest.mark.parametrize(
     ("kilobytes", "use"), [(4, "barrier"), (20, "barrier"), (100, "all_reduce"), (100, "send_ring"), (64, "split")]
 )
-def test_no_room_for_shared_memory(processes, small_folder, kilobytes, use):
-    """For the journal, the contract, the library's arena, a ring, and another communicator's contract."""
+def test_shared_memory_is_full(processes, small_folder, kilobytes, use):
+    """When allocating the journal, the contract check, the library's arena, a ring, or another
+    communicator's contract check.
+    """
     folder = str(small_folder(kilobytes))
     stage = "4096" if use == "split" else "262144"
     env = {"XVCOMM_SHM_DIR": folder, "XVCOMM_TRACE_RECORDS": "16", "XVCOMM_STAGE_BYTES": stage}
@@ -208,8 +210,8 @@ def exchange_with_all(comm):
     assert comm.all_reduce(np.ones(1 << 16))[-1] == comm.size
 
 
-def test_rings_are_smaller_where_there_is_little_room(small_folder):
-    """In full size those of messages alone took 25 MiB."""
+def test_rings_are_smaller_if_shared_memory_is_small(small_folder):
+    """In full size the rings of messages alone took 25 MiB."""
     env = {"XVCOMM_SHM_DIR": str(small_folder(5 << 10)), "XVCOMM_TRACE_RECORDS": "16", "XVCOMM_STAGE_BYTES": "4096"}
     with World(4, "a:2,b:2", env={**env, "XVCOMM_PROCESS_MEMORY": "0"}) as world:
         world.run(exchange_with_all)
@@ -225,7 +227,7 @@ def test_no_such_folder_for_shared_memory(processes):
 
 
 def test_a_read_only_folder_for_shared_memory():
-    """In a mount namespace of its own, as a container has."""
+    """In a separate mount namespace, as in a container."""
     code = "import xvcomm; xvcomm.init()"
     script = 'mount -t tmpfs -o ro tmpfs /dev/shm || exit 77; exec "$@"'
     env = {name: value for name, value in os.environ.items() if not name.startswith("XVCOMM_")}
@@ -241,7 +243,7 @@ def test_a_read_only_folder_for_shared_memory():
 
 
 def refused(comm):
-    """Arrays that cannot be used: nothing of them is sent, and the communicator goes on."""
+    """Invalid arrays: no data is sent, and the communicator remains usable."""
     frozen = np.zeros(4)
     frozen.flags.writeable = False
     calls = [
@@ -270,7 +272,7 @@ def test_arrays_that_cannot_be_used(processes):
 
 
 def open_rings(comm):
-    """Rank 0, which serves the store, dies while the others open rings and make subgroups without it."""
+    """Rank 0, which serves the store, dies while the others open rings and create subgroups without it."""
     comm.barrier()
     if comm.rank == 0:
         time.sleep(0.05)
@@ -282,7 +284,7 @@ def open_rings(comm):
 
 
 def use_a_subgroup(comm):
-    """Rank 0, which serves the store, dies while the others open what they need of a communicator without it."""
+    """Rank 0, which serves the store, dies while the others open resources of a communicator without it."""
     comm.barrier()
     if comm.rank == 0:
         time.sleep(0.05)
@@ -308,7 +310,7 @@ def test_killed_while_others_use_the_store_that_it_serves(use):
 
 
 class Blind:
-    """A watchdog that has not told of any death when the session ends."""
+    """A watchdog that has not reported any death when the session ends."""
 
     def __init__(self, *args):
         pass
@@ -318,7 +320,7 @@ class Blind:
 
 
 def leave_while_rank_0_dies(comm, env, pid):
-    """Rank 0 dies with the arena of its native library half joined; the others leave before they are told."""
+    """Rank 0 dies while joining its native library; the others close before the death is reported."""
     xvcomm.engine.session.session.Watchdog = Blind
     with xvcomm.init(env=env) as other:
         if other.rank == 0:
@@ -336,7 +338,7 @@ def leave_while_rank_0_dies(comm, env, pid):
 
 
 def running(pid):
-    """Whether any thread of a process does: its locks last as long."""
+    """Whether a process has a live thread, which keeps its locks."""
     try:
         states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except OSError:  # one has ended meanwhile
@@ -344,8 +346,8 @@ def running(pid):
     return any(state not in "ZX" for state in states)
 
 
-def test_killed_in_native_joining_while_others_leave():
-    """The check after each test finds what is left in /dev/shm."""
+def test_killed_while_joining_the_native_library():
+    """The check after each test detects files left in /dev/shm."""
     with World(3) as world:
         for rank, env in enumerate(environments(free_port(), 3, XVCOMM_JOB=os.environ["XVCOMM_JOB"])):
             world.submit(rank, leave_while_rank_0_dies, env, world.pids()[0])
@@ -354,7 +356,7 @@ def test_killed_in_native_joining_while_others_leave():
 
 
 def open_what_is_swept(comm, what):
-    """Rank 0 dies when it has said where something lies, which is gone when the other one comes to open it."""
+    """Rank 0 dies after it has published names, whose files are gone when the other rank opens them."""
     if comm.rank == 0:
         Segment.named = kill_at_the_end
     else:
@@ -383,14 +385,14 @@ def kill_at_the_end(self):
 
 
 @pytest.mark.parametrize("what", ["native library", "ring"])
-def test_killed_before_others_open_what_it_made(what):
+def test_killed_after_publishing_names_in_the_store(what):
     with World(2) as world:
         _, error = world.outcomes(open_what_is_swept, what)
     assert isinstance(error, PeerLost) and error.peer == 0 and "rank 0 on" in str(error), error
 
 
 def split_where_rank_2_fails(comm):
-    """Rank 1 reads of it in the store, and rank 0 hears of it from rank 1."""
+    """Rank 1 reads the failure in the store, and rank 0 learns of it from rank 1."""
     comm.barrier()
     if comm.rank == 2:
         Segment.attach = no_room
@@ -407,7 +409,7 @@ def no_room(*args):
     raise ResourceError("no room")
 
 
-def test_a_failure_in_a_split_is_not_attributed_to_who_tells_of_it():
+def test_a_failure_in_a_split_names_the_failed_rank_not_the_reporter():
     with World(3) as world:
         *others, failed = world.outcomes(split_where_rank_2_fails)
     assert isinstance(failed, ResourceError)
@@ -418,7 +420,7 @@ def test_a_failure_in_a_split_is_not_attributed_to_who_tells_of_it():
 
 
 def test_killed_after_it_joined():
-    """Its number is known by then, and so is its process: the others do not wait for their deadline."""
+    """Its pid is known by then, so the others do not wait for their deadline."""
     with World(3) as world:
         world.run(idle)
         envs = environments(free_port(), 3)

@@ -1,4 +1,4 @@
-"""Several threads of one rank: what one waits for holds up no other, and messages of a ring keep their order."""
+"""Several threads of one rank: waits do not block other threads, and messages of a ring keep their order."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ def pair(request):
 
 
 def in_threads(*functions):
-    """Run all at once; raises what one of them raised."""
+    """Run all functions concurrently; raises the error of one of them."""
     errors = []
 
     def guarded(function):
@@ -41,7 +41,7 @@ def in_threads(*functions):
 
 
 def two_communicators(comm):
-    """Each thread has its own; collectives and messages of both run at the same time."""
+    """Each thread has its own; collectives and messages of both run concurrently."""
     subs = [comm.split(0) for _ in range(2)]
 
     def work(sub, seed):
@@ -81,8 +81,8 @@ def test_collectives_beside_messages(pair):
     pair.run(collectives_beside_messages)
 
 
-def waits_hold_up_nobody(comm):
-    """A thread waits for rank 1 for a long time; meanwhile others talk to rank 2, and collectives run too."""
+def waits_do_not_block_others(comm):
+    """A thread waits for rank 1 for a long time; meanwhile others communicate with rank 2, and collectives run too."""
     got = np.zeros(1)
     sub = comm.split(0)
 
@@ -105,13 +105,13 @@ def waits_hold_up_nobody(comm):
 
 
 @pytest.mark.parametrize("topology", ["a:3", "a:2,b:1"])
-def test_waits_hold_up_nobody(topology):
+def test_a_waiting_thread_does_not_block_others(topology):
     with World(islands=topology, timeout=LIMIT) as world:
-        assert world.run(waits_hold_up_nobody) == [5.0, 0.0, 0.0]
+        assert world.run(waits_do_not_block_others) == [5.0, 0.0, 0.0]
 
 
 def receive_beside_asynchronous_collective(comm):
-    """Rank 1 sends much before it comes to the collective that rank 0 has already begun."""
+    """Rank 1 sends a large message before it calls the collective that rank 0 has already started."""
     x = np.full(1 << 21, 3, np.uint8)
     if comm.rank == 0:
         work = comm.all_reduce(np.ones(4), async_op=True)
@@ -128,7 +128,7 @@ def test_receive_beside_an_asynchronous_collective(pair):
 
 
 def one_ring_many_threads(comm):
-    """Threads share both directions of a pair; every message arrives whole, once, whoever gets it."""
+    """Threads share both directions of a pair; every message arrives complete and once, in any thread."""
     count, each, size = 4, 40, 40_000
     seen = []
 
@@ -181,7 +181,7 @@ def test_background_and_foreground_keep_their_order(pair):
 
 
 def groups_of_two_threads(comm):
-    """What a thread calls inside group() is not another thread's business."""
+    """Operations that a thread calls inside group() do not affect other threads."""
     inside, sent = threading.Event(), threading.Event()
     peer, got = 1 - comm.rank, np.zeros(4)
 
@@ -234,7 +234,7 @@ def barrier(comm):
 
 
 @pytest.mark.parametrize("topology", ["a:3", "a,b,c"])
-def test_every_thread_is_told_of_a_lost_rank(topology):
+def test_every_thread_raises_when_a_rank_is_lost(topology):
     with World(islands=topology) as world:
         world.run(barrier)
         for rank in range(3):
@@ -245,8 +245,8 @@ def test_every_thread_is_told_of_a_lost_rank(topology):
         assert outcomes[0] == outcomes[2] == [1] * 4
 
 
-def blind_watcher(comm):
-    """What should find a rank's failures out fails itself on rank 0."""
+def failing_watchdog(comm):
+    """The watchdog itself fails on rank 0."""
     sub = comm.split(0)
     if comm.rank == 0:
         look = Context.look
@@ -262,5 +262,5 @@ def blind_watcher(comm):
     assert comm.all_reduce(np.ones(1))[0] == 2  # other communicators go on
 
 
-def test_blind_watcher(pair):
-    pair.run(blind_watcher)
+def test_failing_watchdog(pair):
+    pair.run(failing_watchdog)

@@ -1,4 +1,4 @@
-"""A forked child has no part in its parent's job: its calls raise ClosedError, and its end is noticed by nobody."""
+"""A forked child is not a member of its parent's job: its calls raise ClosedError, and its exit has no effect on others."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def world(request):
 
 
 def warm(comm):
-    """Call everything that the child will, so that compiled paths are there."""
+    """Call all operations that the child will call, so that compiled paths exist."""
     for _ in range(3):
         comm.all_reduce(np.ones(4))
         if comm.rank == 0:
@@ -47,14 +47,14 @@ def warm(comm):
 
 
 def goes_on(comm):
-    """The parents' job is whole."""
+    """Check that the parents' job still works."""
     warm(comm)
     x = np.full(5, comm.rank + 1.0)
     assert (comm.all_reduce(x) == 3).all()
 
 
 def child_of(function):
-    """Run a function in a forked child; the exit code, 3 if it raised."""
+    """Run a function in a forked child; returns its exit code, 3 if it raised."""
     child = os.fork()
     if child == 0:
         code = 3
@@ -85,12 +85,12 @@ def refused(comm):
     goes_on(comm)
 
 
-def test_every_call_is_refused(world):
+def test_every_call_raises_closed_error(world):
     world.run(refused)
 
 
 def inherits_what_is_under_way(comm):
-    """Threads of the parent's are inside operations, whose locks and Works the child inherits."""
+    """The parent's threads are in operations whose locks and Works the child inherits."""
     warm(comm)
     peer = 1 - comm.rank
     if comm.rank == 0:
@@ -128,12 +128,12 @@ def inherits_what_is_under_way(comm):
     goes_on(comm)
 
 
-def test_works_that_a_child_inherits(world):
+def test_works_in_a_forked_child(world):
     world.run(inherits_what_is_under_way)
 
 
 def inherits_locks(comm):
-    """A thread of the parent's is inside a collective, and holds what lets one in at a time."""
+    """A thread of the parent is in a collective and holds its lock."""
     if comm.rank == 0:
         thread = threading.Thread(target=comm.all_reduce, args=(np.ones(3, np.int16),))
         thread.start()
@@ -154,12 +154,12 @@ def inherits_locks(comm):
     goes_on(comm)
 
 
-def test_locks_that_a_child_inherits(world):
+def test_locks_in_a_forked_child(world):
     world.run(inherits_locks)
 
 
 def inherits_requests(communicator):
-    """The same by the MPI interface: a thread of the parent's is in a collective, others of its own in what was started."""
+    """The same with the MPI interface: threads of the parent are in a collective and in started operations."""
     comm = Comm(communicator)
     peer = 1 - comm.rank
     comm.Barrier()
@@ -197,7 +197,7 @@ def inherits_requests(communicator):
     goes_on(communicator)
 
 
-def test_requests_that_a_child_inherits(world):
+def test_mpi_requests_in_a_forked_child(world):
     world.run(inherits_requests)
 
 
@@ -212,7 +212,7 @@ def leaves_block(comm):
     goes_on(comm)
 
 
-def test_a_child_that_leaves_the_block(world):
+def test_a_forked_child_that_leaves_the_with_block(world):
     world.run(leaves_block)
 
 
@@ -239,8 +239,8 @@ with xvcomm.init() as comm:
 @pytest.mark.parametrize(
     "ending", ["sys.exit(0)", "os._exit(0)", "os.execv('/bin/true', ['true'])", "os.fork() or os.setsid(); sys.exit(0)"]
 )
-def test_how_a_child_ends(ending, tmp_path):
-    """Also by the interpreter's own end, which runs what is registered for it, and as a daemon."""
+def test_exit_of_a_forked_child(ending, tmp_path):
+    """Including interpreter shutdown, which runs exit handlers, and daemon processes."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(ending=ending))
     command = [sys.executable, "-m", "xvcomm", "run", "-n", "2", "--islands", "a,b", "--", sys.executable, str(program)]

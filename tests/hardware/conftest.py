@@ -1,4 +1,4 @@
-"""Shared by the tests on GPUs: why there are none, how many there are, and ranks on them."""
+"""Fixtures of the tests on GPUs: availability and number of GPUs, and ranks on them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from xvcomm.types.topology import parse_islands
 
 Job = Callable[..., World]
 SHARE = "SHARE_GPUS"
-"""Set, islands of ranks share GPUs where there are too few: each rank waits for its turn, about two milliseconds long."""
+"""If set, islands of ranks share GPUs if there are too few: time slices are about two milliseconds long."""
 JAX = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""It would take most of the memory of all GPUs that a rank sees, other ranks' too."""
+"""Otherwise JAX would allocate most of the memory of all GPUs that a rank sees, including other ranks'."""
 
 
 @pytest.fixture(scope="session")
 def vendor() -> str:
-    """The kind of this machine's GPUs: `cuda`, or `rocm` where CUDA has none."""
+    """Type of this machine's GPUs: `cuda`, or `rocm` if there are no NVIDIA GPUs."""
     found = {backend.name: backend for backend in plugins.backends()}
     for name in ("cuda", "rocm"):
         if found[name].usable:
@@ -41,7 +41,7 @@ def gpus(vendor: str) -> int:
 
 @pytest.fixture(scope="session")
 def rocm_on_cuda(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of ranks whose ROCm is CUDA."""
+    """Variables of ranks whose ROCm libraries forward to CUDA."""
     builder = runpy.run_path(str(root / "tests" / "shims" / "hip_on_cuda" / "build.py"))
     try:
         return dict(builder["environment"](builder["build"](tmp_path_factory.mktemp("rocm"))))
@@ -51,10 +51,10 @@ def rocm_on_cuda(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="session")
 def places(vendor: str, gpus: int) -> Callable[[str], tuple[str, ...]]:
-    """Gives each rank's kind of device; skips what this machine has not got.
+    """Returns each rank's device type; skips if the machine lacks a device.
 
-    Jobs are written for NVIDIA's GPUs. On AMD's `cuda` stands for those; what joins both vendors' ranks is left to the
-    former, where ROCm's libraries stand on CUDA's.
+    Jobs are written for NVIDIA's GPUs. On AMD's, `cuda` means those; jobs with ranks of both vendors only run on NVIDIA's,
+    where ROCm's libraries forward to CUDA's.
     """
 
     def place(devices: str) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def places(vendor: str, gpus: int) -> Callable[[str], tuple[str, ...]]:
 
 @pytest.fixture(scope="session")
 def libraries(vendor: str, request: pytest.FixtureRequest) -> Callable[[str], dict[str, str]]:
-    """Gives the variables by which ranks on a kind of device find its libraries."""
+    """Returns the variables by which ranks on a device type find its libraries."""
 
     def of(kind: str) -> dict[str, str]:
         forwarded = kind == "rocm" and vendor == "cuda"
@@ -84,7 +84,7 @@ def libraries(vendor: str, request: pytest.FixtureRequest) -> Callable[[str], di
 def job(
     places: Callable[[str], tuple[str, ...]], gpus: int, libraries: Callable[[str], dict[str, str]],
 ) -> Job:  # fmt: skip
-    """Starts ranks on kinds of device, each on a GPU of its own; skips where there are too few."""
+    """Starts ranks on device types, each on its own GPU; skips if there are too few."""
 
     def start(devices: str, islands: str | None = None, env: Mapping[str, str] | None = None) -> World:
         kinds = places(devices)
@@ -99,9 +99,9 @@ def job(
 
 
 def _gpus(kinds: Sequence[str], labels: Sequence[str], gpus: int) -> list[dict[str, str]]:
-    """Each rank's GPU; both vendors' ranks number the same ones.
+    """Each rank's GPU; ranks of both vendors number the same GPUs.
 
-    Where there are too few, the islands share them, as no vendor's library joins two ranks of one GPU.
+    If there are too few, the islands share them, since no vendor's library joins two ranks of one GPU.
     """
     on_gpus = [rank for rank, kind in enumerate(kinds) if kind != "host"]
     if len(on_gpus) <= gpus:

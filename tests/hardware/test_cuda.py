@@ -38,7 +38,7 @@ from xvcomm.types.dtype import DTYPES
 pytestmark = pytest.mark.gpu
 
 SOON = 5.0
-"""Seconds in which who is left must know; what is promised is two."""
+"""Seconds in which the other ranks must raise; two are expected."""
 
 ALONE = {
     "one island of 1": ("cuda:1", "a"),
@@ -64,7 +64,7 @@ Job = Callable[..., World]
 
 @pytest.fixture(scope="module", params=TABLE)
 def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
-    """Ranks that serve all tests of one job."""
+    """Ranks for all tests of one job."""
     with job(*TABLE[request.param]) as ranks:
         yield ranks
 
@@ -78,7 +78,7 @@ def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 65_537, 1_000_003])
 def test_collectives(world: World, count: int) -> None:
-    """Every operation, from nothing to several times a ring."""
+    """Every operation, from empty arrays to several times a ring."""
     world.run(collectives.check_all_reduce, "float32", "sum", count)
     world.run(collectives.check_reduce, "float32", "sum", count)
     world.run(collectives.check_reduce_scatter, "float32", "sum", count // 3)
@@ -91,7 +91,7 @@ def test_collectives(world: World, count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 65_537, 1_000_003])
 def test_messages(world: World, count: int) -> None:
-    """From nothing to many times round a ring."""
+    """From empty messages to many times a ring."""
     if world.size > 1:
         world.run(pointtopoint.check_blocking, "float32", count)
         world.run(pointtopoint.check_exchange, "float32", count)
@@ -132,7 +132,7 @@ def test_messages(world: World, count: int) -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_others(world: World, check: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """What is neither a single collective nor a single message."""
+    """Checks that are neither a single collective nor a single message."""
     if world.size > 1 or check.__module__ == collectives.__name__:
         world.run(check, *args)
 
@@ -147,13 +147,13 @@ def test_others(world: World, check: Callable[..., None], args: tuple[Any, ...])
     ],
 )
 def test_refusals(alone: World, check: Callable[..., None]) -> None:
-    """Bad input, arrays of other devices and handles that are no streams among it."""
+    """Invalid input, including arrays of other devices and invalid stream handles."""
     alone.run(check)
 
 
 @pytest.mark.parametrize("name", ["one island of 2", "1 and 1", "2 and 2", "2 cuda and 2 rocm"])
 def test_dtypes(job: Job, name: str) -> None:
-    """Every dtype with every reduction that it has."""
+    """Every dtype with all its reductions."""
     with job(*TABLE[name]) as ranks:
         for dtype in DTYPES:
             ranks.run(collectives.check_reductions, dtype.name, [str(op) for op in reductions(dtype)])
@@ -165,7 +165,7 @@ def test_dtypes(job: Job, name: str) -> None:
     "name", ["1 and 1", "1 and 2", "2 and 2", "cuda and host", "cuda and rocm", "cuda, rocm, host"]
 )
 def test_averages(job: Job, name: str) -> None:
-    """In low precision over islands: one rounding there, behind the division."""
+    """In low precision over islands: one rounding, after the division."""
     with job(*TABLE[name]) as ranks:
         ranks.run(collectives.check_averages)
 
@@ -181,19 +181,19 @@ def test_averages(job: Job, name: str) -> None:
     ],
 )
 def test_rings_in_gpu_memory(job: Job, name: str, wanted: list[list[int]]) -> None:
-    """Inside an island, as far as its GPUs reach each other."""
+    """Within an island, between GPUs with peer access."""
     with job(*TABLE[name]) as ranks:
         assert ranks.run(pointtopoint.rings_in_gpu_memory, 1_000_003) == wanted
 
 
 def test_rings_in_gpu_memory_of_rocm(job: Job) -> None:
-    """By HIP's handles for memory, which are CUDA's here."""
+    """With HIP's memory handles, which are CUDA's here."""
     with job("rocm:2") as ranks:
         assert ranks.run(pointtopoint.rings_in_gpu_memory, 1_000_003) == [[1], [0]]
 
 
 def test_rings_of_full_size(job: Job) -> None:
-    """Messages of many times a ring, by as many blocks as there are for it; the same with host memory."""
+    """Messages of many times a ring, with the maximum number of blocks; also with host memory."""
     small = dict.fromkeys(SMALL_GPU_RINGS, "")
     for env, wanted in (({}, [[1], [0]]), ({"XVCOMM_PEER_MEMORY": "0"}, [[], []])):
         with job("cuda:2", "a:2", small | env) as ranks:
@@ -214,7 +214,7 @@ def test_frameworks(alone: World, framework: str) -> None:
 
 @contextlib.contextmanager
 def cupy_stream() -> Iterator[int]:
-    """One of the user's, gone at the end."""
+    """A stream of the user's, destroyed at the end."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -234,7 +234,7 @@ def test_unlike_deadlines(alone: World) -> None:
 
 
 def test_streams_that_end(alone: World) -> None:
-    """Nobody touches a stream that the user may have destroyed."""
+    """A stream that the user may have destroyed is not used."""
     why = alone.run(frameworks.missing, "cupy")[0]
     if why:
         pytest.skip(why)
@@ -243,13 +243,13 @@ def test_streams_that_end(alone: World) -> None:
 
 @pytest.mark.parametrize("check", graphs.CHECKS)
 def test_graphs(alone: World, check: Callable[..., None]) -> None:
-    """Operations captured in CUDA graphs by CuPy, of the native library and across borders."""
+    """Operations captured in CUDA graphs by CuPy, with the native library and between islands."""
     if alone.size > 1:
         alone.run(check)
 
 
 def torch_graphs(comm: Communicator) -> None:
-    """As a training step is captured: on torch's own stream, in its strictest mode, with work of torch's in between."""
+    """Captured like a training step: on torch's own stream, in its strictest mode, with torch kernels in between."""
     import torch
 
     torch.cuda.set_device(comm._context.index)
@@ -296,7 +296,7 @@ def test_torch_graphs(alone: World) -> None:
 
 
 def torch_streams(comm: Communicator) -> None:
-    """Operations follow torch's current stream, whichever it is, and one that is given."""
+    """Operations follow torch's current stream, and an explicit one."""
     import torch
 
     torch.cuda.set_device(comm._context.index)
@@ -327,7 +327,7 @@ def torch_streams(comm: Communicator) -> None:
 
 
 def torch_elsewhere(comm: Communicator) -> None:
-    """Tensors of another GPU, of the host and freed ones, and streams of another GPU, are refused; operations work on."""
+    """Tensors on another GPU, on the host, and freed ones, and streams of another GPU are refused; later operations work."""
     import torch
 
     index = comm._context.index
@@ -348,7 +348,7 @@ def torch_elsewhere(comm: Communicator) -> None:
 @pytest.mark.parametrize("check", [torch_streams, torch_elsewhere])
 @pytest.mark.parametrize("name", ["one island of 2", "1 and 1"])
 def test_torch(job: Job, gpus: int, name: str, check: Callable[..., None]) -> None:
-    """What only a framework with streams and several GPUs shows."""
+    """Checks that need a framework with streams and several GPUs."""
     if gpus < 2:
         pytest.skip("each rank names the other one's GPU, and there is one")
     with job(*TABLE[name]) as ranks:
@@ -359,8 +359,8 @@ def test_torch(job: Job, gpus: int, name: str, check: Callable[..., None]) -> No
 
 
 @pytest.mark.parametrize("name", BORDERS)
-def test_one_connection(job: Job, vendor: str, name: str) -> None:
-    """One hardware queue for all streams, as Megatron wants it: nothing waits behind what waits for it."""
+def test_one_hardware_queue(job: Job, vendor: str, name: str) -> None:
+    """One hardware queue for all streams, as required by Megatron: no work is queued behind work that waits for it."""
     with job(*TABLE[name], env=ONE_QUEUE[vendor]) as ranks:
         for check, args in queues.CHECKS:
             ranks.run(check, *args)
@@ -369,14 +369,14 @@ def test_one_connection(job: Job, vendor: str, name: str) -> None:
 @pytest.mark.parametrize("late", ["recv", "broadcast"])
 @pytest.mark.parametrize("name", ["one island of 2"])
 def test_loading(job: Job, name: str, late: str) -> None:
-    """CUDA waits for the device to load NCCL's kernels, and who records an event waits for that: deadlines are kept."""
+    """CUDA waits for the device to load NCCL's kernels, and recording an event waits for that: deadlines are kept."""
     with job(*TABLE[name]) as ranks:
         ranks.run(failures.check_deadline_beside_loading, late)
 
 
 @pytest.mark.parametrize("name", ["one island of 2", "1 and 1", "cuda and host", "cuda and rocm", "2 and 2"])
 def test_death(job: Job, name: str) -> None:
-    """What waits for a rank that is killed ends with its name; the streams go on."""
+    """Operations that wait for a killed rank end with its name; the streams continue."""
     with job(*TABLE[name]) as ranks:
         ranks.run(meet)
         ranks.run(pointtopoint.rings_in_gpu_memory, 1000)

@@ -1,5 +1,4 @@
-"""CuPy's arrays on GPUs: on its streams, in its memory pool, through `cupyx.distributed`'s methods, and beside numpy's and
-JAX's on ranks in host memory."""
+"""CuPy's arrays on GPUs: streams, memory pool, methods of `cupyx.distributed`, and ranks with numpy and JAX on host memory."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'xvcomm[cuda]'")
 
 LARGE = 8 << 20
-"""Elements of float32 that no ring takes at once."""
+"""Elements of float32 that exceed every ring."""
 
 _STOCK = 8
-"""So many arrays of them are taken between an operation and its end, at the most."""
+"""Maximum number of such arrays that are allocated between an operation and its end."""
 
 ALONE = {
     "one island of 2": ("cuda:2", "a:2"),
@@ -65,7 +64,7 @@ def test_arrays_meet(job: Job, name: str) -> None:
 
 
 def at_home(comm: Communicator) -> Any:
-    """CuPy, on this rank's GPU."""
+    """CuPy on this rank's GPU."""
     import cupy
 
     cupy.cuda.Device(comm.device_index).use()
@@ -73,7 +72,7 @@ def at_home(comm: Communicator) -> Any:
 
 
 def dense(comm: Communicator) -> None:
-    """Every method, on CuPy's current stream, on another one that is current, and on one that is given."""
+    """Every method, on CuPy's current stream, on another one that is current, and on an explicit one."""
     cupy, group = at_home(comm), NCCLBackend.over(comm)
     side = cupy.cuda.Stream(non_blocking=True)
     _dense(cupy, group, None)
@@ -133,12 +132,12 @@ def _dense(cupy: Any, group: NCCLBackend, stream: Any) -> None:
 
 
 def _same(cupy: Any, got: Any, want: Any, what: str) -> None:
-    """Read on the current stream, behind what was enqueued."""
+    """Compare on the current stream, after the enqueued work."""
     assert_same_bits(np.ascontiguousarray(cupy.asnumpy(got)), np.ascontiguousarray(want), what)
 
 
 def thin(comm: Communicator) -> None:
-    """Sparse matrices of cupyx by every method."""
+    """Sparse matrices of cupyx with every method."""
     cupy, group = at_home(comm), NCCLBackend.over(comm)
     from cupyx.scipy import sparse
 
@@ -181,10 +180,10 @@ def thin(comm: Communicator) -> None:
 
 
 def freed_while_under_way(comm: Communicator) -> None:
-    """The memory of an array that Python has freed stays out of CuPy's pool until nobody on the GPU uses it any more.
+    """The memory of a freed array is not reused until no operation on the GPU uses it.
 
-    Rank 0's operations wait for the others, which come late. Meanwhile rank 0 forgets its arrays, and takes memory of the
-    same size from the pool on the same stream, again and again.
+    Rank 0's operations wait for the others, which come late. Meanwhile rank 0 frees its arrays, and allocates memory of the
+    same size from the pool on the same stream repeatedly.
     """
     cupy, signals = at_home(comm), Signals(comm)
     group, side = NCCLBackend.over(comm), cupy.cuda.Stream(non_blocking=True)
@@ -233,7 +232,7 @@ def freed_while_under_way(comm: Communicator) -> None:
 
 
 def _step(comm: Communicator, cupy: Any, what: str, call: Callable[[Any], Any], before: int) -> None:
-    """A rank's part in an operation; what arrives must be what was sent."""
+    """A rank's part in an operation; checks the received data."""
     x = cupy.full(LARGE, 1.0, "float32")
     cupy.cuda.get_current_stream().synchronize()  # for the streams that are given
     result = call(x)
@@ -253,7 +252,7 @@ def _receive(comm: Communicator, cupy: Any, before: int) -> None:
 
 
 def reused_behind(comm: Communicator) -> None:
-    """What a stream frees behind a blocking operation it may use again at once: its own order keeps the two apart."""
+    """Memory freed on a stream after a blocking operation may be reused at once, because the stream is ordered."""
     cupy = at_home(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for turn in range(20):
@@ -267,7 +266,7 @@ def reused_behind(comm: Communicator) -> None:
 
 
 def pool_empties(comm: Communicator) -> None:
-    """Nothing is kept for ever: the pool has as much in use as before."""
+    """Nothing is kept alive: the pool's used size returns to its initial value."""
     cupy = at_home(comm)
     pool, after, before = cupy.get_default_memory_pool(), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
@@ -296,7 +295,7 @@ def pool_empties(comm: Communicator) -> None:
     "check", [dense, thin, freed_while_under_way, reused_behind, pool_empties], ids=lambda c: c.__name__
 )
 def test_cupy(world: World, check: Callable[[Communicator], None]) -> None:
-    """In an island, across a border, and both."""
+    """Within an island, between islands, and both."""
     world.run(check, timeout=120)
 
 
@@ -337,7 +336,7 @@ comm.stop()
 
 
 def test_same_program_as_with_cupyx(gpus: int, tmp_path: Path) -> None:
-    """A program of cupyx.distributed, with its own import and with ours."""
+    """A program of cupyx.distributed, with its own import and with the adapter's."""
     if gpus < 2:
         pytest.skip("2 ranks on GPUs, and fewer GPUs")
     outputs = []

@@ -1,4 +1,4 @@
-"""hip-python over CUDA and NCCL: what the ROCm tests and figures on NVIDIA GPUs stand on."""
+"""hip-python over CUDA and NCCL, on which the ROCm tests and figures on NVIDIA GPUs are based."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="session")
 def environment(root, tmp_path_factory):
-    """The variables of processes in which ROCm's libraries are CUDA's."""
+    """Variables of processes in which ROCm's libraries forward to CUDA."""
     cuda = next((found for found in plugins.backends() if found.name == "cuda"), None)
     if cuda is None or not cuda.usable:
         pytest.skip(cuda.reason if cuda else "no backend for CUDA is registered")

@@ -1,6 +1,6 @@
-"""The JAX adapter on GPUs: operations on XLA's stream, across islands, beside ranks on host memory, without host waits.
+"""The JAX adapter on GPUs: operations on XLA's stream, between islands, with ranks on host memory, without host waits.
 
-Each rank sees all GPUs and works on its own: `comm.device_index` is its number, for JAX too.
+Each rank sees all GPUs and uses its own: `comm.device_index` is also its index in JAX.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def pair(job: Job) -> Iterator[World]:
-    """Two GPUs with a border between them."""
+    """Two GPUs in separate islands."""
     with job("cuda:2", "a,b", env=ENVIRONMENT) as ranks:
         why = ranks.run(missing)
         if any(why):
@@ -50,7 +50,7 @@ def pair(job: Job) -> Iterator[World]:
 
 
 def missing(comm: Communicator) -> str:
-    """Why JAX cannot work on this rank's device, or nothing."""
+    """Why JAX does not support this rank's device, or an empty text."""
     try:
         import jax
 
@@ -61,7 +61,7 @@ def missing(comm: Communicator) -> str:
 
 
 def device(comm: Communicator) -> Any:
-    """JAX's name for this rank's device."""
+    """This rank's device in JAX."""
     import jax
 
     if comm.device == "host":
@@ -145,7 +145,7 @@ def test_dtypes(world: World, dtype: str) -> None:
 
 
 def programs(comm: Communicator) -> None:
-    """Work of XLA's before, between and behind operations, in loops, with derivatives; large arrays too."""
+    """Work of XLA before, between and after operations, in loops, with derivatives; also large arrays."""
     import jax
     import jax.numpy as jnp
 
@@ -179,7 +179,7 @@ def test_programs(world: World) -> None:
 
 
 def enqueues(comm: Communicator) -> None:
-    """A rank whose peer is late dispatches its program and goes on."""
+    """A rank whose peer is late dispatches its program and continues."""
     import jax
 
     from xvcomm.adapters import jax as xvjax
@@ -229,7 +229,7 @@ def test_wrong_devices(pair: World, gpus: int) -> None:
 
 
 def several(comm: Communicator) -> None:
-    """One process with two GPUs: they reduce among themselves, the rank's own crosses the border."""
+    """One process with two GPUs: they reduce among themselves, and the rank's own communicates."""
     import jax
 
     from xvcomm.adapters import jax as xvjax
@@ -250,7 +250,7 @@ def several(comm: Communicator) -> None:
 
 
 def test_two_gpus_in_one_process(job: Job, gpus: int) -> None:
-    """One rank, which is enough for what XLA does: the border is that of the other tests."""
+    """One rank, which suffices for XLA's part; the other tests cover the border."""
     if gpus < 2:
         pytest.skip(f"2 GPUs in one process, and {gpus} GPUs")
     with job("cuda:1", env=ENVIRONMENT) as alone:

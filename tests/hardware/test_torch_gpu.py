@@ -1,4 +1,4 @@
-"""PyTorch's backend on GPUs: alone, beside ranks on host memory, and on NVIDIA's beside ranks whose ROCm is CUDA."""
+"""PyTorch's backend on GPUs: alone, with ranks on host memory, and on NVIDIA's with ranks whose ROCm forwards to CUDA."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ JOBS = {
 
 
 def here() -> torch.device:
-    """Where this rank's tensors lie."""
+    """Device of this rank's tensors."""
     if torch.device("cuda") not in dist.group.WORLD._device_types:
         return torch.device("cpu")
     torch.cuda.set_device(me())
@@ -50,7 +50,7 @@ def here() -> torch.device:
 
 
 def mine(place: torch.device, count: int) -> torch.Tensor:
-    """Whole numbers that depend on the rank."""
+    """Integers that depend on the rank."""
     return (torch.arange(count) % 7 + me()).to(place, torch.float32)
 
 
@@ -60,7 +60,7 @@ def total(count: int) -> torch.Tensor:
 
 
 def collectives() -> None:
-    """In all memory that ranks have, contiguous or not, of a few elements and of several slots."""
+    """On all devices of the ranks, contiguous or not, of a few elements and of several slots."""
     n = size()
     for place in (here(), torch.device("cpu")):
         for count in (2 * n, 60_000 * n):
@@ -86,7 +86,7 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def asynchronous() -> None:
-    """What is started goes on beside the current stream, in order; `wait` and futures order what comes next."""
+    """Started operations run concurrently to the current stream, in order; `wait` and futures order later work."""
     place, count = here(), 100_000
     noise_there = torch.rand(1500, 1500, device=place)
     for _ in range(3):
@@ -148,7 +148,7 @@ def messages() -> None:
 
 
 def gradients() -> None:
-    """Of DDP, with its buckets and with hooks, are the mean over all ranks'."""
+    """DDP's gradients, with buckets and hooks, are the mean over all ranks."""
     place = here()
     hooks: dict[str, tuple[float, Callable[[Parallel], None]]] = {
         "none": (1e-6, lambda model: None),
@@ -194,7 +194,7 @@ def groups() -> None:
 
 
 def captured() -> None:
-    """Blocking and asynchronous operations in a graph, which runs several times."""
+    """Blocking and asynchronous operations in a graph that runs several times."""
     place = here()
     x, y = torch.zeros(50_000, device=place), torch.zeros(50_000, device=place)
 
@@ -228,7 +228,7 @@ def captured() -> None:
 def test_torch(
     vendor: str, places: Callable[[str], tuple[str, ...]], libraries: Callable[[str], dict[str, str]], name: str
 ) -> None:
-    """Every kind of operation in one job, because its start takes most of the time."""
+    """All kinds of operations in one job, because its start takes most of the time."""
     devices, islands = JOBS[name]
     kinds = places(devices)
     if torch.cuda.device_count() < sum(kind != "host" for kind in kinds):
@@ -251,7 +251,7 @@ def losses(folder: Path, **env: str) -> dict[str, Any]:
 
 
 def beside_nccl() -> None:
-    """NCCL's operations in quick succession, with a group of xvcomm's that nobody uses."""
+    """NCCL's operations in quick succession, with an unused group of xvcomm."""
     dist.new_group(backend="xvcomm")
     place, n, operations = torch.device("cuda", me()), size(), torch.ops._c10d_functional
     torch.cuda.set_device(place)
@@ -276,8 +276,8 @@ def test_nccl_beside_a_group_that_is_never_used(vendor: str, gpus: int) -> None:
         job.run(beside_nccl, timeout=120)
 
 
-def test_a_script_that_asks_for_nccl(gpus: int, tmp_path: Path) -> None:
-    """Hugging Face's Trainer: the losses with xvcomm in NCCL's place are NCCL's."""
+def test_a_script_that_uses_nccl(gpus: int, tmp_path: Path) -> None:
+    """Hugging Face's Trainer: the losses with xvcomm in place of NCCL equal NCCL's."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     if gpus < 2 or torch.cuda.device_count() < 2:

@@ -1,4 +1,4 @@
-"""What programs do with PyTorch's backend on GPUs: sharding, pipelines, compiled steps, gradients; the host's tests, there."""
+"""Programs on PyTorch's backend with GPUs: sharding, pipelines, compiled steps, gradients; the same as on the host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 ROUNDING = 1e-5
-"""Relative difference between a GPU's sums and the host's that is no matter; on the host alone it is a tenth of it."""
+"""Tolerated relative difference between a GPU's sums and the host's; on the host alone it is a tenth of this."""
 ISLANDS = {"one island": "a:2", "1 and 1": "a:1,b:1"}
 
 
@@ -55,19 +55,19 @@ def sharded() -> None:
 
 
 def piped() -> None:
-    """A stage a rank, and two."""
+    """One stage per rank, and two."""
     for schedule in ("Schedule1F1B", "ScheduleInterleaved1F1B"):
         pipelining.piped(schedule, where=str(here()), relative=ROUNDING)
 
 
 def compiled() -> None:
-    """A function with collectives in one piece, and DDP's step."""
+    """A compiled function with collectives and without graph breaks, and DDP's step."""
     functional.runs_compiled("aot_eager", str(here()))
     functional.parallel_compiled("aot_eager", str(here()))
 
 
 def added_sparse() -> None:
-    """Sums of COO tensors of several numbers of entries."""
+    """Sums of COO tensors with different numbers of elements."""
     sparse.added(place=str(here()))
     sparse.added(2, place=str(here()))
 
@@ -79,7 +79,7 @@ def from_anybody() -> None:
 
 
 def coalesced() -> None:
-    """Collectives of one kind, and messages both ways, as one."""
+    """Collectives of one kind, and messages in both directions, coalesced."""
     place, other = here(), size() - 1 - me()
     for asynchronous in (False, True):
         with _coalescing_manager(device=place, async_ops=asynchronous) as manager:
@@ -97,7 +97,7 @@ def coalesced() -> None:
 
 
 def elsewhere() -> None:
-    """Tensors of one call that lie in host memory, on the other GPU, or nowhere, beside those on this one."""
+    """Tensors of one call in host memory, on the other GPU, or without memory, with others on this GPU."""
     place = str(here())
     far = next(f"{here().type}:{i}" for i in range(size()) if i != me())
     for form in devices.SEVERAL:
@@ -110,7 +110,7 @@ def elsewhere() -> None:
 def start(
     vendor: str, places: Callable[[str], tuple[str, ...]], libraries: Callable[[str], dict[str, str]]
 ) -> Callable[..., Job]:
-    """Starts two ranks on a GPU each; skips where there are fewer."""
+    """Starts two ranks on separate GPUs; skips if there are fewer."""
 
     def begin(name: str, backend: str | None) -> Job:
         kinds = places("cuda:2")
@@ -131,7 +131,7 @@ def test_programs(start: Callable[..., Job], name: str) -> None:
 
 
 def split() -> None:
-    """What `device_id=` says is the device, and lets torch split groups."""
+    """`device_id=` selects the device, and lets torch split groups."""
     place = torch.device("cuda", int(os.environ["RANK"]))
     dist.init_process_group("xvcomm", device_id=place)
     assert dist.group.WORLD.planes.comms["main"].device_index == place.index

@@ -1,4 +1,4 @@
-"""The pages say what the code does: settings, make targets, commands, links."""
+"""The pages match the code: settings, make targets, commands, links."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def pages(root: Path) -> list[Path]:
 
 
 def help_of(command: str) -> str:
-    """What `xvcomm COMMAND --help` prints, unbroken and uncoloured."""
+    """Output of `xvcomm COMMAND --help`, without line breaks and colours."""
     environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
     line = [sys.executable, "-m", "xvcomm", command, "--help"]
     return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @pytest.mark.parametrize(("name", "line"), [("configuration", "| `XVCOMM_TIMEOUT` |"), ("floors", "\nerrors\n")])
-def test_generated_parts_are_as_the_code_has_them(root: Path, name: str, line: str) -> None:
+def test_generated_parts_match_the_code(root: Path, name: str, line: str) -> None:
     generate = runpy.run_path(str(root / "docs" / "generate.py"))
     page, _ = generate["PARTS"][name]
     assert line in page.read_text()

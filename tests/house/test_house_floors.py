@@ -1,4 +1,4 @@
-"""A file imports only lower floors: import-linter keeps it, also for what lies behind the two links."""
+"""A file imports only lower floors, checked by import-linter, also for the packages behind the two links."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
-    """A copy of the tree, links kept as links, to break."""
+    """A copy of the repository, with links kept as links, to be modified."""
     for folder in ("xvcomm", "backends", "adapters"):
         shutil.copytree(root / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pyproject.toml", tmp_path)
     return tmp_path
 
 
-def test_floors_hold(root: Path) -> None:
+def test_import_contracts_are_kept(root: Path) -> None:
     done = lint(root)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -40,7 +40,7 @@ def test_floors_hold(root: Path) -> None:
         ("xvcomm/stray.py", "", "Floors"),
     ],
 )
-def test_linter_sees(copy: Path, file: str, line: str, contract: str) -> None:
+def test_linter_detects_violations(copy: Path, file: str, line: str, contract: str) -> None:
     with (copy / file).open("a") as stream:
         stream.write(line + "\n")
     done = lint(copy)

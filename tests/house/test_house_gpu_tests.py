@@ -1,4 +1,4 @@
-"""`make test-gpu` runs all that lies in `tests/hardware`, whatever the names of its tests."""
+"""`make test-gpu` runs all tests in `tests/hardware`, whatever their names."""
 
 from __future__ import annotations
 

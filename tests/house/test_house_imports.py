@@ -1,4 +1,4 @@
-"""`import xvcomm` is quick, brings no framework and does nothing but define names."""
+"""`import xvcomm` is quick, imports no framework, and has no side effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMPORT_SECONDS = 0.5
 
 
 def python(root: Path, code: str, cwd: Path | None = None) -> Any:
-    """Run `code` in a new interpreter that finds xvcomm in the tree; what it prints is JSON."""
+    """Run `code` in a new interpreter that imports xvcomm from the repository; parses its output as JSON."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=cwd or root, env=environment, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""The check after every test finds what was left behind, and only that."""
+"""The check after every test detects what was left behind, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD = "import os, socket, subprocess\nfrom pathlib import Path\nKEPT = []\n"
 
 @pytest.fixture(scope="module")
 def inner(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a test for each case has run under the check; `report` holds what pytest printed."""
+    """A folder in which a test for each case has run under the check; `report` contains pytest's output."""
     folder = tmp_path_factory.mktemp("inner")
     shutil.copy(root / "tests" / "conftest.py", folder)
     bodies = CLEAN | {case: body.format(unique=folder.name) for case, (body, _) in LEAKING.items()}

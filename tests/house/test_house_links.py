@@ -1,4 +1,4 @@
-"""The two links that let top-level folders be subpackages, and the guard against their bare names."""
+"""The two links that make top-level folders subpackages, and the refusal of their bare names."""
 
 from __future__ import annotations
 

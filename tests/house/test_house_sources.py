@@ -1,4 +1,4 @@
-"""What every source file owes its reader: a docstring on each public name, and a size that fits a head."""
+"""Rules for all source files: a docstring for each public name, and limits of size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def sources(root: Path, *folders: str) -> list[Path]:
-    """Every Python file of the folders, each once: rglob follows no links."""
+    """Every Python file of the folders, once: rglob does not follow links."""
     return sorted(file for folder in folders for file in (root / folder).rglob("*.py"))
 
 
@@ -27,12 +27,12 @@ def functions(tree: ast.AST) -> Iterator[Function]:
 
 
 def is_public(name: str) -> bool:
-    """Whether the name is offered to others."""
+    """Whether the name is public."""
     return not name.startswith("_")
 
 
 def documented_methods(trees: dict[Path, ast.Module]) -> dict[str, tuple[set[str], set[str]]]:
-    """For each class name its base names and the methods that carry a docstring."""
+    """For each class name its base names and the methods with a docstring."""
     classes: dict[str, tuple[set[str], set[str]]] = {}
     for tree in trees.values():
         for node in ast.walk(tree):
@@ -44,7 +44,7 @@ def documented_methods(trees: dict[Path, ast.Module]) -> dict[str, tuple[set[str
 
 
 def inherits_docstring(owner: str, method: str, classes: dict[str, tuple[set[str], set[str]]]) -> bool:
-    """Whether a base class of `owner` documents `method`: an override keeps its contract."""
+    """Whether a base class of `owner` documents `method`."""
     return any(
         method in classes[base][1] or inherits_docstring(base, method, classes)
         for base in classes[owner][0]
@@ -53,7 +53,7 @@ def inherits_docstring(owner: str, method: str, classes: dict[str, tuple[set[str
 
 
 def owes_docstring(method: ast.stmt, owner: str, classes: dict[str, tuple[set[str], set[str]]]) -> bool:
-    """Whether a statement of class `owner` is a public method with no docstring of its own or of a base class."""
+    """Whether a statement of class `owner` is a public method without a docstring, including those of base classes."""
     if not isinstance(method, Function) or not is_public(method.name) or ast.get_docstring(method):
         return False
     decorators = " ".join(ast.unparse(d) for d in method.decorator_list)
@@ -61,7 +61,7 @@ def owes_docstring(method: ast.stmt, owner: str, classes: dict[str, tuple[set[st
 
 
 def undocumented(tree: ast.Module, classes: dict[str, tuple[set[str], set[str]]]) -> Iterator[tuple[int, str]]:
-    """Line and name of each public definition of a module that says nothing about itself."""
+    """Line and name of each public definition of a module without a docstring."""
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef) and is_public(node.name):
             if not ast.get_docstring(node):

@@ -1,4 +1,4 @@
-"""What users get: the source archive, the wheel built from it, and the wheel at work in an empty folder."""
+"""What users install: the source archive, the wheel built from it, and the wheel in use in an empty folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with xvcomm.init() as comm:
 
 
 def execute(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Run a command to its end; its output, or an assertion that shows it."""
+    """Run a command; returns its output, or fails with it."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -44,7 +44,7 @@ def execute(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @dataclass(frozen=True)
 class Installed:
-    """A new environment that holds the wheel, and an empty folder to work in."""
+    """A new environment with the wheel, and an empty folder to work in."""
 
     bin: Path
     empty: Path
@@ -97,7 +97,7 @@ def test_wheel_holds_the_package_and_nothing_else(dist: Path, expected: set[str]
     assert "xvcomm/backends/host/__init__.py" in names
 
 
-def test_wheel_carries_its_licence(dist: Path) -> None:
+def test_wheel_contains_the_licence(dist: Path) -> None:
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
         licence = next(name for name in wheel.namelist() if name.endswith("licenses/LICENSE"))
         assert b"Apache License" in wheel.read(licence)

@@ -71,7 +71,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-def test_a_ring_that_is_through_starts_at_once_and_needs_no_thread(device: Device) -> None:
+def test_messages_on_an_idle_ring_start_without_the_thread(device: Device) -> None:
     one, other = End(), End()
     threads = threading.active_count()
     device.add("a", one)
@@ -82,7 +82,7 @@ def test_a_ring_that_is_through_starts_at_once_and_needs_no_thread(device: Devic
     assert threading.active_count() == threads
 
 
-def test_nothing_is_put_behind_what_may_wait(device: Device) -> None:
+def test_no_message_is_enqueued_behind_one_that_may_wait(device: Device) -> None:
     one, other = End(), End()
     device.add("a", one)
     device.add("b", one)
@@ -98,7 +98,7 @@ def test_nothing_is_put_behind_what_may_wait(device: Device) -> None:
     assert device.waited == ["b", "c", "d"], "who asks while one of them starts is told that it waits"
 
 
-def test_a_message_is_started_otherwise_only_if_it_would_not_wait(device: Device) -> None:
+def test_other_messages_start_only_if_they_would_not_wait(device: Device) -> None:
     one, other = End(), End()
     works = {name: [Work.completed(None, name)] for name in ("a", "b")}
 
@@ -124,7 +124,7 @@ def test_a_message_is_started_otherwise_only_if_it_would_not_wait(device: Device
     assert at_once("a", other) is works["a"] and device.started == ["d"]
 
 
-def test_who_cannot_wait_lets_a_ring_go_with_what_comes_before_it(device: Device) -> None:
+def test_release_starts_earlier_messages_of_the_ring_too(device: Device) -> None:
     one, other, third = End(), End(), End()
     for end in (one, other, third):
         device.add("under way", end)
@@ -151,7 +151,7 @@ def come(device: Device, over: Callable[[], bool], *ends: End, deadline: Deadlin
     return thread
 
 
-def test_who_waits_for_a_ring_stays_on_the_host_while_others_wait_there(device: Device) -> None:
+def test_waiting_for_a_ring_blocks_while_others_wait(device: Device) -> None:
     one, other = End(), End()
     for name in ("a", "b", "c"):
         device.add(name, one)
@@ -167,7 +167,7 @@ def test_who_waits_for_a_ring_stays_on_the_host_while_others_wait_there(device: 
 
 
 @pytest.mark.parametrize("how", ["over", "late"])
-def test_who_waits_for_a_ring_goes_on_when_it_is_over_or_late(device: Device, how: str) -> None:
+def test_waiting_for_a_ring_ends_when_it_is_idle_or_late(device: Device, how: str) -> None:
     one, other = End(), End()
     for end in (one, other):
         device.add("under way", end)
@@ -178,7 +178,7 @@ def test_who_waits_for_a_ring_goes_on_when_it_is_over_or_late(device: Device, ho
     assert device.started == ["under way"] * 2 + ["waits"] * (how == "late")
 
 
-def test_receives_of_a_channel_are_let_go(device: Device) -> None:
+def test_receives_of_a_channel_are_released(device: Device) -> None:
     ends = [End(1, 3, producer=False), End(2, 3, producer=False), End(1, 4, producer=False)]
     for name, end in zip("abc", ends, strict=True):
         device.add("under way", end)
@@ -188,7 +188,7 @@ def test_receives_of_a_channel_are_let_go(device: Device) -> None:
 
 
 @pytest.mark.parametrize("how", ["late", "given up"])
-def test_what_is_late_or_behind_what_was_given_up_goes_to_be_told(device: Device, how: str) -> None:
+def test_late_or_abandoned_messages_are_started_to_report_the_error(device: Device, how: str) -> None:
     end = End()
     device.add("a", end)
     device.add("b", end, deadline=Deadline.after(0.05) if how == "late" else NEVER)
@@ -197,7 +197,7 @@ def test_what_is_late_or_behind_what_was_given_up_goes_to_be_told(device: Device
     until(lambda: device.started == ["a", "b"])
 
 
-def test_what_fails_at_once_is_raised_and_what_fails_later_holds_up_nobody(device: Device) -> None:
+def test_immediate_errors_are_raised_and_later_ones_block_no_other(device: Device) -> None:
     device.fails = {"bad", "later"}
     with pytest.raises(ValueError, match="bad"):
         device.add("bad", End())
@@ -208,7 +208,7 @@ def test_what_fails_at_once_is_raised_and_what_fails_later_holds_up_nobody(devic
     until(lambda: device.started == ["a", "b"])
 
 
-def test_the_device_is_not_given_more_than_it_runs_at_once(device: Device) -> None:
+def test_messages_in_progress_are_limited(device: Device) -> None:
     ends = [End() for _ in range(AT_ONCE + 2)]
     for number, end in enumerate(ends):
         device.add(str(number), end)

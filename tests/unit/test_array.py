@@ -84,7 +84,7 @@ def test_protocols_share_memory(wrapper: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", [OldCapsule, NewCapsule])
-def test_what_is_known_of_one_array_is_not_said_of_the_next(wrapper: Any) -> None:
+def test_cached_properties_of_one_array_are_not_used_for_another(wrapper: Any) -> None:
     first, second = np.zeros((3, 4)), np.ones((3, 4))
     assert not view(wrapper(first)).immutable
     if wrapper is NewCapsule:
@@ -104,7 +104,7 @@ def test_many_shapes() -> None:
     assert view(OldCapsule(deep)).shape == deep.shape
 
 
-def test_capsules_that_show_nothing() -> None:
+def test_invalid_capsules() -> None:
     used = np.zeros(3).__dlpack__()
     rename = ctypes.pythonapi.PyCapsule_SetName
     rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
@@ -146,7 +146,7 @@ def test_read_only() -> None:
 
 
 @pytest.mark.parametrize("x", [3.0, None, "text", [1, 2], (1.0,), {"a": 1}, b"bytes", object()])
-def test_no_arrays(x: Any) -> None:
+def test_objects_that_are_not_arrays(x: Any) -> None:
     with pytest.raises(ArrayError, match="is no array"):
         view(x)
 
@@ -159,13 +159,13 @@ def test_numpy_scalars_are_inputs_only() -> None:
     assert isinstance(finish(empty_like(v, (2,), nowhere)), np.ndarray)
 
 
-def test_dtypes_that_are_not_carried() -> None:
+def test_unsupported_dtypes() -> None:
     for x in (np.zeros(2, "M8[s]"), Interface(np.zeros(2, ">i4")), np.zeros(2, ml_dtypes.int4), np.zeros(2, "f4,f4")):
         with pytest.raises(DTypeError):
             view(x)
 
 
-def test_a_refusal_is_told_in_one_line() -> None:
+def test_errors_are_one_line() -> None:
     with pytest.raises(ArrayError, match=r"Stubborn does not show its memory: Cannot export: the array is sharded; "):
         view(Stubborn())
 
@@ -184,7 +184,7 @@ def test_views_keep_memory_alive(wrapper: Any) -> None:
     assert alive() is None
 
 
-def test_new_arrays_of_libraries_that_cannot_make_them() -> None:
+def test_outputs_of_libraries_without_an_allocator() -> None:
     for x in (Interface(np.ones(3)), OldCapsule(np.ones(3))):
         fresh = empty_like(view(x), (2, 2), nowhere)
         assert (fresh.shape, fresh.dtype.name) == ((2, 2), "float64")

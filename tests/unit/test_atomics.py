@@ -51,7 +51,7 @@ print(time.monotonic() - began)
 """
 
 
-def test_waiting_comes_back_where_others_keep_the_core_busy() -> None:
+def test_waiting_returns_on_a_busy_core() -> None:
     """A yield takes milliseconds there: 400 that counted as no time held up deadlines for seconds."""
     core = min(os.sched_getaffinity(0))
     begin = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"

@@ -29,7 +29,7 @@ def times(counts, costs, speeds):
 @given(
     costs=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]), min_size=4, max_size=9), speeds=SPEEDS, data=st.data()
 )
-def test_layers_equal_the_best_of_all_cuts(costs, speeds, data):
+def test_layers_are_optimal(costs, speeds, data):
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(costs), max_size=len(costs)))
     memory = data.draw(st.lists(st.integers(5, 30), min_size=len(speeds), max_size=len(speeds)))
     fitting = [
@@ -84,7 +84,7 @@ def test_layers_refused(arguments, complaint):
 
 
 @given(shares=st.integers(1, 12), multiple=st.integers(1, 3), speeds=SPEEDS, data=st.data())
-def test_samples_equal_the_best_of_all_splits(shares, multiple, speeds, data):
+def test_samples_are_optimal(shares, multiple, speeds, data):
     limits = data.draw(st.lists(st.integers(1, 30), min_size=len(speeds), max_size=len(speeds)))
     rooms = [range(multiple, limit + 1, multiple) for limit in limits]
     fitting = [counts for counts in product(*rooms) if sum(counts) == shares * multiple]

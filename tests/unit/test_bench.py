@@ -61,7 +61,7 @@ def test_devices():
         parse_devices("cuda", 0)
 
 
-def test_bench_refuses_nonsense_before_it_starts_anything():
+def test_bench_refuses_invalid_options_before_it_starts_ranks():
     for args, words in (
         (["--op", "all_red"], "unknown operation 'all_red'"),
         (["--dtype", "float31"], "unknown dtype 'float31'"),
@@ -89,7 +89,7 @@ def test_peers_with_an_environment_are_refused_where_ranks_are_started_already()
     assert isinstance(result.exception, ArgumentError) and "separate processes" in str(result.exception)
 
 
-def test_peers_serve_the_memory_that_they_can_use():
+def test_peers_on_unsupported_devices_are_refused():
     assert [name for name, peer in PEERS.items() if peer.serves("host")] == ["gloo", "mpi", "memcpy"]
     on_gpus = ["gloo", "nccl", "nccl-cupy", "nccl-shm", "raw"]
     assert [name for name, peer in PEERS.items() if peer.serves("rocm")] == on_gpus
@@ -182,7 +182,7 @@ def test_sizes_count_as_in_nccl_tests():
     assert OPS["all_reduce"](4) == 1.5 and OPS["all_gather"](4) == 0.75
 
 
-def test_a_message_goes_there_and_back_and_is_sent_on_from_where_it_came():
+def test_ping_pong_sends_what_was_received():
     order = []
 
     def turns(operation, rank, times):
@@ -248,7 +248,7 @@ def test_refused_cases_are_left_out():
     assert _measured(HostMemory(), size=128, iterations=1)[1] == []
 
 
-def test_records_come_back_from_their_file(tmp_path):
+def test_json_round_trip(tmp_path):
     _, records = _measured(HostMemory(), iterations=1)
     topology = Topology.from_labels(["cuda", "rocm"])
     setting = Setting.of(topology, ["cuda H", "rocm H"], rehearsal=True)
@@ -265,7 +265,7 @@ def test_records_come_back_from_their_file(tmp_path):
     assert line["islands"] == "cuda,rocm" and line["date"] == setting.date
 
 
-def test_without_a_temporary_folder_a_peer_with_ranks_of_its_own_says_what_to_set(monkeypatch):
+def test_separate_peers_without_a_temporary_folder(monkeypatch):
     def none(*args, **kwargs):
         raise FileNotFoundError(2, "No usable temporary directory found")
 

@@ -60,7 +60,7 @@ def carried_out(how: Route, dtype: DType, op: ReduceOp, inputs: list[Any], facto
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_routes_give_what_is_expected(dtype: DType, table: tuple[str, ...]) -> None:
+def test_routes_give_the_expected_results(dtype: DType, table: tuple[str, ...]) -> None:
     for op in reductions(dtype):
         how = route(dtype, op, table)
         assert how.native is None or how.native.name in table
@@ -73,7 +73,7 @@ def test_routes_give_what_is_expected(dtype: DType, table: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
-def test_members_reduce_by_themselves_only_what_the_library_lacks(table: tuple[str, ...]) -> None:
+def test_members_reduce_only_what_the_library_does_not_support(table: tuple[str, ...]) -> None:
     own = {(d.name, op) for d in DTYPES for op in reductions(d) if route(d, op, table).native is None}
     lacking = [d for d in DTYPES if d.kind in "fiu" and d.name not in table]
     assert own == (
@@ -83,7 +83,7 @@ def test_members_reduce_by_themselves_only_what_the_library_lacks(table: tuple[s
     )
 
 
-def test_routes_that_pass_for_something_else() -> None:
+def test_routes_through_another_dtype() -> None:
     assert route(BY_NAME["complex64"], ReduceOp.AVG, PLAIN) == Route(F32, ReduceOp.AVG, 2)
     assert route(BY_NAME["complex128"], ReduceOp.SUM, PLAIN) == Route(BY_NAME["float64"], ReduceOp.SUM, 2)
     assert route(BY_NAME["bool"], ReduceOp.SUM, PLAIN) == Route(UINT8, ReduceOp.MAX)
@@ -142,7 +142,7 @@ def meeting(members: list[Member], library: Mock) -> list[Future[Verdict]]:
     return everybody(count, lambda me: meet(members[me], me, count, "native/0", store, Deadline.after(SOON), library))
 
 
-def test_members_that_fit_get_one_id_and_what_all_can_reduce() -> None:
+def test_compatible_members_get_an_id_and_common_dtypes() -> None:
     library = a_library()
     members = [a_member("a"), a_member("b", dtypes=[*PLAIN, *FLOAT8]), a_member("c", dtypes=["uint8", "float32"])]
     verdicts = [future.result() for future in meeting(members, library)]
@@ -160,7 +160,7 @@ def test_members_that_fit_get_one_id_and_what_all_can_reduce() -> None:
     ],
     ids=["version", "library", "gpu", "obstacle"],
 )
-def test_members_that_do_not_fit_are_refused_on_all_before_the_library_is_called(
+def test_incompatible_members_are_refused_before_the_library_is_called(
     different: dict[str, Any], words: list[str]
 ) -> None:
     library = a_library()
@@ -173,7 +173,7 @@ def test_members_that_do_not_fit_are_refused_on_all_before_the_library_is_called
 
 
 @pytest.mark.parametrize(("come", "missing"), [((0, 2), (1, 3)), ((1, 2, 3), (0,)), ((1, 3), (0, 2))])
-def test_who_did_not_come_is_known_by_all_that_did(come: tuple[int, ...], missing: tuple[int, ...]) -> None:
+def test_missing_members_are_named_on_all(come: tuple[int, ...], missing: tuple[int, ...]) -> None:
     library, store, members = a_library(), MemoryStore(), [a_member(who) for who in "abcd"]
 
     def coming(i: int) -> Verdict:
@@ -185,11 +185,11 @@ def test_who_did_not_come_is_known_by_all_that_did(come: tuple[int, ...], missin
         assert caught.value.missing == missing
 
 
-def test_one_member_fits_itself() -> None:
+def test_a_single_member() -> None:
     assert refusal([a_member("a")]) == ""
 
 
-def test_a_member_tells_what_hinders_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_reports_its_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(rank=5)
     mine = Member.of(config, 2, a_library(), "0000:1b:00.0")
     assert mine.who.startswith("rank 5 on ") and mine.gpu.startswith("0000:1b:00.0, boot ") and not mine.obstacle
@@ -208,7 +208,7 @@ def gone() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["deadline", "lost peer"])
-def test_joining_that_takes_too_long_is_left_behind_and_freed_when_it_comes(lost: bool) -> None:
+def test_a_late_communicator_is_freed(lost: bool) -> None:
     may_come, freed = threading.Event(), Future[int]()
 
     def start() -> int:
@@ -226,7 +226,7 @@ def test_joining_that_takes_too_long_is_left_behind_and_freed_when_it_comes(lost
     assert freed.result(SOON) == 7
 
 
-def test_what_joining_raises_comes_out() -> None:
+def test_errors_of_joining_are_raised() -> None:
     error = VendorError("ncclCommInitRank", 2, "ncclSystemError", "no sockets")
     library = a_library(join=Mock(side_effect=error))
     with pytest.raises(BackendUnavailable, match=r"ncclCommInitRank: ncclSystemError.*NCCL_DEBUG"):
@@ -294,7 +294,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-def test_a_call_goes_to_the_library_with_its_own_numbers() -> None:
+def test_calls_use_the_librarys_numbers() -> None:
     library = a_library()
     comm = joined(library)
     all_reduce(comm)
@@ -315,7 +315,7 @@ def test_abort_breaks_off_a_call_that_blocks(blocking: Blocking) -> None:
     assert caught.value.word == blocking.comm.error() == word
 
 
-def test_a_call_that_blocks_past_its_deadline_is_broken_off_by_whoever_looks(blocking: Blocking) -> None:
+def test_error_breaks_off_a_call_past_its_deadline(blocking: Blocking) -> None:
     with ThreadPoolExecutor(1) as pool:
         under_way = pool.submit(all_reduce, blocking.comm, 0.1)
         assert blocking.inside.wait(SOON)
@@ -326,7 +326,7 @@ def test_a_call_that_blocks_past_its_deadline_is_broken_off_by_whoever_looks(blo
     blocking.library.abort.assert_called_once_with(7)
 
 
-def test_after_an_abort_the_first_bad_word_stays_and_nothing_reaches_the_library() -> None:
+def test_after_an_abort_the_first_reason_is_kept_and_no_call_is_made() -> None:
     library = a_library()
     comm = joined(library)
     comm.abort(Reason.LEFT.word(2))
@@ -355,7 +355,7 @@ def test_close_destroys_once() -> None:
         all_reduce(comm)
 
 
-def test_a_call_that_fails_tells_the_librarys_words_or_why_all_stopped() -> None:
+def test_a_failed_call_raises_the_librarys_text_or_the_abort_reason() -> None:
     library = a_library(all_reduce=3)
     comm = joined(library)
     with pytest.raises(Aborted, match=r"NCCL failed: ncclInternalError \(3\): because"):
@@ -371,7 +371,7 @@ def test_a_call_that_fails_tells_the_librarys_words_or_why_all_stopped() -> None
     comm.close()
 
 
-def test_an_error_behind_the_caller_is_told() -> None:
+def test_asynchronous_errors_are_reported() -> None:
     library = a_library(state=IN_PROGRESS)
     comm = joined(library)
     assert comm.error() == 0
@@ -381,7 +381,7 @@ def test_an_error_behind_the_caller_is_told() -> None:
     comm.close()
 
 
-def test_operations_with_a_factor_are_made_once_and_not_without_end() -> None:
+def test_ops_with_a_factor_are_cached_with_a_limit() -> None:
     made = iter(range(100, 1000))
     library = a_library(premul_sum=lambda *_: next(made))
     comm = joined(library)

@@ -98,7 +98,7 @@ def address(function: Any) -> int:
     return found
 
 
-def test_compiled_code_calls_the_library_with_its_own_numbers(caller: Caller) -> None:
+def test_compiled_code_uses_the_librarys_numbers(caller: Caller) -> None:
     seen: list[tuple[int, ...]] = []
     function = Native(lambda *words: seen.append(words) or 0)
     library = a_library(address=address(function))
@@ -118,7 +118,7 @@ def test_compiled_code_calls_the_library_with_its_own_numbers(caller: Caller) ->
     comm.close()
 
 
-def test_what_goes_into_a_graph_is_over_for_the_host(caller: Caller) -> None:
+def test_captured_calls_are_complete_for_the_host(caller: Caller) -> None:
     function = Native(lambda *words: 0)
     comm = joined(a_library(address=address(function)))
     caller.prepare(comm, OpCode.ALL_REDUCE, stream=CAPTURING)(16, 32)
@@ -129,7 +129,7 @@ def test_what_goes_into_a_graph_is_over_for_the_host(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("op", [OpCode.ALL_REDUCE, OpCode.REDUCE, OpCode.REDUCE_SCATTER])
-def test_what_takes_more_than_the_library_is_not_for_compiled_code(op: OpCode) -> None:
+def test_calls_with_further_steps_are_not_compiled(op: OpCode) -> None:
     comm = joined(a_library(address=0), members=2)
     average, factor = Reduction(ReduceOp.AVG), Reduction(ReduceOp.PREMUL_SUM, 2.0)
     plain = CollectiveForm(op, (10, 10), (), F32, SUM, 0)
@@ -220,7 +220,7 @@ def test_a_group_is_closed_whatever_fails_in_it(caller: Caller, failing: str) ->
     comm.close()
 
 
-def test_a_stream_without_room_takes_no_collective_until_somebody_looks_after_the_others(caller: Caller) -> None:
+def test_a_full_launch_log_refuses_collectives(caller: Caller) -> None:
     seen: list[int] = []
     function = Native(lambda *words: seen.append(1) or 0)
     comm = joined(a_library(address=address(function)))
@@ -284,7 +284,7 @@ def test_what_is_logged_on_a_stream_that_may_be_gone_is_sealed_with_an_event_beh
     comm.close()
 
 
-def test_an_event_that_cannot_be_recorded_is_told_by_the_device(caller: Caller) -> None:
+def test_event_errors_are_explained_by_the_device(caller: Caller) -> None:
     """Its number for what went wrong would mean something else to the library."""
     told: list[int] = []
 
@@ -306,7 +306,7 @@ def test_an_event_that_cannot_be_recorded_is_told_by_the_device(caller: Caller) 
     comm.close()
 
 
-def test_compiled_code_does_not_enter_a_library_that_was_stopped_and_tells_what_failed(caller: Caller) -> None:
+def test_compiled_code_does_not_call_a_stopped_library(caller: Caller) -> None:
     codes = iter((0, 3))
     seen: list[int] = []
     function = Native(lambda *words: seen.append(1) or next(codes))
@@ -324,7 +324,7 @@ def test_compiled_code_does_not_enter_a_library_that_was_stopped_and_tells_what_
     comm.close()
 
 
-def test_compiled_code_that_blocks_in_the_library_is_broken_off_and_others_go_on_meanwhile(caller: Caller) -> None:
+def test_a_blocking_compiled_call_is_broken_off_without_the_interpreter_lock(caller: Caller) -> None:
     inside, aborted = threading.Event(), threading.Event()
 
     def enter(*words: int) -> int:

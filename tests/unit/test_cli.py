@@ -153,7 +153,7 @@ def test_version():
     assert (result.exit_code, result.output) == (0, f"xvcomm {xvcomm.__version__}\n")
 
 
-def test_doctor_says_how_deaths_are_noticed(monkeypatch):
+def test_doctor_reports_how_deaths_are_detected(monkeypatch):
     assert examine({}).shared_memory["deaths_noticed_by"].startswith("process descriptors")
 
     def forbid(*_):

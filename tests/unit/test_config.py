@@ -44,7 +44,7 @@ def test_every_field_has_its_variable(f) -> None:
         ("XVCOMM_TRACE_RECORDS", "8", "at least 16"),
     ],
 )
-def test_what_is_wrong_is_named(variable: str, text: str, said: str) -> None:
+def test_invalid_variables_are_named(variable: str, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         Config.from_env({variable: text})
     assert variable in str(refused.value)
@@ -62,7 +62,7 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "two words", "x" * 101])
-def test_a_jobs_name_is_part_of_files_names(name: str) -> None:
+def test_job_names_are_valid_file_names(name: str) -> None:
     with pytest.raises(ConfigError, match=r"XVCOMM_JOB=.*allowed"):
         Config.from_env({"XVCOMM_JOB": name})
 
@@ -82,7 +82,7 @@ def test_settings_cannot_change() -> None:
         Config().rank = 1  # type: ignore[misc]
 
 
-def test_the_table_tells_defaults() -> None:
+def test_the_table_contains_defaults() -> None:
     rows = {name: (default, meaning) for name, default, meaning in table()}
     assert rows["XVCOMM_RANK"][0] == ""
     assert rows["XVCOMM_RING_SLOTS"][0] == "96"

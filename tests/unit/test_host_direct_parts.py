@@ -77,7 +77,7 @@ def plan(member: HostCollective) -> Plan:
     return member._all_reduce(COUNT, FLOAT, SUM)
 
 
-def test_who_gives_up_waits_until_nobody_touches_its_arrays(members: list[HostCollective]) -> None:
+def test_giving_up_waits_until_the_arrays_are_not_accessed(members: list[HostCollective]) -> None:
     mine, other = line(members, 0), line(members, 1)
     mine[LineWord.SRC] = 64
     other[LineWord.TOUCH] = 1
@@ -100,7 +100,7 @@ def test_an_expired_deadline_takes_the_offer_back(members: list[HostCollective])
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_nobody_enters_the_arrays_of_who_has_left(members: list[HostCollective], stopped: bool) -> None:
+def test_no_copy_starts_after_the_member_has_left(members: list[HostCollective], stopped: bool) -> None:
     """Member 0 leaves, or everything is stopped, between the barrier and the copies: then member 1 waits to be told why."""
     x, y = np.ones(COUNT, np.float32), np.ones(COUNT, np.float32)
     prepared = plan(members[1])

@@ -24,12 +24,12 @@ def shown(call):
     return [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)][1:]
 
 
-def test_of_xvcomm_only_what_the_program_called_is_shown():
+def test_only_the_called_function_of_xvcomm_is_shown():
     nested = partial(poll, partial(poll, partial(signal.raise_signal, signal.SIGINT), SOON), SOON)
     assert shown(nested)[-1] == "poll" and shown(nested).count("poll") == 1
 
 
-def test_what_xvcomm_calls_of_the_program_is_shown():
+def test_callbacks_of_the_program_are_shown():
     assert shown(lambda: poll(partial(poll, interrupt, SOON), SOON))[-3:] == ["<lambda>", "poll", "interrupt"]
 
 
@@ -52,7 +52,7 @@ def test_an_error_that_xvcomm_handles_is_not_shown():
     assert "ZeroDivisionError" not in "".join(traceback.format_exception(error))
 
 
-def test_an_interrupt_waits_for_the_end_of_what_must_not_be_interrupted():
+def test_an_interrupt_is_delayed_until_the_block_ends():
     done = []
     with pytest.raises(KeyboardInterrupt), held_back():
         interrupt()

@@ -70,13 +70,13 @@ def test_one_process_compiles_and_the_others_load(start):
     assert sorted(counts) == [0, 0, 2]
 
 
-def test_what_is_on_disk_is_loaded_while_another_process_compiles(start, tmp_path):
+def test_cached_kernels_are_loaded_while_another_process_compiles(start, tmp_path):
     assert _compiled(start()) == 2
     with _lock(tmp_path):
         assert _compiled(start()) == 0
 
 
-def test_what_is_not_on_disk_waits_for_the_process_that_compiles(start, tmp_path):
+def test_missing_kernels_wait_for_the_process_that_compiles(start, tmp_path):
     with _lock(tmp_path):
         process = start()
         with pytest.raises(subprocess.TimeoutExpired):
@@ -92,7 +92,7 @@ def test_a_process_that_holds_the_lock_and_does_nothing_is_not_waited_for(start,
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "folder"])
-def test_what_stands_in_the_place_of_the_lock_is_left_alone(start, tmp_path, what):
+def test_a_foreign_file_in_place_of_the_lock_is_not_changed(start, tmp_path, what):
     place = tmp_path / "cache" / "lock"
     if what == "link":
         place.symlink_to(tmp_path / "elsewhere")

@@ -9,7 +9,7 @@ from xvcomm.system import limits
 
 
 @pytest.mark.parametrize(("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")])
-def test_limits_are_told(number, remedy):
+def test_reached_limits_are_named(number, remedy):
     said = f"^cannot do this: too many open files; .*{remedy}"
     with pytest.raises(ResourceError, match=said) as caught, limits.told("do this"):
         raise OSError(number, "refused")

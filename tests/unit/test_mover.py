@@ -254,7 +254,7 @@ def test_arrays_begin_and_end_anywhere(bench: Bench, name: str, op: int | None) 
 
 
 @pytest.mark.parametrize("sender", ["host", "move"])
-def test_kernels_and_the_host_speak_alike(link: Ring, sender: str) -> None:
+def test_kernels_interoperate_with_the_host_backend(link: Ring, sender: str) -> None:
     """Either end may be the host backend's; messages follow each other."""
     sizes = (0, 5, 4096, 70_001, 250_000)
     data = [distinct(UINT8, size, seed) for seed, size in enumerate(sizes)]
@@ -349,7 +349,7 @@ def test_differing_descriptions_deliver_nothing(bench: Bench, first: str) -> Non
     ring.close()
 
 
-def test_a_stopped_ring_lets_all_go(bench: Bench) -> None:
+def test_kernels_leave_a_stopped_ring(bench: Bench) -> None:
     """Waiting kernels leave; what was published before a peer left is still delivered, what was not is given up."""
     ring, data, target = Ring(bench, RingLayout(2, 4, 4096)), distinct(UINT8, 4000, 1), np.zeros(4000, np.uint8)
     ring.move(True, data, message(4000))
@@ -392,7 +392,7 @@ def test_a_producer_stops_in_the_middle(bench: Bench) -> None:
 @pytest.mark.parametrize("remote_first", [False, True])
 @pytest.mark.parametrize("offset", [0, 1, 8])
 @pytest.mark.parametrize(("name", "op"), MOVED)
-def test_get_reduces_as_the_host_does(bench: Bench, name: str, op: int, offset: int, remote_first: bool) -> None:
+def test_get_reduce_equals_the_hosts(bench: Bench, name: str, op: int, offset: int, remote_first: bool) -> None:
     """The same bits, NaN included, whatever the cut; the array may begin at any byte, which need not suit its items."""
     dtype = BY_NAME[name]
     mine, theirs = anything(dtype, 10_001, 1), anything(dtype, 10_001, 2)

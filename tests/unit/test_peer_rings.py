@@ -143,7 +143,7 @@ def test_memory_is_exported_again_when_the_other_end_is_closed(pair: Pair) -> No
     assert len(pair.runtimes[0].made) == 2
 
 
-def test_memory_is_exported_again_when_nobody_came(pair: Pair) -> None:
+def test_memory_is_exported_again_if_it_was_never_imported(pair: Pair) -> None:
     """Who comes later learns that the other end has closed, and maps nothing."""
     word = Reason.LEFT.word(0)
     pair.end(0, producer=True)
@@ -169,7 +169,7 @@ def test_memory_is_exported_again_when_the_importer_is_dead(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
-def test_memory_that_a_kernel_may_still_use_serves_no_other_ring(pair: Pair, stuck: int) -> None:
+def test_memory_that_a_kernel_may_use_is_not_reused(pair: Pair, stuck: int) -> None:
     """Of the exporter, or of the importer, which keeps it mapped."""
     ends = [pair.end(rank, producer=rank == 0) for rank in (0, 1)]
     ends[stuck].stuck = True
@@ -202,7 +202,7 @@ def test_without_memory_says_what_to_do(pair: Pair) -> None:
 
 @pytest.mark.parametrize("imported", [False, True])
 @pytest.mark.parametrize("ends", ["received", "closed", "aborted", "gone"])
-def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, imported: bool, ends: str) -> None:
+def test_sent_messages_are_kept_until_they_are_received(pair: Pair, imported: bool, ends: str) -> None:
     """Or will not be. At the end of the job the process waits for it."""
     end = pair.end(0, producer=True)
     ring = Segment.attach(Config().shm_dir, end._segment.name)
@@ -236,7 +236,7 @@ def test_what_was_sent_is_kept_until_it_is_received(pair: Pair, imported: bool, 
     ring.close()
 
 
-def test_what_a_device_reaches() -> None:
+def test_peer_access_of_a_device() -> None:
     """Itself and others; what the vendor does not know is out of reach."""
     runtime = cast(Runtime, CountingRuntime())
     first, last = reached(runtime, 0, True), reached(runtime, 2, True)

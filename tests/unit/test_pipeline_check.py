@@ -74,7 +74,7 @@ def test_a_duplicated_action_is_named(place, to):
 
 
 @given(place=places(), data=st.data())
-def test_a_foreign_action_is_named(place, data):
+def test_an_action_that_does_not_belong_is_named(place, data):
     schedule, rank, actions, at = place
     changes = [{"micro_batch": schedule.micro_batches}, {"chunk": schedule.chunks}]
     if isinstance(actions[at], Message):
@@ -159,7 +159,7 @@ def test_a_ring_of_receives_deadlocks_unless_grouped():
     assert check(programs(apart=False))
 
 
-def test_what_a_rank_sends_later_it_may_use_before():
+def test_a_value_may_be_used_before_it_is_sent():
     """The input gradient lies ready on the rank that computed it, sent or not."""
     first = (Forward(0, 0), SendActivation(0, 0, 1), RecvGradient(0, 0, 1), Backward(0, 0))
     second = (*SECOND[:2], BackwardInput(0, 0), BackwardWeight(0, 0), SendGradient(0, 0, 0))

@@ -291,7 +291,7 @@ def runs_to_end(schedule):
     exchanges=st.integers(0, 3),
     distance=st.integers(1, 4),
 )
-def test_the_proof_agrees_with_what_happens(case, data, exchanges, distance):
+def test_check_agrees_with_execution(case, data, exchanges, distance):
     schedule = build(*case)
     programs = [list(program) for program in schedule.programs]
     for _ in range(exchanges):

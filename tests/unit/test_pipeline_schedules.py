@@ -124,7 +124,7 @@ def test_orders_that_wait_for_each_other_are_refused():
         pipeline.add_messages(pipeline.Layout(2, 1, 1), orders)
 
 
-def test_own_orders_get_their_messages():
+def test_custom_orders_get_messages():
     """A schedule of one's own: last micro-batch first on the way back."""
     layout = pipeline.Layout(3, 4, 1)
     order = [Forward(m, 0) for m in range(4)] + [Backward(m, 0) for m in reversed(range(4))]

@@ -79,7 +79,7 @@ def test_the_built_in_ones_are_those_that_are_installed(root: Path) -> None:
     assert named == {(point.group, point.name): point.value for point in plugins.BUILT_IN}
 
 
-def test_ours_are_found_as_others_are() -> None:
+def test_own_plugins_use_entry_points() -> None:
     assert {(f.name, f.usable) for f in plugins.backends()} >= {("host", True)}
     assert {(f.name, f.usable) for f in plugins.transports()} >= {("shm", True)}
     found = next(f for f in plugins.backends() if f.name == "host")
@@ -105,7 +105,7 @@ def test_refusals_carry_a_remedy(others: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["refusing", "absent", "nothing of this name"])
-def test_asking_for_what_does_not_work(others: None, kind: str) -> None:
+def test_requesting_an_unusable_backend(others: None, kind: str) -> None:
     with pytest.raises(BackendUnavailable) as refused:
         plugins.backend(kind)
     text = str(refused.value)
@@ -114,7 +114,7 @@ def test_asking_for_what_does_not_work(others: None, kind: str) -> None:
     assert "refusing: no driver; install the driver" in text
 
 
-def test_asking_for_one_loads_no_other(others: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requesting_one_backend_loads_no_other(others: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on host memory need not load what GPUs need, nor let a driver look for them."""
     asked: list[str] = []
     examine = plugins._examine

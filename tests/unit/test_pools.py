@@ -34,7 +34,7 @@ class Gpu:
         return [event]
 
 
-def test_memory_that_comes_back_behind_the_events_waits_for_later_ones() -> None:
+def test_memory_returned_after_the_events_waits_for_later_ones() -> None:
     gpu = Gpu()
     first, second = gpu.memory.take(1000), gpu.memory.take(1000)
     before, behind = first.address, second.address

@@ -65,7 +65,7 @@ def test_a_forked_child_does_not_hold_its_parents():
         process.stdin.close()  # the child ends
 
 
-def test_one_for_each_folder(tmp_path):
+def test_one_lock_per_folder(tmp_path):
     one = Presence.take("/dev/shm")
     assert Presence.take("/dev/shm/") is one and one.held(one.byte)
     assert Presence.take(str(tmp_path)) is not one
@@ -106,7 +106,7 @@ def test_a_watchdog_notices_the_end(monkeypatch, why):
             watchdog.close()
 
 
-def test_a_number_that_another_process_has_by_now():
+def test_a_reused_pid():
     process, byte = start(HOLDER, "/dev/shm")
     with process:
         process.kill()

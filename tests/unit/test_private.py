@@ -20,7 +20,7 @@ NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_files_are_read(tmp_path: Path) -> None:
     folder = PrivateFolder(tmp_path / "deep" / "folder")
     assert folder.make() and folder.read("name") is None
     folder.write("name", b"content")
@@ -45,7 +45,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("place", ["folder", "folder/name"])
 @pytest.mark.parametrize("reason", CHANGES)
-def test_what_another_user_could_have_put_there_is_refused(tmp_path: Path, place: str, reason: str) -> None:
+def test_files_that_another_user_can_write_are_refused(tmp_path: Path, place: str, reason: str) -> None:
     if reason == "another user" and os.geteuid() != 0:
         pytest.skip("only root gives files away")
     folder = PrivateFolder(tmp_path / "folder")
@@ -57,7 +57,7 @@ def test_what_another_user_could_have_put_there_is_refused(tmp_path: Path, place
     assert error.value.filename == str(tmp_path / place)
 
 
-def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "name")
     with pytest.raises(NotPrivate, match="not a regular file"):
         PrivateFolder(tmp_path).read("name")
@@ -125,7 +125,7 @@ def _as_nobody(root: Path, home: str, before: str = "pass", *args: str) -> subpr
 
 
 @AS_ROOT
-def test_a_user_who_can_write_nowhere(root: Path) -> None:
+def test_a_user_without_a_writable_folder(root: Path) -> None:
     """Kernels are compiled in memory, and one process says so; the doctor too, with the remedy."""
     done = _as_nobody(root, "/nonexistent", NO_TEMPORARY, "doctor")
     assert "kept in memory" in done.stdout, done.stderr

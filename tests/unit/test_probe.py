@@ -73,7 +73,7 @@ def test_describes_what_is_next(rings: Callable[[int], list[Pair]]) -> None:
     assert sources.look(ONCE) is None
 
 
-def test_leaves_out_what_receives_will_take(rings: Callable[[int], list[Pair]]) -> None:
+def test_messages_for_posted_receives_are_skipped(rings: Callable[[int], list[Pair]]) -> None:
     ((source, sink),) = rings(1)
     sources = Sources([sink], 20.0)
     posted = [move(sink, 10, tag, wait=False) for tag in (1, 2)]
@@ -87,7 +87,7 @@ def test_leaves_out_what_receives_will_take(rings: Callable[[int], list[Pair]]) 
     assert sources.look(ONCE) == Probe(1, 3, 11, UINT8)
 
 
-def test_counts_what_a_graph_has_taken(rings: Callable[[int], list[Pair]]) -> None:
+def test_messages_received_by_a_graph_are_counted(rings: Callable[[int], list[Pair]]) -> None:
     """Receives of a graph take numbers that the host does not count; the ring tells how many are through."""
     ((source, sink),) = rings(1)
     for tag in range(3):
@@ -120,7 +120,7 @@ def test_every_source_has_its_turn(rings: Callable[[int], list[Pair]]) -> None:
     assert sources.look(ONCE) is None
 
 
-def test_a_rank_that_left(rings: Callable[[int], list[Pair]]) -> None:
+def test_probe_of_a_rank_that_left(rings: Callable[[int], list[Pair]]) -> None:
     """What it sent is found; without that it is passed over, and once all have left the look ends."""
     pairs = rings(3)
     sources = Sources([sink for _, sink in pairs], 20.0)
@@ -141,7 +141,7 @@ def test_a_rank_that_left(rings: Callable[[int], list[Pair]]) -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.PEER_LOST, Reason.ABORTED, Reason.DEADLINE, Reason.MISMATCH])
-def test_a_communicator_that_is_finished(rings: Callable[[int], list[Pair]], reason: Reason) -> None:
+def test_probe_on_a_failed_communicator(rings: Callable[[int], list[Pair]], reason: Reason) -> None:
     """One ring tells it, also where another rank's message comes behind."""
     pairs = rings(3)
     sources = Sources([sink for _, sink in pairs], 20.0)

@@ -185,7 +185,7 @@ def test_a_sender_does_not_wait_long_for_a_late_receiver(pair: Pair) -> None:
     assert (target == data).all() and pair.source.copied == 0
 
 
-def test_who_waited_in_vain_does_not_wait_again(pair: Pair) -> None:
+def test_a_sender_that_waited_in_vain_does_not_wait_again(pair: Pair) -> None:
     """Until a receiver comes in time."""
     target = np.zeros(LEAST, np.uint8)
     assert not pair.source.begin(pattern(LEAST, 0))
@@ -211,7 +211,7 @@ def test_a_message_larger_than_the_ring_waits(pair: Pair) -> None:
     assert pair.source.message_mover.advance(-1)
 
 
-def test_who_reduces_takes_from_the_ring(pair: Pair) -> None:
+def test_reducing_receives_use_the_ring(pair: Pair) -> None:
     """Though the sender offers its array."""
     data, mine = pattern(BIG, 1), pattern(BIG, 2)
     target = mine.copy()
@@ -227,9 +227,9 @@ def test_who_reduces_takes_from_the_ring(pair: Pair) -> None:
     assert (target == np.maximum(data, mine)).all()
 
 
-def test_who_sends_to_one_that_reduces_does_not_wait_for_it_again(pair: Pair) -> None:
+def test_a_sender_does_not_wait_for_a_reducing_receiver_again(pair: Pair) -> None:
     """Of a message that the ring cannot hold, it writes what it can before the receiver comes, for both to copy at once."""
-    test_who_reduces_takes_from_the_ring(pair)
+    test_reducing_receives_use_the_ring(pair)
     filled = ctypes.c_int64.from_address(pair.source.end.address + pair.source.end.layout.head(0))
     before = filled.value
     assert not pair.source.begin(pattern(BIG))
@@ -255,7 +255,7 @@ def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("straight", "chosen"), [(874, True), (875, False), (1000, False)])
-def test_straight_must_be_clearly_faster(pair: Pair, straight: int, chosen: bool) -> None:
+def test_direct_copies_must_be_clearly_faster(pair: Pair, straight: int, chosen: bool) -> None:
     """By an eighth, so that chance does not choose."""
     pair.source.end.kept[Word.TUNINGS + TuningWord.BEST :: _TUNING] = 1000
     pair.source.end.kept[Word.TUNINGS + TuningWord.BEST + STRAIGHT :: _TUNING] = straight
@@ -264,7 +264,7 @@ def test_straight_must_be_clearly_faster(pair: Pair, straight: int, chosen: bool
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
-def test_one_end_may_refuse(refuses: int) -> None:
+def test_one_end_may_refuse_direct_copies(refuses: int) -> None:
     """By XVCOMM_PROCESS_MEMORY: everything goes through the ring."""
     configs = [Config(), Config()]
     configs[refuses] = Config(process_memory=0)
@@ -279,7 +279,7 @@ def test_one_end_may_refuse(refuses: int) -> None:
     pair.close()
 
 
-def test_another_process_of_the_same_number() -> None:
+def test_another_process_with_the_same_pid() -> None:
     """As where numbers of processes mean different ones: nobody writes there."""
     pair = Pair(Config(), Config())
     pair.source.settle(STRAIGHT)
@@ -327,7 +327,7 @@ def test_differing_descriptions_deliver_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("leaver", ["source", "sink"])
-def test_who_gives_up_waits_until_nobody_touches_its_array(pair: Pair, leaver: str) -> None:
+def test_giving_up_waits_until_the_array_is_not_accessed(pair: Pair, leaver: str) -> None:
     """And another thread that gives up one behind it waits as long."""
     side, other = (pair.source, pair.sink) if leaver == "source" else (pair.sink, pair.source)
     assert not side.begin(pattern(BIG))
@@ -348,7 +348,7 @@ def test_who_gives_up_waits_until_nobody_touches_its_array(pair: Pair, leaver: s
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("leaver", ["source", "sink"])
-def test_nobody_enters_the_array_of_who_has_left(pair: Pair, leaver: str, stopped: bool) -> None:
+def test_no_copy_starts_after_the_owner_has_left(pair: Pair, leaver: str, stopped: bool) -> None:
     """One leaves, or everything is stopped, when both have agreed: then the other one waits to be told why."""
     target = np.full(BIG, 7, np.uint8)
     assert not pair.sink.begin(target)

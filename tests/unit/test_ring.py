@@ -70,7 +70,7 @@ def test_parts_cover_a_message(nbytes: int, lanes: int, slot_bytes: int) -> None
 
 
 @given(layouts, st.data())
-def test_an_empty_ring_takes_what_it_says_it_takes_at_once(layout: RingLayout, data: st.DataObject) -> None:
+def test_an_empty_ring_buffers_messages_up_to_at_once(layout: RingLayout, data: st.DataObject) -> None:
     messages = data.draw(st.integers(1, layout.slots))
     most = layout.at_once(messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, most), min_size=messages - 1, max_size=messages - 1)))
@@ -95,14 +95,14 @@ def test_smaller_rings_have_as_many_lanes_and_take_a_message_in_pieces(layout: R
     assert shapes[-1].capacity <= layout.lanes * 4 * LEAST_CHUNK
 
 
-def test_a_ring_that_somebody_counts_on_is_not_smaller() -> None:
+def test_fixed_rings_are_not_made_smaller() -> None:
     assert RingLayout(1, 96, 16384, fixed=True).smaller() is None
     assert RingLayout(16, 4, 256 << 10, apart=True).smaller() is None
     assert RingLayout(1, 96, 16384).smaller() == RingLayout(1, 48, 16384)
     assert RingLayout(8, 4, 256 << 10).smaller() == RingLayout(8, 4, 128 << 10)
 
 
-def test_cuts_written_out() -> None:
+def test_examples_of_cuts() -> None:
     assert lane_parts(0, 4, 4096) == ()
     assert lane_parts(4096, 4, 4096) == ((0, 4096),)
     assert lane_parts(4097, 4, 4096) == ((0, 2064), (2064, 4097))
@@ -189,7 +189,7 @@ def test_words_of_a_message_that_was_given_up_are_no_mismatch(ends: tuple[RingEn
     assert producer.mismatch() is None and consumer.mismatch() is None
 
 
-def test_messages_are_told_in_words() -> None:
+def test_messages_as_text() -> None:
     assert MESSAGE.describe() == "1024 x float32, tag 7"
     assert Message(OpCode.SEND, 99, 10, 0).describe() == "10 bytes of dtype 99, tag 0"
 

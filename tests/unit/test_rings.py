@@ -146,7 +146,7 @@ def test_slots_lie_in_host_memory_elsewhere(rank: int) -> None:
         (replace(SECOND, device="bus 2"), "bus 0 and bus 2 do not reach"),
     ],
 )
-def test_why_two_gpus_share_no_memory(theirs: PeerMemory | None, refusal: str) -> None:
+def test_reasons_against_peer_memory(theirs: PeerMemory | None, refusal: str) -> None:
     """Both ends come to the same."""
     found = peer_refusal(FIRST, theirs)
     assert found == peer_refusal(theirs, FIRST)

@@ -245,7 +245,7 @@ def test_scaled_reductions(topology: Topology, op: Collective, scale: str, more:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("op", REDUCTIONS)
-def test_low_precision_over_three_islands_low_precision(dtype: str, op: Collective) -> None:
+def test_low_precision_over_three_islands(dtype: str, op: Collective) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     topology = Topology.from_labels("abc")
     # Added one by one in this dtype the small terms are lost; together they move the last digit.
@@ -273,7 +273,7 @@ def exact(dtype: str, count: int, seed: int) -> Array:
     st.sampled_from(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")), st.data(),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
-def test_low_precision_low_precision_in_all(
+def test_low_precision_rounds_once(
     topology: Topology, op: Collective, scale: str, dtype: str, more: st.DataObject
 ) -> None:
     if topology.homogeneous:
@@ -297,7 +297,7 @@ def test_low_precision_low_precision_in_all(
             np.testing.assert_array_equal(got.astype("f4"), want)
 
 
-def test_an_average_is_divided_behind_the_sum() -> None:
+def test_an_average_is_divided_after_the_sum() -> None:
     """Of 5 and five zeros: a sixth of 5 in float16 is 0.83350, and five of six rounded would be 0.83301."""
     topology = Topology.from_labels("aaabbb")
     inputs = [np.full(8, 5.0 * (rank == 0), "float16") for rank in range(6)]
@@ -349,7 +349,7 @@ def test_the_border_adds_in_island_order(op: Collective, islands: int) -> None:
     st.sampled_from((1, 2, 4, 8, 16)),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_border_link_carries_its_fair_share(sizes: list[int], count: int, itemsize: int) -> None:
+def test_border_links_are_used_evenly(sizes: list[int], count: int, itemsize: int) -> None:
     topology = Topology.from_labels([str(i) for i, size in enumerate(sizes) for _ in range(size)])
     request = Request(Collective.ALL_REDUCE, itemsize, count=count)
     grain = 16 // itemsize
@@ -364,7 +364,7 @@ def test_every_border_link_carries_its_fair_share(sizes: list[int], count: int, 
         assert islands == 2 or added <= count / ranks + grain * pieces
 
 
-def test_only_what_the_other_side_needs_crosses() -> None:
+def test_only_needed_data_crosses_the_border() -> None:
     topology = Topology.from_labels("aaabb")
     counts = (10, 20, 30, 40, 50)
     request = Request(Collective.REDUCE_SCATTER, 8, counts=counts)

@@ -128,7 +128,7 @@ def test_native_counts_must_be_equal() -> None:
 
 
 @pytest.mark.parametrize("labels", ("aabb", "aabbcc"))
-def test_missing_after_shows_in_some_order_of_events(labels: str) -> None:
+def test_a_missing_dependency_is_detected(labels: str) -> None:
     topology = Topology.from_labels(labels)
     inputs = [np.arange(96, dtype="i4") * (rank + 1) for rank in range(topology.size)]
     plans = schedules(topology=topology)
@@ -161,7 +161,7 @@ def test_each_after_of_a_kind_is_needed(kind: type[Step]) -> None:
     assert found
 
 
-def test_a_circle_of_waits_is_found() -> None:
+def test_deadlocks_are_detected() -> None:
     # Each first waits for the other's put, which comes after its own get and a copy.
     def plan(peer: int) -> tuple[Step, ...]:
         return Get(Lane.RECV, (), peer, TMP), Copy(Lane.NATIVE, (0,), TMP, OUT), Put(Lane.SEND, (), peer, IN)

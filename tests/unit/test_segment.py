@@ -16,7 +16,7 @@ NAME = "xvcomm-job-1-0123456789ab"
 @pytest.mark.parametrize(
     "name", ["../precious", "/etc/passwd", "", ".", "precious", f"../{NAME}", f"{NAME}/../precious"]
 )
-def test_only_plain_names_of_ours(tmp_path: Path, name: str) -> None:
+def test_only_names_of_xvcomm_segments(tmp_path: Path, name: str) -> None:
     (tmp_path / "shm").mkdir()
     (tmp_path / "precious").write_bytes(bytes(PAGE))
     (tmp_path / NAME).write_bytes(bytes(PAGE))
@@ -79,7 +79,7 @@ def test_a_segment_that_is_too_small(tmp_path: Path) -> None:
     made.close()
 
 
-def test_unlink_spares_a_file_that_took_the_name(tmp_path: Path) -> None:
+def test_unlink_keeps_another_file_with_the_same_name(tmp_path: Path) -> None:
     made = Segment.create(str(tmp_path), "job", PAGE)
     path = tmp_path / made.name
     path.rename(tmp_path / "away")

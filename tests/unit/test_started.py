@@ -104,7 +104,7 @@ def job() -> Job:
     return Job()
 
 
-def test_it_is_over_when_its_own_event_is_reached(job: Job) -> None:
+def test_complete_when_its_event_is_reached(job: Job) -> None:
     assert not job.work.done() and job.work.exception() is None
     with pytest.raises(DeadlineExceeded, match=r"all_gather #7 was not done after 0\.01 s"):
         job.work.synchronize(0.01)
@@ -119,7 +119,7 @@ def test_it_is_over_with_everything_in_its_group(job: Job) -> None:
 
 
 @pytest.mark.parametrize("what", ["behind", "native", "stopped", "ring"])
-def test_it_fails(job: Job, what: str) -> None:
+def test_the_work_fails_with_the_communicator(job: Job, what: str) -> None:
     if what == "behind":
         job.stop = LOST
     elif what == "stopped":
@@ -137,7 +137,7 @@ def test_it_fails(job: Job, what: str) -> None:
             call()
 
 
-def test_a_rank_that_left_stops_nothing_that_it_came_to(job: Job) -> None:
+def test_a_departure_does_not_fail_operations_that_the_rank_joined(job: Job) -> None:
     job.stop = LEFT
     job.work.order(HOME)
     assert not job.work.done() and job.followed == [HOME]
@@ -145,7 +145,7 @@ def test_a_rank_that_left_stops_nothing_that_it_came_to(job: Job) -> None:
     assert job.work.done() and job.work.exception() is None
 
 
-def test_arrays_are_let_go_where_their_framework_comes_behind(job: Job) -> None:
+def test_arrays_are_released_when_their_stream_waits(job: Job) -> None:
     job.work.order(ELSEWHERE)
     assert job.companions.keep == {7: job.call}
     assert job.call.src is not None
@@ -153,19 +153,19 @@ def test_arrays_are_let_go_where_their_framework_comes_behind(job: Job) -> None:
     assert not job.companions.keep and job.call.src is None and job.followed == [ELSEWHERE, HOME]
 
 
-def test_arrays_whose_stream_nobody_knows_are_kept(job: Job) -> None:
+def test_arrays_with_unknown_stream_are_kept(job: Job) -> None:
     assert job.call.dst is not None
     job.call.dst.stream = None
     job.work.order(None)
     assert job.companions.keep == {7: job.call} and job.call.src is not None
 
 
-def test_nobody_calls_back(job: Job) -> None:
+def test_callbacks_are_refused(job: Job) -> None:
     with pytest.raises(ArgumentError, match="wait"):
         job.work.add_done_callback(lambda future: None)
 
 
-def test_a_message_is_over_when_its_ring_is_through(job: Job) -> None:
+def test_a_message_is_complete_with_its_ring(job: Job) -> None:
     message = job.message()
     job.through, job.stop = True, LEFT
     assert message.done() and message.exception() is None, "it came before that rank left"
@@ -173,7 +173,7 @@ def test_a_message_is_over_when_its_ring_is_through(job: Job) -> None:
     assert lost.done() and "recv with rank 1 (channel 2)" in str(lost.exception())
 
 
-def test_who_waits_for_a_message_lets_others_go_first(job: Job) -> None:
+def test_waiting_for_a_message_releases_earlier_ones(job: Job) -> None:
     message = job.message()
     assert set(job.companions.keep) == {job.branch.ends[0], 7}
     message.order(HOME)

@@ -48,7 +48,7 @@ def stop(process: subprocess.Popen[str]) -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
-def test_who_is_stopped(client: subprocess.Popen[str]) -> None:
+def test_detection_of_stopped_processes(client: subprocess.Popen[str]) -> None:
     where = own().rpartition(" ")[0]
     assert not stopped(own()) and not stopped(f"{where} {client.pid}")
     stop(client)

@@ -97,7 +97,7 @@ def test_a_folder_that_a_job_left_on_other_hosts_says_what_to_do(tmp_path: Path)
             FileStore(tmp_path, ranks=2).enter(2, Deadline.after(10))
 
 
-def test_ranks_that_run_are_not_put_out(tmp_path: Path) -> None:
+def test_running_ranks_keep_the_folder(tmp_path: Path) -> None:
     stores = [FileStore(tmp_path / "job", ranks=2) for _ in range(2)]
     stores[0].enter(2, Deadline.after(10))
     stores[0].set("k", b"1")

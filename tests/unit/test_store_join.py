@@ -33,7 +33,7 @@ def test_everybody_gets_everything_in_rank_order(opener: Opener) -> None:
     assert join(opener(), [2, 0, 1], 3) == [[b"info0", b"info1", b"info2"]] * 3
 
 
-def test_the_one_that_decides_stops_before_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deciding_rank_stops_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others end in words, not with a key of the store."""
     monkeypatch.setattr("xvcomm.rendezvous.store.join._SETTLE_SECONDS", 0.1)
     store = MemoryStore()
@@ -56,7 +56,7 @@ def test_the_first_to_give_up_ends_it_for_all() -> None:
                 join_barrier(store, attempt, 3, b"", Deadline.after(0.05)) if attempt == 1 else patient.result(SOON)
 
 
-def test_late_for_a_decided_join() -> None:
+def test_a_rank_that_comes_after_the_decision() -> None:
     store = MemoryStore()
     join(store, [0], 2, 0.05)
     with pytest.raises(DeadlineExceeded, match="rank 1 of 2"):
@@ -70,7 +70,7 @@ def test_two_of_one_number_end_it_for_all() -> None:
         assert str(result).count(f"process {os.getpid()} on") == 2 and "rank 1" in str(result)
 
 
-def test_a_straggler_of_a_taken_number_disturbs_nobody() -> None:
+def test_a_late_duplicate_rank_does_not_affect_others() -> None:
     store = MemoryStore()
     assert join(store, [0, 1], 2) == [[b"info0", b"info1"]] * 2
     with pytest.raises(ConfigError, match="two processes are rank 1"):

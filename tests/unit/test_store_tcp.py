@@ -80,7 +80,7 @@ def test_a_proof_cannot_be_sent_back() -> None:
         b"\0\0",
     ],
 )
-def test_rubbish_hurts_nobody(server: TcpServer, rubbish: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_malformed_data_is_ignored(server: TcpServer, rubbish: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=SOON) as rude:
         rude.sendall(rubbish)
         if len(rubbish) > wire.HEADER:
@@ -92,7 +92,7 @@ def test_rubbish_hurts_nobody(server: TcpServer, rubbish: bytes, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-def test_silent_connections_use_up_neither_descriptors_nor_patience(server: TcpServer) -> None:
+def test_silent_connections_do_not_block_clients(server: TcpServer) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -115,7 +115,7 @@ def test_silent_connections_use_up_neither_descriptors_nor_patience(server: TcpS
     member.close()
 
 
-def test_a_trusted_client_that_turns_rude_is_cut(server: TcpServer) -> None:
+def test_a_client_that_violates_the_protocol_is_disconnected(server: TcpServer) -> None:
     store = client(server)
     store.set("k", b"1")
     link = store._take(Deadline.after(SOON), "test")
@@ -262,7 +262,7 @@ def test_a_forked_child_keeps_nothing_of_the_server() -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_server_that_drips_bytes_holds_nobody_beyond_the_deadline() -> None:
+def test_a_slow_server_does_not_exceed_the_deadline() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     done = threading.Event()
 
@@ -341,7 +341,7 @@ def test_grace_ends(server: TcpServer) -> None:
     store.close()
 
 
-def test_epochs_keep_lives_apart() -> None:
+def test_epochs_separate_communicators() -> None:
     server = TcpServer("127.0.0.1", 0, "secret", epoch=0)
     client(server, epoch=0).close()
     with pytest.raises(StoreError, match="earlier communicator"):
@@ -349,7 +349,7 @@ def test_epochs_keep_lives_apart() -> None:
     server.close()
 
 
-def test_who_knocks_while_the_server_closes_is_not_left_standing(port: int) -> None:
+def test_connections_during_close_are_refused(port: int) -> None:
     done, longest = threading.Event(), [0.0]
 
     def knock() -> None:

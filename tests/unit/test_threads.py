@@ -96,7 +96,7 @@ def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not thread.is_alive()
 
 
-def test_one_that_nobody_will_start() -> None:
+def test_a_thread_that_is_never_started() -> None:
     thread = Daemon("never", lambda: None)
     thread.join()
     thread.start()

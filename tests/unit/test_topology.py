@@ -50,7 +50,7 @@ def test_islands_hold_every_rank_once(islands: tuple[Island, ...]) -> None:
         Topology(islands, ("host",) * 3)
 
 
-def test_from_what_ranks_tell() -> None:
+def test_from_rank_infos() -> None:
     infos = [
         RankInfo(rank, f"id{rank // 2}", f"node{rank // 2}", 100 + rank, "host", label)
         for rank, label in enumerate(("x", "y", "x", "y"))

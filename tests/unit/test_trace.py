@@ -138,7 +138,7 @@ def test_a_long_call_site_keeps_its_end(memory: memoryview) -> None:
     assert found is not None and found.call_site == ("long" * 20 + ".py:1")[-48:]
 
 
-def test_closing_lets_go(memory: memoryview) -> None:
+def test_close_releases_memory(memory: memoryview) -> None:
     recorder = Recorder(memory)
     number = begin(recorder, 0, 1, OpCode.SEND, FLOAT32, 4)
     recorder.close()
@@ -149,9 +149,7 @@ def test_closing_lets_go(memory: memoryview) -> None:
     assert begin(recorder, 0, 2, OpCode.SEND, FLOAT32, 4) == number + 1
 
 
-def test_who_asks_while_another_thread_closes_hears_nothing(
-    memory: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_history_during_close_is_empty(memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, told = Recorder(memory), list[Record]()
     monkeypatch.setattr("xvcomm.trace.recorder.hooks", [told.append])
     number = begin(recorder, 0, 1, OpCode.SEND, FLOAT32, 4)
@@ -181,7 +179,7 @@ def test_history_is_in_order_while_operations_go_on(memory: memoryview) -> None:
     recorder.close()
 
 
-def test_a_communicator_tells_what_it_did() -> None:
+def test_communicator_history() -> None:
     with xvcomm.init() as comm:
         comm.all_reduce(np.ones(4096, np.float32))
         with pytest.raises(xvcomm.ArgumentError):
@@ -193,7 +191,7 @@ def test_a_communicator_tells_what_it_did() -> None:
     assert comm.history() == []
 
 
-def test_a_thread_that_works_for_another_gives_its_call_site() -> None:
+def test_worker_threads_record_the_callers_call_site() -> None:
     def call_site() -> str:
         return ctypes.string_at(find_call_site(0)).decode()
 

@@ -105,20 +105,20 @@ def test_a_message_that_went_through_is_not_late(job: Job) -> None:
     assert job.stopped() == []
 
 
-def test_nobody_is_late_while_the_device_is_looked_at() -> None:
+def test_no_operation_is_late_while_the_device_is_polled() -> None:
     job = Job(looked=-0.01)
     job.add(LATE, 0, End(0), peer=1)
     assert job.stopped() == []
 
 
-def test_what_a_look_has_seen_in_time_is_left_to_it(job: Job) -> None:
+def test_operations_seen_complete_in_time_are_not_late(job: Job) -> None:
     job.tracker._looked = job.begin + LATE + 0.1
     job.add(LATE, 0, End(0), peer=1)
     assert job.stopped() == []
 
 
 @pytest.mark.parametrize("absent", [set(), {0}])
-def test_a_collective_is_given_up_where_nothing_else_can_be_waited_for(job: Job, absent: set[int]) -> None:
+def test_a_collective_is_late_if_nothing_else_can_be(job: Job, absent: set[int]) -> None:
     job.absent = absent
     job.add(LATE, 0)
     assert job.stopped() == [0]
@@ -140,7 +140,7 @@ def test_a_collective_that_a_rank_did_not_come_to_is_late_beside_a_message(job: 
 
 
 @pytest.mark.parametrize("place", ["open", "sealed"])
-def test_what_has_no_event_yet_counts(job: Job, place: str) -> None:
+def test_operations_without_an_event_can_be_late(job: Job, place: str) -> None:
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
     job.tracker.add_blocking([operation], 1, job.deadline(LATE), [(cast(RingEnd, End(0)), 1, operation)])
     if place == "sealed":
@@ -162,7 +162,7 @@ def test_a_threads_own_stream_gets_its_event_from_that_thread(job: Job, monkeypa
     assert job.stopped() == [5]
 
 
-def test_who_looks_in_the_middle_of_noting_an_operation_does_not_wait_for_it(job: Job) -> None:
+def test_polling_during_logging_does_not_block(job: Job) -> None:
     """A signal handler may, in the thread that would have to go on."""
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
     job.tracker.add_blocking([operation], 1, job.deadline(IN_TIME), [])
@@ -172,7 +172,7 @@ def test_who_looks_in_the_middle_of_noting_an_operation_does_not_wait_for_it(job
         assert time.monotonic() - begin < 1.0 and job.tracker
 
 
-def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_operations_are_found_in_any_order(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "held_up", False)
     job.add(IN_TIME, 0, End(0), peer=1)
     job.add(LATE, 1, End(0), peer=1)
@@ -180,9 +180,7 @@ def test_what_is_late_is_found_by_a_look_in_any_order(job: Job, monkeypatch: pyt
     assert [operation.sequence for operation in job.told] == [1]
 
 
-def test_what_is_over_is_not_late_though_the_users_work_precedes_its_event(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complete_operations_are_not_late_behind_the_users_work(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the default stream, whose event is recorded later, after what the user has put there meanwhile."""
     monkeypatch.setattr(Stream, "held_up", False)
     job.add(LATE, 0, End(1), peer=1)
@@ -202,7 +200,7 @@ def test_messages_behind_a_graphs_are_not_over_where_the_ring_has_stopped(job: J
 
 
 @pytest.mark.parametrize("captured", [0, 5])
-def test_nobody_records_on_a_stream_while_a_capture_takes_it_in(job: Job, captured: int) -> None:
+def test_no_event_is_recorded_while_a_stream_joins_a_capture(job: Job, captured: int) -> None:
     held: list[bool] = []
     stream: Any = SimpleNamespace(wait=lambda event: held.append(job.tracker._gate.locked()))
     job.tracker.join(stream, cast(Any, SimpleNamespace(captured=captured)))
@@ -219,7 +217,7 @@ def test_operations_with_unlike_deadlines_do_not_share_an_event(job: Job) -> Non
     assert sealed == [2]
 
 
-def test_nothing_is_kept_of_a_stream_that_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_ended_streams_is_freed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread has streams of its own, and an application may make ever new threads."""
     monkeypatch.setattr(Stream, "held_up", False)
     kept = [job.add(IN_TIME, number, End(1), peer=1) for number in range(3)]

@@ -81,7 +81,7 @@ def refused() -> None:
     goes_on()
 
 
-def test_every_call_is_refused(start: Callable[..., Job]) -> None:
+def test_every_call_raises_closed_error(start: Callable[..., Job]) -> None:
     """In a job of its own: a child that destroys a group of Gloo's, which another test may have left, hangs in Gloo."""
     start("cuda:1,rocm:1").run(refused)
 
@@ -119,7 +119,7 @@ def inherits_what_is_under_way() -> None:
     goes_on()
 
 
-def test_works_that_a_child_inherits(pair: Job) -> None:
+def test_works_in_a_forked_child(pair: Job) -> None:
     pair.run(inherits_what_is_under_way)
 
 
