@@ -53,7 +53,7 @@ class Part:
             found: Part | None = vars(communicator).get(_NAME)
             if found is None:
                 found = vars(communicator)[_NAME] = cls(communicator)
-                communicator._context.lifecycle.on_close(found._end)
+                communicator.on_close(found._end)
             return found
 
     def run(self, action: Callable[[], Any]) -> Any:

@@ -16,13 +16,12 @@ Aborted the communicator is unusable on all its ranks.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NoReturn, SupportsIndex
 
 from xvcomm.abc.store import Store
+from xvcomm.comm.counts import blocks, in_elements, own_block, whole
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
 from xvcomm.comm.subgroups import Meetings, subgroups
@@ -196,7 +195,7 @@ class Communicator(PointToPoint, Objects):
         ):
             return given.array
         how = reduction_on(op, src.dtype)
-        rows, elements = self._blocks(src, counts)
+        rows, elements = blocks(src, counts, self.size, self.rank)
         dst = self._output(src, given, rows, elements[self.rank])
         call = Call(_REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None, key=key)
         return self._call(call, async_op, timeout, stream)
@@ -220,7 +219,7 @@ class Communicator(PointToPoint, Objects):
             and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
         ):
             return given.array
-        rows, elements = self._own_block(src, counts)
+        rows, elements = own_block(src, counts, self.size, self.rank)
         dst = self._output(src, given, rows, sum(elements))
         call = Call(_ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None, key=key)
         return self._call(call, async_op, timeout, stream)
@@ -232,7 +231,7 @@ class Communicator(PointToPoint, Objects):
         """Concatenate the blocks of all ranks along axis 0 on the root; None elsewhere. Arguments as in `all_gather`."""
         self._check_rank("root", root)
         src = array.view(x)
-        rows, elements = self._own_block(src, counts)
+        rows, elements = own_block(src, counts, self.size, self.rank)
         dst = self._output(src, out, rows, sum(elements)) if self.rank == root else None
         call = Call(OpCode.GATHER, src, dst, src.dtype, counts=elements, root=root, uneven=counts is not None)
         return self._call(call, async_op, timeout, stream)
@@ -254,11 +253,11 @@ class Communicator(PointToPoint, Objects):
             raise ArgumentError("scatter: the root needs the array x, the other ranks need out (or x for its shape)")
         src = None if x is None else array.view(x)
         if src is not None:
-            rows, elements = self._blocks(src, counts)
+            rows, elements = blocks(src, counts, self.size, self.rank)
             dst = self._output(src, out, rows, elements[self.rank])
         else:
             dst = array.view(out, output=True)
-            _, elements = self._own_block(dst, counts)
+            _, elements = own_block(dst, counts, self.size, self.rank)
             dst = self._empty_like(dst, dst.shape) if dst.immutable else dst
         call = Call(
             OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=elements, root=root, uneven=counts is not None
@@ -288,13 +287,13 @@ class Communicator(PointToPoint, Objects):
             and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
         ):
             return given.array
-        _, elements = self._blocks(src, send_counts)
+        _, elements = blocks(src, send_counts, self.size, self.rank)
         rows, back = src.shape[0], elements
         if recv_counts is not None:
-            counts = _whole("recv_counts", recv_counts)
+            counts = whole("recv_counts", recv_counts)
             if len(counts) != self.size or min(counts) < 0:
                 raise ArgumentError(f"recv_counts {counts}: expected {self.size} numbers of rows")
-            rows, back = sum(counts), _in_elements(counts, src.shape)
+            rows, back = sum(counts), in_elements(counts, src.shape)
         dst = self._output(src, given, rows, sum(back))
         if dst.address == src.address and src.nbytes:
             raise ArrayError("all_to_all: out must not be x; omit it or pass another array")
@@ -374,6 +373,10 @@ class Communicator(PointToPoint, Objects):
         else:
             self._context.lifecycle.close()
 
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call a function when this communicator is closed: after its operations have stopped, before its memory is unmapped."""
+        self._context.lifecycle.on_close(callback)
+
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.timeout if timeout is None else timeout)
 
@@ -399,47 +402,9 @@ class Communicator(PointToPoint, Objects):
             raise ArrayError(f"out has {dst.count} x {dst.dtype}, needed are {count} x {src.dtype} (shape {shape})")
         return self._empty_like(src, shape)
 
-    def _blocks(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
-        """This rank's number of rows, and elements per rank, of an array that contains the blocks of all ranks."""
-        if not src.shape:
-            raise ArrayError("a scalar has no rows to divide; pass an array with at least one dimension")
-        total, size = src.shape[0], self.size
-        if counts is None:
-            if total % size:
-                raise ArrayError(f"{total} rows are not a multiple of {size} ranks; pass counts=")
-            return total // size, (src.count // size,) * size
-        rows = _whole("counts", counts)
-        if len(rows) != size or min(rows) < 0 or sum(rows) != total:
-            raise ArgumentError(f"counts {rows}: expected {size} numbers that add up to {total} rows")
-        return rows[self.rank], _in_elements(rows, src.shape)
-
-    def _own_block(self, src: ArrayView, counts: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
-        """Total number of rows, and elements per rank, if the array contains this rank's block."""
-        mine, size = src.shape[0] if src.shape else 1, self.size
-        if counts is None:
-            return mine * size, (src.count,) * size
-        rows = _whole("counts", counts)
-        if len(rows) != size or min(rows) < 0 or rows[self.rank] != mine:
-            raise ArgumentError(f"counts {rows}: expected {size} numbers, the one of rank {self.rank} being {mine}")
-        return sum(rows), _in_elements(rows, src.shape)
-
 
 def _key(op: OpCode, how: object, src: ArrayView, dst: ArrayView | None, special: bool) -> Key | None:
     """Key of a repeated collective for the compiled call; None if it is asynchronous, uneven, or allocates its output."""
     if special or not src.kind or dst is None or not dst.kind:
         return None
     return op, how, src.kind, 0 if dst is src else dst.kind
-
-
-def _in_elements(rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Convert counts of rows to counts of elements."""
-    row = math.prod(shape[1:])
-    return tuple(n * row for n in rows)
-
-
-def _whole(what: str, counts: Sequence[int]) -> tuple[int, ...]:
-    """Counts as plain integers, so that a list and a numpy array of the same numbers give the same call."""
-    try:
-        return tuple(operator.index(n) for n in counts)
-    except TypeError:
-        raise ArgumentError(f"{what} {counts!r}: expected integers, one per rank") from None
