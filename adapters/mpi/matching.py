@@ -5,19 +5,16 @@ receives probe before they receive. If two tags share a channel, a message in fr
 memory until a receive matches it. The tag given to xvcomm also contains the message's sequence number, so that receives with
 ANY_TAG preserve the order of sending.
 
-No thread runs in the background: posted receives are matched whenever this process is in a call of this package that waits or
-tests (MPI's weak progress).
+No thread runs in the background: posted receives are matched by `progress`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 
-from xvcomm.adapters.mpi import control
+from xvcomm.adapters.mpi import control, progress
 from xvcomm.adapters.mpi.messages import (
     ANY_SOURCE,
     ANY_TAG,
@@ -39,9 +36,6 @@ from xvcomm.types.dtype import from_numpy
 
 _AT_ONCE = 32 << 10
 """Messages up to this size in bytes are moved by the caller's thread, which is faster than handing them to another."""
-
-_SPINS = 100
-_SHORTEST, _LONGEST = 50e-6, 1e-3
 
 
 class Send:
@@ -139,7 +133,7 @@ class Matcher:
         if channel:
             with self._gate:
                 self._control.announce(dest, channel)
-        if envelope.nbytes > _AT_ONCE or _waiting:
+        if envelope.nbytes > _AT_ONCE or progress.busy():
             return self._comm.isend(data, dest, envelope.wire, channel=channel)
         self._comm.send(data, dest, envelope.wire, channel=channel)
         return None
@@ -147,7 +141,7 @@ class Matcher:
     def _expect(self, dest: int, number: int) -> None:
         with self._gate:
             self._control.expect((dest, number))
-            _waiting.add(self)
+            progress.add(self)
 
     def answered(self, key: control.Key) -> bool:
         """Whether a synchronous message has been acknowledged.
@@ -187,7 +181,7 @@ class Matcher:
         receive = Receive(source, tag, room)
         with self._gate:
             self._posted.append(receive)
-            _waiting.add(self)
+            progress.add(self)
             self.advance(receive if waits else None)
         return receive
 
@@ -202,7 +196,7 @@ class Matcher:
                 finally:
                     self._claimed.discard(place)
                 self.advance(receive)
-        wait_until(receive.over, deadline, self.late)
+        progress.wait_until(receive.over, deadline, self.late)
         receive.check()
 
     def _claim(self, receive: Receive, place: tuple[int, int]) -> bool:
@@ -211,7 +205,7 @@ class Matcher:
         No other thread probes `place` then: it could take the message that this one waits for.
         """
         with self._gate:
-            alone = _waiting == {self} and self._posted == [receive] and not self._control.expecting
+            alone = progress.only(self) and self._posted == [receive] and not self._control.expecting
             if alone:
                 self._claimed.add(place)
             return alone
@@ -282,11 +276,11 @@ class Matcher:
         with self._gate:
             for receive in self._posted.copy():
                 self.cancel(receive)
-            _waiting.discard(self)
+            progress.discard(self)
 
     def _rest(self) -> None:
         if not self._posted and not self._control.expecting:
-            _waiting.discard(self)
+            progress.discard(self)
 
     def _serve(self, receive: Receive, urgent: Receive | None) -> None:
         """Match messages to a receive, or to earlier ones that fit, until it has one or none is available."""
@@ -408,41 +402,5 @@ class Matcher:
             raise ArgumentError(f"tag {tag}: must be from 0 to {TAG_UB}")
 
 
-_waiting: set[Matcher] = set()
-"""Matchers with unmatched receives or unacknowledged sends; every waiting thread advances all of them."""
-
-
 def _given(source: int) -> int | None:
     return None if source == ANY_SOURCE else source
-
-
-def advance() -> None:
-    """Match what can be matched, on all communicators."""
-    for matcher in tuple(_waiting):
-        matcher.advance()
-
-
-def busy() -> bool:
-    """Whether any Matcher needs to be advanced, so that no thread may block elsewhere."""
-    return bool(_waiting)
-
-
-def wait_until(done: Callable[[], bool], deadline: Deadline, late: Callable[[], None] | None = None) -> None:
-    """Block until `done` returns True, and match messages meanwhile.
-
-    Args:
-        done: the condition.
-        deadline: when to stop waiting.
-        late: called when the deadline has passed; it should raise.
-    """
-    turns, pause = 0, _SHORTEST
-    while not done():
-        advance()
-        turns += 1
-        if turns < _SPINS:
-            time.sleep(0)
-            continue
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST)
-        if late is not None and deadline.expired():
-            late()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from xvcomm.adapters.mpi.matching import Matcher, busy, wait_until
+from xvcomm.adapters.mpi.matching import Matcher
+from xvcomm.adapters.mpi.progress import busy, wait_until
 from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.errors import ArgumentError

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from xvcomm.adapters.mpi.buffers import Array, carried, placed, vector
-from xvcomm.adapters.mpi.matching import Matcher, wait_until
+from xvcomm.adapters.mpi.matching import Matcher
 from xvcomm.adapters.mpi.messages import ANY_SOURCE, ANY_TAG, Arrived, Envelope, Receive, Room, scratch
 from xvcomm.adapters.mpi.part import Part
+from xvcomm.adapters.mpi.progress import wait_until
 from xvcomm.adapters.mpi.requests import Both, Done, Fetching, Prequest, Receiving, Request, Sending, Started
 from xvcomm.adapters.mpi.status import Status
 from xvcomm.errors import ArgumentError, ArrayError, DTypeError, PeerLost, XvcommError

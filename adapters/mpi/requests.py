@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from xvcomm.adapters.mpi.matching import Matcher, Send, advance, busy, wait_until
+from xvcomm.adapters.mpi.matching import Matcher, Send
 from xvcomm.adapters.mpi.messages import Envelope, Receive
+from xvcomm.adapters.mpi.progress import advance, busy, wait_until
 from xvcomm.adapters.mpi.status import UNDEFINED, Status
 from xvcomm.errors import ArgumentError
 from xvcomm.types.deadline import NEVER, Deadline
