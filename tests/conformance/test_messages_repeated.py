@@ -10,7 +10,7 @@ import pytest
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost
 from xvcomm.testing.world import World
 from xvcomm.trace import recorder
-from xvcomm.trace.format import State, last_record
+from xvcomm.trace.format import State
 from xvcomm.types.opcode import OpCode
 
 LIMIT = 20
@@ -134,7 +134,7 @@ def waiting(comm, kind):
     try:
         call(comm, kind, x)
     except KeyboardInterrupt:
-        record = last_record(comm._context.session._regions[comm.rank])
+        record = comm._context.session.journal.last_record(comm.rank)
         return record.op, record.state
     return None
 
@@ -217,7 +217,7 @@ def aborted(comm):
     for message in (comm.send, comm.recv):
         with pytest.raises(MismatchError):
             message(np.zeros(4, np.uint8), 1 - comm.rank)
-        record = last_record(comm._context.session._regions[comm.rank])
+        record = comm._context.session.journal.last_record(comm.rank)
         assert record.state == State.FAILED and record.nbytes == 4
     return len(comm._context.lifecycle.users)
 

@@ -361,7 +361,7 @@ class Communicator(PointToPoint, Objects):
         Returns:
             At most `XVCOMM_TRACE_RECORDS` records; `describe()` formats one. Empty after `close`.
         """
-        return self._context.session.recorder.history()
+        return self._context.session.journal.recorder.history()
 
     def close(self) -> None:
         """Leave the communicator and free its resources; those of the whole job if `xvcomm.init` created it. Idempotent.

@@ -62,7 +62,7 @@ class Context:
         able = session.device.capabilities()
         self.index, self.asynchronous = able.index, able.asynchronous
         self.tracker = Tracker(self)
-        self.device, self.recorder, self.kind = session.device, session.recorder, session.backend.kind
+        self.device, self.recorder, self.kind = session.device, session.journal.recorder, session.backend.kind
         self._part = f"-{self.ident:x}"
         self.rings = Rings(
             session.config, session.job + self._part, self.store, self.rank, session.transports, session.peer_rings,

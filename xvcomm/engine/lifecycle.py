@@ -154,7 +154,7 @@ class Lifecycle:
         with self.lock:
             if self.closed:
                 return
-            if self._session.left(world_rank):
+            if self._session.journal.left(world_rank):
                 self._depart(rank)
             else:
                 self.abort(Reason.PEER_LOST.word(rank))

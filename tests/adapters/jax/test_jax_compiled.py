@@ -117,7 +117,7 @@ def recorded(comm):
                 program(x).block_until_ready()
         else:
             comm.all_reduce(np.ones(7))
-        record = context.session.last_record(comm.rank)
+        record = context.session.journal.last_record(comm.rank)
         assert (record.sequence, record.op, record.state) == (number, OpCode.ALL_REDUCE, State.DONE)
         assert record.nbytes == (20 if number % 2 else 56)
         assert record.call_site.startswith("test_jax_compiled.py:") and record.ended >= record.posted > 0

@@ -44,7 +44,7 @@ class Diagnosis:
         what = f"{operation} on {self.name(self._rank)}"
         if reason is Reason.MISMATCH:
             text, peer = self._mismatch(about)
-            call_site = self._session.call_site(operation.record) if sequence is not None else ""
+            call_site = self._session.journal.call_site(operation.record) if sequence is not None else ""
             here = f" (raised in {operation} at {call_site})" if call_site else ""
             return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
         if reason is Reason.DEADLINE:
@@ -64,7 +64,7 @@ class Diagnosis:
             return PeerLost(
                 f"{what}: {self._session.server_lost()}; close the communicator, and restart the job", **known
             )
-        left = reason is Reason.LEFT or self._session.left(self._ranks[about])
+        left = reason is Reason.LEFT or self._session.journal.left(self._ranks[about])
         text = f"{what}: {self.name(about)} {'left' if left else 'was lost'}; {self._last_words(about)}"
         return PeerLost(f"{text}; close the communicator, and restart the job", peer=about, **known)
 
@@ -149,7 +149,7 @@ class Diagnosis:
         seen, rank = {self._rank}, suspect
         while rank not in seen:
             seen.add(rank)
-            record = self._session.last_record(self._ranks[rank])
+            record = self._session.journal.last_record(self._ranks[rank])
             if record is None or record.state != State.POSTED or record.communicator != self._ident:
                 return [rank]
             if record.peer == ANY_PEER:

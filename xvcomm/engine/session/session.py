@@ -9,17 +9,18 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.device import Device
-from xvcomm.abc.peer_memory import PeerMemory, SupportsPeerMemory
+from xvcomm.abc.peer_memory import SupportsPeerMemory
 from xvcomm.abc.store import NotSet, PrefixStore, Store
-from xvcomm.abc.transport import Capabilities, Transport
+from xvcomm.abc.transport import Transport
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
+from xvcomm.engine.session.joining import Joining, host_identity
+from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.rings import Member
@@ -28,66 +29,21 @@ from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
 from xvcomm.errors import (
     Aborted,
     BackendUnavailable,
-    ConfigError,
     DeadlineExceeded,
     PeerLost,
     ResourceError,
     XvcommError,
 )
 from xvcomm.memory.ring import Reason
-from xvcomm.memory.segment import Segment, sweep, unusable
+from xvcomm.memory.segment import Segment, sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.system import forking, limits
-from xvcomm.trace import recorder
-from xvcomm.trace.format import Life, Record, last_record, read_life, read_record, region_bytes
+from xvcomm.trace.format import Life
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.topology import RankInfo
 
 _LOOK_SECONDS = 0.1
-
-
-class Joining(msgspec.Struct, frozen=True):
-    """What a rank publishes when it joins.
-
-    Attributes:
-        info: identity of the rank.
-        offers: capabilities of its transports.
-        job: prefix of the names of its shared memory, unique to this session.
-        processes: its PID namespace.
-        byte: byte that its process has locked; see `Presence`.
-        memory: which devices its device has peer access to.
-    """
-
-    info: RankInfo
-    offers: list[Capabilities]
-    job: str
-    processes: str
-    byte: int
-    memory: PeerMemory | None
-
-
-def host_identity(folder: str) -> str:
-    """An identifier that is equal for two processes exactly if they can share memory: boot id and tmpfs.
-
-    Raises:
-        ConfigError: the folder does not exist, or this process may not write to it.
-        ResourceError: the same for the default folder.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    wrong = unusable(folder)
-    if wrong and folder != Config().shm_dir:
-        raise ConfigError(
-            f"XVCOMM_SHM_DIR={folder!r}: {wrong}; unset it, or set it to a folder that this process can write to"
-        )
-    if wrong:
-        raise ResourceError(
-            f"{folder}, where ranks of one host share memory: {wrong}; mount a tmpfs there (mount -t tmpfs -o mode=1777 tmpfs "
-            f"{folder}, docker run --tmpfs {folder}:mode=1777,size=1g), or set XVCOMM_SHM_DIR to a folder, preferably on a "
-            "tmpfs, to which all ranks of the host can write"
-        )
-    place = os.stat(folder)
-    return f"{boot}/{place.st_dev}/{place.st_ino}"
 
 
 class Session:
@@ -96,7 +52,7 @@ class Session:
     Attributes:
         rank, size: in the whole job.
         infos: every rank's RankInfo, in rank order.
-        recorder: this rank's flight recorder.
+        journal: the flight recorders of this host's ranks.
         peer_rings: exports and imports of GPU memory for rings.
         neighbours: the ranks of this host, including this one.
     """
@@ -116,7 +72,7 @@ class Session:
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
         self._lost: dict[int, str] = {}
         self._seen_left: set[int] = set()
-        self._regions: dict[int, memoryview] = {}
+        self.journal = Journal()
         self._closed = False
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(on_close)
@@ -162,7 +118,11 @@ class Session:
                 watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
                     failing.callback(watchdog.close)
-                    self._record(self._open_journal(self._place, deadline))
+                    segment = self._open_journal(self._place, deadline)
+                    self._cleanup.callback(segment.close)
+                    self.journal.open(segment, self.neighbours, self.rank, self.config.trace_records)
+                    self._cleanup.callback(self.journal.close)
+                    self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
                     self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
                         self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
@@ -176,18 +136,6 @@ class Session:
     def _watched(other: Joining, mine: Joining) -> WatchedProcess:
         pid = other.info.pid if other.processes == mine.processes else None
         return WatchedProcess(other.info.rank, pid, other.byte)
-
-    def _record(self, journal: Segment) -> None:
-        """Start to write this rank's flight recorder."""
-        self._cleanup.callback(journal.close)
-        size = region_bytes(self.config.trace_records)
-        self._regions = {r: journal.view[i * size : (i + 1) * size] for i, r in enumerate(self.neighbours)}
-        self.recorder = recorder.Recorder(self._regions[self.rank])
-        self.recorder.live(Life.RUNNING)
-        for region in self._regions.values():
-            self._cleanup.callback(region.release)
-        self._cleanup.callback(self.recorder.close)
-        self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
 
     def give_up(self, error: BaseException) -> None:
         """Leave a job whose start failed, and remove the shared memory that no rank will map any more."""
@@ -227,7 +175,7 @@ class Session:
         if self.rank != first:
             segment = self.attach(place, "name", first, deadline)
         else:
-            size = len(self.neighbours) * region_bytes(self.config.trace_records)
+            size = Journal.size(len(self.neighbours), self.config.trace_records)
             segment = Segment.create(self.config.shm_dir, self.job, size)
             with segment.named():
                 place.set("name", segment.name.encode())
@@ -248,7 +196,7 @@ class Session:
         """
         where = f"rank {maker} on {self.infos[maker].hostname}"
         while True:
-            left = self.left(maker)  # first, because the rank may publish the name just before it leaves
+            left = self.journal.left(maker)  # first, because the rank may publish the name just before it leaves
             try:
                 name = place.get(key, Deadline.after(deadline.sooner(_LOOK_SECONDS))).decode()
                 break
@@ -279,7 +227,7 @@ class Session:
 
     def server_lost(self) -> str:
         """Error text for the loss of rank 0 as the server of the store."""
-        where, words, how = self.infos[0].hostname, self.last_words(0), "left" if self.left(0) else "was lost"
+        where, words, how = self.infos[0].hostname, self.last_words(0), "left" if self.journal.left(0) else "was lost"
         return f"rank 0 of the job on {where}, which served the job's store, {how}; {words}"
 
     @contextlib.contextmanager
@@ -336,7 +284,7 @@ class Session:
 
     def _on_exit(self, rank: int) -> None:
         """A process of this host has ended: stop every communicator that contains it."""
-        if not self.left(rank):
+        if not self.journal.left(rank):
             # If it left regularly, its messages and abort words can still be read.
             with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves removes them too
                 self.sweep(rank)
@@ -351,7 +299,7 @@ class Session:
     def _look(self) -> None:
         for rank in self.neighbours:
             # A rank that left before it had mapped the communicator's contract check could not publish its leaving there.
-            if rank != self.rank and rank not in self._seen_left and self.left(rank):
+            if rank != self.rank and rank not in self._seen_left and self.journal.left(rank):
                 with self._lock:
                     self._seen_left.add(rank)
                 self._lose(rank)
@@ -391,22 +339,7 @@ class Session:
 
     def gone(self, rank: int) -> bool:
         """Whether a rank of this host has died or closed its communicators."""
-        return rank in self._lost or self.left(rank)
-
-    def last_record(self, rank: int) -> Record | None:
-        """The last operation of a rank of this host; None if there is none, or it runs on another host."""
-        region = self._regions.get(rank)
-        try:
-            return None if region is None else last_record(region)
-        except ValueError:  # released
-            return None
-
-    def call_site(self, record: int) -> str:
-        """The user's call site of an operation of this rank, by its number in the flight recorder; empty if unknown."""
-        try:
-            return read_record(self._regions[self.rank], record).call_site
-        except ValueError:  # released
-            return ""
+        return rank in self._lost or self.journal.left(rank)
 
     def last_words(self, rank: int) -> str:
         """The last operation of a rank as text, for error messages."""
@@ -414,16 +347,8 @@ class Session:
             return self._lost[rank]
         if rank not in self.neighbours:
             return "it runs on another host"
-        record = self.last_record(rank)
+        record = self.journal.last_record(rank)
         return f"its last operation: {record.describe()}" if record else "it had not called any operation"
-
-    def left(self, rank: int) -> bool:
-        """Whether a rank of this host has closed its communicators regularly."""
-        region = self._regions.get(rank)
-        try:
-            return region is not None and read_life(region) is Life.CLOSED
-        except ValueError:  # released
-            return False
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""
@@ -442,8 +367,8 @@ class Session:
         atexit.unregister(self.close)
         # The exit stack runs every step, even if an interrupt ends one of them.
         with self._cleanup:
-            if self._regions:
+            if self.journal:
                 # After the communicators are closed: until then others may wait for operations that this rank has begun.
-                self._cleanup.callback(self.recorder.live, Life.CLOSED)
+                self._cleanup.callback(self.journal.recorder.live, Life.CLOSED)
             for context in self._open_contexts():
                 self._cleanup.callback(context.lifecycle.close)

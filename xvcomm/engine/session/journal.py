@@ -1,0 +1,77 @@
+"""The flight recorders of this host's ranks, in one segment of shared memory: also those of ranks that have died are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from xvcomm.memory.segment import Segment
+from xvcomm.trace.format import Life, Record, last_record, read_life, read_record, region_bytes
+from xvcomm.trace.recorder import Recorder
+
+
+class Journal:
+    """This host's flight recorders. Nothing is known of any rank before `open` and after `close`.
+
+    Attributes:
+        recorder: writes this rank's; there from `open` on.
+    """
+
+    recorder: Recorder
+
+    def __init__(self) -> None:
+        self._regions: dict[int, memoryview] = {}
+
+    def __bool__(self) -> bool:
+        """Whether it was opened."""
+        return bool(self._regions)
+
+    @staticmethod
+    def size(ranks: int, records: int) -> int:
+        """Bytes of the segment."""
+        return ranks * region_bytes(records)
+
+    def open(self, segment: Segment, ranks: Sequence[int], rank: int, records: int) -> None:
+        """Start to write this rank's flight recorder.
+
+        Args:
+            segment: stays mapped until `close`.
+            ranks: the ranks of this host, in the order of their recorders.
+            records: number of records that each keeps.
+        """
+        size = region_bytes(records)
+        self._rank = rank
+        regions = {r: segment.view[i * size : (i + 1) * size] for i, r in enumerate(ranks)}
+        self.recorder = Recorder(regions[rank])
+        self.recorder.live(Life.RUNNING)
+        self._regions = regions
+
+    def last_record(self, rank: int) -> Record | None:
+        """The last operation of a rank of this host; None if there is none, or it runs on another host."""
+        region = self._regions.get(rank)
+        try:
+            return None if region is None else last_record(region)
+        except ValueError:  # released
+            return None
+
+    def call_site(self, record: int) -> str:
+        """The user's call site of an operation of this rank, by its number in the flight recorder; empty if unknown."""
+        try:
+            return read_record(self._regions[self._rank], record).call_site
+        except ValueError:  # released
+            return ""
+
+    def left(self, rank: int) -> bool:
+        """Whether a rank of this host has closed its communicators regularly."""
+        region = self._regions.get(rank)
+        try:
+            return region is not None and read_life(region) is Life.CLOSED
+        except ValueError:  # released
+            return False
+
+    def close(self) -> None:
+        """Close the recorder and let go of the segment. Idempotent."""
+        with contextlib.ExitStack() as steps:  # every step is taken, even if an interrupt ends one of them
+            for region in self._regions.values():
+                steps.callback(region.release)
+            steps.callback(self.recorder.close)
