@@ -59,7 +59,7 @@ def communicator(group: dist.ProcessGroup | None = None, *, device: torch.device
     Raises:
         ArgumentError: the group is not of xvcomm, is not initialized, does not contain this rank, or does not serve the device.
     """
-    from xvcomm.adapters.torch.group import communicator
+    from xvcomm.adapters.torch.creation import communicator
 
     return communicator(group, device)
 
@@ -67,6 +67,6 @@ def communicator(group: dist.ProcessGroup | None = None, *, device: torch.device
 def _create(options: object, backend_options: object) -> object:
     """Called by torch to create a group."""
     # Imported here because it loads compiled code, which would slow down `import torch`.
-    from xvcomm.adapters.torch.group import create
+    from xvcomm.adapters.torch.creation import create
 
     return create(options, backend_options)

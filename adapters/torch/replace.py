@@ -112,7 +112,7 @@ def _stand_in(backend: str, theirs: Any) -> Any:
         replaced = theirs or backend
 
         def __new__(cls, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> Any:
-            from xvcomm.adapters.torch.group import make
+            from xvcomm.adapters.torch.creation import make
 
             return make(store, rank, size, timeout or getattr(options, "_timeout", options), backend)
 

@@ -81,7 +81,7 @@ def prepare(backend: str, ranks: int, scratch: str) -> None:
 def load_kernels() -> None:
     """Have in this process what every rank would import and load again: ranks are forks of it."""
     import xvcomm
-    import xvcomm.adapters.torch.group
+    import xvcomm.adapters.torch.creation
 
     with xvcomm.init(rank=0, size=1):
         pass
