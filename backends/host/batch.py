@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, WIDTH, Word, drive, next_number
+from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, ROW, drive, next_number
 from xvcomm.backends.host.rendezvous import join
 from xvcomm.jit.atomics import READY, STOPPED
+from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.types.deadline import Deadline
 
-_REST = struct.Struct(f"<{Word.STARTS - Word.TURN}q")
-_ROW = struct.Struct(f"<{int(Word.TURN)}q{_REST.size}s")
-_ROW_BYTES = 8 * WIDTH
+_Row = python_type(ROW)
+_REST = struct.Struct(f"<{(_Row.starts.offset - _Row.turn.offset) // 8}q")
+_ROW = struct.Struct(f"<{_Row.turn.offset // 8}q{_REST.size}s")
 
 NO_GATES = (0,) * MAX_STREAMS
 
@@ -44,9 +45,9 @@ class Batch:
         """
         self._spins = spins
         self._process_memory = process_memory
-        self._allot(np.zeros((8, WIDTH), np.int64))
+        self._allot(np.zeros(8, ROW))
         self._ends: list[RingEnd] = []
-        # Words per ring end that are the same for all transfers without reduction or gates, which saves half the time of a row.
+        # Fields per ring end that are the same for all transfers without reduction or gates, which saves half the time of a row.
         self._rests: dict[RingEnd, bytes] = {}
         self.generation = 0
 
@@ -56,7 +57,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Total bytes of all transfers."""
-        return int(self._rows[: len(self._ends), Word.NBYTES].sum())
+        return int(self._rows["message"]["nbytes"][: len(self._ends)].sum())
 
     def add(
         self, kind: int, end: RingEnd, data: int, message: Message,
@@ -82,8 +83,8 @@ class Batch:
                 self._rests[end] = rest
         op, dtype, nbytes, tag, detail = message
         _ROW.pack_into(
-            self._memory, index * _ROW_BYTES,
-            kind, end.address, data, nbytes, next_number(end.counter), op, dtype, nbytes, tag, detail, NEW, rest,
+            self._memory, index * ROW.itemsize,
+            kind, end.address, data, next_number(end.counter), op, dtype, nbytes, tag, detail, NEW, rest,
         )  # fmt: skip
 
     def drive(self, wake: int = 0, seen: int = 0, budget: int = BUDGET) -> int:
@@ -95,7 +96,7 @@ class Batch:
         code = drive(self._address, len(self._ends), wake, seen, self._spins, budget)
         if code & 0xFF in (STOPPED, MISMATCH):
             end = self._ends[code >> 8]
-            raise RingStopped(end, end.abort_word(), int(self._rows[code >> 8, Word.SEQUENCE]))
+            raise RingStopped(end, end.abort_word(), int(self._rows["sequence"][code >> 8]))
         return int(code)
 
     def move_ready(self) -> bool:
@@ -129,11 +130,11 @@ class Batch:
 
     def open_rows(self) -> list[int]:
         """Indices of transfers that are not complete."""
-        return np.flatnonzero(self._rows[: len(self._ends), Word.PHASE] != DONE).tolist()
+        return np.flatnonzero(self._phases[: len(self._ends)] != DONE).tolist()
 
     def done(self, index: int) -> bool:
         """Whether a transfer is complete."""
-        return bool(self._rows[index, Word.PHASE] == DONE)
+        return bool(self._phases[index] == DONE)
 
     def end(self, index: int) -> RingEnd:
         """The ring end of a transfer."""
@@ -141,17 +142,15 @@ class Batch:
 
     def take(self, other: Batch) -> range:
         """Append all transfers of `other`, which is then empty; returns their indices."""
-        first = len(self._ends)
-        for row, end in zip(other._rows, other._ends, strict=False):
-            index = len(self._ends)
-            if index == len(self._rows):
-                self._grow()
-            self._ends.append(end)
-            self._rows[index] = row
-            # Only executors use gates, and they complete their batch themselves.
-            self._rows[index, Word.GATES : Word.STARTS] = 0
+        first, count = len(self._ends), len(other._ends)
+        while first + count > len(self._rows):
+            self._grow()
+        self._rows[first : first + count] = other._rows[:count]
+        # Only executors use gates, and they complete their batch themselves.
+        self._rows["gates"][first : first + count] = 0
+        self._ends += other._ends
         other._clear()
-        return range(first, len(self._ends))
+        return range(first, first + count)
 
     def keep(self, indices: Sequence[int]) -> None:
         """Keep only these transfers, in order; others that are not complete are given up."""
@@ -169,5 +168,6 @@ class Batch:
 
     def _allot(self, rows: np.ndarray[Any, Any]) -> None:
         self._rows = rows
-        self._memory = memoryview(rows.data).cast("B")
+        self._phases = rows["phase"]
+        self._memory = rows.view(np.uint8).data
         self._address = int(rows.ctypes.data)

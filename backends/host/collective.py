@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from xvcomm.abc.partial_sums import SupportsPartialSums
 from xvcomm.abc.store import NotSet, Store
 from xvcomm.backends.host import direct, kernels, processes
 from xvcomm.backends.host.batch import BUDGET
-from xvcomm.backends.host.kernels import Mode, Word
+from xvcomm.backends.host.kernels import MEMBER, PART, PLAN, Mode
 from xvcomm.backends.host.reducers import BLOCK, finisher, kit, scaler, unrounded, widener
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError
 from xvcomm.jit.atomics import READY, STOPPED
+from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import ABORT, LINE
 from xvcomm.memory.segment import PAGE, Segment, round_up
 from xvcomm.types.deadline import Deadline
@@ -34,6 +35,7 @@ arrays of all others, so the limit falls with the square of their number.
 _ATTACHED = 2 * LINE
 _PLANS_KEPT = 1000
 _SUM = Reduction(ReduceOp.SUM)
+_Plan, _Member = python_type(PLAN), python_type(MEMBER)
 Kernel = Callable[[int, int, int], int]
 
 
@@ -42,13 +44,15 @@ class Plan(NamedTuple):
 
     Attributes:
         kernel: the compiled kernel.
-        address: of its words (see `kernels.Word`).
-        memory: contains the words.
+        address: of its record.
+        record: a `kernels.PLAN`.
+        parts: a `kernels.PART` per rank, which the record points to.
     """
 
     kernel: Kernel
     address: int
-    memory: np.ndarray
+    record: Any
+    parts: np.ndarray
 
 
 def fair_blocks(count: int, ranks: int, itemsize: int) -> np.ndarray:
@@ -123,9 +127,9 @@ class HostCollective(Collective, SupportsPartialSums):
         self._pieces = np.zeros(1, np.int64)
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
         self._room = np.empty(0, np.uint8)
-        self._access = processes.access(bool(config.process_memory))
-        self._tunings: dict[tuple[Mode, int], np.ndarray] = {}
-        direct.introduce(self._arena, me, self._access)
+        self._access = processes.Access()
+        self._tunings: dict[tuple[Mode, int], Any] = {}
+        processes.introduce(self._member(me).process, self._access, bool(config.process_memory))
         self._plans: dict[object, Plan] = {}
         if kernels.join(self._arena + _ATTACHED) == ranks - 1:
             self._segment.unlink()
@@ -288,17 +292,15 @@ class HostCollective(Collective, SupportsPartialSums):
 
     def _plan(self, kernel: Kernel, tables: np.ndarray | None, **words: int) -> Plan:
         """A plan with all words that do not vary between calls."""
-        memory = np.zeros(kernels.plan_words(self._ranks), np.int64)
-        common = {
-            "arena": self._arena, "ranks": self._ranks, "me": self._me, "stage": self._stage, "spins": self._spins,
-            "budget": BUDGET, "pieces": self._pieces.ctypes.data, "scratch": self._accumulator.ctypes.data,
-            "access": self._access.ctypes.data,
-        }  # fmt: skip
-        for name, value in (common | words).items():
-            memory[Word[name.upper()]] = value
-        if tables is not None:
-            memory[Word.TABLES : Word.TABLES + tables.size] = tables.ravel()
-        return Plan(kernel, int(memory.ctypes.data), memory)
+        parts = np.zeros(self._ranks, PART)
+        for name, row in zip(PART.names or (), tables if tables is not None else (), strict=False):
+            parts[name] = row
+        record = _Plan(
+            arena=self._arena, ranks=self._ranks, me=self._me, stage=self._stage, spins=self._spins, budget=BUDGET,
+            pieces=self._pieces.ctypes.data, scratch=self._accumulator.ctypes.data, parts=parts.ctypes.data,
+            access=ctypes.addressof(self._access), **words,
+        )  # fmt: skip
+        return Plan(kernel, ctypes.addressof(record), record, parts)
 
     def _keep(self, key: object, plan: Plan) -> Plan:
         """Cache a plan for the next call of its shape."""
@@ -322,7 +324,7 @@ class HostCollective(Collective, SupportsPartialSums):
         tuning = self._tunings.setdefault((mode, nbytes.bit_length()), direct.tuning())
         return self._reduction(
             direct.reduce_either, table, mode, root, count, dtype, op, rounds=rounds,
-            tuning=tuning.ctypes.data, room=self._room.ctypes.data,
+            tuning=ctypes.addressof(tuning), room=self._room.ctypes.data,
         )  # fmt: skip
 
     def _reduction(
@@ -355,5 +357,9 @@ class HostCollective(Collective, SupportsPartialSums):
 
     def _missing(self) -> list[int]:
         """Members that have passed fewer barriers than this one."""
-        arrivals = [ctypes.c_int64.from_address(self._arena + PAGE + r * LINE).value for r in range(self._ranks)]
+        arrivals = [self._member(r).arrivals for r in range(self._ranks)]
         return [r for r, n in enumerate(arrivals) if n < arrivals[self._me]]
+
+    def _member(self, rank: int) -> Any:
+        """A rank's line in the arena."""
+        return _Member.from_address(self._arena + PAGE + rank * LINE)

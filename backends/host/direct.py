@@ -12,27 +12,18 @@ waits for those that the kernel has begun.
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import os
 from typing import Any
 
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.backends.host.kernels import Mode, Word, arrive, combine, line, meet, open_plan, reduce
-from xvcomm.backends.host.processes import copy, exposed, nonce, now, reachable, revoke, verified
-from xvcomm.jit.atomics import (
-    READY,
-    await_word,
-    load,
-    load_acquire,
-    store,
-    store_release,
-    usleep,
-)  # fmt: skip
+from xvcomm.backends.host.kernels import Mode, arrive, combine, meet, member, parts_of, plan_at, reduce
+from xvcomm.backends.host.processes import ACCESS, copy, entered, exposed, reachable, revoke, verified
+from xvcomm.jit.atomics import READY, await_word, load_acquire, monotonic, store_release, usleep
 from xvcomm.jit.compile import compiling, kernel
-from xvcomm.memory.ring import ABORT, LINE
+from xvcomm.jit.record import address_of, compiled_at, python_type
+from xvcomm.memory.ring import ABORT
 from xvcomm.memory.segment import PAGE
 
 LEAST = 256 << 10
@@ -50,25 +41,13 @@ _PATIENCE_US, _PAUSE_US = 1_000_000, 100
 NEVER = np.iinfo(np.int64).max
 
 
-class LineWord(enum.IntEnum):
-    """Words of a member's line in the arena, after those of `kernels`."""
-
-    PROCESS = 3  # its pid
-    NONCE = 4  # address of a word in its memory
-    VALUE = 5  # value of that word
-    SRC = 6  # its arrays in the current call; 0 for the input: not offered
-    DST = 7
-    TOOK = 8  # nanoseconds of its last try in this size class
-    TOUCH = 9  # a `processes.TouchWord`: its current copy from or to another member
-
-
-class TuningWord(enum.IntEnum):
-    """Comparison of the two methods for arrays of about one size, equal on all members except for TOOK."""
-
-    TRIALS = 0  # number of tries begun; -1 once a method is chosen
-    TOOK = 1  # nanoseconds of this member's last try
-    SPENT = 2  # these three are the slowest member's: of all tries, of the best staged and the best direct one
-    BEST = 3
+TUNING = np.dtype([
+    ("trials", "i8"),  # number of tries begun; -1 once a method is chosen
+    ("took", "i8"),  # nanoseconds of this member's last try
+    ("spent", "i8"),  # nanoseconds of the slowest member in all tries
+    ("best", "i8", 2),  # nanoseconds of the slowest member in the best staged try, in the best direct one
+])  # fmt: skip
+"""The two ways at arrays of about one size, the same on all members except for `took`."""
 
 
 class Step(enum.IntEnum):
@@ -83,14 +62,9 @@ class Step(enum.IntEnum):
 
 
 # Plain integers: numba treats an enum's members as constants only if they are globals.
-_RANKS, _ME, _SPINS, _BUDGET, _ARENA = (int(w) for w in (Word.RANKS, Word.ME, Word.SPINS, Word.BUDGET, Word.ARENA))
-_MODE, _ROOT, _TABLES = int(Word.MODE), int(Word.ROOT), int(Word.TABLES)
-_ITEMSIZE, _RESULT_SIZE = int(Word.ITEMSIZE), int(Word.RESULT_SIZE)
-_STEP, _BEGAN, _ACCESS, _TUNING, _ROOM = (int(w) for w in tuple(Word)[22:27])
-_PROCESS, _NONCE, _VALUE, _SRC, _DST, _TOOK, _TOUCH = (8 * int(w) for w in LineWord)
-_LAST, _SPENT, _BEST = (8 * int(w) for w in tuple(TuningWord)[1:])
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
 _ENTER, _MEET, _STAGED, _DIRECT, _LEAVE, _FAILED = (int(s) for s in Step)
+_tuning_at, _access_at, _Tuning = compiled_at(TUNING), compiled_at(ACCESS), python_type(TUNING)
 
 
 def piece_bytes(ranks: int) -> int:
@@ -107,30 +81,16 @@ def room(ranks: int) -> np.ndarray:
     return memory[-memory.ctypes.data % PAGE :]
 
 
-def introduce(arena: int, me: int, access: np.ndarray) -> None:
-    """Publish this member's pid and nonce in the arena."""
-    words = (ctypes.c_int64 * len(LineWord)).from_address(arena + PAGE + me * LINE + _PROCESS)
-    words[:3] = [os.getpid(), *nonce(access)]
-
-
-def tuning() -> np.ndarray:
-    """The words of `TuningWord` for a size class."""
-    return np.array([0, 0, 0, NEVER, NEVER], np.int64)
-
-
-@register_jitable
-def _verified(p: Any, rank: int) -> bool:
-    """Whether a member's memory can be read."""
-    peer = line(p, rank)
-    return verified(p[_ACCESS], load(peer + _PROCESS), load(peer + _NONCE), load(peer + _VALUE))
+def tuning() -> Any:
+    """A `TUNING` for a size class."""
+    return _Tuning(best=(NEVER, NEVER))
 
 
 @register_jitable
 def _try_others(p: Any) -> int:
     """1 if the memory of all others can be read and written, else -1."""
-    for r in range(p[_RANKS]):
-        peer = line(p, r)
-        if r != p[_ME] and not reachable(p[_ACCESS], load(peer + _PROCESS), load(peer + _NONCE), load(peer + _VALUE)):
+    for r in range(p.ranks):
+        if r != p.me and not reachable(_access_at(p.access), member(p, r).process):
             return -1
     return 1
 
@@ -138,21 +98,19 @@ def _try_others(p: Any) -> int:
 @register_jitable
 def _exposed(p: Any, src: int, dst: int) -> bool:
     """Whether the system lets other processes access these arrays."""
-    count = 0
-    for r in range(p[_RANKS]):
-        count += p[_TABLES + p[_RANKS] + r]
-    writes = p[_MODE] == _ALL or (p[_MODE] != _SCATTER and p[_ME] == p[_ROOT])
-    return exposed(p[_ACCESS], load(line(p, p[_ME]) + _PROCESS), src, count, dst, count if writes else 0)
+    count, parts = 0, parts_of(p)
+    for r in range(p.ranks):
+        count += parts[r].put_bytes
+    writes = p.mode == _ALL or (p.mode != _SCATTER and p.me == p.root)
+    return exposed(_access_at(p.access), member(p, p.me).process, src, count, dst, count if writes else 0)
 
 
 @register_jitable
 def _offer(p: Any, src: int, dst: int) -> None:
     """Publish this member's arrays, if they are accessible, and the duration of its last try."""
-    mine = line(p, p[_ME])
-    offered = load(p[_ACCESS]) > 0 and _exposed(p, src, dst)
-    store(mine + _SRC, src if offered else 0)
-    store(mine + _DST, dst)
-    store(mine + _TOOK, load(p[_TUNING] + _LAST))
+    mine = member(p, p.me)
+    offered = _access_at(p.access).reach > 0 and _exposed(p, src, dst)
+    mine.src, mine.dst, mine.took = src if offered else 0, dst, _tuning_at(p.tuning).took
 
 
 @register_jitable
@@ -160,113 +118,115 @@ def _choose(p: Any) -> int:
     """The method for this call, which all members derive from the same words; in the first call, no member
     has offered arrays.
     """
-    p[_BEGAN] = 0
-    slowest = 0
-    for r in range(p[_RANKS]):
-        if load_acquire(line(p, r) + _SRC) == 0:
-            if load(p[_ACCESS]) == 0:
-                store(p[_ACCESS], _try_others(p))
+    p.began = 0
+    slowest, access = 0, _access_at(p.access)
+    for r in range(p.ranks):
+        if load_acquire(address_of(member(p, r), "src")) == 0:
+            if access.reach == 0:
+                access.reach = _try_others(p)
             return _STAGED
-        slowest = max(slowest, load(line(p, r) + _TOOK))
-    tuning = p[_TUNING]
-    trials, best = load(tuning), tuning + _BEST
+        slowest = max(slowest, member(p, r).took)
+    tuning = _tuning_at(p.tuning)
+    trials = tuning.trials
     if trials > 0:
-        store(best + 8 * ((trials - 1) % 2), min(load(best + 8 * ((trials - 1) % 2)), slowest))
-        store(tuning + _SPENT, load(tuning + _SPENT) + slowest)
-    if trials >= 0 and (trials % 2 == 1 or trials < 2 * TRIES or load(tuning + _SPENT) < _TRIAL_NS):
-        store(tuning, trials + 1)
-        p[_BEGAN] = now(p[_ACCESS])
+        way = (trials - 1) % 2
+        tuning.best[way] = min(tuning.best[way], slowest)
+        tuning.spent += slowest
+    if trials >= 0 and (trials % 2 == 1 or trials < 2 * TRIES or tuning.spent < _TRIAL_NS):
+        tuning.trials = trials + 1
+        p.began = monotonic()
         return _DIRECT if trials % 2 == 1 else _STAGED
-    store(tuning, _CHOSEN)
-    return _DIRECT if load(best + 8) < load(best) else _STAGED
+    tuning.trials = _CHOSEN
+    return _DIRECT if tuning.best[1] < tuning.best[0] else _STAGED
 
 
 @register_jitable
 def _copy(p: Any, rank: int, write: bool, mine: int, theirs: int, count: int) -> bool:
     """Copy from or to a member's array; False if it has given up, everything stops, or its memory is not accessible."""
-    touch, peer = line(p, p[_ME]) + _TOUCH, line(p, rank)
-    process, abort = load(peer + _PROCESS), p[_ARENA] + ABORT
-    return copy(write, p[_ACCESS], process, mine, theirs, count, touch, peer + _SRC, 1, abort)
+    peer = member(p, rank)
+    pid, touch, offer = peer.process.pid, member(p, p.me).touch, address_of(peer, "src")
+    return copy(write, _access_at(p.access), pid, mine, theirs, count, touch, offer, 1, p.arena + ABORT)
 
 
 @register_jitable
 def _reduce_piece(p: Any, src: int, dst: int, offset: int, count: int) -> bool:
     """Read `count` bytes at `offset` of all inputs, reduce them, and write the result to the outputs."""
-    ranks, me, mode = p[_RANKS], p[_ME], p[_MODE]
-    sources, room = _TABLES + 4 * ranks, p[_ROOM]
+    ranks, me, mode, parts, room = p.ranks, p.me, p.mode, parts_of(p), p.room
     for r in range(ranks):
         if r == me:
-            p[sources + r] = src + offset
+            parts[r].source = src + offset
             continue
-        theirs = load(line(p, r) + _SRC) + offset
-        p[sources + r] = room + theirs % PAGE  # same page offset as the source, which the kernel copies page by page
-        if not _copy(p, r, False, p[sources + r], theirs, count):
+        theirs = member(p, r).src + offset
+        parts[r].source = room + theirs % PAGE  # same page offset as the source, which the kernel copies page by page
+        if not _copy(p, r, False, parts[r].source, theirs, count):
             return False
         room += _piece_bytes(ranks) + PAGE
     target = dst + offset
     if mode == _SCATTER:
-        target = dst + (offset - p[_TABLES + me]) // p[_ITEMSIZE] * p[_RESULT_SIZE]
-    elif mode != _ALL and me != p[_ROOT]:
-        target = p[sources + p[_ROOT]]
+        target = dst + (offset - parts[me].put_offset) // p.itemsize * p.result_size
+    elif mode != _ALL and me != p.root:
+        target = parts[p.root].source
     combine(p, target, count)
     for r in range(ranks):
-        wants = mode == _ALL or (mode != _SCATTER and r == p[_ROOT])
-        if r != me and wants and not _copy(p, r, True, target, load(line(p, r) + _DST) + offset, count):
+        wants = mode == _ALL or (mode != _SCATTER and r == p.root)
+        if r != me and wants and not _copy(p, r, True, target, member(p, r).dst + offset, count):
             return False
     return True
 
 
 @register_jitable
 def _reduce_direct(p: Any, src: int, dst: int) -> int:
-    if p[_STEP] == _DIRECT:
-        p[_STEP] = _LEAVE
-        me, piece = p[_ME], _piece_bytes(p[_RANKS])
-        start, total = p[_TABLES + me], p[_TABLES + p[_RANKS] + me]
+    if p.step == _DIRECT:
+        p.step = _LEAVE
+        piece = _piece_bytes(p.ranks)
+        block = parts_of(p)[p.me]
+        start, total = block.put_offset, block.put_bytes
         for at in range(0, total, piece):
             if not _reduce_piece(p, src, dst, start + at, min(piece, total - at)):
-                p[_STEP] = _FAILED
+                p.step = _FAILED
                 break
-        if p[_STEP] == _LEAVE:
+        if p.step == _LEAVE:
             arrive(p)
-    if p[_STEP] == _FAILED:
+    if p.step == _FAILED:
         # The failure is detected and reported elsewhere.
-        mine = line(p, p[_ME])
-        return await_word(mine, load(mine) + 1, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
+        mine = member(p, p.me)
+        return await_word(address_of(mine, "arrivals"), mine.arrivals + 1, p.arena + ABORT, p.spins, p.budget)
     return meet(p)
 
 
 def _reduce(plan: int, src: int, dst: int) -> int:
     """Like `kernels.reduce`, with either method."""
-    p = open_plan(plan)
-    if p[_STEP] == _ENTER:
+    p = plan_at(plan)
+    if p.step == _ENTER:
         _offer(p, src, dst)
         arrive(p)
-        p[_STEP] = _MEET
-    if p[_STEP] == _MEET:
+        p.step = _MEET
+    if p.step == _MEET:
         result = meet(p)
         if result != READY:
             return result
-        p[_STEP] = _choose(p)
-    result = reduce(plan, src, dst) if p[_STEP] == _STAGED else _reduce_direct(p, src, dst)
+        p.step = _choose(p)
+    result = reduce(plan, src, dst) if p.step == _STAGED else _reduce_direct(p, src, dst)
     if result == READY:
-        p[_STEP] = _ENTER
-        if p[_BEGAN] != 0:
-            store(p[_TUNING] + _LAST, now(p[_ACCESS]) - p[_BEGAN])
+        p.step = _ENTER
+        if p.began != 0:
+            _tuning_at(p.tuning).took = monotonic() - p.began
     return result
 
 
 def _withdraw(plan: int) -> None:
     """Withdraw this member's arrays before the end of a call; returns when no other member accesses them."""
-    p = open_plan(plan)
-    store_release(line(p, p[_ME]) + _SRC, 0)
-    for r in range(p[_RANKS]):
-        if r != p[_ME]:
-            revoke(line(p, r) + _TOUCH)
-    waited = 0
-    for r in range(p[_RANKS]):
+    p = plan_at(plan)
+    store_release(address_of(member(p, p.me), "src"), 0)
+    for r in range(p.ranks):
+        if r != p.me:
+            revoke(member(p, r).touch)
+    waited, access = 0, _access_at(p.access)
+    for r in range(p.ranks):
+        other = member(p, r)
         # The word stays set if the process has died, or was stopped outside of the kernel: a revoked copy cannot begin any
         # more.
-        while r != p[_ME] and load_acquire(line(p, r) + _TOUCH) != 0 and waited < _PATIENCE_US and _verified(p, r):
+        while r != p.me and entered(other.touch) and waited < _PATIENCE_US and verified(access, other.process):
             usleep(_PAUSE_US)
             waited += _PAUSE_US
 

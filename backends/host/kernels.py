@@ -4,8 +4,8 @@ In each round a rank copies pieces of its input into its own stage, all ranks me
 it needs from the others' stages; a rank alternates between its stages, so that one barrier per round suffices. Pieces are small
 enough to stay in the caches. Large reductions may use another method, see `direct`.
 
-The parameters of a collective of given shape are in a plan, a block of 64-bit words created once, so that a call passes three
-numbers. Every kernel can be resumed: it returns PENDING after a while without progress and is called again with the same plan.
+The parameters of a collective of given shape are in a plan, a record created once, so that a call passes three numbers. Every
+kernel can be resumed: it returns PENDING after a while without progress and is called again with the same plan.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import numpy as np
 from numba import carray
 from numba.extending import register_jitable
 
+from xvcomm.backends.host.processes import PROCESS, TOUCH
 from xvcomm.backends.host.reducers import average_many, call_scale, reduce_many
-from xvcomm.jit.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, load_acquire, store
+from xvcomm.jit.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, store
 from xvcomm.jit.compile import compiling, kernel, native
+from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.memory.ring import ABORT, LINE
 from xvcomm.memory.segment import PAGE
 
 __all__ = [
-    "Mode", "Word", "address", "arrive", "combine", "exchange", "join", "line", "meet", "one_shot", "open_plan", "plan_words",
-    "reduce", "scale", "stage_count", "stages",
+    "MEMBER", "PART", "PLAN", "Mode", "address", "arrive", "combine", "exchange", "join", "meet", "member", "one_shot",
+    "parts_of", "plan_at", "reduce", "scale", "stage_count", "stages",
 ]  # fmt: skip
 
 
@@ -38,51 +40,59 @@ class Mode(enum.IntEnum):
     ROOT = 2
 
 
-class Word(enum.IntEnum):
-    """Offsets of the words in a plan."""
+PLAN = np.dtype([
+    ("arena", "i8"),
+    ("ranks", "i8"),
+    ("me", "i8"),
+    ("stage", "i8"),  # bytes that a rank stages at a time
+    ("spins", "i8"),
+    ("budget", "i8"),  # nanoseconds off the core before returning
+    ("pieces", "i8"),  # address of the number of pieces over the arena's lifetime, which selects the stage
+    ("round", "i8"),  # state of a call, with `rounds`; `round` and `phase` are 0 between calls
+    ("phase", "i8"),
+    ("rounds", "i8"),
+    ("columns", "i8"),  # 1 if all readers need the same data of a rank, otherwise one column per reader
+    ("mode", "i8"),
+    ("root", "i8"),
+    ("pair", "i8"),  # these four: the addresses in a reducers.Kit
+    ("first", "i8"),
+    ("more", "i8"),
+    ("last", "i8"),
+    ("finisher", "i8"),  # address of the function that divides, or 0
+    ("divisor", "i8"),
+    ("itemsize", "i8"),
+    ("result_size", "i8"),  # bytes per element of a result that stays where it is reduced
+    ("nbytes", "i8"),
+    ("scratch", "i8"),  # address of the reducers' accumulator
+    ("parts", "i8"),  # address of a `PART` per rank
+    ("step", "i8"),  # from here on for `direct`: state of a call; 0 between calls
+    ("began", "i8"),  # start time in nanoseconds
+    ("access", "i8"),  # address of a `processes.ACCESS`
+    ("tuning", "i8"),  # address of the `direct.TUNING` for this size class
+    ("room", "i8"),  # address of memory for a piece of each other member
+])  # fmt: skip
 
-    ARENA = 0
-    RANKS = 1
-    ME = 2
-    STAGE = 3  # bytes that a rank stages at a time
-    SPINS = 4
-    BUDGET = 5  # nanoseconds off the core before returning
-    PIECES = 6  # address of the number of pieces over the arena's lifetime, which selects the stage
-    ROUND = 7  # state of a call, with ROUNDS; ROUND and PHASE are 0 between calls
-    PHASE = 8
-    ROUNDS = 9
-    COLUMNS = 10  # 1 if all readers need the same data of a rank, otherwise one column per reader
-    MODE = 11
-    ROOT = 12
-    PAIR = 13  # these four: the addresses in a reducers.Kit
-    FIRST = 14
-    MORE = 15
-    LAST = 16
-    FINISHER = 17  # address of the function that divides, or 0
-    DIVISOR = 18
-    ITEMSIZE = 19
-    NBYTES = 20
-    SCRATCH = 21  # address of the reducers' accumulator
-    STEP = 22  # from here on for `direct`: state of a call; 0 between calls
-    BEGAN = 23  # start time in nanoseconds
-    ACCESS = 24  # address of `processes.AccessWord`s
-    TUNING = 25  # address of `direct.TuningWord`s for this size class
-    ROOM = 26  # address of memory for a piece of each other member
-    RESULT_SIZE = 27  # bytes per element of a result that stays where it is reduced
-    TABLES = 32  # five rows of RANKS words: offsets and bytes to stage, offsets and bytes to take; sources
+PART = np.dtype([
+    ("put_offset", "i8"),  # in the input: what to stage for that rank (for all ranks: the first part), or the rank's block
+    ("put_bytes", "i8"),
+    ("get_offset", "i8"),  # in the output: what to take from that rank
+    ("get_bytes", "i8"),
+    ("source", "i8"),  # address of its operand in the current piece
+])  # fmt: skip
+"""What a plan contains per rank."""
 
+MEMBER = np.dtype([
+    ("arrivals", "i8"),
+    ("rounds", "i8", 2),  # of the current call, at an even or an odd number of pieces
+    ("process", PROCESS),  # from here on for `direct`
+    ("src", "i8"),  # its arrays in the current call; 0 for the input: not offered
+    ("dst", "i8"),
+    ("took", "i8"),  # nanoseconds of its last try in this size class
+    ("touch", TOUCH),  # its current copy from or to another member
+])  # fmt: skip
+"""A rank's line in the arena."""
 
-def plan_words(ranks: int) -> int:
-    """Number of words of a plan."""
-    return int(Word.TABLES) + 5 * ranks
-
-
-# Plain integers: numba treats an enum's members as constants only if they are globals.
-_ARENA, _RANKS, _ME, _STAGE, _SPINS, _BUDGET = (int(w) for w in tuple(Word)[:6])
-_PIECES, _ROUND, _PHASE, _ROUNDS, _COLUMNS, _MODE, _ROOT = (int(w) for w in tuple(Word)[6:13])
-_PAIR, _FIRST, _MORE, _LAST, _FINISHER, _DIVISOR = (int(w) for w in tuple(Word)[13:19])
-_ITEMSIZE, _NBYTES, _SCRATCH = (int(w) for w in tuple(Word)[19:22])
-_RESULT_SIZE, _TABLES = int(Word.RESULT_SIZE), int(Word.TABLES)
+plan_at, _member_at = compiled_at(PLAN), compiled_at(MEMBER)
 _COPY_IN, _MEET, _MEET_AGAIN = 0, 1, 2
 _ROOM = 16 << 10
 _SCATTER, _ALL = int(Mode.SCATTER), int(Mode.ALL)
@@ -106,38 +116,37 @@ def stages(ranks: int) -> int:
 
 
 @register_jitable
-def open_plan(plan: int) -> Any:
-    """A plan's words as an array."""
-    return carray(as_pointer(plan), _TABLES + 5 * load(plan + 8 * _RANKS), np.int64)
+def parts_of(p: Any) -> Any:
+    """A plan's parts as an array."""
+    return carray(as_pointer(p.parts), p.ranks, PART)
 
 
 @register_jitable
-def line(p: Any, rank: int) -> int:
-    """Address of a rank's line: word 0 counts its arrivals, words 1 and 2 are its rounds for even and odd pieces; for the rest
-    see `direct`.
-    """
-    return p[_ARENA] + PAGE + rank * LINE
+def member(p: Any, rank: int) -> Any:
+    """A rank's line."""
+    return _member_at(p.arena + PAGE + rank * LINE)
 
 
 @register_jitable
 def _stage(p: Any, rank: int, pieces: int) -> int:
-    count = _stage_count(p[_RANKS])
-    first = p[_ARENA] + PAGE + (p[_RANKS] * LINE + PAGE - 1) // PAGE * PAGE
-    return first + (count * rank + pieces % count) * p[_STAGE]
+    count = _stage_count(p.ranks)
+    first = p.arena + PAGE + (p.ranks * LINE + PAGE - 1) // PAGE * PAGE
+    return first + (count * rank + pieces % count) * p.stage
 
 
 @register_jitable
 def arrive(p: Any) -> None:
     """Announce that this rank has reached the next barrier."""
-    fetch_add(line(p, p[_ME]), 1)
+    fetch_add(address_of(member(p, p.me), "arrivals"), 1)
 
 
 @register_jitable
 def meet(p: Any) -> int:
     """Wait until all ranks have arrived as often as this one."""
-    target = load(line(p, p[_ME]))
-    for other in range(p[_RANKS]):
-        result = await_word(line(p, other), target, p[_ARENA] + ABORT, p[_SPINS], p[_BUDGET])
+    target = member(p, p.me).arrivals
+    for other in range(p.ranks):
+        arrivals = address_of(member(p, other), "arrivals")
+        result = await_word(arrivals, target, p.arena + ABORT, p.spins, p.budget)
         if result != READY:
             return result
     return READY
@@ -146,12 +155,12 @@ def meet(p: Any) -> int:
 @register_jitable
 def _next_round(p: Any) -> bool:
     """Continue with the next piece; returns whether that was the last."""
-    store(p[_PIECES], load(p[_PIECES]) + 1)
-    p[_ROUND] += 1
-    p[_PHASE] = _COPY_IN
-    if p[_ROUND] < p[_ROUNDS]:
+    store(p.pieces, load(p.pieces) + 1)
+    p.round += 1
+    p.phase = _COPY_IN
+    if p.round < p.rounds:
         return False
-    p[_ROUND] = 0
+    p.round = 0
     return True
 
 
@@ -167,39 +176,39 @@ def _exchange(plan: int, src: int, dst: int) -> int:
     The plan's tables contain what this rank stages for each column and what it takes from each rank. Its own part is read
     directly from the input, at its own column's offset.
     """
-    p = open_plan(plan)
-    ranks, me, columns = p[_RANKS], p[_ME], p[_COLUMNS]
-    piece = p[_STAGE] // columns // 64 * 64
+    p = plan_at(plan)
+    ranks, me, columns = p.ranks, p.me, p.columns
+    piece = p.stage // columns // 64 * 64
     own = me if columns > 1 else 0
-    put_at, put_n, get_at, get_n = _TABLES, _TABLES + ranks, _TABLES + 2 * ranks, _TABLES + 3 * ranks
+    parts = parts_of(p)
     while True:
-        pieces = load(p[_PIECES])
-        at = p[_ROUND] * piece
-        if p[_PHASE] == _COPY_IN:
+        pieces = load(p.pieces)
+        at = p.round * piece
+        if p.phase == _COPY_IN:
             most = 0
             for c in range(columns):
                 if columns == 1 or c != me:
-                    most = max(most, p[put_n + c])
-                    stage = _stage(p, me, pieces) + c * piece
-                    copy_bytes(stage, src + p[put_at + c] + at, _window(p[put_n + c], at, piece))
-            if p[_ROUND] == 0:
+                    part, stage = parts[c], _stage(p, me, pieces) + c * piece
+                    most = max(most, part.put_bytes)
+                    copy_bytes(stage, src + part.put_offset + at, _window(part.put_bytes, at, piece))
+            if p.round == 0:
                 for r in range(ranks):
-                    most = max(most, p[get_n + r] if r != me else 0)
-                store(line(p, me) + 8 * (1 + pieces % 2), (most + piece - 1) // piece)
-                copy_bytes(dst + p[get_at + me], src + p[put_at + own], p[get_n + me])
+                    most = max(most, parts[r].get_bytes if r != me else 0)
+                member(p, me).rounds[pieces % 2] = (most + piece - 1) // piece
+                copy_bytes(dst + parts[me].get_offset, src + parts[own].put_offset, parts[me].get_bytes)
             arrive(p)
-            p[_PHASE] = _MEET
+            p.phase = _MEET
         result = meet(p)
         if result != READY:
             return result
-        if p[_ROUND] == 0:
-            p[_ROUNDS] = 1
+        if p.round == 0:
+            p.rounds = 1
             for r in range(ranks):
-                p[_ROUNDS] = max(p[_ROUNDS], load_acquire(line(p, r) + 8 * (1 + pieces % 2)))
+                p.rounds = max(p.rounds, member(p, r).rounds[pieces % 2])
         for r in range(ranks):
             if r != me:
                 stage = _stage(p, r, pieces) + own * piece
-                copy_bytes(dst + p[get_at + r] + at, stage, _window(p[get_n + r], at, piece))
+                copy_bytes(dst + parts[r].get_offset + at, stage, _window(parts[r].get_bytes, at, piece))
         if _next_round(p):
             return READY
 
@@ -207,82 +216,82 @@ def _exchange(plan: int, src: int, dst: int) -> int:
 @register_jitable
 def combine(p: Any, dst: int, nbytes: int) -> None:
     """Reduce `nbytes` of each of the plan's sources into `dst`, in rank order, and divide."""
-    kit = (p[_PAIR], p[_FIRST], p[_MORE], p[_LAST])
-    ranks, itemsize, scratch = p[_RANKS], p[_ITEMSIZE], p[_SCRATCH]
-    sources, count = p[_TABLES + 4 * ranks :], nbytes // itemsize
-    if p[_FINISHER] != 0:
-        average_many(kit, p[_FINISHER], dst, sources, ranks, count, itemsize, p[_DIVISOR], scratch)
+    kit = (p.pair, p.first, p.more, p.last)
+    ranks, itemsize, scratch = p.ranks, p.itemsize, p.scratch
+    sources, count = parts_of(p).source, nbytes // itemsize
+    if p.finisher != 0:
+        average_many(kit, p.finisher, dst, sources, ranks, count, itemsize, p.divisor, scratch)
     else:
-        reduce_many(kit, dst, sources, ranks, count, itemsize, p[_RESULT_SIZE], scratch)
+        reduce_many(kit, dst, sources, ranks, count, itemsize, p.result_size, scratch)
 
 
 def _reduce(plan: int, src: int, dst: int) -> int:
-    """Reduce block r of all inputs on rank r; then keep it there, or pass it to all ranks or to the root (see Mode).
-
-    The plan's first two tables are the blocks' offsets and bytes.
-    """
-    p = open_plan(plan)
-    ranks, me, mode = p[_RANKS], p[_ME], p[_MODE]
-    everywhere = mode == _ALL or me == p[_ROOT]
-    piece = p[_STAGE] // ranks // 64 * 64
-    block_at, block_n, sources = _TABLES, _TABLES + ranks, _TABLES + 4 * ranks
+    """Reduce block r of all inputs on rank r; then keep it there, or pass it to all ranks or to the root (see Mode)."""
+    p = plan_at(plan)
+    ranks, me, mode = p.ranks, p.me, p.mode
+    everywhere = mode == _ALL or me == p.root
+    piece = p.stage // ranks // 64 * 64
+    parts = parts_of(p)
     while True:
-        pieces = load(p[_PIECES])
-        mine, at = _stage(p, me, pieces), p[_ROUND] * piece
-        if p[_PHASE] == _COPY_IN:
+        pieces = load(p.pieces)
+        mine, at = _stage(p, me, pieces), p.round * piece
+        if p.phase == _COPY_IN:
             most = 0
             for r in range(ranks):
-                most = max(most, p[block_n + r])
+                block = parts[r]
+                most = max(most, block.put_bytes)
                 if r != me:
-                    copy_bytes(mine + r * piece, src + p[block_at + r] + at, _window(p[block_n + r], at, piece))
-            p[_ROUNDS] = (most + piece - 1) // piece
+                    copy_bytes(mine + r * piece, src + block.put_offset + at, _window(block.put_bytes, at, piece))
+            p.rounds = (most + piece - 1) // piece
             arrive(p)
-            p[_PHASE] = _MEET
+            p.phase = _MEET
         result = meet(p)
         if result != READY:
             return result
-        if p[_PHASE] == _MEET:
-            nbytes = _window(p[block_n + me], at, piece)
-            where = dst + p[block_at + me] + at if everywhere else mine + me * piece
-            target = dst + at // p[_ITEMSIZE] * p[_RESULT_SIZE] if mode == _SCATTER else where
+        if p.phase == _MEET:
+            block = parts[me]
+            nbytes = _window(block.put_bytes, at, piece)
+            where = dst + block.put_offset + at if everywhere else mine + me * piece
+            target = dst + at // p.itemsize * p.result_size if mode == _SCATTER else where
             if nbytes > 0:
                 for r in range(ranks):
-                    p[sources + r] = _stage(p, r, pieces) + me * piece
-                p[sources + me] = src + p[block_at + me] + at
+                    parts[r].source = _stage(p, r, pieces) + me * piece
+                block.source = src + block.put_offset + at
                 combine(p, target, nbytes)
                 if mode == _ALL:
                     copy_bytes(mine + me * piece, target, nbytes)
             if mode != _SCATTER:
                 arrive(p)
-                p[_PHASE] = _MEET_AGAIN
+                p.phase = _MEET_AGAIN
                 continue
         elif everywhere:
             for r in range(ranks):
                 if r != me:
                     stage = _stage(p, r, pieces) + r * piece
-                    copy_bytes(dst + p[block_at + r] + at, stage, _window(p[block_n + r], at, piece))
+                    copy_bytes(dst + parts[r].put_offset + at, stage, _window(parts[r].put_bytes, at, piece))
         if _next_round(p):
             return READY
 
 
 def _one_shot(plan: int, src: int, dst: int) -> int:
     """All-reduce with one barrier, for an array that fits a stage: every rank stages its array and reduces all of them."""
-    p = open_plan(plan)
-    pieces, ranks = load(p[_PIECES]), p[_RANKS]
+    p = plan_at(plan)
+    pieces, ranks = load(p.pieces), p.ranks
     # Calls also alternate within a stage, for the same reason as between stages: 64 KiB 13 -> 8.5 µs.
-    room = max(1, (p[_NBYTES] + _ROOM - 1) // _ROOM) * _ROOM
-    within = pieces // _stage_count(ranks) % max(1, p[_STAGE] // room) * room
-    if p[_PHASE] == _COPY_IN:
-        copy_bytes(_stage(p, p[_ME], pieces) + within, src, p[_NBYTES])
+    room = max(1, (p.nbytes + _ROOM - 1) // _ROOM) * _ROOM
+    within = pieces // _stage_count(ranks) % max(1, p.stage // room) * room
+    if p.phase == _COPY_IN:
+        copy_bytes(_stage(p, p.me, pieces) + within, src, p.nbytes)
         arrive(p)
-        p[_PHASE] = _MEET
+        p.phase = _MEET
     result = meet(p)
     if result != READY:
         return result
+    parts = parts_of(p)
     for r in range(ranks):
-        p[_TABLES + 4 * ranks + r] = _stage(p, r, pieces) + within if r != p[_ME] else src
-    combine(p, dst, p[_NBYTES])
-    p[_ROUNDS] = 1
+        parts[r].source = _stage(p, r, pieces) + within if r != p.me else src
+    combine(p, dst, p.nbytes)
+    p.rounds = 1
     _next_round(p)
     return READY
 

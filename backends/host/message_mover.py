@@ -6,19 +6,20 @@ need not wait is complete before the lock could change hands. Waiting and large 
 
 from __future__ import annotations
 
-import enum
+import ctypes
+from typing import Any
 
 import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.abc.message_mover import MessageMover
-from xvcomm.backends.host import mover
 from xvcomm.backends.host.batch import BUDGET
-from xvcomm.backends.host.mover import WIDTH, Kind, drive_all, take, try_row
+from xvcomm.backends.host.mover import DONE, NEW, ROW, Kind, drive_all, take, try_row
 from xvcomm.backends.host.rendezvous import join
-from xvcomm.jit.atomics import PENDING, READY, STOPPED, load, load_acquire, store
+from xvcomm.jit.atomics import PENDING, READY, STOPPED, load_acquire
 from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import RingEnd
 from xvcomm.trace.format import DONE as ENDED
 from xvcomm.trace.recorder import note, note_end
@@ -29,62 +30,51 @@ HELD_BYTES = 128 << 10
 """Messages up to this size may be copied with the interpreter lock held, which takes about as long as handing the lock over."""
 
 
-class Word(enum.IntEnum):
-    """Offsets of the words in a message mover's memory."""
-
-    RECORDER = 0
-    COMMUNICATOR = 1
-    STOP = 2  # address of the communicator's abort word
-    COUNTER = 3  # address of the ring end's next sequence number
-    OP = 4  # for the flight recorder
-    SPINS = 5
-    RECORD = 6  # number of the newest record, inverted once it is complete
-    ROW = 7  # of the mover
-
-
-_RECORDER, _COMMUNICATOR, _STOP, _COUNTER, _OP, _SPINS, _RECORD, _ROW = (8 * word for word in Word)
-_DATA, _NBYTES, _SEQUENCE, _DTYPE, _LENGTH, _TAG, _PHASE, _PEER = (
-    8 * (Word.ROW + word)
-    for word in (
-        mover.Word.DATA, mover.Word.NBYTES, mover.Word.SEQUENCE, mover.Word.DTYPE, mover.Word.LENGTH, mover.Word.TAG,
-        mover.Word.PHASE, mover.Word.PEER,
-    )
-)  # fmt: skip
+MESSAGE_MOVER = np.dtype([
+    ("recorder", "i8"),
+    ("communicator", "i8"),
+    ("stop", "i8"),  # address of the communicator's abort word
+    ("counter", "i8"),  # address of the ring end's next sequence number
+    ("op", "i8"),  # for the flight recorder
+    ("spins", "i8"),
+    ("record", "i8"),  # number of the newest record, inverted once it is complete
+    ("row", ROW),
+])  # fmt: skip
+_Record, _mover_at = python_type(MESSAGE_MOVER), compiled_at(MESSAGE_MOVER)
 
 
 @register_jitable
-def _end(state: int) -> None:
+def _end(mover: Any) -> None:
     """Record that the message is complete."""
-    number = load(state + _RECORD)
-    note_end(load(state + _RECORDER), number, ENDED)
-    store(state + _RECORD, ~number)
+    note_end(mover.recorder, mover.record, ENDED)
+    mover.record = ~mover.record
 
 
-def _begin(state: int, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> int:
+def _begin(address: int, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> int:
     """See `MessageMover.begin`; READY, PENDING, STOPPED or MISMATCH."""
-    recorder, communicator, peer = load(state + _RECORDER), load(state + _COMMUNICATOR), load(state + _PEER)
-    number = note(recorder, communicator, collective, load(state + _OP), dtype, nbytes, peer, tag, call_site)
-    store(state + _RECORD, number)
-    store(state + _PHASE, mover.NEW)
-    if load_acquire(load(state + _STOP)) != 0:
+    mover = _mover_at(address)
+    row = mover.row
+    mover.record = note(
+        mover.recorder, mover.communicator, collective, mover.op, dtype, nbytes, row.peer, tag, call_site
+    )
+    row.phase = NEW
+    if load_acquire(mover.stop) != 0:
         return STOPPED
-    store(state + _DATA, data)
-    store(state + _NBYTES, nbytes)
-    store(state + _SEQUENCE, take(load(state + _COUNTER)))
-    store(state + _DTYPE, dtype)
-    store(state + _LENGTH, nbytes)
-    store(state + _TAG, tag)
-    result = try_row(state + _ROW) if nbytes <= HELD_BYTES else PENDING
+    row.data, row.sequence = data, take(mover.counter)
+    said = row.message
+    said.dtype, said.nbytes, said.tag = dtype, nbytes, tag
+    result = try_row(address_of(mover, "row")) if nbytes <= HELD_BYTES else PENDING
     if result == READY:
-        _end(state)
+        _end(mover)
     return result
 
 
-def _advance(state: int, budget: int) -> int:
+def _advance(address: int, budget: int) -> int:
     """Progress the message; see `mover.drive_all`."""
-    result = drive_all(state + _ROW, 1, 0, 0, load(state + _SPINS), budget)
+    mover = _mover_at(address)
+    result = drive_all(address_of(mover, "row"), 1, 0, 0, mover.spins, budget)
     if result == READY:
-        _end(state)
+        _end(mover)
     return result
 
 
@@ -94,32 +84,25 @@ with compiling():
 
 
 class HostMessageMover(MessageMover):
-    """A row of the mover whose words are kept from message to message."""
+    """A row of the mover that is kept from message to message."""
 
     def __init__(
         self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int, spins: int, process_memory: bool
     ) -> None:  # fmt: skip
         """`process_memory`: as in `Batch`."""
         self.end = end
-        self._words = np.zeros(Word.ROW + WIDTH, np.int64)
-        self._words[: Word.ROW] = (recorder, communicator, stop, end.counter, op, spins, -1)
-        row = self._words[Word.ROW :]
-        row[mover.Word.KIND] = Kind.PUT if end.producer else Kind.GET
-        row[mover.Word.RING] = end.address
-        row[mover.Word.OP] = OpCode.SEND
-        row[mover.Word.TURN] = end.turn
-        row[mover.Word.LANES : mover.Word.ITEMSIZE] = end.geometry
-        row[mover.Word.ITEMSIZE] = 1
-        row[mover.Word.PEER] = end.peer
-        row[mover.Word.STATE] = join(end, process_memory)
-        row[mover.Word.PHASE] = mover.DONE
-        self._address = int(self._words.ctypes.data)
+        self._record = _Record(recorder, communicator, stop, end.counter, op, spins, -1)
+        row = self._record.row
+        row.kind, row.message.op, row.phase, row.itemsize = Kind.PUT if end.producer else Kind.GET, OpCode.SEND, DONE, 1
+        row.ring, row.turn, row.geometry, row.peer = end.address, end.turn, end.geometry, end.peer
+        row.state = join(end, process_memory)
+        self._address = ctypes.addressof(self._record)
 
     @property
     def record(self) -> int:
         """See `MessageMover.record`."""
-        number = int(self._words[Word.RECORD])
-        return number if number >= 0 else ~number
+        number: int = self._record.record
+        return max(number, ~number)
 
     def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> bool:
         """See `MessageMover.begin`."""
@@ -146,11 +129,11 @@ class HostMessageMover(MessageMover):
         return bool(code == READY)
 
     def _stopped(self) -> RingStopped:
-        return RingStopped(self.end, self.end.abort_word(), int(self._words[Word.ROW + mover.Word.SEQUENCE]))
+        return RingStopped(self.end, self.end.abort_word(), self._record.row.sequence)
 
     def discard(self) -> bool:
         """See `MessageMover.discard`."""
-        if self._words[Word.RECORD] < 0:
+        if self._record.record < 0:
             return False
         self.end.give_up()
         return True

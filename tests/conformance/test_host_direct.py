@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -13,11 +12,8 @@ import pytest
 from tracer import WRITE, hold_in_copy
 
 from xvcomm.backends.host import direct
-from xvcomm.backends.host.direct import LineWord, TuningWord
 from xvcomm.backends.host.kernels import Mode
 from xvcomm.errors import DeadlineExceeded, PeerLost
-from xvcomm.memory.ring import LINE
-from xvcomm.memory.segment import PAGE
 from xvcomm.testing.cases import reductions
 from xvcomm.testing.world import World
 from xvcomm.types.dtype import BY_NAME, DTYPES, premul_sum
@@ -33,29 +29,28 @@ def native(comm):
     return comm._context.joined_native()
 
 
-def words_of(comm, rank):
+def line(comm, rank):
     """A rank's line in the arena."""
-    return (ctypes.c_int64 * (LINE // 8)).from_address(native(comm)._arena + PAGE + rank * LINE)
+    return native(comm)._member(rank)
 
 
 def offers(comm):
     """Whether each rank offered its arrays in the last reduction that could go either way."""
-    return [words_of(comm, rank)[LineWord.SRC] != 0 for rank in range(comm.size)]
+    return [line(comm, rank).src != 0 for rank in range(comm.size)]
 
 
 def settle(comm, way):
     """From now on everything goes one way that could go both, in classes of sizes that were used before."""
     comm.barrier()
     for tuning in native(comm)._tunings.values():
-        tuning[TuningWord.TRIALS] = -1
-        tuning[TuningWord.BEST : TuningWord.BEST + 2] = [way, 1 - way]
+        tuning.trials, tuning.best[:] = -1, [way, 1 - way]
     comm.barrier()
 
 
 def reach(comm):
     """Let the ranks find out whether they reach each other's memory: 1, or -1."""
     comm.all_reduce(np.ones(direct.LEAST, np.uint8))
-    return int(native(comm)._access[0])
+    return native(comm)._access.reach
 
 
 def some(dtype, count, seed):
@@ -117,12 +112,12 @@ def choices(comm):
     reach(sub)
     for count in (direct.LEAST, 4 * direct.LEAST):
         calls, x = 0, np.empty(count // 4, np.int32)
-        while not calls or native(sub)._tunings[Mode.ALL, count.bit_length()][TuningWord.TRIALS] >= 0:
+        while not calls or native(sub)._tunings[Mode.ALL, count.bit_length()].trials >= 0:
             x[...] = comm.rank + calls
             sub.all_reduce(x)
             assert (x == sum(range(comm.size)) + comm.size * calls).all()
             calls += 1
-        results.append((calls, *native(sub)._tunings[Mode.ALL, count.bit_length()][TuningWord.BEST :].tolist()))
+        results.append((calls, *native(sub)._tunings[Mode.ALL, count.bit_length()].best))
     sub.close()
     return results
 
@@ -140,7 +135,7 @@ def sums(comm):
     for i in range(2 * direct.TRIES + 2):
         x = comm.all_reduce(np.full(direct.LEAST, comm.rank + i, np.float32))
         assert (x == sum(range(comm.size)) + comm.size * i).all()
-    return int(native(comm)._access[0]), offers(comm)
+    return native(comm)._access.reach, offers(comm)
 
 
 def test_one_rank_refuses():
@@ -157,7 +152,7 @@ def disguise(comm):
     """Rank 1's memory looks like that of another process, as where numbers of processes mean different ones."""
     comm.barrier()
     if comm.rank == 1:
-        words_of(comm, 1)[LineWord.VALUE] += 1
+        line(comm, 1).process.value += 1
     comm.barrier()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -12,9 +11,9 @@ import numpy as np
 import pytest
 from tracer import hold_in_copy
 
-from xvcomm.backends.host.processes import AccessWord
-from xvcomm.backends.host.rendezvous import LEAST, LineWord, TuningWord, Word
+from xvcomm.backends.host.rendezvous import END_LINE, LEAST
 from xvcomm.errors import DeadlineExceeded, PeerLost
+from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import LINE, MEETING
 from xvcomm.testing.world import World
 from xvcomm.types.dtype import DTYPES
@@ -23,7 +22,7 @@ SOON = 10.0
 STAGED, STRAIGHT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
 """Larger than a ring: these wait for their receivers, and so certainly go straight."""
-TUNING = 4
+Line = python_type(END_LINE)
 
 
 def ends(comm):
@@ -33,17 +32,16 @@ def ends(comm):
 def settle(comm, way):
     """From now on everything that this rank sends goes one way that could go both."""
     for end in ends(comm):
-        end.kept[Word.TUNINGS + TuningWord.TRIALS :: TUNING] = -1
-        end.kept[Word.TUNINGS + TuningWord.BEST + way :: TUNING] = 1
-        end.kept[Word.TUNINGS + TuningWord.BEST + 1 - way :: TUNING] = 2
+        for tuning in end.kept.tunings:
+            tuning.trials, tuning.best[way], tuning.best[1 - way] = -1, 1, 2
 
 
 def straight(comm):
     """Numbers of the newest messages that went straight, and how many chunks of them this rank copied, for each ring end."""
     found = {}
     for end in ends(comm):
-        done = ctypes.c_int64.from_address(end.address + MEETING + (0 if end.producer else LINE) + 8 * LineWord.DONE)
-        found[end.peer, end.producer] = (done.value >> 24, done.value & 0xFFFFFF)
+        done = Line.from_address(end.address + MEETING + (0 if end.producer else LINE)).done
+        found[end.peer, end.producer] = (done >> 24, done & 0xFFFFFF)
     return found
 
 
@@ -56,7 +54,7 @@ def prepare(comm, way=STRAIGHT):
         comm.barrier()
     settle(comm, way)
     comm.barrier()
-    return {int(end.kept[AccessWord.REACH]) for end in ends(comm)} == {1}
+    return {end.kept.access.reach for end in ends(comm)} == {1}
 
 
 def world(size=2, **how):
@@ -134,20 +132,21 @@ def test_many_in_flight(ranks):
 def undecided(comm):
     """As programs do it, with the choice left to xvcomm."""
     for end in ends(comm):
-        end.kept[Word.TUNINGS + TuningWord.TRIALS :: TUNING] = 0
+        for tuning in end.kept.tunings:
+            tuning.trials = 0
     other = 1 - comm.rank
     for number in range(60):
         for size in (LEAST, 4 * LEAST, BIG):
             x, y = np.full(size, number + comm.rank, np.uint8), np.zeros(size, np.uint8)
             comm.sendrecv(x, other, y, other)
             assert (y == number + other).all()
-    return [end.kept[Word.TUNINGS :: TUNING][:5].tolist() for end in ends(comm) if end.producer]
+    return [[tuning.trials for tuning in end.kept.tunings[:5]] for end in ends(comm) if end.producer]
 
 
 def test_the_first_messages_try_both_ways():
     with world() as made:
         for found in made.run(undecided):
-            assert any(turns != 0 for turns in found[0])
+            assert any(trials != 0 for trials in found[0])
 
 
 def large_all_reduce(comm):

@@ -7,6 +7,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,9 @@ from xvcomm.abc.device import Stream
 from xvcomm.backends.host import direct
 from xvcomm.backends.host.collective import HostCollective, Plan
 from xvcomm.backends.host.device import HostDevice
-from xvcomm.backends.host.direct import LineWord
-from xvcomm.backends.host.kernels import Word
-from xvcomm.backends.host.processes import AccessWord
 from xvcomm.config import Config
 from xvcomm.jit.atomics import PENDING, STOPPED
-from xvcomm.memory.ring import LINE, Reason
+from xvcomm.memory.ring import Reason
 from xvcomm.memory.segment import PAGE
 from xvcomm.rendezvous.store.file import FileStore
 from xvcomm.types.deadline import Deadline
@@ -39,7 +37,7 @@ def members(tmp_path: Path) -> Iterator[list[HostCollective]]:
     store = FileStore(str(tmp_path))
     made = [HostCollective(Config(), "parts", me, 2, "arena", store, Deadline.after(SECONDS)) for me in range(2)]
     together(made, [np.zeros(COUNT, np.float32) for _ in made])
-    if any(m._access[AccessWord.REACH] != 1 for m in made):
+    if any(m._access.reach != 1 for m in made):
         pytest.skip("the system does not let processes into each other's memory (seccomp)")
     yield made
     for member in made:
@@ -67,9 +65,9 @@ def together(members: list[HostCollective], arrays: list[np.ndarray]) -> None:
         thread.join(SECONDS)
 
 
-def line(members: list[HostCollective], me: int) -> ctypes.Array[ctypes.c_int64]:
-    """A member's words in the arena."""
-    return (ctypes.c_int64 * (LINE // 8)).from_address(members[0]._arena + PAGE + me * LINE)
+def line(members: list[HostCollective], me: int) -> Any:
+    """A member's line in the arena."""
+    return members[0]._member(me)
 
 
 def plan(member: HostCollective) -> Plan:
@@ -79,14 +77,14 @@ def plan(member: HostCollective) -> Plan:
 
 def test_giving_up_waits_until_the_arrays_are_not_accessed(members: list[HostCollective]) -> None:
     mine, other = line(members, 0), line(members, 1)
-    mine[LineWord.SRC] = 64
-    other[LineWord.TOUCH] = 1
+    mine.src = 64
+    other.touch.entered = 1
     leaving = threading.Thread(target=direct.withdraw, args=(plan(members[0]).address,))
     leaving.start()
-    while mine[LineWord.SRC] != 0:
+    while mine.src != 0:
         assert leaving.is_alive()
     assert leaving.is_alive(), "left while the other member was still in its arrays"
-    other[LineWord.TOUCH] = 0
+    other.touch.entered = 0
     leaving.join(SECONDS)
     assert not leaving.is_alive()
 
@@ -96,7 +94,7 @@ def test_an_expired_deadline_takes_the_offer_back(members: list[HostCollective])
     with pytest.raises(CollectiveStalled) as stalled:
         members[0].all_reduce(x.ctypes.data, x.ctypes.data, COUNT, FLOAT, SUM, stream(0.05))
     assert stalled.value.missing == (1,)
-    assert line(members, 0)[LineWord.SRC] == 0
+    assert line(members, 0).src == 0
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -105,17 +103,17 @@ def test_no_copy_starts_after_the_member_has_left(members: list[HostCollective],
     x, y = np.ones(COUNT, np.float32), np.ones(COUNT, np.float32)
     prepared = plan(members[1])
     for me, array in enumerate((x, y)):
-        line(members, me)[LineWord.SRC] = line(members, me)[LineWord.DST] = array.ctypes.data
-    prepared.memory[Word.STEP] = direct.Step.DIRECT
+        line(members, me).src = line(members, me).dst = array.ctypes.data
+    prepared.record.step = direct.Step.DIRECT
     if stopped:
         members[0].abort(Reason.ABORTED.word(0))
     else:
-        line(members, 0)[LineWord.SRC] = 0
+        line(members, 0).src = 0
         assert prepared.kernel(prepared.address, y.ctypes.data, y.ctypes.data) == PENDING
         members[0].abort(Reason.PEER_LOST.word(0))
     assert prepared.kernel(prepared.address, y.ctypes.data, y.ctypes.data) == STOPPED
     assert (x == 1).all() and (y == 1).all()
-    assert line(members, 1)[LineWord.TOUCH] == 0
+    assert line(members, 1).touch.entered == 0
 
 
 def test_memory_that_others_may_not_read_is_not_offered(members: list[HostCollective]) -> None:
@@ -126,14 +124,14 @@ def test_memory_that_others_may_not_read_is_not_offered(members: list[HostCollec
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mprotect(ctypes.c_void_p(address + direct.LEAST - PAGE), PAGE, _NO_RIGHTS) == 0
     assert prepared.kernel(prepared.address, address, address) == PENDING
-    assert line(members, 0)[LineWord.SRC] == 0
+    assert line(members, 0).src == 0
 
 
 def test_ordinary_memory_is_offered(members: list[HostCollective]) -> None:
     x = np.ones(COUNT, np.float32)
     prepared = plan(members[0])
     assert prepared.kernel(prepared.address, x.ctypes.data, x.ctypes.data) == PENDING
-    assert line(members, 0)[LineWord.SRC] == x.ctypes.data
+    assert line(members, 0).src == x.ctypes.data
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000])

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host import rendezvous
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.host.message_mover import HostMessageMover
-from xvcomm.backends.host.processes import AccessWord
-from xvcomm.backends.host.rendezvous import LEAST, LineWord, TuningWord, Word, chunk_bytes
+from xvcomm.backends.host.rendezvous import END_LINE, LEAST, chunk_bytes
 from xvcomm.config import Config
+from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import CLAIMS, LINE, MEETING, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.trace.callsite import find_call_site
@@ -35,7 +36,7 @@ CAPACITY = 2 * LEAST
 BIG = 2 * CAPACITY
 SECONDS = 20.0
 _NO_RIGHTS = 0
-_TUNING = 4
+_Line = python_type(END_LINE)
 
 
 class Side:
@@ -50,15 +51,14 @@ class Side:
         self.message_mover: HostMessageMover = self.device.message_mover(end, op, self._recorder.handle, 1, stop)
 
     @property
-    def line(self) -> ctypes.Array[ctypes.c_int64]:
-        """Its words in page 0."""
-        offset = MEETING + (0 if self.end.producer else LINE)
-        return (ctypes.c_int64 * len(LineWord)).from_address(self.end.address + offset)
+    def line(self) -> Any:
+        """Its line in page 0."""
+        return _Line.from_address(self.end.address + MEETING + (0 if self.end.producer else LINE))
 
     @property
     def copied(self) -> int:
         """Chunks of its newest message that this end has copied straight."""
-        number, chunks = divmod(self.line[LineWord.DONE], 1 << 24)
+        number, chunks = divmod(self.line.done, 1 << 24)
         return chunks if number == self.end.sequence else 0
 
     def begin(self, data: np.ndarray, tag: int = 0) -> bool:
@@ -74,9 +74,8 @@ class Side:
 
     def settle(self, way: int) -> None:
         """Send everything one way that could go both."""
-        self.end.kept[Word.TUNINGS + TuningWord.TRIALS :: _TUNING] = -1
-        self.end.kept[Word.TUNINGS + TuningWord.BEST + way :: _TUNING] = 1
-        self.end.kept[Word.TUNINGS + TuningWord.BEST + 1 - way :: _TUNING] = 2
+        for tuning in self.end.kept.tunings:
+            tuning.trials, tuning.best[way], tuning.best[1 - way] = -1, 1, 2
 
 
 class Pair:
@@ -118,7 +117,7 @@ def pair() -> Iterator[Pair]:
     """Both ends, which reach each other's memory and send straight what they can."""
     made = Pair(Config(), Config())
     made.pass_on(np.ones(LEAST, np.uint8), np.empty(LEAST, np.uint8))
-    if {made.source.end.kept[AccessWord.REACH], made.sink.end.kept[AccessWord.REACH]} != {1}:
+    if {made.source.end.kept.access.reach, made.sink.end.kept.access.reach} != {1}:
         pytest.skip("the system does not let processes into each other's memory (seccomp)")
     assert made.source.copied == made.sink.copied == 0, "the first try is a staged one"
     made.source.settle(STRAIGHT)
@@ -238,27 +237,27 @@ def test_a_sender_does_not_wait_for_a_reducing_receiver_again(pair: Pair) -> Non
 
 def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
     """After tries of each way that took long enough."""
-    words = pair.source.end.kept[Word.TUNINGS : Word.TUNINGS + _TUNING]
-    words[:] = (0, 0, rendezvous._NEVER, rendezvous._NEVER)
+    tuning = pair.source.end.kept.tunings[0]
+    tuning.trials, tuning.spent, tuning.best[:] = 0, 0, (rendezvous._NEVER, rendezvous._NEVER)
     target, sent = np.zeros(LEAST, np.uint8), 0
-    while words[TuningWord.TRIALS] >= 0:
+    while tuning.trials >= 0:
         data = pattern(LEAST, sent)
         pair.pass_on(data, target)
         assert (target == data).all()
         sent += 1
-    _, spent, staged, straight = words.tolist()
-    assert sent >= 2 * rendezvous.TRIES and spent >= 20_000_000
+    staged, straight = tuning.best
+    assert sent >= 2 * rendezvous.TRIES and tuning.spent >= 20_000_000
     assert 0 < staged < rendezvous._NEVER and 0 < straight < rendezvous._NEVER
-    before = pair.source.line[LineWord.DONE] >> 24
+    before = pair.source.line.done >> 24
     pair.pass_on(data, target)
-    assert (pair.source.line[LineWord.DONE] >> 24 != before) == (straight < staged - staged // 8)
+    assert (pair.source.line.done >> 24 != before) == (straight < staged - staged // 8)
 
 
 @pytest.mark.parametrize(("straight", "chosen"), [(874, True), (875, False), (1000, False)])
 def test_direct_copies_must_be_clearly_faster(pair: Pair, straight: int, chosen: bool) -> None:
     """By an eighth, so that chance does not choose."""
-    pair.source.end.kept[Word.TUNINGS + TuningWord.BEST :: _TUNING] = 1000
-    pair.source.end.kept[Word.TUNINGS + TuningWord.BEST + STRAIGHT :: _TUNING] = straight
+    for tuning in pair.source.end.kept.tunings:
+        tuning.best[:] = 1000, straight
     pair.pass_on(pattern(LEAST), np.zeros(LEAST, np.uint8))
     assert (pair.source.copied + pair.sink.copied > 0) == chosen
 
@@ -283,11 +282,11 @@ def test_another_process_with_the_same_pid() -> None:
     """As where numbers of processes mean different ones: nobody writes there."""
     pair = Pair(Config(), Config())
     pair.source.settle(STRAIGHT)
-    pair.sink.line[LineWord.VALUE] += 1
+    pair.sink.line.process.value += 1
     data, target = pattern(BIG), np.zeros(BIG, np.uint8)
     pair.pass_on(data, target)
     assert (target == data).all() and pair.source.copied == pair.sink.copied == 0
-    assert pair.source.end.kept[AccessWord.REACH] == -1
+    assert pair.source.end.kept.access.reach == -1
     pair.close()
 
 
@@ -331,7 +330,7 @@ def test_giving_up_waits_until_the_array_is_not_accessed(pair: Pair, leaver: str
     """And another thread that gives up one behind it waits as long."""
     side, other = (pair.source, pair.sink) if leaver == "source" else (pair.sink, pair.source)
     assert not side.begin(pattern(BIG))
-    other.line[LineWord.TOUCH] = 1
+    other.line.touch.entered = 1
     leaving = [threading.Thread(target=leave) for leave in (side.message_mover.discard, side.end.give_up)]
     leaving[0].start()
     until = time.monotonic() + SECONDS
@@ -340,7 +339,7 @@ def test_giving_up_waits_until_the_array_is_not_accessed(pair: Pair, leaver: str
     leaving[1].start()
     leaving[1].join(0.1)
     assert all(thread.is_alive() for thread in leaving), "left while the other end was still in its array"
-    other.line[LineWord.TOUCH] = 0
+    other.line.touch.entered = 0
     for thread in leaving:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -366,7 +365,7 @@ def test_no_copy_starts_after_the_owner_has_left(pair: Pair, leaver: str, stoppe
     with pytest.raises(RingStopped):
         other.message_mover.advance(-1)
     assert (target == 7).all()
-    assert other.line[LineWord.TOUCH] == 0 and other.copied == 0
+    assert other.line.touch.entered == 0 and other.copied == 0
 
 
 def test_a_receiver_ends_what_was_copied_before_its_sender_left(pair: Pair) -> None:

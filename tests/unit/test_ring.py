@@ -21,6 +21,7 @@ from xvcomm.memory.ring import (
     ENTRY,
     LEAST_CHUNK,
     LEDGER,
+    LEDGER_ENTRY,
     LINE,
     Message,
     Reason,
@@ -47,7 +48,7 @@ def test_nothing_overlaps(layout: RingLayout) -> None:
     assert all(place % LINE == 0 for place in lines)
     assert COUNTERS == PAGE == min(counters)
     assert max(counters) + LINE <= layout.ledger
-    assert layout.ledger + 2 * LEDGER * ENTRY <= layout.data
+    assert layout.ledger + 2 * LEDGER * ENTRY <= layout.data and LEDGER_ENTRY.itemsize == ENTRY
     assert layout.data % PAGE == layout.ledger % PAGE == 0
     assert layout.size == layout.data + layout.lanes * layout.slots * layout.slot_bytes
 

@@ -201,7 +201,7 @@ def clock(number: int) -> Any:
     return intrinsic(nanoseconds)
 
 
-_monotonic = clock(time.CLOCK_MONOTONIC)
+monotonic = clock(time.CLOCK_MONOTONIC)
 
 
 @register_jitable
@@ -213,12 +213,12 @@ def relax(idle: int, spins: int) -> int:
     """
     if idle < spins:
         return 0
-    began = _monotonic()
+    began = monotonic()
     if idle < spins + 400:
         sched_yield()
     else:
         usleep(min(200, 10 + (idle - spins - 400)))
-    return _monotonic() - began
+    return monotonic() - began
 
 
 @register_jitable

@@ -53,13 +53,6 @@ _PIECES = 4
 """Slots of a lane that a message takes, if they are large enough: so both ends copy at the same time."""
 
 
-class EntryWord(enum.IntEnum):
-    """Words of a ledger entry behind the message's number, from 1 on, and the fields of `Message`."""
-
-    OFFER = 6  # address of the end's array, if the other may touch it; else 0
-    TOOK = 7  # nanoseconds of the consumer's newest message for which it offered its array
-
-
 class Reason(enum.IntEnum):
     """Low byte of an abort word; above it lie the rank concerned, in 24 bits, and who found out, where that matters."""
 
@@ -212,6 +205,19 @@ class Message(NamedTuple):
 MESSAGE = np.dtype([(name, "i8") for name in Message._fields])
 """A `Message` for compiled code."""
 
+LEDGER_ENTRY = np.dtype([
+    ("number", "i8"),  # of the message, from 1 on; written last
+    ("message", MESSAGE),
+    ("offer", "i8"),  # address of the end's array, if the other may touch it; else 0
+    ("took", "i8"),  # nanoseconds of the consumer's newest message for which it offered its array
+])  # fmt: skip
+"""What an end writes of a message into the ledger: ENTRY bytes."""
+
+
+def ledger_at(address: int) -> np.ndarray[Any, Any]:
+    """The LEDGER entries that one end, or one rank, writes."""
+    return np.ndarray(LEDGER, LEDGER_ENTRY, memoryview((ctypes.c_byte * (LEDGER * ENTRY)).from_address(address)))
+
 
 class RingEnd:
     """One end of a ring in this process.
@@ -326,17 +332,14 @@ class RingEnd:
         if not self.address:
             return None
         consumed = ctypes.c_int64.from_address(self.address + CONSUMED).value
-        pairs = [(self._entry(i, self.producer), self._entry(i, not self.producer)) for i in range(LEDGER)]
-        differing = [(mine, theirs) for mine, theirs in pairs if mine[0] == theirs[0] > consumed and mine != theirs]
+        address = self.address + self.layout.ledger
+        ledgers = (ledger_at(address + side * LEDGER * ENTRY)[["number", "message"]].tolist() for side in range(2))
+        pairs = zip(*ledgers, strict=True)
+        differing = [(sent, due) for sent, due in pairs if sent[0] == due[0] > consumed and sent != due]
         if not differing:
             return None
-        mine, theirs = max(differing)
-        return Message(*mine[1:]), Message(*theirs[1:])
-
-    def _entry(self, index: int, producer: bool) -> tuple[int, ...]:
-        """Number and fields of an entry; the number grows with every message, and is 0 where there was none."""
-        offset = self.layout.ledger + ((0 if producer else LEDGER) + index) * ENTRY
-        return tuple((ctypes.c_int64 * 6).from_address(self.address + offset))
+        sent, due = (Message(*message) for _, message in max(differing))
+        return (sent, due) if self.producer else (due, sent)
 
     def close(self) -> None:
         """Unmap this end. After a good end the other one can still open the ring and read what was sent. Idempotent."""

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.jit.atomics import compare_and_swap, fetch_add, full_fence, load, load_acquire, store, store_release
+from xvcomm.jit.atomics import compare_and_swap, fetch_add, full_fence, load_acquire, store_release
 from xvcomm.jit.compile import brief, compiling, kernel
-from xvcomm.jit.record import compiled_at, python_type
-from xvcomm.memory.ring import ABORT, ENTRY, LEDGER, LINE, Message, Reason
+from xvcomm.jit.record import address_of, compiled_at, python_type
+from xvcomm.memory.ring import ABORT, ENTRY, LEDGER, LEDGER_ENTRY, LINE, Message, Reason, ledger_at
 from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.trace.format import DONE
 from xvcomm.trace.recorder import Recorder, note, note_end
@@ -31,7 +31,13 @@ _TEXT_BYTES = 2048
 _MISMATCH = int(Reason.MISMATCH)
 _ROWS = 1 << 62
 """Bit of an abort word that names two rows and an entry instead of one rank."""
-_FIELDS = 5
+_entry_at = compiled_at(LEDGER_ENTRY)
+
+
+@register_jitable
+def agree(a, b):  # type: ignore[no-untyped-def]
+    """Whether two `MESSAGE` records say the same."""
+    return a.op == b.op and a.dtype == b.dtype and a.nbytes == b.nbytes and a.tag == b.tag and a.detail == b.detail
 
 
 @register_jitable
@@ -39,19 +45,17 @@ def _compare(contract, ranks, me, sequence, op, dtype, nbytes, tag, detail):  # 
     """Publish a description and compare it with the other ranks'; False if the communicator is aborted or becomes so."""
     if load_acquire(contract + ABORT) != 0:
         return False
-    mine = contract + PAGE + me * _ROW + sequence % LEDGER * ENTRY
-    for i, value in enumerate((op, dtype, nbytes, tag, detail)):
-        store(mine + 8 + 8 * i, value)
-    store_release(mine, sequence + 1)
+    mine = _entry_at(contract + PAGE + me * _ROW, sequence % LEDGER)
+    said = mine.message
+    said.op, said.dtype, said.nbytes, said.tag, said.detail = op, dtype, nbytes, tag, detail
+    store_release(address_of(mine, "number"), sequence + 1)
     full_fence()
     for other in range(ranks):
-        entry = contract + PAGE + other * _ROW + sequence % LEDGER * ENTRY
-        if other != me and load_acquire(entry) == sequence + 1:
-            for i in range(_FIELDS):
-                if load(entry + 8 + 8 * i) != load(mine + 8 + 8 * i):
-                    rows = (me << 8) | (other << 24) | ((sequence % LEDGER) << 40)
-                    compare_and_swap(contract + ABORT, 0, _MISMATCH | rows | _ROWS)
-                    return False
+        entry = _entry_at(contract + PAGE + other * _ROW, sequence % LEDGER)
+        if other != me and load_acquire(address_of(entry, "number")) == sequence + 1 and not agree(entry.message, said):
+            rows = (me << 8) | (other << 24) | ((sequence % LEDGER) << 40)
+            compare_and_swap(contract + ABORT, 0, _MISMATCH | rows | _ROWS)
+            return False
     return True
 
 
@@ -199,17 +203,12 @@ class ContractCheck:
 
     def absent(self, sequence: int) -> list[int]:
         """The ranks of this host that have not come to collective number `sequence`."""
-        index = sequence % LEDGER * ENTRY
-        return [
-            rank for i, rank in enumerate(self.ranks)
-            if ctypes.c_int64.from_address(self._row(i) + index).value <= sequence
-        ]  # fmt: skip
+        index = sequence % LEDGER
+        return [rank for i, rank in enumerate(self.ranks) if ledger_at(self._row(i))["number"][index] <= sequence]
 
     def newest(self) -> tuple[int, Message]:
         """Number and description of the collective that this rank posted last."""
-        row = self._row(self._me)
-        entries = [(ctypes.c_int64 * 6).from_address(row + i * ENTRY) for i in range(LEDGER)]
-        posted, *message = max(entries, key=lambda entry: entry[0])
+        posted, message, *_ = max(ledger_at(self._row(self._me)).tolist())
         return posted - 1, Message(*message)
 
     def mismatch(self) -> tuple[tuple[int, Message], tuple[int, Message]] | None:
@@ -220,8 +219,8 @@ class ContractCheck:
         index = (word >> 40) & 0xFFFF
         found = []
         for row in ((word >> 8) & 0xFFFF, (word >> 24) & 0xFFFF):
-            fields = (ctypes.c_int64 * 6).from_address(self._row(row) + index * ENTRY)
-            found.append((self.ranks[row], Message(*fields[1:])))
+            message = ledger_at(self._row(row))["message"][index].tolist()
+            found.append((self.ranks[row], Message(*message)))
         return found[0], found[1]
 
     def close(self) -> None:
