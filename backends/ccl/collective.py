@@ -77,9 +77,7 @@ class CclCollective(Collective):
         self._index = device.capabilities().index
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
         self._stalled, self.failure = False, ""
-        self._state = (ctypes.c_int64 * len(State))()
-        self._inside = ctypes.c_double.from_buffer(self._state, 8 * State.INSIDE)
-        self._word = ctypes.c_int64.from_buffer(self._state, 8 * State.ABORT)
+        self._state = State()
         self._freeing: Daemon | None = None
         self._premuls: dict[tuple[float, int], int] = {}
         self._share_bytes = max(_ALIGN, _STAGE_BYTES // members // _ALIGN * _ALIGN)
@@ -202,34 +200,35 @@ class CclCollective(Collective):
         if not calls or not self._comm:
             return None
         ask = self._runtime.addresses().capturing
-        words = prepared(ctypes.addressof(self._state), ask, calls, self._library.address, self._comm)
-        return EnqueuedCall(ENQUEUE, int(words.ctypes.data), words, self._fail)
+        argument, keep = prepared(ctypes.addressof(self._state), ask, calls, self._library.address, self._comm)
+        return EnqueuedCall(ENQUEUE, argument, keep, self._fail)
 
     def abort(self, word: int) -> None:
         """See `Collective.abort`; if a member merely left, operations in progress continue, but no new ones start."""
         with self._lock:
-            if not self._word.value or (Reason.bad(word) and not Reason.bad(self._word.value)):
-                self._word.value = word
+            if not self._state.abort or (Reason.bad(word) and not Reason.bad(self._state.abort)):
+                self._state.abort = word
         if Reason.bad(word):
             self._free(self._library.abort)
 
     def error(self) -> int:
         """See `Collective.error`; also breaks off a call that is inside the library past its deadline."""
-        inside = self._inside.value
-        if inside and time.monotonic() >= inside and not Reason.bad(self._word.value):
+        inside = self._state.inside
+        if inside and time.monotonic() >= inside and not Reason.bad(self._state.abort):
             self._stalled = True
             self.abort(Reason.DEADLINE.word(self._me))
         with self._lock:
             state = self._library.state(self._comm) if self._comm else SUCCESS
-            if state not in (SUCCESS, IN_PROGRESS) and not Reason.bad(self._word.value):
+            if state not in (SUCCESS, IN_PROGRESS) and not Reason.bad(self._state.abort):
                 self.failure = self._explain(state)
-                self._word.value = Reason.ABORTED.word(self._me)
-        return self._word.value
+                self._state.abort = Reason.ABORTED.word(self._me)
+        word: int = self._state.abort
+        return word
 
     def close(self) -> None:
         """See `Collective.close`; members that close at different times wait for each other in the background."""
         with self._lock:
-            self._word.value = self._word.value or Reason.LEFT.word(self._me)
+            self._state.abort = self._state.abort or Reason.LEFT.word(self._me)
         self._free(self._library.destroy)
         if self._freeing is not None:
             self._freeing.join(_CLOSE_SECONDS)
@@ -240,7 +239,7 @@ class CclCollective(Collective):
 
         def work() -> None:
             late = Deadline.after(_GRACE_SECONDS)
-            while self._inside.value and not late.expired():
+            while self._state.inside and not late.expired():
                 time.sleep(_PAUSE_SECONDS)
             with contextlib.suppress(VendorError):  # an error here has no remedy
                 self._runtime.use(self._index)
@@ -258,10 +257,10 @@ class CclCollective(Collective):
             return
         library = self._library
         made = [(getattr(library, call.name), call.arguments((src, dst))) for call in calls]
-        self._inside.value = stream.deadline.at
+        self._state.inside = stream.deadline.at
         try:
-            if self._word.value:
-                raise CollectiveStopped(self._word.value)
+            if self._state.abort:
+                raise CollectiveStopped(self._state.abort)
             comm, handle, together = self._comm, stream.handle, len(made) > 1
             code = library.group_start() if together else 0
             try:
@@ -270,7 +269,7 @@ class CclCollective(Collective):
             finally:
                 code = (library.group_end() if together else 0) or code
         finally:
-            self._inside.value = 0.0
+            self._state.inside = 0.0
         if code:
             self._fail(code)
 
@@ -278,12 +277,12 @@ class CclCollective(Collective):
         """Raise the reason why a call failed."""
         if code == _REMOTE_ERROR:  # a peer has failed, and the watchdog is about to name it
             told = Deadline.after(_TOLD_SECONDS)
-            while not self._word.value and not told.expired():
+            while not self._state.abort and not told.expired():
                 time.sleep(_PAUSE_SECONDS)
         if self._stalled:
             raise CollectiveStalled(())
-        if self._word.value:
-            raise CollectiveStopped(self._word.value)
+        if self._state.abort:
+            raise CollectiveStopped(self._state.abort)
         with self._lock:
             raise Aborted(f"{self._explain(code)}; NCCL_DEBUG=INFO tells more")
 
@@ -297,8 +296,8 @@ class CclCollective(Collective):
             return None
         number = self._numbers[how.native.name]
         with self._lock:
-            if self._word.value:
-                raise CollectiveStopped(self._word.value)
+            if self._state.abort:
+                raise CollectiveStopped(self._state.abort)
             code = self._premuls.get((op.factor, number))
             if code is None:
                 if len(self._premuls) >= _PREMULS_KEPT:
