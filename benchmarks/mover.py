@@ -1,8 +1,8 @@
-"""Figures of the movers between two NVIDIA GPUs of one host: messages through rings in host memory, beside raw copies.
+"""Benchmarks of the movers between two NVIDIA GPUs of one host: messages through rings in host memory beside raw copies.
 
 Run it on a quiet machine: `python benchmarks/mover.py`. It starts its two processes itself. Everything is measured in
-one run; each ratio is to cudaMemcpyAsync on the same GPUs, moving as many bytes in the same directions at the same
-time. What is timed is also compared with what was sent.
+one run; each ratio is to cudaMemcpyAsync on the same GPUs, with as many bytes in the same directions at the same
+time. The transferred data is verified too.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ REPEATS = 5
 
 
 def sample(rank: int, count: int) -> np.ndarray:
-    """What a rank sends: whole numbers, so that sums are exact."""
+    """The data that a rank sends: whole numbers, so that sums are exact."""
     return np.random.default_rng(rank).integers(-1000, 1000, count).astype(np.float32)
 
 
 class Side:
-    """One of the two processes: its GPU, the memory it moves, and the other process to meet."""
+    """One of the two processes: its GPU, its memory, and the barrier with the other process."""
 
     def __init__(self, rank: int, barrier: Any, times: Any, cache: str, most: int) -> None:
         self.rank, self.barrier, self.times = rank, barrier, times
@@ -69,12 +69,12 @@ class Side:
         return values
 
     def settle(self) -> None:
-        """Wait for the GPU."""
+        """Wait for the GPU to be idle."""
         for stream in self.streams:
             cuda.streamSynchronize(stream)
 
     def timed(self, step: Callable[[], None], rounds: int, repeats: int = REPEATS) -> float:
-        """Seconds of one round on the slower rank: the median of some repeats, after one to warm up."""
+        """Seconds of one round on the slower rank: the median of several repeats, after one warm-up."""
         found = []
         for _ in range(repeats + 1):
             self.settle()
@@ -89,7 +89,7 @@ class Side:
         return statistics.median(found[1:])
 
     def raw(self, nbytes: int, out: bool, back: bool) -> Callable[[], None]:
-        """Copy to pinned host memory, from it, or both at the same time, by copy engines."""
+        """Copy to pinned host memory, from it, or both at the same time, by the copy engines."""
 
         def step() -> None:
             if out:
@@ -101,7 +101,7 @@ class Side:
 
 
 class Link:
-    """Both rings between the sides, as one of them has them. `names[r]` is the segment that rank r fills."""
+    """Both rings between the processes, as one of them maps them. `names[r]` is the segment that rank r writes."""
 
     def __init__(self, side: Side, names: Sequence[str]) -> None:
         self.side = side
@@ -116,7 +116,7 @@ class Link:
         side.settle()
 
     def transfer(self, producer: bool, nbytes: int, op: ReduceOp | None = None, offset: int = 0) -> Transfer:
-        """A message through one of the rings."""
+        """Send or receive one message through one of the rings."""
         number = 0 if producer else 1
         end, data = self.ends[number], (self.side.data if producer else self.side.target) + offset
         message = Message(OpCode.SEND, FLOAT32.code, nbytes, 0)
@@ -147,10 +147,10 @@ class Link:
         return step
 
     def check(self, nbytes: int) -> None:
-        """Send and reduce once, and compare with what the other side sent.
+        """Send and reduce once, and compare with the expected data.
 
         Raises:
-            AssertionError: something else arrived.
+            AssertionError: other data arrived.
         """
         side, count = self.side, nbytes // 4
         theirs = sample(1 - side.rank, count)
@@ -161,14 +161,14 @@ class Link:
             assert np.array_equal(side.read(side.target, count), want), f"{nbytes} bytes, {op}"
 
     def close(self) -> None:
-        """Unpin and unmap."""
+        """Unregister and unmap."""
         for end in self.ends:
             self.side.runtime.unregister(end.address)
             end.close()
 
 
 class Rings:
-    """The segments of both rings, made before the sides start; `with` removes their names."""
+    """The segments of both rings, created before the processes start; leaving the block unlinks their names."""
 
     def __init__(self, layout: RingLayout) -> None:
         self._segments = [Segment.create(Config().shm_dir, "mover", layout.size) for _ in range(2)]
@@ -185,7 +185,7 @@ class Rings:
 
 
 def start(sides: Callable[..., None], *args: Any) -> None:
-    """Run `sides(rank, barrier, times, *args)` as two processes.
+    """Run `sides(rank, barrier, times, *args)` in two processes.
 
     Raises:
         SystemExit: one of them failed.
@@ -202,24 +202,24 @@ def start(sides: Callable[..., None], *args: Any) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8`, `4K`, `256M`."""
+    """Parse a size in bytes: `8`, `4K`, `256M`."""
     unit = {"K": 10, "M": 20, "G": 30}.get(text[-1], 0)
     return int(text[:-1] if unit else text) << unit
 
 
 def size_text(nbytes: int) -> str:
-    """The other way round."""
+    """Format a size in bytes: the inverse of `parse_size`."""
     unit = 20 if nbytes >= 1 << 20 else 10 if nbytes >= 1 << 10 else 0
     return f"{nbytes >> unit}{' KM'[unit // 10].strip()}"
 
 
 def line(*cells: Any) -> str:
-    """A row of a Markdown table."""
+    """One row of a Markdown table."""
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 def bulk(side: Side, link: Link, nbytes: int) -> str:
-    """GB/s of large messages, each direction counted alone, and ratios to raw copies."""
+    """GB/s of large messages, per direction, and ratios to raw copies."""
     rounds = max(4, min(50, (1 << 30) // nbytes))
     first = side.rank == 0
     raws = (side.raw(nbytes, first, not first), side.raw(nbytes, True, True), side.raw(nbytes, first, first))
@@ -235,7 +235,7 @@ def bulk(side: Side, link: Link, nbytes: int) -> str:
 
 
 def small(side: Side, link: Link, nbytes: int) -> str:
-    """Microseconds of small messages: a round trip, and what a launch costs the host."""
+    """Microseconds of small messages: a round trip, and the host's time for a launch."""
     step, calls = link.round_trip(nbytes), 200
     trip = side.timed(step, calls)
     side.barrier.wait(PATIENCE)
@@ -248,7 +248,7 @@ def small(side: Side, link: Link, nbytes: int) -> str:
 
 
 def measure(rank: int, barrier: Any, times: Any, names: Sequence[str], sizes: Sequence[int], cache: str) -> None:
-    """What each of the two processes does."""
+    """Main function of each of the two processes."""
     side = Side(rank, barrier, times, cache, max(*sizes, FROM_BULK))
     link = Link(side, names)
     for title, report, chosen in (

@@ -1,10 +1,10 @@
-"""Figures of the PyTorch backend beside the one it replaces: Gloo on host memory, NCCL on GPUs.
+"""Benchmarks of the PyTorch backend beside the one that it replaces: Gloo on host memory, NCCL on GPUs.
 
     python benchmarks/torch_backend.py --out docs/figures
 
-Every operation goes through `torch.distributed`, on groups of both backends in the same processes, which take turns.
-Writes torch-cpu.md or torch-cuda.md and the same as .json; ends with code 1 if a bar is not met. With `--islands a:1,b:1`
-the ranks are labelled as islands: a rehearsal, whose records say so.
+All operations go through `torch.distributed`, on groups of both backends in the same processes, which alternate.
+Writes torch-cpu.md or torch-cuda.md and the corresponding .json; exits with code 1 if a bar is not met. `--islands a:1,b:1`
+labels the ranks as islands: a rehearsal, which the records state.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PEERS = {"cpu": "gloo", "cuda": "nccl"}
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One operation of one size with one backend, medians over the turns, of the slowest rank.
+    """One operation of one size with one backend: medians over the turns, of the slowest rank.
 
     Attributes:
         time: microseconds from call to result.
-        call: microseconds until the call gave the host back; the same as `time` on host memory.
-        rehearsal: whether islands were labels.
+        call: microseconds until the call returned to the host; the same as `time` on host memory.
+        rehearsal: whether the islands were only labels.
     """
 
     backend: str
@@ -59,7 +59,7 @@ class Figure:
 
 
 def operations(group: Any, rank: int, ranks: int) -> dict[str, Callable[[torch.Tensor], None]]:
-    """What is measured, by name."""
+    """The measured operations by name."""
 
     def round_trip(x: torch.Tensor) -> None:
         for sender in (0, 1):
@@ -76,7 +76,7 @@ def operations(group: Any, rank: int, ranks: int) -> dict[str, Callable[[torch.T
 
 
 def turn(operation: Callable[[torch.Tensor], None], x: torch.Tensor, count: int) -> tuple[float, float]:
-    """Microseconds an operation, in all and until the host was back."""
+    """Microseconds per operation: until its result, and until the call returned."""
     begin = time.perf_counter()
     for _ in range(count):
         operation(x)
@@ -87,7 +87,7 @@ def turn(operation: Callable[[torch.Tensor], None], x: torch.Tensor, count: int)
 
 
 def rank_main(device: str, folder: str) -> None:
-    """What each rank runs; rank 0 leaves the figures in `folder`."""
+    """Main function of each rank; rank 0 writes the results into `folder`."""
     warnings.simplefilter("ignore")
     peer, rank, ranks = PEERS[device], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device == "cuda":
@@ -120,7 +120,7 @@ def rank_main(device: str, folder: str) -> None:
 
 
 def measure(device: str, labels: Sequence[str]) -> list[Figure]:
-    """Figures of one job with a rank for each label."""
+    """Measure in one job with one rank per label."""
     with tempfile.TemporaryDirectory() as folder:
         code = launch((sys.executable, __file__, "--rank", device, folder), tuple(labels), extra={"XVCOMM_DEVICE": ""})
         if code:
@@ -129,14 +129,14 @@ def measure(device: str, labels: Sequence[str]) -> list[Figure]:
 
 
 def ratio(figures: Sequence[Figure], ranks: int, op: str, size: int, part: str) -> float:
-    """xvcomm's time as a part of the peer's."""
+    """xvcomm's time divided by the peer's."""
     of = {f.backend: getattr(f, part) for f in figures if (f.ranks, f.op, f.size) == (ranks, op, size)}
     (peer,) = (name for name in of if name != "xvcomm")
     return float(of["xvcomm"] / of[peer])
 
 
 def bars(figures: Sequence[Figure], device: str) -> list[Bar]:
-    """What is to be reached."""
+    """All bars with the measured values."""
     if device == "cuda":
         ranks = figures[0].ranks
         return [
@@ -188,7 +188,7 @@ def markdown(figures: Sequence[Figure], reached: Sequence[Bar], device: str) -> 
 
 
 def main() -> int:
-    """Measure, write and judge."""
+    """Measure, write the report and check the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder for the page and its figures")
     parser.add_argument("--device", choices=list(PEERS), default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,8 @@
-"""Training on the CPU with more ranks than cores: xvcomm beside Gloo, in turns in one job.
+"""Training on the CPU with more ranks than cores: xvcomm beside Gloo, alternating in one job.
 
     taskset -c 0,1 torchrun --nproc-per-node 4 benchmarks/torch_crowded.py
 
-trains two models, each by DDP, FSDP2 and a pipeline (1F1B), once over a group of Gloo's and once over one of xvcomm's. Steps
+trains two models, each with DDP, FSDP2 and a pipeline (1F1B), over a Gloo group and over an xvcomm group. Steps
 of the two alternate. Prints medians and their ratio.
 """
 
@@ -23,32 +23,32 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 SHAPES = ((32, 16), (256, 64))
-"""(width, tokens a sample) of the models."""
+"""(width, tokens per sample) of the models."""
 
 LAYERS, VOCABULARY, SAMPLES, MICRO_BATCHES = 4, 512, 8, 8
 STEPS = 3
-"""Steps of one turn."""
+"""Steps per turn."""
 
 WARM_UP = 3
-"""Turns that do not count."""
+"""Turns that are not counted."""
 
 Step = Callable[[Tensor, Tensor], object]
 
 
 class Block(nn.Module):
-    """A feed-forward layer behind an RMSNorm."""
+    """A feed-forward layer with an RMSNorm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, tokens, width) to the same."""
+        """Map (samples, tokens, width) to the same shape."""
         return x + self.down(F.silu(self.up(self.norm(x))))
 
 
 def model(width: int, first: int = 0, stop: int = LAYERS) -> nn.Sequential:
-    """Layers `first` to `stop` - 1, with the embedding and the head where they belong."""
+    """Layers `first` to `stop` - 1, with the embedding before the first and the head after the last layer of the model."""
     torch.manual_seed(first)
     parts: list[nn.Module] = [nn.Embedding(VOCABULARY, width)] if first == 0 else []
     parts += [Block(width) for _ in range(first, stop)]
@@ -63,19 +63,19 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def replicated(net: nn.Module) -> Step:
-    """Every rank takes its samples through all layers."""
+    """A step in which every rank runs its samples through all layers."""
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     return lambda x, y: loss_of(net(x[mine]), y[mine]).backward()
 
 
 def ddp(width: int, group: dist.ProcessGroup) -> tuple[nn.Module, Step]:
-    """DDP's module and its step."""
+    """The module wrapped by DDP, and its step."""
     net = nn.parallel.DistributedDataParallel(model(width), process_group=group)
     return net, replicated(net)
 
 
 def fsdp2(width: int, group: dist.ProcessGroup) -> tuple[nn.Module, Step]:
-    """FSDP2's module, each block a shard of its own, and its step."""
+    """The module sharded by FSDP2, one unit per block, and its step."""
     mesh, net = DeviceMesh.from_group(group, "cpu"), model(width)
     for part in net:
         if isinstance(part, Block):
@@ -85,7 +85,7 @@ def fsdp2(width: int, group: dist.ProcessGroup) -> tuple[nn.Module, Step]:
 
 
 def pipeline(width: int, group: dist.ProcessGroup) -> tuple[nn.Module, Step]:
-    """This rank's stage and its step."""
+    """This rank's stage, and its step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     share = LAYERS // ranks
     net = model(width, rank * share, (rank + 1) * share)
@@ -102,7 +102,7 @@ def pipeline(width: int, group: dist.ProcessGroup) -> tuple[nn.Module, Step]:
 
 def measure(make: Callable[[int, dist.ProcessGroup], tuple[nn.Module, Step]], width: int, tokens: int,
             groups: dict[str, dist.ProcessGroup], turns: int) -> dict[str, float]:  # fmt: skip
-    """Milliseconds a step with each group, the medians of the turns."""
+    """Milliseconds per step with each group, as medians over the turns."""
     made = {name: make(width, group) for name, group in groups.items()}
     optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.01) for name, (net, _) in made.items()}
     generator = torch.Generator().manual_seed(1)

@@ -1,12 +1,12 @@
-"""Training speed of a LLaMA of about a billion parameters, and of eight, over two islands: xvcomm beside NCCL and Gloo.
+"""Training speed of LLaMA models of about one and eight billion parameters over two islands: xvcomm beside NCCL and Gloo.
 
     python benchmarks/torch_train.py --out docs/figures
 
-runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each way of communicating, each in a job of its
+runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each communication library, each in a job of its
 own: xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island (a rehearsal), NCCL, NCCL
-without P2P, Gloo. The larger model goes through a pipeline alone, over two islands and by NCCL. The text is random tokens:
-only speed and the first losses count. Writes torch-trainN.md and .json for N ranks; modes that are not measured now stay
-as they are there, and are not judged. Ends with code 1 if a bar is not met.
+without P2P, Gloo. The larger model is trained by the pipeline only, over two islands and with NCCL. The text is random
+tokens: only speed and the first losses matter. Writes torch-trainN.md and .json for N ranks; modes that are not measured in
+this run keep their entries there and are not judged. Exits with code 1 if a bar is not met.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Shape:
 
 
 SHAPES = dict.fromkeys(("ddp", "fsdp2", "pp"), Shape()) | {"pp-8b": Shape(dim=4096, layers=32, hidden=14336)}
-"""What is trained in each mode."""
+"""The model that is trained in each mode."""
 
 LARGE = "pp-8b"
 LARGE_WAYS = ("xvcomm, two islands", "nccl", "nccl without P2P")
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm."""
+    """Attention and SwiGLU, each with an RMSNorm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, tokens, dim) to the same."""
+        """Map (samples, tokens, dim) to the same shape."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         y = self.second(x)
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 def model(shape: Shape, first: int, stop: int) -> nn.Sequential:
-    """Layers `first` to `stop` - 1 in bfloat16 on the GPU; with the embedding and the head where they belong."""
+    """Layers `first` to `stop` - 1 in bfloat16 on the GPU, with embedding and head at the ends of the whole model."""
     parts: list[nn.Module] = []
     with torch.device("cuda"):  # where random numbers for eight billion parameters take no time
         for layer in range(shape.layers):
@@ -111,7 +111,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Replicated:
-    """DDP or FSDP2: every rank takes its samples through all layers."""
+    """DDP or FSDP2: every rank runs its samples through all layers."""
 
     def __init__(self, shape: Shape, mode: str) -> None:
         net = model(shape, 0, shape.layers)
@@ -129,7 +129,7 @@ class Replicated:
         self.parameters = list(self.net.parameters())
 
     def step(self, x: Tensor, y: Tensor) -> float | Tensor:
-        """Forward and backward; gives this rank's loss."""
+        """Forward and backward; returns this rank's loss."""
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         loss = loss_of(self.net(x[mine]), y[mine])
         loss.backward()
@@ -137,7 +137,7 @@ class Replicated:
 
 
 class Piped:
-    """A pipeline over all ranks, 1F1B."""
+    """A 1F1B pipeline over all ranks."""
 
     def __init__(self, shape: Shape, mode: str) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -151,7 +151,7 @@ class Piped:
         self.parameters = list(net.parameters())
 
     def step(self, x: Tensor, y: Tensor) -> float | Tensor:
-        """All micro-batches; the last rank gives the mean loss."""
+        """Run all micro-batches; the last rank returns the mean loss."""
         losses: list[Tensor] = []
         inputs = (x,) if self.first else ()
         more: dict[str, Any] = {"target": y, "losses": losses} if self.last else {}
@@ -160,7 +160,7 @@ class Piped:
 
 
 def rank_main(backend: str, mode: str, steps: int, shape: Shape, file: str) -> None:
-    """What each rank runs; the last one leaves speed and losses in `file`."""
+    """Main function of each rank; the last one writes speed and losses to `file`."""
     warnings.simplefilter("ignore")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
@@ -186,12 +186,12 @@ def rank_main(backend: str, mode: str, steps: int, shape: Shape, file: str) -> N
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One mode with one way of communicating.
+    """One mode with one communication library.
 
     Attributes:
-        speed: tokens a second, of all ranks together.
+        speed: tokens per second over all ranks.
         losses: of the last rank, step by step.
-        rehearsal: whether islands were labels.
+        rehearsal: whether the islands were only labels.
         date: when it was measured.
         failed: whether the job ended with an error (Gloo cannot send tensors on GPUs).
     """
@@ -207,7 +207,7 @@ class Figure:
 
 
 def measure(way: str, mode: str, ranks: int, steps: int) -> Figure:
-    """One job."""
+    """Run one job."""
     (backend, islands, environment), date = WAYS[way], f"{datetime.now(UTC):%Y-%m-%d}"
     labels = [("cuda" if r < ranks // 2 else "rocm") if islands else "" for r in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +220,7 @@ def measure(way: str, mode: str, ranks: int, steps: int) -> Figure:
 
 
 def bars(figures: Sequence[Figure]) -> list[Bar]:
-    """The bar of the larger pipeline, if both sides were measured. A job of xvcomm's that failed has no speed and misses it."""
+    """The bar of the larger pipeline, if both sides were measured. A failed xvcomm job has no speed and misses the bar."""
     speed = {figure.way: figure.speed for figure in figures if figure.mode == LARGE}
     if "xvcomm, two islands" not in speed or not speed.get("nccl"):
         return []
@@ -229,7 +229,7 @@ def bars(figures: Sequence[Figure]) -> list[Bar]:
 
 
 def verdict(figures: Sequence[Figure]) -> int:
-    """Print the bars; the exit code: 1 if one is not met, or a job failed other than Gloo's, which cannot do everything."""
+    """Print the bars; returns the exit code: 1 if one is not met or a job other than Gloo's failed."""
     reached = bars(figures)
     for bar in reached:
         print("{3:>8}: {0}: {2} ({1})".format(*bar.cells()))
@@ -278,7 +278,7 @@ def markdown(figures: Sequence[Figure]) -> str:
 
 
 def main() -> int:
-    """Measure, write and judge."""
+    """Measure, write the report and check the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder for the page and its figures")
     parser.add_argument("--steps", type=int, default=8)

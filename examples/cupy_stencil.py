@@ -1,11 +1,11 @@
-"""Heat spreads over a plate that the ranks of several islands share: a stencil whose halos cross the border.
+"""Heat diffusion on a plate that is distributed over the ranks of several islands: a five-point stencil with halo exchange.
 
     xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/cupy_stencil.py --check
     mpirun -n 4 python examples/cupy_stencil.py --array cupy
 
-Each rank has a tile of the plate, with a halo of one cell. A step sends the tile's edges to its neighbours, computes the
-inside meanwhile, and then the cells that need the halo. A rank with a GPU uses CuPy, any other numpy; both may be in one
-job. `--check` computes the plate in one process too: every cell must have the same bits.
+Each rank holds one tile of the plate with a halo of one cell. A step sends the tile's edges to the neighbours, computes the
+inner cells meanwhile, and then the cells that need the halo. A rank with a GPU uses CuPy, other ranks numpy; one job may mix
+both. `--check` also computes the plate in one process: every cell must have the same bits.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ EDGES = {
 HALOS = {
     "up": np.s_[0, 1:-1], "down": np.s_[-1, 1:-1], "left": np.s_[1:-1, 0], "right": np.s_[1:-1, -1],
 }  # fmt: skip
-"""Cells of a tile that a neighbour needs, and those that it brings; a halo of one cell all around is part of the tile."""
+"""`EDGES`: cells of a tile that a neighbour needs. `HALOS`: cells that the neighbour sends, in the tile's one-cell border."""
 
 
 class Arrays(StrEnum):
-    """Whose arrays a rank uses."""
+    """Array library of a rank."""
 
     auto = "auto"
     numpy = "numpy"
@@ -51,7 +51,7 @@ class Arrays(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a plate of `size` x `size` cells is cut into `down` x `across` tiles, one a rank, row by row."""
+    """How a plate of `size` x `size` cells is cut into `down` x `across` tiles, one per rank, in row-major order."""
 
     size: int
     down: int
@@ -59,12 +59,12 @@ class Tiling:
 
     @classmethod
     def of(cls, size: int, ranks: int) -> Tiling:
-        """As near to squares as can be."""
+        """Choose tiles that are as close to square as possible."""
         down = max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
         return cls(size, down, ranks // down)
 
     def spans(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """First row and one past the last, first column and one past the last of a rank's tile."""
+        """(first row, last row + 1) and (first column, last column + 1) of a rank's tile."""
         row, column = divmod(rank, self.across)
         return self._span(row, self.down), self._span(column, self.across)
 
@@ -72,12 +72,12 @@ class Tiling:
         return place * self.size // parts, (place + 1) * self.size // parts
 
     def cells(self, rank: int) -> int:
-        """Cells of a rank's tile."""
+        """Number of cells of a rank's tile."""
         (top, bottom), (left, right) = self.spans(rank)
         return (bottom - top) * (right - left)
 
     def neighbours(self, rank: int) -> Iterator[tuple[str, int]]:
-        """Sides on which a rank has another one, and which."""
+        """The neighbouring rank by side; sides at the rim of the plate are left out."""
         row, column = divmod(rank, self.across)
         for side, (by_row, by_column) in SIDES.items():
             if 0 <= row + by_row < self.down and 0 <= column + by_column < self.across:
@@ -85,7 +85,7 @@ class Tiling:
 
 
 def begin(size: int) -> np.ndarray[Any, Any]:
-    """The plate with its rim, which stays as it is: hot above, cold elsewhere, and a hot disc on the plate."""
+    """Initial plate including its constant rim: hot at the top, cold elsewhere, and a hot disc in the interior."""
     plate = np.zeros((size + 2, size + 2))
     plate[0] = np.sin(np.linspace(0, np.pi, size + 2))
     rows, columns = np.ogrid[: size + 2, : size + 2]
@@ -94,8 +94,10 @@ def begin(size: int) -> np.ndarray[Any, Any]:
 
 
 def relax(old: Any, new: Any, rows: slice, columns: slice) -> None:
-    """One step of the cells of a tile; rows and columns count from its first cell. Each operation rounds by itself, in one
-    order, so that every library and every way to cut the plate come to the same bits."""
+    """Compute one step for some cells of a tile; rows and columns count from its first cell.
+
+    Every operation is rounded separately and in a fixed order, so that all array libraries and tilings give the same bits.
+    """
     height, width = old.shape[0] - 2, old.shape[1] - 2
     (top, bottom, _), (left, right, _) = rows.indices(height), columns.indices(width)
     here = np.s_[top + 1 : bottom + 1, left + 1 : right + 1]
@@ -108,7 +110,7 @@ def relax(old: Any, new: Any, rows: slice, columns: slice) -> None:
 
 
 class Tile:
-    """A rank's part of the plate.
+    """One rank's part of the plate.
 
     Args:
         library: numpy or CuPy.
@@ -123,7 +125,7 @@ class Tile:
         self._halos = {side: library.empty_like(self._old[HALOS[side]]).reshape(-1) for side in self._neighbours}
 
     def step(self) -> None:
-        """Exchange halos and compute the inside at the same time, then the cells at the edges."""
+        """Exchange halos while computing the inner cells, then compute the cells at the edges."""
         library, works = self._library, []
         edges = {side: library.ascontiguousarray(self._old[EDGES[side]]) for side in self._neighbours}
         with self._comm.group():
@@ -144,12 +146,12 @@ class Tile:
         self._old, self._new = self._new, self._old
 
     def change(self) -> float:
-        """How much any cell of the plate changed in the last step."""
+        """Largest change of any cell of the plate in the last step."""
         most = abs(self._old[1:-1, 1:-1] - self._new[1:-1, 1:-1]).max().reshape(1)
         return float(self._comm.all_reduce(most, "max")[0])
 
     def gather(self, tiling: Tiling) -> np.ndarray[Any, Any] | None:
-        """The plate on rank 0, None elsewhere."""
+        """The whole plate on rank 0; None on other ranks."""
         mine = self._library.ascontiguousarray(self._old[1:-1, 1:-1]).reshape(-1)
         counts = [tiling.cells(rank) for rank in range(self._comm.size)]
         room = self._library.empty(sum(counts)) if self._comm.rank == 0 else None
@@ -165,7 +167,7 @@ class Tile:
 
 
 def alone(size: int, steps: int) -> np.ndarray[Any, Any]:
-    """The plate after so many steps, computed by this process with numpy."""
+    """The plate after `steps` steps, computed in this process with numpy."""
     old = begin(size)
     new = old.copy()
     for _ in range(steps):
@@ -175,7 +177,7 @@ def alone(size: int, steps: int) -> np.ndarray[Any, Any]:
 
 
 def picture(path: Path, plate: np.ndarray[Any, Any], tiling: Tiling, topology: Topology, title: str) -> str:
-    """Write the plate with its tiles as PNG; says where, or why there is none."""
+    """Write the plate and its tiles as a PNG file; returns the path, or the reason why there is none."""
     if find_spec("matplotlib") is None:
         return "none; pip install 'xvcomm[plot]' for one"
     import matplotlib
@@ -202,7 +204,7 @@ def picture(path: Path, plate: np.ndarray[Any, Any], tiling: Tiling, topology: T
 
 
 def lead(tiling: Tiling, topology: Topology, plate: np.ndarray[Any, Any], steps: int, check: bool, out: Path) -> bool:
-    """Rank 0's last part: show what came out, and compare; whether the check passed."""
+    """Rank 0 only: print the results and compare them with one process; returns whether the check passed."""
     islands = ", ".join(f"{island.label} x {island.size}" for island in topology.islands)
     rehearsal = " (rehearsal)" if Config.from_env().island is not None else ""
     typer.echo(f"mean temperature: {plate.mean():.9f}")
@@ -223,7 +225,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Compute it in one process too; fail if bits differ.")] = False,
     out: Annotated[Path, typer.Option(help="Where to put the picture.")] = Path("runs/stencil.png"),
 ) -> None:
-    """Let heat spread over a plate that any mix of islands shares."""
+    """Simulate heat diffusion on a plate that is distributed over any mix of islands."""
     try:
         with xvcomm.init(device="host" if arrays is Arrays.numpy else None) as comm:
             on_gpu = comm.device != "host"

@@ -1,9 +1,9 @@
-"""Data-parallel training in JAX over islands: one jitted step, whose gradients are averaged over all ranks.
+"""Data-parallel training in JAX over islands: one jitted step whose gradients are averaged over all ranks.
 
     xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/jax_data_parallel.py --check
 
-The model predicts the next byte of the Python standard library's sources from the bytes before it. `--check` also takes
-the steps in one process, over all ranks' samples, and ends with code 1 unless the losses agree to 1e-5.
+The model predicts the next byte of the Python standard library's source code from the preceding bytes. `--check` also trains
+in one process on the samples of all ranks, and exits with code 1 unless the losses agree to 1e-5.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Parameters = dict[str, jax.Array]
 
 
 def initial(seed: int) -> Parameters:
-    """An embedding and two layers, the same on every rank."""
+    """Initial parameters (an embedding and two layers), the same on every rank."""
     draw = np.random.default_rng(seed)
     shapes = {"embed": (BYTES, 16), "hidden": (CONTEXT * 16, WIDTH), "out": (WIDTH, BYTES)}
     return {n: jnp.asarray(draw.normal(0, s[0] ** -0.5, s), jnp.float32) for n, s in shapes.items()}
 
 
 def loss_of(parameters: Parameters, text: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats of each window's last byte; windows are (samples, CONTEXT + 1) bytes."""
+    """Mean cross-entropy in nats of each window's last byte; windows have shape (samples, CONTEXT + 1)."""
     embedded = parameters["embed"][text[:, :-1]].reshape(len(text), -1)
     logits = jnp.tanh(embedded @ parameters["hidden"]) @ parameters["out"]
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, -1:], axis=1)
@@ -47,7 +47,7 @@ def update(parameters: Parameters, gradients: Parameters) -> Parameters:
 
 @jax.jit
 def step(parameters: Parameters, text: jax.Array) -> tuple[Parameters, jax.Array]:
-    """New parameters, and the mean loss of all ranks, from this rank's samples."""
+    """The new parameters, and the loss averaged over all ranks."""
     loss, gradients = jax.value_and_grad(loss_of)(parameters, text)
     gradients = jax.tree.map(lambda g: xvjax.all_reduce(g, "avg"), gradients)
     return update(parameters, gradients), xvjax.all_reduce(loss, "avg")
@@ -55,19 +55,19 @@ def step(parameters: Parameters, text: jax.Array) -> tuple[Parameters, jax.Array
 
 @jax.jit
 def alone(parameters: Parameters, text: jax.Array) -> tuple[Parameters, jax.Array]:
-    """The same of one process that has all samples."""
+    """The same step in one process that has all samples."""
     loss, gradients = jax.value_and_grad(loss_of)(parameters, text)
     return update(parameters, gradients), loss
 
 
 def windows(text: np.ndarray, samples: int, number: int) -> np.ndarray:
-    """The samples of a step, of all ranks together."""
+    """All ranks' samples of one step."""
     starts = np.random.default_rng(number).integers(0, len(text) - CONTEXT - 1, samples)
     return text[starts[:, None] + np.arange(CONTEXT + 1)]
 
 
 def main() -> int:
-    """Train, say how it goes, and compare."""
+    """Train, print the losses, and compare them with one process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--samples", type=int, default=64, help="a rank, in each step")

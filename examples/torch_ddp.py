@@ -1,11 +1,11 @@
-"""Trains a small language model with PyTorch alone; which library joins the ranks is a word on the command line.
+"""Trains a small language model with PyTorch only; a command-line option selects the communication backend.
 
     xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/torch_ddp.py --mode pp-dp --check
     torchrun --nproc-per-node 4 examples/torch_ddp.py --islands cuda:2,rocm:2 --mode ddp --check
     torchrun --nproc-per-node 4 examples/torch_ddp.py --backend gloo --mode fsdp2
 
-The text is the source code of Python's own standard library, byte by byte. The parameters and the text do not depend on
-the layout, so `--check` can train the same model in one process and compare the losses.
+The text is the source code of Python's standard library, byte by byte. Parameters and text do not depend on the layout, so
+`--check` can train the same model in one process and compare the losses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOLERANCE = 1e-6
 
 
 def replicated(model: torch.nn.Module, windows: Tensor) -> float:
-    """Forward and backward over this replica's micro-batches, one message at the end; the mean loss."""
+    """Forward and backward over this replica's micro-batches, with gradients reduced after the last; returns the mean loss."""
     total = 0.0
     for i, window in enumerate(windows):
         last = i == len(windows) - 1
@@ -52,7 +52,7 @@ def replicated(model: torch.nn.Module, windows: Tensor) -> float:
 
 
 class Replicas:
-    """Every rank has the whole model: DDP keeps it whole, FSDP2 shards it."""
+    """Every rank runs the whole model: replicated by DDP or sharded by FSDP2."""
 
     def __init__(self, model: Model, args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> None:
         self.replica = mesh.get_rank()
@@ -66,12 +66,12 @@ class Replicas:
             fully_shard(decoder, mesh=mesh)
 
     def step(self, windows: Tensor) -> float:
-        """Gradients of this replica's windows, (micro-batches, sequences, context + 1); its mean loss."""
+        """Compute the gradients of this replica's windows, (micro-batches, sequences, context + 1); returns its mean loss."""
         return replicated(self.module, windows)
 
 
 class Stages:
-    """Pipeline stages across ranks, each with replicas joined by DDP where there are several."""
+    """Pipeline stages across ranks; replicas of a stage are joined by DDP."""
 
     def __init__(self, model: Model, args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> None:
         depth, place = mesh["pp"].size(), mesh.get_local_rank("pp")
@@ -84,7 +84,7 @@ class Stages:
         self.schedule = Schedule1F1B(stage, args.micro_batches, loss_fn=loss_of)
 
     def step(self, windows: Tensor) -> float:
-        """As `Replicas.step`; 0 on ranks that do not have the last stage."""
+        """As `Replicas.step`; returns 0 on ranks without the last stage."""
         flat = windows.flatten(0, 1)
         losses: list[Tensor] = []
         inputs = (flat[:, :-1],) if self.first else ()
@@ -94,7 +94,7 @@ class Stages:
 
 
 def layout(mode: str, size: int) -> tuple[int, int]:
-    """Pipeline stages and replicas."""
+    """Number of pipeline stages and of replicas."""
     if mode == "pp":
         return size, 1
     if mode == "pp-dp":
@@ -112,14 +112,14 @@ def optimizer_of(module: torch.nn.Module, settings: AdamW) -> torch.optim.Optimi
 
 
 def batches(args: argparse.Namespace, replicas: int, device: torch.device) -> Iterator[Tensor]:
-    """The text of each step, int64 of shape (replicas, micro-batches, sequences, context + 1)."""
+    """The windows of each step, int64 of shape (replicas, micro-batches, sequences, context + 1)."""
     text = Batches(corpus(), replicas * args.micro_batches * args.sequences, args.context, args.seed)
     for step in range(1, args.steps + 1):
         yield torch.from_numpy(text.step(step)).to(device).unflatten(0, (replicas, args.micro_batches, args.sequences))
 
 
 def train(model: Model, args: argparse.Namespace, device: torch.device, log: TextIO | None) -> list[float]:
-    """Train over all ranks; the mean loss of every step, the same on every rank."""
+    """Train over all ranks; returns the mean loss of every step, the same on every rank."""
     stages, replicas = layout(args.mode, dist.get_world_size())
     shape, names = ((stages, replicas), ("pp", "dp")) if stages > 1 else ((replicas,), ("dp",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -140,7 +140,7 @@ def train(model: Model, args: argparse.Namespace, device: torch.device, log: Tex
 
 
 def train_alone(model: Model, args: argparse.Namespace, device: torch.device, replicas: int) -> list[float]:
-    """The same model on the same text in this process, without messages."""
+    """Train the same model on the same text in this process, without communication."""
     decoder = Decoder(model, Part(0, model.layers, True, True), args.seed).to(device)
     rule = optimizer_of(decoder, AdamW(args.lr))
     losses = []
@@ -152,7 +152,7 @@ def train_alone(model: Model, args: argparse.Namespace, device: torch.device, re
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", default="xvcomm", help="what init_process_group gets")
     parser.add_argument("--mode", choices=MODES, default="ddp")
@@ -172,7 +172,7 @@ def arguments() -> argparse.Namespace:
 
 
 def label(islands: str) -> str:
-    """This rank's label: `cuda:2,rocm:2` is cuda for ranks 0 and 1, rocm for 2 and 3."""
+    """This rank's island label: `cuda:2,rocm:2` means cuda for ranks 0 and 1 and rocm for 2 and 3."""
     labels = [
         name for part in islands.split(",") for name, _, count in [part.partition(":")] for _ in range(int(count or 1))
     ]
@@ -180,7 +180,7 @@ def label(islands: str) -> str:
 
 
 def main() -> None:
-    """Train, and on rank 0 log and compare."""
+    """Train; rank 0 also logs and compares."""
     args = arguments()
     if args.islands:
         os.environ.setdefault("XVCOMM_ISLAND", label(args.islands))

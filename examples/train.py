@@ -1,11 +1,11 @@
-"""Trains a small language model over islands: pipeline stages across the border, replicas inside.
+"""Trains a small language model over islands: pipeline stages across islands, replicas within an island.
 
     xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
     torchrun --nproc-per-node 4 examples/train.py --islands cuda:2,rocm:2 --check
     mpirun -n 4 python examples/train.py --islands cuda:2,rocm:2 --framework torch,jax
 
-The text is the source code of Python's own standard library, byte by byte. Every parameter is drawn from the seed and
-its own name, so that all layouts, schedules and frameworks train the same model; `--check` proves it.
+The text is the source code of Python's standard library, byte by byte. Every parameter is drawn from the seed and its own
+name, so that all layouts, schedules and frameworks train the same model; `--check` verifies this against one process.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ScheduleName = StrEnum("ScheduleName", {name: name for name in pipeline.SCHEDULE
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to train, the same on every rank.
+    """Training settings, the same on every rank.
 
     Attributes:
-        frameworks: one for all ranks, or one an island.
-        micro_batches: a step and replica.
-        sequences: a micro-batch.
-        chunks: virtual stages a rank.
-        layers_per_stage: one number a virtual stage; even if None.
+        frameworks: one for all ranks, or one per island.
+        micro_batches: per step and replica.
+        sequences: per micro-batch.
+        chunks: virtual stages per rank.
+        layers_per_stage: one number per virtual stage; None distributes the layers evenly.
     """
 
     model: Model
@@ -69,16 +69,16 @@ class Job:
         return framework(self.frameworks[topology.island_of(rank).index % len(self.frameworks)])
 
     def batches(self, replicas: int) -> Batches:
-        """The text of all replicas, step by step."""
+        """The windows of all replicas, step by step."""
         return Batches(corpus(), replicas * self.micro_batches * self.sequences, self.model.context, self.seed)
 
     def stage(self, kind: type[Framework], part: Part, micro_batches: int) -> Stage:
-        """One virtual stage."""
+        """Create one virtual stage."""
         return Stage(kind(self.model, part, self.seed, self.optimizer), self.model, micro_batches, self.sequences)
 
 
 def train(comm: Communicator, layout: Layout, job: Job, meter: report.Meter | None) -> list[float]:
-    """Train over all ranks; the loss of every step, the same on every rank."""
+    """Train over all ranks; returns the loss of every step, the same on every rank."""
     position, replica = layout.place(comm.rank)
     schedule = pipeline.build(job.schedule, layout.pp, job.micro_batches, job.chunks)
     parts = cut(job.model.layers, schedule.depth, job.layers_per_stage)
@@ -106,7 +106,7 @@ def train(comm: Communicator, layout: Layout, job: Job, meter: report.Meter | No
 
 
 def train_alone(kind: type[Framework], replicas: int, job: Job, meter: report.Meter) -> list[float]:
-    """Train the same model on the same text in this process: one stage, no messages."""
+    """Train the same model on the same text in this process: one stage, no communication."""
     count = replicas * job.micro_batches
     stage = job.stage(kind, Part(0, job.model.layers, embeds=True, predicts=True), count)
     batches = job.batches(replicas)
@@ -125,7 +125,7 @@ def train_alone(kind: type[Framework], replicas: int, job: Job, meter: report.Me
 
 
 def lead(comm: Communicator, layout: Layout, job: Job, rehearsal: bool, check: bool, out: Path) -> bool:
-    """Rank 0's part: train, show, log, check and plot; whether the check passed."""
+    """Rank 0 only: train, print, log, check and plot; returns whether the check passed."""
     console = Console()
     header = describe(comm.topology, layout, job, rehearsal)
     report.show_header(console, header)
@@ -148,7 +148,7 @@ def lead(comm: Communicator, layout: Layout, job: Job, rehearsal: bool, check: b
 
 
 def describe(topology: Topology, layout: Layout, job: Job, rehearsal: bool) -> dict[str, Any]:
-    """The run as one record: header of the log, of the screen and of the plot."""
+    """Description of the run for the log's header, the terminal and the plot."""
     return {
         "rehearsal": rehearsal,
         "islands": [f"{island.label} x {island.size}" for island in topology.islands],
@@ -173,7 +173,7 @@ def describe(topology: Topology, layout: Layout, job: Job, rehearsal: bool) -> d
 
 
 def island_label(islands: str | None) -> str | None:
-    """This rank's label in `--islands`; None without it, or where the launcher gave one."""
+    """This rank's label in `--islands`; None without that option, or if the launcher gave a label."""
     config = Config.from_env()
     if islands is None or config.island is not None:
         return None

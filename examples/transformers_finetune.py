@@ -1,11 +1,11 @@
-"""Fine-tunes a small LLaMA with Hugging Face's Trainer, on the files of this folder's parent; an ordinary script.
+"""Fine-tunes a small LLaMA with Hugging Face's Trainer on the files of the repository; an ordinary training script.
 
     torchrun --nproc-per-node 2 examples/transformers_finetune.py
     XVCOMM_REPLACE=gloo torchrun --nproc-per-node 2 examples/transformers_finetune.py
 
-Nothing in it knows of xvcomm. It asks torch for Gloo, or for NCCL where there are GPUs; the second line puts xvcomm in
-Gloo's place, and `XVCOMM_REPLACE=nccl` in NCCL's. Nothing is downloaded: the model starts at random, and the tokenizer
-has a token for each byte.
+The script does not mention xvcomm: it asks torch for Gloo, or for NCCL where there are GPUs. The second command replaces Gloo
+by xvcomm; `XVCOMM_REPLACE=nccl` replaces NCCL. Nothing is downloaded: the model is initialised at random and the tokenizer
+has one token per byte.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, without merges."""
+    """A tokenizer with one token per byte and no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,7 +27,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Windows(torch.utils.data.Dataset):
-    """The text in windows of equal length."""
+    """The text cut into windows of equal length."""
 
     def __init__(self, ids: list[int], length: int) -> None:
         self.windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)

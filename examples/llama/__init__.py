@@ -1,4 +1,4 @@
-"""A small LLaMA-style decoder cut into pipeline stages, three times: in numpy by hand, in torch, and in jax."""
+"""A small LLaMA-style decoder that can be cut into pipeline stages, in numpy (manual backward pass), torch and jax."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Sizes of the decoder, its initial parameters, and the optimiser: the same for every framework and layout."""
+"""Sizes of the decoder, its initial parameters, and the optimizer: the same for every framework and layout."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Model:
         layers: decoder blocks.
         dim: width of the residual stream.
         heads: query heads; each is `dim / heads` wide.
-        kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
+        kv_heads: key/value heads; each serves `heads / kv_heads` query heads.
         hidden: width inside the SwiGLU.
-        context: tokens a sequence.
+        context: tokens per sequence.
     """
 
     layers: int
@@ -60,12 +60,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one pipeline stage, or one chunk of an interleaved one, computes.
+    """What one pipeline stage, or one chunk of an interleaved stage, computes.
 
     Attributes:
-        first, stop: its decoder blocks, as a range.
-        embeds: whether it begins with the embedding and so takes tokens.
-        predicts: whether it ends with the output head and so gives the loss.
+        first, stop: range of its decoder blocks.
+        embeds: whether it starts with the embedding and so takes tokens.
+        predicts: whether it ends with the output head and so returns the loss.
     """
 
     first: int
@@ -75,7 +75,7 @@ class Part:
 
 
 def block_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of one block's parameters; matrices multiply from the right (`x @ w`)."""
+    """Shapes of one block's parameters; inputs are multiplied from the left (`x @ w`)."""
     kv_dim = model.kv_heads * model.head_dim
     return {
         "attention.norm": (model.dim,),
@@ -91,7 +91,7 @@ def block_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def embedding_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shape of the table of token vectors."""
+    """Shape of the embedding table."""
     return {"embedding": (VOCAB, model.dim)}
 
 
@@ -101,7 +101,7 @@ def head_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def part_shapes(model: Model, part: Part) -> dict[str, tuple[int, ...]]:
-    """Shapes of a part's parameters; blocks are numbered in the whole model: `7.mlp.up`."""
+    """Shapes of a part's parameters; blocks are numbered over the whole model: `7.mlp.up`."""
     shapes = embedding_shapes(model) if part.embeds else {}
     for layer in range(part.first, part.stop):
         shapes |= {f"{layer}.{name}": shape for name, shape in block_shapes(model).items()}
@@ -109,7 +109,7 @@ def part_shapes(model: Model, part: Part) -> dict[str, tuple[int, ...]]:
 
 
 def initial_parameters(model: Model, part: Part, seed: int) -> dict[str, np.ndarray]:
-    """Float32 parameters of a part, each drawn from `seed` and its own name alone, so that no layout changes them."""
+    """Initial float32 parameters of a part. Each is drawn from `seed` and its own name, independent of the layout."""
     return {name: _draw(model, name, shape, seed) for name, shape in part_shapes(model, part).items()}
 
 
@@ -125,7 +125,7 @@ def rotary_tables(model: Model) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Hyper-parameters of AdamW, the same on every framework.
+    """Hyperparameters of AdamW, the same in every framework.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101, algorithm 2.
     """
@@ -136,7 +136,7 @@ class AdamW:
     weight_decay: float = 0.1
 
     def update(self, parameter: Any, gradient: Any, mean: Any, square: Any, step: int) -> tuple[Any, Any, Any]:
-        """One step of any array type: the new (parameter, mean, square); `step` counts from 1."""
+        """One step for arrays of any type; returns (parameter, mean, square). `step` counts from 1."""
         first, second = self.betas
         mean = first * mean + (1 - first) * gradient
         square = second * square + (1 - second) * gradient * gradient

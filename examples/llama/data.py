@@ -1,4 +1,4 @@
-"""The text: this Python's own standard library, read as bytes."""
+"""The training text: the source code of this Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xvcomm.errors import ArgumentError
 
 
 def corpus(limit: int = 8 << 20) -> np.ndarray:
-    """Up to `limit` bytes of standard library sources as uint8, top-level modules only, in the order of their names.
+    """Up to `limit` bytes of the standard library's sources as uint8: top-level modules only, in order of their names.
 
     Raises:
-        ArgumentError: this Python came without sources.
+        ArgumentError: this Python was installed without sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -34,9 +34,9 @@ class Batches:
 
     Args:
         text: the corpus.
-        sequences: windows a step, over all replicas and micro-batches.
-        context: tokens a window; each window has one more, the last target.
-        seed: what the windows are drawn from, together with the step.
+        sequences: windows per step, over all replicas and micro-batches.
+        context: tokens per window; each window has one more, the last target.
+        seed: seed of the windows, together with the step.
     """
 
     def __init__(self, text: np.ndarray, sequences: int, context: int, seed: int) -> None:

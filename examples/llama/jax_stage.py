@@ -1,4 +1,4 @@
-"""The decoder in jax; one compiled function forward, one or two back."""
+"""The decoder in jax: one compiled function for the forward pass, one or two for the backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JaxPart:
 
     @staticmethod
     def settle(device: str, index: int) -> None:
-        """Compute on a device from now on."""
+        """Use this device from now on."""
         if device == "host":
             jax.config.update("jax_platforms", "cpu")
             return
@@ -37,11 +37,11 @@ class JaxPart:
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> jax.Array:
-        """An array that says what is received; jax arrays are never written in place."""
+        """An array that describes what is received; jax arrays are never written in place."""
         return jnp.empty(shape, jnp.float32)
 
     def forward(self, x: Any, targets: Any) -> tuple[jax.Array, Any]:
-        """Output, or the mean loss where the part predicts, and what backward needs."""
+        """The output, or the mean loss if the part predicts, and the saved values for backward."""
         return self._forward(self.parameters, x, targets)
 
     def backward_input(self, saved: Any, dy: jax.Array) -> jax.Array | None:
@@ -53,7 +53,7 @@ class JaxPart:
         return _pull_weight(saved, dy)
 
     def backward(self, saved: Any, dy: jax.Array) -> tuple[jax.Array | None, Parameters]:
-        """Both at once."""
+        """Both gradients in one call."""
         if self.part.embeds:
             return None, _pull_weight(saved, dy)
         gradients, dx = _pull_both(saved, dy)
@@ -69,7 +69,7 @@ class JaxPart:
 
 
 def _forward(model: Model, part: Part, parameters: Parameters, x: Any, targets: Any) -> tuple[jax.Array, Any]:
-    """The output and its vector-Jacobian product, which is a tree of arrays and so may leave a compiled function."""
+    """The output and its vector-Jacobian product, which is a pytree and so can be returned by a compiled function."""
     if part.embeds:
         return jax.vjp(lambda p: _decode(model, part, p, x, targets), parameters)
     return jax.vjp(lambda p, x: _decode(model, part, p, x, targets), parameters, x)
@@ -87,7 +87,7 @@ def _pull_weight(pull: Any, dy: jax.Array) -> Any:
 
 @jax.jit
 def _pull_input(pull: Any, dy: jax.Array) -> Any:
-    """What the weights alone need is dead code here, and the compiler drops it."""
+    """The input's gradient only; the compiler removes the computation that only the weights need."""
     return pull(dy)[1]
 
 

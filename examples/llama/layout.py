@@ -1,4 +1,4 @@
-"""Who computes what: world = stages x replicas, laid over the islands."""
+"""Layout of ranks: stages x replicas, distributed over the islands."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Layout:
     """A grid of pipeline stages by data-parallel replicas.
 
     Attributes:
-        stages: ranks of each stage, one a replica. Stages are filled island by island, so that with as many stages
-            as islands of equal size the border lies between stages and each stage's replicas lie in one island.
+        stages: ranks of each stage, one per replica. Stages are filled island by island, so that with as many stages
+            as islands of equal size, each stage's replicas lie in one island.
     """
 
     stages: tuple[tuple[int, ...], ...]
 
     @classmethod
     def over(cls, topology: Topology, pp: int | None, dp: int | None) -> Layout:
-        """The grid for a topology; what is left out follows: `pp` from `dp`, or as many stages as islands.
+        """The grid for a topology. Defaults: `pp` follows from `dp`; without either, one stage per island.
 
         Raises:
             ArgumentError: stages times replicas is not the number of ranks.
@@ -41,21 +41,21 @@ class Layout:
 
     @property
     def pp(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.stages)
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas."""
+        """Number of data-parallel replicas."""
         return len(self.stages[0])
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Stage and replica of a rank."""
+        """Stage and replica index of a rank."""
         return next((s, ranks.index(rank)) for s, ranks in enumerate(self.stages) if rank in ranks)
 
 
 def cut(layers: int, depth: int, given: Sequence[int] | None = None) -> list[Part]:
-    """The model in `depth` virtual stages, evenly or as `given`.
+    """Cut the model into `depth` virtual stages, evenly or as `given`.
 
     Raises:
         ArgumentError: there are fewer layers than virtual stages, or `given` does not fit.
@@ -75,10 +75,10 @@ def cut(layers: int, depth: int, given: Sequence[int] | None = None) -> list[Par
 
 
 def numbers(text: str | None) -> list[int] | None:
-    """The whole numbers of `"15,17"`; None stays None.
+    """Parse `"15,17"`; None stays None.
 
     Raises:
-        ArgumentError: the text holds something else.
+        ArgumentError: the text is not a comma-separated list of whole numbers.
     """
     if text is None:
         return None

@@ -1,7 +1,7 @@
-"""The decoder in numpy, forward and backward by hand.
+"""The decoder in numpy, with a manual backward pass.
 
-Each piece returns its output and a function that maps the output's gradient to the input's. What the weights need
-is set aside as a list of small functions, so that a zero-bubble schedule can call them later.
+Each layer returns its output and a function that maps the output's gradient to the input's. The computations of weight
+gradients are collected as a list of functions, so that a zero-bubble schedule can call them later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NumpyPart:
 
     @staticmethod
     def settle(device: str, index: int) -> None:
-        """Refuse any device but host memory."""
+        """Reject any device but host memory."""
         if device != "host":
             raise ArgumentError(
                 f"numpy computes in host memory, not on {device}: set XVCOMM_DEVICE=host, or use another --framework"
@@ -45,7 +45,7 @@ class NumpyPart:
         return np.empty(shape, np.float32)
 
     def forward(self, x: Array, targets: Array | None) -> tuple[Array, Any]:
-        """Output, or the mean loss where the part predicts, and what backward needs."""
+        """The output, or the mean loss if the part predicts, and the saved values for backward."""
         later: Later = []
         pulls: list[Pull] = []
         decoder = self._decoder
@@ -65,11 +65,11 @@ class NumpyPart:
         return dy
 
     def backward_weight(self, saved: Any, dy: Array) -> dict[str, Array]:
-        """The parameters' gradients; `backward_input` was called before."""
+        """The parameters' gradients; `backward_input` must have been called before."""
         return {name: gradient() for name, gradient in saved[1]}
 
     def backward(self, saved: Any, dy: Array) -> tuple[Array, dict[str, Array]]:
-        """Both at once."""
+        """Both gradients in one call."""
         dx = self.backward_input(saved, dy)
         return dx, self.backward_weight(saved, dy)
 
@@ -86,7 +86,7 @@ class NumpyPart:
 
 
 class Decoder:
-    """The pieces of a LLaMA block over a table of named float32 parameters. Activations are (batch, tokens, dim)."""
+    """The layers of the decoder over a dict of named float32 parameters. Activations are (batch, tokens, dim)."""
 
     def __init__(self, model: Model, parameters: dict[str, Array]) -> None:
         self._model = model
@@ -95,7 +95,7 @@ class Decoder:
         self._future = np.triu(np.full((model.context, model.context), -np.inf, np.float32), 1)
 
     def embed(self, tokens: Array, later: Later, pulls: list[Pull]) -> Array:
-        """Vectors of the tokens."""
+        """Embedding vectors of the tokens."""
         table = self._parameters["embedding"]
 
         def pull(dy: Array) -> Array:
@@ -193,7 +193,7 @@ class Decoder:
         return normed * gain, pull
 
     def _mix(self, q: Array, k: Array, v: Array) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
-        """Softmax attention on (batch, tokens, heads, head_dim); query heads come in groups of one key head each."""
+        """Softmax attention on (batch, tokens, heads, head_dim); query heads are grouped by their key head."""
         groups = (self._model.kv_heads, self._model.heads // self._model.kv_heads)
         scale = np.float32(self._model.head_dim**-0.5)
 

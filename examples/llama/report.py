@@ -1,4 +1,4 @@
-"""What the trainer shows and keeps: a progress bar, a log, a comparison, a plot."""
+"""Output of the trainer: a progress bar, a log, a comparison, a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 12
 
 
 class Log:
-    """A file of JSON lines: a header that describes the run, then a line a step. A context manager."""
+    """A JSON-lines file: a header that describes the run, then one line per step. A context manager."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,23 +33,23 @@ class Log:
         self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a line; it is in the file when the call returns, so that a run can be followed."""
+        """Append and flush one line, so that a run can be followed."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
 
 class Meter:
-    """Shows a run step by step, as a bar on a terminal and as about ten lines elsewhere, and logs it."""
+    """Shows progress as a bar on a terminal and as about ten lines elsewhere, and logs each step."""
 
     def __init__(self, console: Console, what: str, steps: int, tokens: int, log: Log | None = None) -> None:
-        """Begin to count.
+        """Start timing.
 
         Args:
-            console: where to show.
+            console: where to print.
             what: name of the run.
-            steps: how many come.
-            tokens: a step.
-            log: where each step is written; nowhere if left out.
+            steps: number of steps.
+            tokens: tokens per step.
+            log: log file of the steps; none by default.
         """
         self._console = console
         self._what = what
@@ -76,7 +76,7 @@ class Meter:
         self._bar.stop()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
-        """A step is done that took `seconds`; `step` counts from 1."""
+        """Report a finished step that took `seconds`; `step` counts from 1."""
         speed = self._tokens / seconds
         self._bar.update(self._task, completed=step, loss=loss, speed=speed)
         if not self._console.is_terminal and (step in (1, self._steps) or step % max(1, self._steps // LINES) == 0):
@@ -87,7 +87,7 @@ class Meter:
 
 
 def show_header(console: Console, header: dict[str, Any]) -> None:
-    """Print what is about to be trained, and where."""
+    """Print the settings of the run."""
     table = Table(title=f"xvcomm training{_rehearsal(header)}", show_header=False, title_justify="left")
     for name, value in header.items():
         table.add_row(name.replace("_", " "), _plain(value))
@@ -95,7 +95,7 @@ def show_header(console: Console, header: dict[str, Any]) -> None:
 
 
 def compare(console: Console, losses: Sequence[float], reference: Sequence[float], tolerance: float) -> float:
-    """Print the losses of both runs side by side and give back the worst relative difference."""
+    """Print the losses of both runs side by side; returns the largest relative difference."""
     table = Table(title="distributed against one process", title_justify="left")
     for column in ("step", "distributed loss", "one-process loss", "relative difference"):
         table.add_column(column, justify="right")
@@ -115,7 +115,7 @@ def compare(console: Console, losses: Sequence[float], reference: Sequence[float
 
 
 def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference: Sequence[float] | None) -> str:
-    """Write the loss curve, and that of one process if there is one, as PNG; says where, or why there is none."""
+    """Write the loss curves as a PNG file; returns the path, or the reason why there is none."""
     if find_spec("matplotlib") is None:
         return "none; pip install 'xvcomm[plot]' for one"
     import matplotlib

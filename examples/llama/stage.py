@@ -1,4 +1,4 @@
-"""What a rank computes in the pipeline, whatever framework its arrays are of."""
+"""The computation of a pipeline stage, independent of the framework."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Framework(Protocol):
 
     Attributes:
         part: which part.
-        arrays: the framework's namespace of array functions.
+        arrays: the framework's array namespace.
         parameters: float32, by name.
     """
 
@@ -34,45 +34,45 @@ class Framework(Protocol):
 
     @staticmethod
     def settle(device: str, index: int) -> None:
-        """Compute on this device from now on: its kind as communicators have it, and its number on this host.
+        """Use this device from now on, given by its kind as in `Device` and its index on this host.
 
         Raises:
-            ArgumentError: the framework has no arrays there.
+            ArgumentError: the framework does not support this device.
         """
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Any:
-        """A float32 array to receive activations or their gradients into."""
+        """A float32 array that receives activations or their gradients."""
 
     def scalar(self, value: float) -> Any:
         """A float32 scalar."""
 
     def forward(self, x: Any, targets: np.ndarray | None) -> tuple[Any, Any]:
-        """The output and what backward needs of it.
+        """The output, and the values that backward needs.
 
         Args:
-            x: tokens, int64 of shape (batch, context), where the part embeds; else activations (batch, context, dim).
-            targets: the next tokens where the part predicts: the output is then the mean loss. Else None.
+            x: tokens, int64 of shape (batch, context), if the part embeds; otherwise activations (batch, context, dim).
+            targets: the next tokens if the part predicts, whose output is then the mean loss; otherwise None.
         """
 
     def backward(self, saved: Any, dy: Any) -> tuple[Any, dict[str, Any]]:
         """The gradients of the input (None for tokens) and of the parameters."""
 
     def backward_input(self, saved: Any, dy: Any) -> Any:
-        """The first half of `backward`."""
+        """The first half of `backward`: the input's gradient."""
 
     def backward_weight(self, saved: Any, dy: Any) -> dict[str, Any]:
-        """The second half, any time after the first."""
+        """The second half of `backward`: the parameters' gradients; may be called any time after the first."""
 
     def update(self, gradients: dict[str, Any], step: int) -> None:
         """One AdamW step on all parameters; `step` counts from 1."""
 
 
 def framework(name: str) -> type[Framework]:
-    """The class that computes parts in the framework `name`; imports the framework.
+    """The class that implements parts in the framework `name`; imports that framework.
 
     Raises:
-        ArgumentError: no framework has this name.
+        ArgumentError: unknown framework.
         BackendUnavailable: it is not installed.
     """
     if name not in FRAMEWORKS:
@@ -88,7 +88,7 @@ def mean_loss(everybody: Communicator, losses: list[Any], count: int) -> float:
 
 
 class Stage:
-    """One virtual stage as `xvcomm.pipeline` drives it, and the gradients it gathers in a step."""
+    """One virtual stage as `xvcomm.pipeline` drives it, with the gradients that it accumulates in a step."""
 
     def __init__(self, part: Framework, model: Model, micro_batches: int, sequences: int) -> None:
         """Wrap a part.
@@ -96,8 +96,8 @@ class Stage:
         Args:
             part: what to compute.
             model: sizes.
-            micro_batches: in a step of this rank; the gradients are the mean over them.
-            sequences: a micro-batch.
+            micro_batches: per step of this rank; the gradients are the mean over them.
+            sequences: per micro-batch.
         """
         self._part = part
         self._share = 1 / micro_batches
@@ -139,7 +139,7 @@ class Stage:
         return self._part.empty(shape)
 
     def average_gradients(self, replicas: Communicator) -> None:
-        """Make the gradients the mean over the ranks that hold the same part, in a few large messages."""
+        """Average the gradients over the ranks that hold the same part, in a few large messages."""
         for names in self._buckets():
             flat = self._part.arrays.concatenate([self._gradients[name].reshape(-1) for name in names])
             flat = replicas.all_reduce(flat, op="avg")
@@ -151,7 +151,7 @@ class Stage:
                 start = stop
 
     def update(self, step: int) -> None:
-        """One AdamW step with the gathered gradients; `step` counts from 1."""
+        """One AdamW step with the accumulated gradients; `step` counts from 1."""
         self._part.update(self._gradients, step)
 
     def _start(self, dy: Any) -> Any:

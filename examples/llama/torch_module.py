@@ -10,10 +10,10 @@ from llama.config import NORM_EPS, Model, Part, initial_parameters, rotary_table
 
 
 class Decoder(nn.Module):
-    """One part of the model, or all of it.
+    """The whole model or one part of it.
 
-    Takes tokens, int64 of shape (batch, context), where the part embeds, else activations (batch, context, dim); gives
-    logits (batch, context, 256) where it predicts, else activations.
+    Takes tokens, int64 of shape (batch, context), if the part embeds, otherwise activations (batch, context, dim); returns
+    logits (batch, context, 256) if it predicts, otherwise activations.
     """
 
     def __init__(self, model: Model, part: Part, seed: int) -> None:
@@ -33,7 +33,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind a norm and beside a residual."""
+    """Attention and SwiGLU, each with a norm and a residual connection."""
 
     def __init__(self, model: Model, initial: dict[str, nn.Parameter], layer: int) -> None:
         super().__init__()
@@ -72,5 +72,5 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _attribute(name: str) -> str:
-    """`7.mlp.up` as an attribute of its block."""
+    """Attribute name in its block of a parameter such as `7.mlp.up`."""
     return name.partition(".")[2].replace(".", "_")

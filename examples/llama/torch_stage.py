@@ -1,4 +1,4 @@
-"""The decoder in torch; autograd finds the gradients."""
+"""The decoder in torch, with gradients by autograd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TorchPart:
 
     @staticmethod
     def settle(device: str, index: int) -> None:
-        """Compute on a device from now on."""
+        """Use this device from now on."""
         if device != "host":
             torch.set_default_device(f"cuda:{index}")  # torch calls AMD's GPUs so, too
 
@@ -36,7 +36,7 @@ class TorchPart:
         return torch.empty(shape, dtype=torch.float32)
 
     def forward(self, x: Any, targets: Any) -> tuple[Tensor, Any]:
-        """Output, or the mean loss where the part predicts, and what backward needs."""
+        """The output, or the mean loss if the part predicts, and the saved values for backward."""
         x = torch.as_tensor(x) if self.part.embeds else x.detach().requires_grad_()
         y = self._decoder(self.part, x, None if targets is None else torch.as_tensor(targets))
         return y.detach(), (x, y)
@@ -52,7 +52,7 @@ class TorchPart:
         return dict(zip(self.parameters, torch.autograd.grad(y, self.parameters.values(), dy), strict=True))
 
     def backward(self, saved: Any, dy: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Both at once."""
+        """Both gradients in one call."""
         if self.part.embeds:
             return None, self.backward_weight(saved, dy)
         x, y = saved
@@ -73,7 +73,7 @@ class TorchPart:
 
 
 class Decoder:
-    """The model's function over a table of named parameters. Activations are (batch, tokens, dim)."""
+    """The model as a function of named parameters. Activations are (batch, tokens, dim)."""
 
     def __init__(self, model: Model, parameters: dict[str, Tensor]) -> None:
         self._model = model
@@ -81,7 +81,7 @@ class Decoder:
         self._cos, self._sin = (torch.as_tensor(table) for table in rotary_tables(model))
 
     def __call__(self, part: Part, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Activations of the part, or the mean cross-entropy of the next byte in nats."""
+        """The part's activations, or the mean cross-entropy of the next byte in nats."""
         if part.embeds:
             x = F.embedding(x, self._parameters["embedding"])
         for layer in range(part.first, part.stop):

@@ -28,16 +28,16 @@ class NoCompiler(Exception):
 
 
 def build(folder: Path | None = None) -> Path:
-    """Give the ROCM_PATH of this version of the sources; compiles it if nobody did. Takes seconds then.
+    """The ROCM_PATH for this version of the sources; compiles it on first use, in a few seconds.
 
-    Any number of processes may build at the same time: each works in a folder of its own, and one rename wins.
+    Several processes may build at the same time: each uses its own folder, and one rename succeeds.
 
     Args:
-        folder: where versions are kept; one of the user in the folder for temporary files if left out.
+        folder: where versions are kept; by default a per-user folder in the folder for temporary files.
 
     Raises:
-        NoCompiler: with a remedy.
-        RuntimeError: a file does not compile; with the compiler's words.
+        NoCompiler: no compiler; says how to install one.
+        RuntimeError: a file does not compile; contains the compiler's output.
     """
     gcc, gxx = (shutil.which(os.environ.get(name) or other) for name, other in (("CC", "gcc"), ("CXX", "g++")))
     if not gcc or not gxx:
@@ -66,7 +66,7 @@ def build(folder: Path | None = None) -> Path:
 
 
 def _folder_of_the_user() -> Path:
-    """A folder that nobody else can write to: code from it is run."""
+    """A folder that no other user can write to, because code is loaded from it."""
     folder = Path(tempfile.gettempdir(), f"xvcomm-hip-on-host-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -1,4 +1,4 @@
-"""What hip-python must find in the libamdhip64.so and libhiprtc.so of this folder: `python hip_checks.py NAME`."""
+"""Checks of this folder's libamdhip64.so and libhiprtc.so through hip-python: `python hip_checks.py NAME`."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ NAMES = ("hold", "raise", "fill<3>", "meet")
 
 
 class Fill(ctypes.Structure):
-    """As in SOURCE."""
+    """Argument struct of the kernel in SOURCE."""
 
     _fields_ = (("to", ctypes.c_void_p), ("count", ctypes.c_int), ("value", ctypes.c_int))
 
 
 def ok(answer: tuple[Any, ...]) -> Any:
-    """The values of an answer; AssertionError if it says anything but success."""
+    """The values of a hip-python result; AssertionError if its code is not success."""
     code, *values = answer
     assert int(code) == 0, code
     return values[0] if len(values) == 1 else values
 
 
 def code(answer: tuple[Any, ...]) -> str:
-    """The name of an answer's code, less the prefix."""
+    """The name of a result's code without its prefix."""
     return str(answer[0].name).removeprefix("hipError").removeprefix("HIPRTC_ERROR_")
 
 
@@ -85,7 +85,7 @@ class Kernels:
     def launch(
         self, name: str, stream: Any, *args: Any, blocks: int = 1, threads: int = 64, shared: int = 0
     ) -> tuple[Any, ...]:
-        """Launch; forgets the arguments before the kernel runs."""
+        """Launch a kernel; the arguments may be freed before it runs."""
         held = [ctypes.c_void_p(int(arg)) if not isinstance(arg, ctypes._SimpleCData | Fill) else arg for arg in args]
         params = (ctypes.c_void_p * len(held))(*(ctypes.addressof(arg) for arg in held))
         where = ctypes.addressof(params)
@@ -96,7 +96,7 @@ class Kernels:
 
 
 class Pinned:
-    """Shared memory that is registered; `host` and `device` are its addresses, `words` what the host sees."""
+    """Registered shared memory; `host` and `device` are its addresses, `words` the host's view."""
 
     def __init__(self, nbytes: int = 8192, offset: int = 64) -> None:
         self._memory = mmap.mmap(-1, nbytes + offset)
@@ -107,12 +107,12 @@ class Pinned:
 
 
 def stream() -> Any:
-    """A stream that does not wait for the default stream."""
+    """A stream that does not synchronise with the default stream."""
     return ok(hip.hipStreamCreateWithPriority(hip.hipStreamNonBlocking, -1000))
 
 
 def download(address: Any, count: int) -> Any:
-    """Words of device memory."""
+    """Read words from device memory."""
     found = np.empty(count, np.uint32)
     ok(hip.hipMemcpy(found.ctypes.data, address, found.nbytes, TO_HOST))
     return found
@@ -141,14 +141,14 @@ def devices() -> None:
 
 
 def no_devices() -> None:
-    """What a machine without a GPU says."""
+    """Results on a machine without a GPU."""
     for answer in (hip.hipGetDeviceCount(), hip.hipMalloc(8), hip.hipSetDevice(0), hip.hipStreamCreate()):
         assert code(answer) == "NoDevice", answer
     assert bytes(hip.hipGetErrorString(hip.hipError_t.hipErrorNoDevice)[1]) == b"no ROCm-capable device is detected"
 
 
 def memory() -> None:
-    """Allocations are found until they are freed, and copied in every direction."""
+    """Pointer queries find allocations until they are freed; copies work in every direction."""
     device, host = int(ok(hip.hipMalloc(1000))), np.arange(250, dtype=np.uint32)
     assert device % 256 == 0
     assert (download(device, 250) == 0xA5A5A5A5).all()
@@ -189,7 +189,7 @@ def pinned() -> None:
 
 
 def touch_device_memory() -> None:
-    """Dies: a kernel may touch device memory, the host may not, neither before a kernel nor after."""
+    """Crashes: only a kernel may access device memory, not the host before or after it."""
     kernels, device = Kernels(), int(ok(hip.hipMalloc(4)))
     ok(kernels.launch("fill<3>", None, Fill(device, 1, 5), ctypes.c_int(0)))
     assert download(device, 1) == 15
@@ -198,7 +198,7 @@ def touch_device_memory() -> None:
 
 
 def touch_pinned_memory() -> None:
-    """Dies: the device's address of pinned memory is not the host's."""
+    """Crashes: the device address of pinned memory differs from the host address."""
     memory = Pinned()
     ctypes.string_at(memory.host, 4)
     print("alive", flush=True)
@@ -206,7 +206,7 @@ def touch_pinned_memory() -> None:
 
 
 def run_past_the_end() -> None:
-    """Dies: a kernel that writes past an allocation."""
+    """Crashes: a kernel writes beyond an allocation."""
     kernels, device = Kernels(), int(ok(hip.hipMalloc(1024)))
     ok(kernels.launch("fill<3>", None, Fill(device, 256, 5), ctypes.c_int(0)))
     assert (download(device, 256) == 15).all()
@@ -216,7 +216,7 @@ def run_past_the_end() -> None:
 
 
 def order() -> None:
-    """A stream runs in order, others only wait for it if told to; arguments are copied when a kernel is launched."""
+    """A stream runs in order; other streams only wait for it on request; arguments are copied at launch."""
     kernels, flag, device = Kernels(), Pinned(), int(ok(hip.hipMalloc(400)))
     first, after, free = stream(), stream(), stream()
     before, event = (ok(hip.hipEventCreateWithFlags(hip.hipEventDisableTiming)) for _ in range(2))
@@ -244,7 +244,7 @@ def order() -> None:
 
 
 def default_stream() -> None:
-    """Blocking streams and the default stream wait for each other, the others do not."""
+    """Blocking streams synchronise with the default stream, non-blocking ones do not."""
     kernels, flag = Kernels(), Pinned()
     blocking, free = ok(hip.hipStreamCreateWithFlags(hip.hipStreamDefault)), stream()
     ok(kernels.launch("hold", None, flag.device))
@@ -259,7 +259,7 @@ def default_stream() -> None:
 
 
 def delay() -> None:
-    """With HIPHOST_DELAY_US a stream is a second behind."""
+    """With HIPHOST_DELAY_US, a stream runs one second late."""
     device, behind = ok(hip.hipMalloc(4)), stream()
     ok(hip.hipMemsetAsync(device, 7, 4, behind))
     assert code(hip.hipStreamQuery(behind)) == "NotReady"
@@ -268,7 +268,7 @@ def delay() -> None:
 
 
 def one_queue() -> None:
-    """With GPU_MAX_HW_QUEUES=1 what comes behind something in its stream, or waits for it, holds up all streams."""
+    """With GPU_MAX_HW_QUEUES=1, an operation that waits in one stream blocks all streams."""
     kernels, flags = Kernels(), [Pinned(), Pinned()]
     busy, after, free = stream(), stream(), stream()
     event = ok(hip.hipEventCreate())
@@ -294,7 +294,7 @@ def one_queue() -> None:
 
 
 def blocks() -> None:
-    """Blocks of a launch run at the same time, more than fit follow; limits are kept."""
+    """Blocks of a launch run concurrently; those that do not fit run afterwards; limits are enforced."""
     kernels, device = Kernels(), int(ok(hip.hipMalloc(4 * 500)))
     on = stream()
     for _ in range(3):
@@ -315,7 +315,7 @@ def blocks() -> None:
 
 
 def compiler() -> None:
-    """Errors of the compiler come back with its words and the source's own lines."""
+    """Compile errors contain the compiler's message and the line numbers of the source."""
     result, log, program = compile_source("\n__global__ void f() { return 1; }\n", ("f",))
     assert (result, "test.cu:2:" in log, "return-statement with a value" in log) == ("COMPILATION", True, True), log
     assert code(hiprtc.hiprtcGetCodeSize(program)) == "INVALID_PROGRAM"
@@ -330,7 +330,7 @@ def compiler() -> None:
 
 
 def graph() -> None:
-    """A capture runs nothing; a graph runs its branches at the same time, as often as it is launched."""
+    """A capture executes nothing; a graph runs its branches concurrently, each time that it is launched."""
     kernels, flag = Kernels(), Pinned()
     origin, branch = stream(), stream()
     forked, joined = (ok(hip.hipEventCreateWithFlags(hip.hipEventDisableTiming)) for _ in range(2))
@@ -357,7 +357,7 @@ def graph() -> None:
 
 
 def bad_captures() -> None:
-    """What a capture does not allow, and what spoils it for the one who captures."""
+    """Operations that a capture rejects, and operations that invalidate it."""
     origin, other = stream(), stream()
     event = ok(hip.hipEventCreateWithFlags(hip.hipEventDisableTiming))
     modes = hip.hipStreamCaptureMode
@@ -408,7 +408,7 @@ def bad_captures() -> None:
 
 
 def peers() -> None:
-    """Another process reads and writes memory by its handle, which ends with the memory; a device is no peer of itself."""
+    """Another process accesses memory through its IPC handle, which ends with the memory; a device is not its own peer."""
     assert [ok(hip.hipDeviceCanAccessPeer(0, other)) for other in (0, 1)] == [0, 1]
     assert code(hip.hipDeviceCanAccessPeer(0, 2)) == "InvalidDevice"
     assert code(hip.hipExtMallocWithFlags(8, 4)) == "InvalidValue"
@@ -428,7 +428,7 @@ def peers() -> None:
 
 
 def map_memory() -> None:
-    """Show and overwrite the memory of the handle that comes in; the second process of `peers`."""
+    """Read and overwrite the memory of the given handle; the second process of `peers`."""
     handle = hip.hipIpcMemHandle_t()
     ctypes.memmove(int(handle), sys.stdin.buffer.read(64), 64)
     found = hip.hipIpcOpenMemHandle(handle, 1)

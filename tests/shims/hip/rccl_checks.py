@@ -1,4 +1,4 @@
-"""What hip-python must find in the librccl.so of this folder, by several ranks: `python rccl_checks.py NAME`."""
+"""Checks of this folder's librccl.so through hip-python, with several ranks: `python rccl_checks.py NAME`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PATIENCE = 30.0
 
 
 def ok(answer: tuple[Any, ...]) -> Any:
-    """The values of an answer; AssertionError if it says anything but success."""
+    """The values of a hip-python result; AssertionError if its code is not success."""
     code, *values = answer
     assert int(code) == 0, (code, str(rccl.ncclGetLastError(0)[1]))
     return values[0] if len(values) == 1 else values
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline
@@ -43,7 +43,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def operation(number: int) -> Any:
-    """hip-python takes members of the enumeration only, also for operations that were made."""
+    """An operation as a member of the enumeration, which hip-python requires also for user-created operations."""
     if number in iter(rccl.ncclRedOp_t):
         return rccl.ncclRedOp_t(number)
     member = int.__new__(rccl.ncclRedOp_t, number)
@@ -61,7 +61,7 @@ class Rank:
         self.stream = ok(hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking))
 
     def join(self, blocking: bool = True) -> int:
-        """Become a member; the result of the call."""
+        """Create the communicator; returns the result of the call."""
         config = rccl.ncclConfig_t()
         ctypes.memset(int(config), 0x80, config.c_sizeof())
         config.magic, config.blocking = 0xCAFEBEEF, int(blocking)
@@ -81,21 +81,21 @@ class Rank:
         return address
 
     def download(self, address: int, count: int, dtype: Any) -> Any:
-        """Copy from device memory when the stream is done."""
+        """Copy from device memory after the stream has finished."""
         ok(hip.hipStreamSynchronize(self.stream))
         found = np.empty(count, dtype)
         ok(hip.hipMemcpy(found.ctypes.data, address, found.nbytes, hip.hipMemcpyKind.hipMemcpyDeviceToHost))
         return found
 
     def all_reduce(self, value: float, count: int = 1000) -> tuple[int, int]:
-        """The result of the call, and where the sum will be."""
+        """The result of the call, and the address of the sum."""
         address = self.upload(np.full(count, value, np.float32))
         code = rccl.ncclAllReduce(address, address, count, FLOAT32, operation(SUM), self.comm, self.stream)[0]
         return int(code), address
 
 
 def inputs(dtype: Any, size: int, count: int) -> list[Any]:
-    """Every rank's array: every bit pattern of small types, of which float8 has NaN and infinities."""
+    """Every rank's array: all bit patterns of small types, including NaN and infinities of float8."""
     generator = np.random.default_rng(7)
     if np.dtype(dtype).itemsize == 1:
         return list(generator.integers(0, 256, (size, count), np.uint8).view(dtype))
@@ -105,7 +105,7 @@ def inputs(dtype: Any, size: int, count: int) -> list[Any]:
 
 
 def expected(op: int, arrays: list[Any], factors: list[Any]) -> Any:
-    """In rank order, with one rounding."""
+    """The reduction in rank order, rounded once."""
     dtype = arrays[0].dtype
     wide = dtype if dtype.kind in "iu" or dtype.itemsize >= 4 else np.dtype(np.float32)
     terms = [array.astype(wide) for array in arrays]
@@ -122,7 +122,7 @@ def expected(op: int, arrays: list[Any], factors: list[Any]) -> Any:
 
 
 def divide(total: Any, by: Any) -> Any:
-    """As C does: integers towards zero."""
+    """Integer division that rounds towards zero, as in C."""
     if total.dtype.kind not in "iu":
         return total / by
     quotient = total // by
@@ -130,13 +130,13 @@ def divide(total: Any, by: Any) -> Any:
 
 
 def same(found: Any, wanted: Any) -> None:
-    """Equal values, NaN where NaN is wanted."""
+    """Equal values, with NaN where NaN is expected."""
     wide = np.float32 if wanted.dtype.itemsize < 4 else wanted.dtype
     np.testing.assert_array_equal(found.astype(wide), wanted.astype(wide))
 
 
 def reductions(me: Rank, number: int, op: int) -> None:
-    """Each reduction of one type and operation."""
+    """All combinations of type and operation."""
     dtype, count = DTYPES[number], 300
     arrays = inputs(dtype, me.size, count * me.size)
     factors = [np.array([rank + 2]).astype(dtype) for rank in range(me.size)]
@@ -161,7 +161,7 @@ def reductions(me: Rank, number: int, op: int) -> None:
 
 
 def operations(me: Rank) -> None:
-    """Reductions of all types, and what only moves, in messages of many sizes."""
+    """Reductions of all types, and operations that only move data, in many sizes."""
     assert me.join() == SUCCESS and me.state() == SUCCESS
     with np.errstate(all="ignore"):
         for number in range(len(DTYPES)):
@@ -190,7 +190,7 @@ def operations(me: Rank) -> None:
 
 
 def ordered(me: Rank) -> None:
-    """Calls on two streams run in the order of issue, in and out of a graph."""
+    """Calls on two streams run in the order of issue, inside and outside of a graph."""
     assert me.join() == SUCCESS
     other = ok(hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking))
     first, second = (me.upload(np.full(4, value * (me.rank == 0), np.float32)) for value in (1, 2))
@@ -210,7 +210,7 @@ def ordered(me: Rank) -> None:
 
 
 def behind(me: Rank) -> None:
-    """Without blocking, what takes long goes on behind the caller, and allows no other call meanwhile."""
+    """In non-blocking mode, long calls continue in the background, and other calls are rejected meanwhile."""
     assert me.join(blocking=False) == IN_PROGRESS and me.state() == IN_PROGRESS
     assert me.all_reduce(1)[0] == INVALID_ARGUMENT
     assert "still in progress" in str(rccl.ncclGetLastError(me.comm)[1])
@@ -225,7 +225,7 @@ def behind(me: Rank) -> None:
 
 
 def death(me: Rank) -> None:
-    """The others hang when a rank is killed, see it in the state, and leave by an abort."""
+    """If a rank is killed, the others hang, see it in the asynchronous state, and recover by an abort."""
     assert me.join() == SUCCESS
     if me.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -238,7 +238,7 @@ def death(me: Rank) -> None:
 
 
 def death_before_all_came(me: Rank) -> None:
-    """Who joins learns that another who had come is dead."""
+    """A rank that is joining learns that another one that had joined is dead."""
     if me.rank == 2:
         return
     assert me.join(blocking=False) == IN_PROGRESS
@@ -250,7 +250,7 @@ def death_before_all_came(me: Rank) -> None:
 
 
 def abort(me: Rank) -> None:
-    """An abort ends what waits for a peer, also for one that never joins; a peer that is alive is no error."""
+    """An abort ends calls that wait for a peer, including one that never joins; a peer that is alive is no error."""
     assert me.join() == SUCCESS
     if me.rank == 1:
         assert me.all_reduce(1, 100_000)[0] == SUCCESS
@@ -266,7 +266,7 @@ def abort(me: Rank) -> None:
 
 
 def arrived(unique_id: bytes) -> int:
-    """How many have joined: the second word of the segment."""
+    """How many ranks have joined: the second word of the segment."""
     process, file = struct.unpack_from("ii", unique_id)
     with open(f"/proc/{process}/fd/{file}", "rb") as segment:
         return struct.unpack("ii", segment.read(8))[1]
@@ -283,7 +283,7 @@ CHECKS: dict[str, tuple[Callable[[Rank], None], list[int]]] = {
 
 
 def start(check: str, rank: int, ids: Any) -> None:
-    """A rank's process."""
+    """Main function of a rank's process."""
     function, codes = CHECKS[check]
     if rank == 0:
         unique_id = bytes(ok(rccl.ncclGetUniqueId()).internal)
@@ -295,7 +295,7 @@ def start(check: str, rank: int, ids: Any) -> None:
 
 
 def main(check: str) -> None:
-    """Run a check's ranks and compare how they end."""
+    """Run a check's ranks and compare their exit codes."""
     context = multiprocessing.get_context("spawn")
     ids, codes = context.SimpleQueue(), CHECKS[check][1]
     ranks = [context.Process(target=start, args=(check, rank, ids)) for rank in range(len(codes))]

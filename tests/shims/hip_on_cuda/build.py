@@ -1,10 +1,10 @@
-"""ROCm's libraries over CUDA's: hip-python and all that is built on it runs on an NVIDIA GPU.
+"""ROCm's libraries implemented by CUDA's, so that hip-python and its users run on an NVIDIA GPU.
 
     python tests/shims/hip_on_cuda/build.py FOLDER
 
-fills FOLDER and prints the variables of `environment`: with them `rocm.bindings` finds a `libamdhip64.so` that forwards
-to the CUDA runtime, a `libhiprtc.so` that forwards to NVRTC, and NCCL as `librccl.so`, whose names and numbers are the
-same. Needs CUDA's headers, a C compiler, hip-python, and NVIDIA's NCCL and NVRTC. Also builds where there is no GPU.
+fills FOLDER and prints the variables of `environment`: with them, `rocm.bindings` loads a `libamdhip64.so` that forwards
+to the CUDA runtime, a `libhiprtc.so` that forwards to NVRTC, and NCCL as `librccl.so`, whose symbols and constants are the
+same. Needs CUDA's headers, a C compiler, hip-python, and NVIDIA's NCCL and NVRTC. Builds also without a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COMPILE = ("cc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibili
 
 
 class CannotBuild(RuntimeError):
-    """Something that the build needs is not on this machine; says what."""
+    """Something that the build needs is missing; the message says what."""
 
 
 def build(folder: Path) -> Path:
-    """Make the libraries in `folder/lib` and the hook for torch in `folder/python`; gives `folder` for ROCM_PATH.
+    """Build the libraries in `folder/lib` and the torch hook in `folder/python`; returns `folder`, for ROCM_PATH.
 
     Raises:
         CannotBuild: a package, a header or a compiler is missing.
@@ -61,7 +61,7 @@ def build(folder: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What processes need to have set to use a build."""
+    """Variables that processes need in order to use a build."""
     hook = str(folder.resolve() / "python")
     path = os.environ.get("PYTHONPATH")
     return {"ROCM_PATH": str(folder.resolve()), "PYTHONPATH": f"{hook}{os.pathsep}{path}" if path else hook}
@@ -82,10 +82,10 @@ def cuda_toolkit() -> Path:
 
 
 def nvidia_library(name: str) -> Path:
-    """A library from NVIDIA's Python packages, else from CUDA's toolkit or where the system keeps libraries.
+    """A library from NVIDIA's Python packages, otherwise from the CUDA toolkit or the system's library folders.
 
     Raises:
-        CannotBuild: it is nowhere.
+        CannotBuild: it was not found.
     """
     for folder in _library_folders():
         if (folder / name).exists():

@@ -1,4 +1,4 @@
-"""What hip-python must do over the forwarding libraries, one check a process: `python checks.py NAME`."""
+"""Checks of hip-python over the forwarding libraries, one check per process: `python checks.py NAME`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ template <typename T> __global__ void add(T* x, int n, T what) {
 
 
 def ok(answer: tuple[Any, ...]) -> Any:
-    """The values of an answer of hip-python; AssertionError if it says anything but success."""
+    """The values of a hip-python result; AssertionError if its code is not success."""
     code, *values = answer
     assert int(code) == 0, code
     return values[0] if len(values) == 1 else values
@@ -101,7 +101,7 @@ def compiled(architecture: str, skip: int) -> tuple[bytes, bytes]:
 
 
 def kernels_and_graphs() -> None:
-    """A template compiled for the device, launched with much shared memory, and replayed from a graph."""
+    """A template compiled for the device, launched with much shared memory, and replayed by a graph."""
     ok(hip.hipSetDevice(0))
     for architecture in (ok(hip.hipGetDeviceProperties(0)).gcnArchName, "gfx90a"):
         image, name = compiled(architecture, 16000)
@@ -131,7 +131,7 @@ def kernels_and_graphs() -> None:
 
 
 def collectives() -> None:
-    """RCCL's calls over two devices, or over one where there is no second."""
+    """RCCL's calls over two devices, or over one if there is only one."""
     size = min(2, ok(hip.hipGetDeviceCount()))
     context = multiprocessing.get_context("spawn")
     identities = [context.Queue() for _ in range(size)]
@@ -174,7 +174,7 @@ def _collective_rank(rank: int, identities: list[Any]) -> None:
 
 
 def torch_says_rocm() -> None:
-    """A tensor of CUDA's torch shows itself as one of ROCm, with its current stream."""
+    """A tensor of CUDA's torch presents itself as a ROCm tensor, with its current stream."""
     import torch
 
     from xvcomm.memory import array

@@ -1,6 +1,6 @@
-"""Makes C headers out of hip-python: its `.pxd` files declare what HIP's own headers do, which are not needed then.
+"""Generates C headers from hip-python's `.pxd` files, which declare what HIP's headers do; those are then not needed.
 
-The compiler so checks every forwarding function against the prototype that hip-python calls it by.
+The compiler so checks every forwarding function against the prototype by which hip-python calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def header(module: str, source: str, structs: tuple[str, ...] = ()) -> str:
 
     Args:
         module: of `rocm.bindings`: `hip` or `hiprtc`.
-        source: the C file's text; prototypes are declared of the functions that it names.
+        source: the C file's text; prototypes of all functions that it mentions are declared.
         structs: types to define, in this order.
     """
     spec = find_spec("rocm.bindings")
@@ -42,7 +42,7 @@ def _is_enum(value: object) -> bool:
 
 
 def _enum(kind: type[IntEnum]) -> str:
-    """The constants, the type as `int`, and the values as a list, for example `hipError_t_VALUES`."""
+    """The constants, the type as `int`, and the list of values, for example `hipError_t_VALUES`."""
     members = kind.__members__.items()
     constants = ", ".join(f"{name} = {int(value)}" for name, value in members if name.startswith(("hip", "HIP")))
     values = ", ".join(str(int(value)) for _, value in members)

@@ -1,7 +1,7 @@
-"""Lets CUDA's torch stand in for ROCm's: its tensors tell xvcomm that they lie on a ROCm GPU.
+"""Makes CUDA's torch stand in for ROCm's: its tensors present themselves to xvcomm as tensors on a ROCm GPU.
 
-Torch calls `install` when it is imported, by its entry point for device extensions, in every process that has
-`build.environment`. Only ranks with `XVCOMM_DEVICE=rocm` are changed.
+Torch calls `install` on import, through its entry point for device extensions, in every process that has
+`build.environment`. Only ranks with `XVCOMM_DEVICE=rocm` are affected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAME = b"dlpack_exchange_api"
 
 
 def install() -> None:
-    """Replace torch's DLPack exchange table by one that says ROCm."""
+    """Replace torch's DLPack exchange table by one that reports ROCm devices."""
     if os.environ.get("XVCOMM_DEVICE") != "rocm":
         return
     import torch
