@@ -69,6 +69,13 @@ class Config:
     peer_ring_slot_bytes: int = _var(
         256 << 10, "Bytes per slot of a ring in GPU memory; a multiple of 4096.", least=4096
     )
+    compiled_launch: int = _var(
+        1,
+        "1: operations of a shape that has run before are launched by compiled code; 0: Python launches all of them, "
+        "with the same results, to find out which of the two is at fault.",
+        least=0,
+        most=1,
+    )
     kernel_cache: str | None = _var(
         None,
         "Folder for compiled kernels, which no other user may be able to write; if unset `~/.cache/xvcomm`, or "

@@ -16,9 +16,8 @@ import numpy as np
 from xvcomm.adapters.jax import compiled, ffi
 from xvcomm.adapters.jax.failures import explain
 from xvcomm.adapters.jax.specs import ANY, TAGS, CollectiveSpec, MessageSpec, Shape, Spec
-from xvcomm.engine.collectives import Call
-from xvcomm.engine.messages import Transfer
 from xvcomm.engine.prepared import PreparedCall
+from xvcomm.engine.request import CollectiveRequest, MessageRequest
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.trace.callsite import make_call_site
@@ -79,7 +78,7 @@ class CollectiveCall(CustomCall):
         super().__init__(spec, arrays, device, text, number)
         self._arrays = [(tuple(x.shape), x.dtype) for x in arrays]
         self._caller, self._timeout = spec.comm._caller, spec.comm.timeout
-        self._spare: list[Call] = []
+        self._spare: list[CollectiveRequest] = []
         self._asked = False
         self._prepared: PreparedCall | None = None
 
@@ -105,7 +104,7 @@ class CollectiveCall(CustomCall):
         assert self._prepared is not None
         self._prepared.finish(*_addresses(self._aimed(src, dst)), Deadline.after(self._timeout))
 
-    def _aimed(self, src: int, dst: int) -> Call:
+    def _aimed(self, src: int, dst: int) -> CollectiveRequest:
         """The core's description with the addresses of input and output."""
         try:
             call = self._spare.pop()
@@ -117,11 +116,11 @@ class CollectiveCall(CustomCall):
             call.dst.address = dst
         return call
 
-    def _make(self) -> Call:
+    def _make(self) -> CollectiveRequest:
         spec, call_site = self.spec, ctypes.addressof(self.call_site)
         if not self._arrays:
             token = self._caller.token()
-            return Call(spec.op, token, token, UINT8, _BARRIER, count=1, call_site=call_site)
+            return CollectiveRequest(spec.op, token, token, UINT8, _BARRIER, count=1, call_site=call_site)
         (shape, dtype), *_ = self._arrays
         rank, root = spec.comm.rank, spec.root
         view, results = self._view(shape, dtype), spec.results(shape)
@@ -140,7 +139,7 @@ class CollectiveCall(CustomCall):
             row = math.prod(shape[1:])
             counts["counts"] = tuple(n * row for n in spec.rows)
             counts["recv_counts"] = tuple(n * row for n in spec.back)
-        return Call(
+        return CollectiveRequest(
             spec.op, src, dst, view.dtype, spec.reduction, root=root, uneven=spec.uneven, call_site=call_site, **counts
         )
 
@@ -177,7 +176,7 @@ class MessageCall(CustomCall):
         if spec.status is not None:
             spec.status.fill(transfers[-1].peer, transfers[-1].tag)
 
-    def _found(self, view: ArrayView, stream: int | None) -> Transfer:
+    def _found(self, view: ArrayView, stream: int | None) -> MessageRequest:
         """The receive of the first available message; the host waits for it."""
         spec, comm = self.spec, self.spec.comm
         deadline = Deadline.after(comm.timeout)
@@ -229,7 +228,7 @@ def _prepared(spec: Spec, arrays: tuple[Kind, ...], device: int | None) -> Custo
     return found
 
 
-def _addresses(call: Call) -> tuple[int, int]:
+def _addresses(call: CollectiveRequest) -> tuple[int, int]:
     return call.src.address if call.src is not None else 0, call.dst.address if call.dst is not None else 0
 
 

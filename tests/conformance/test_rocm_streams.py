@@ -10,15 +10,11 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from xvcomm.comm.communicator import Communicator
-from xvcomm.engine import stream_collectives
-from xvcomm.memory import array
-from xvcomm.memory.array_view import new_kind
 from xvcomm.testing import World, repeated
 from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS
@@ -93,24 +89,6 @@ def threads_that_receive(comm: Communicator) -> None:
 def test_threads_that_receive(alone: World) -> None:
     """None of their messages counts for another thread's."""
     alone.run(threads_that_receive)
-
-
-def ever_new_kinds(comm: Communicator) -> int:
-    """How many calls are known again after twenty by arrays of one shape, each of a kind of its own."""
-    a = arrays(comm)
-    x = a.put(np.zeros(8))
-    a.synchronize()
-    with on_device(comm), mock.patch.object(stream_collectives, "_SHAPES_KEPT", 3):
-        for _ in range(20):
-            seen = array.view(x)
-            seen.kind = new_kind()
-            comm.all_reduce(seen)
-    return len(comm._caller._again)  # type: ignore[attr-defined]
-
-
-def test_little_is_kept_of_arrays_of_ever_new_kinds(alone: World) -> None:
-    kept = alone.run(ever_new_kinds)
-    assert all(0 < count <= 3 for count in kept), kept
 
 
 @contextlib.contextmanager

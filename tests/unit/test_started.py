@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from xvcomm.engine.collectives import Call
 from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.tracker import AsyncGroup
-from xvcomm.engine.messages import Transfer
+from xvcomm.engine.request import CollectiveRequest, MessageRequest
 from xvcomm.engine.started import Beside, StartedCollective, StartedMessage
 from xvcomm.errors import ArgumentError, DeadlineExceeded, PeerLost
 from xvcomm.memory.array_view import ArrayView
@@ -56,7 +55,7 @@ class Job:
         self.context, self.lifecycle, self.stream = self, self, SimpleNamespace(reached=lambda event: self.through)
         self.tracker, self.handle, self.event, self.companions = self, 48, None, AsyncGroup()
         view, part = (self.view() for _ in range(2))
-        self.call = Call(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
+        self.call = CollectiveRequest(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
         self.branch = SimpleNamespace(sequence=7, ends=[(cast(RingEnd, End(self)), 1)])
         self.work = StartedCollective(cast(Beside, self), self.call, None)
 
@@ -71,7 +70,7 @@ class Job:
     def message(self) -> StartedMessage:
         """The Work of a message, which notes in `followed` that it was waited for."""
         view = self.view()
-        transfer = Transfer(OpCode.RECV, view, 1, 5, NEVER, HOME, 2)
+        transfer = MessageRequest(OpCode.RECV, view, 1, 5, NEVER, HOME, 2)
         ((end, following),) = self.branch.ends
         return StartedMessage(
             cast(Beside, self), transfer, end, following, lambda over, deadline: self.followed.append(None)

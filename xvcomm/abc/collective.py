@@ -57,6 +57,27 @@ class Collective(ABC):
 
     failure: str = ""
 
+    def run(self, form: CollectiveForm, src: int, dst: int, stream: Stream) -> None:
+        """Call the operation that a form describes."""
+        dtype, counts, root = form.dtype, form.counts, form.root
+        match form.op:
+            case OpCode.ALL_REDUCE | OpCode.BARRIER:
+                self.all_reduce(src, dst, counts[0], dtype, form.reduction, stream)
+            case OpCode.REDUCE:
+                self.reduce(src, dst, counts[0], dtype, form.reduction, root, stream)
+            case OpCode.REDUCE_SCATTER:
+                self.reduce_scatter(src, dst, counts, dtype, form.reduction, stream)
+            case OpCode.ALL_GATHER:
+                self.all_gather(src, dst, counts, dtype, stream)
+            case OpCode.BROADCAST:
+                self.broadcast(src, dst, counts[0], dtype, root, stream)
+            case OpCode.GATHER:
+                self.gather(src, dst, counts, dtype, root, stream)
+            case OpCode.SCATTER:
+                self.scatter(src, dst, counts, dtype, root, stream)
+            case OpCode.ALL_TO_ALL:
+                self.all_to_all(src, dst, counts, form.recv_counts, dtype, stream)
+
     @abstractmethod
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """Everybody gets the reduction of all inputs."""

@@ -26,9 +26,10 @@ from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
 from xvcomm.comm.subgroups import Meetings, subgroups
 from xvcomm.config import Config
-from xvcomm.engine.collectives import Call, Caller, Key
+from xvcomm.engine.collectives import Caller
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.request import CollectiveRequest, Key
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.staging import Staging
 from xvcomm.engine.stream_collectives import StreamCaller
@@ -135,7 +136,7 @@ class Communicator(PointToPoint, Objects):
         if key and self._caller.again(key, src, src, self.timeout if timeout is None else checked(timeout), stream):
             return src.array
         dst = src if mine or not src.immutable else self._empty_like(src, src.shape)
-        call = Call(_BROADCAST, src, dst, src.dtype, count=src.count, root=root, key=key)
+        call = CollectiveRequest(_BROADCAST, src, dst, src.dtype, count=src.count, root=root, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def all_reduce(
@@ -157,7 +158,7 @@ class Communicator(PointToPoint, Objects):
         how = reduction_on(op, src.dtype)
         if given or src.immutable:
             dst = self._output(src, given, None, src.count)
-        call = Call(_ALL_REDUCE, src, dst, src.dtype, how, count=src.count, key=key)
+        call = CollectiveRequest(_ALL_REDUCE, src, dst, src.dtype, how, count=src.count, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def reduce(
@@ -172,7 +173,7 @@ class Communicator(PointToPoint, Objects):
         dst = None
         if mine:
             dst = src if out is None and not src.immutable else self._output(src, out, None, src.count)
-        call = Call(OpCode.REDUCE, src, dst, src.dtype, how, count=src.count, root=root)
+        call = CollectiveRequest(OpCode.REDUCE, src, dst, src.dtype, how, count=src.count, root=root)
         return self._call(call, async_op, timeout, stream)
 
     def reduce_scatter(
@@ -197,7 +198,9 @@ class Communicator(PointToPoint, Objects):
         how = reduction_on(op, src.dtype)
         rows, elements = blocks(src, counts, self.size, self.rank)
         dst = self._output(src, given, rows, elements[self.rank])
-        call = Call(_REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None, key=key)
+        call = CollectiveRequest(
+            _REDUCE_SCATTER, src, dst, src.dtype, how, counts=elements, uneven=counts is not None, key=key
+        )
         return self._call(call, async_op, timeout, stream)
 
     def all_gather(
@@ -221,7 +224,7 @@ class Communicator(PointToPoint, Objects):
             return given.array
         rows, elements = own_block(src, counts, self.size, self.rank)
         dst = self._output(src, given, rows, sum(elements))
-        call = Call(_ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None, key=key)
+        call = CollectiveRequest(_ALL_GATHER, src, dst, src.dtype, counts=elements, uneven=counts is not None, key=key)
         return self._call(call, async_op, timeout, stream)
 
     def gather(
@@ -233,7 +236,9 @@ class Communicator(PointToPoint, Objects):
         src = array.view(x)
         rows, elements = own_block(src, counts, self.size, self.rank)
         dst = self._output(src, out, rows, sum(elements)) if self.rank == root else None
-        call = Call(OpCode.GATHER, src, dst, src.dtype, counts=elements, root=root, uneven=counts is not None)
+        call = CollectiveRequest(
+            OpCode.GATHER, src, dst, src.dtype, counts=elements, root=root, uneven=counts is not None
+        )
         return self._call(call, async_op, timeout, stream)
 
     def scatter(
@@ -259,7 +264,7 @@ class Communicator(PointToPoint, Objects):
             dst = array.view(out, output=True)
             _, elements = own_block(dst, counts, self.size, self.rank)
             dst = self._empty_like(dst, dst.shape) if dst.immutable else dst
-        call = Call(
+        call = CollectiveRequest(
             OpCode.SCATTER, src if mine else None, dst, dst.dtype, counts=elements, root=root, uneven=counts is not None
         )  # fmt: skip
         return self._call(call, async_op, timeout, stream)
@@ -298,13 +303,15 @@ class Communicator(PointToPoint, Objects):
         if dst.address == src.address and src.nbytes:
             raise ArrayError("all_to_all: out must not be x; omit it or pass another array")
         uneven = send_counts is not None
-        call = Call(_ALL_TO_ALL, src, dst, src.dtype, counts=elements, recv_counts=back, uneven=uneven, key=key)
+        call = CollectiveRequest(
+            _ALL_TO_ALL, src, dst, src.dtype, counts=elements, recv_counts=back, uneven=uneven, key=key
+        )
         return self._call(call, async_op, timeout, stream)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None, stream: Any = None) -> Work | None:
         """Wait until every rank has called this."""
         token = self._caller.token()
-        call = Call(OpCode.BARRIER, token, token, UINT8, Reduction(ReduceOp.MAX), count=1)
+        call = CollectiveRequest(OpCode.BARRIER, token, token, UINT8, Reduction(ReduceOp.MAX), count=1)
         result = self._call(call, async_op, timeout, stream)
         return result if async_op else None
 
@@ -380,7 +387,7 @@ class Communicator(PointToPoint, Objects):
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.timeout if timeout is None else timeout)
 
-    def _call(self, call: Call, async_op: bool, timeout: float | None, stream: Any) -> Any:
+    def _call(self, call: CollectiveRequest, async_op: bool, timeout: float | None, stream: Any) -> Any:
         deadline = Deadline(monotonic() + (self.timeout if timeout is None else checked(timeout)))
         handle = None if stream is None else array.stream_handle(stream)
         return (self._caller.start if async_op else self._caller.run)(call, deadline, handle)

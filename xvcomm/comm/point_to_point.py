@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xvcomm.engine.inflight.work import Work
-from xvcomm.engine.messages import HostTransfers, Transfer, Transfers
+from xvcomm.engine.messages import HostTransfers, Transfers
 from xvcomm.engine.probe import Probe, Probing
+from xvcomm.engine.request import MessageRequest
 from xvcomm.engine.session.rings import CHANNELS as CHANNELS  # adapters assign tags to channels
 from xvcomm.engine.stream_messages import StreamTransfers
 from xvcomm.errors import ArgumentError, ArrayError
@@ -39,10 +40,10 @@ _INSIDE_ADD = 2  # minimum depth of xvcomm's own frames when a group looks up th
 class _Group:
     """Operations that a thread has called inside `group()`; `waits` if any of them blocks."""
 
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[MessageRequest] = field(default_factory=list)
     waits: bool = False
 
-    def add(self, transfer: Transfer, *, waits: bool = False) -> None:
+    def add(self, transfer: MessageRequest, *, waits: bool = False) -> None:
         """Add an operation with its call site, which cannot be determined at the end of the group."""
         transfer.call_site = find_call_site(_INSIDE_ADD)
         self.transfers.append(transfer)
@@ -174,7 +175,7 @@ class PointToPoint:
             del self._groups[thread]
         self._go(group.transfers, waits=group.waits)
 
-    def _go(self, transfers: list[Transfer], *, waits: bool) -> None:
+    def _go(self, transfers: list[MessageRequest], *, waits: bool) -> None:
         """Start messages together, and wait for them if `waits`."""
         own = [t for t in transfers if t.peer == self.rank]
         if own:
@@ -196,7 +197,7 @@ class PointToPoint:
 
     def _sending(
         self, x: Any, dst: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
-    ) -> Transfer:
+    ) -> MessageRequest:
         """A message to send; `own` if it may be addressed to this rank itself."""
         if not 0 <= dst < self.size or (dst == self.rank and not own) or not 0 <= tag < _TAGS:
             self._check_direction("dst", dst, tag)
@@ -206,11 +207,11 @@ class PointToPoint:
         self._context.admit(view)
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
         handle = view.stream if stream is None else array.stream_handle(stream)
-        return Transfer(_SEND, view, dst, tag, deadline, handle, channel)
+        return MessageRequest(_SEND, view, dst, tag, deadline, handle, channel)
 
     def _receiving(
         self, buf: Any, src: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
-    ) -> Transfer:
+    ) -> MessageRequest:
         """A message to receive; `own` if it may come from this rank itself."""
         if not 0 <= src < self.size or (src == self.rank and not own) or not 0 <= tag < _TAGS:
             self._check_direction("src", src, tag)
@@ -222,7 +223,7 @@ class PointToPoint:
             view = array.empty_like(view, view.shape, self._context.device.empty)
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
         handle = view.stream if stream is None else array.stream_handle(stream)
-        return Transfer(_RECV, view, src, tag, deadline, handle, channel)
+        return MessageRequest(_RECV, view, src, tag, deadline, handle, channel)
 
     def _probed(self, src: int | None, channel: int) -> tuple[int, int]:
         """Check the arguments of a probe."""
@@ -257,7 +258,7 @@ class PointToPoint:
                 "sendrecv, or copy the array"
             )
 
-    def _background(self, transfer: Transfer) -> Work:
+    def _background(self, transfer: MessageRequest) -> Work:
         group = self._open_group() if self._groups else None
         if group is None:
             return self._transfers.start_alone(transfer)
@@ -265,7 +266,7 @@ class PointToPoint:
         return self._transfers.work(transfer)
 
 
-def _paired(own: list[Transfer]) -> list[tuple[Transfer, Transfer]]:
+def _paired(own: list[MessageRequest]) -> list[tuple[MessageRequest, MessageRequest]]:
     """Pair the sends of this rank to itself with their receives, in order per channel.
 
     Raises:
@@ -289,7 +290,7 @@ def _paired(own: list[Transfer]) -> list[tuple[Transfer, Transfer]]:
     return pairs
 
 
-def _told(t: Transfer) -> str:
+def _told(t: MessageRequest) -> str:
     return f"{t.view.count} x {t.view.dtype} with tag {t.tag}"
 
 

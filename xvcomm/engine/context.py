@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.message_mover import MessageMover, SupportsMessageMovers
+from xvcomm.engine.cache import LaunchCache
 from xvcomm.engine.failures import Failures
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.lifecycle import Lifecycle
@@ -43,6 +44,7 @@ class Context:
         index, recorder: number of this rank's device, as DLPack has it; the rank's flight recorder.
         asynchronous: whether the host enqueues operations without waiting; `tracker` has those under way.
         sequence, place: number of the next collective; address of the contract check, see `ContractCheck.place`.
+        launches: what compiled code runs, by shape.
         lifecycle: whether operations may begin, and what stops them.
     """
 
@@ -52,6 +54,7 @@ class Context:
         self.ident = zlib.crc32(path.encode()) & 0x7FFFFFFF
         self.enqueueing = threading.Lock()
         self.sequence = 0
+        self.launches = LaunchCache(enabled=bool(session.config.compiled_launch))
         self._made_by = OpCode.INIT if path == "0" else OpCode.SPLIT
         self.store = session.guarded(f"comm/{path}", self.check)
         labels = [session.collective_label(r) for r in ranks]

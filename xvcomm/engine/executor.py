@@ -275,10 +275,9 @@ class _Run:
         match steps[0]:
             case Put() | Get() | GetReduce():
                 return self._enqueued_messages(steps)
-            case Native(op=op, src=src, dst=dst, counts=counts, recv_counts=recv_counts, root=root):
-                sizes, how = counts or (max(src.count, dst.count),), Reduction(self._op.base)
-                form = CollectiveForm(OpCode[op.name], sizes, recv_counts, self._dtype, how, root)
-                return self._enqueued_call(self._context.native(self._deadline).enqueued(form), src, dst)
+            case Native(src=src, dst=dst) as native:
+                found = self._context.native(self._deadline).enqueued(self._native_form(native))
+                return self._enqueued_call(found, src, dst)
             case step:
                 return (
                     self._enqueued_local(step, self._device)
@@ -356,29 +355,16 @@ class _Run:
         return Message(m.op, dtype, self._nbytes(span), self._operation.sequence, m.detail)
 
     def _native(self, step: Native, stream: Stream) -> None:
-        native = self._context.native(self._deadline)
-        src, dst, dtype = self._at(step.src), self._at(step.dst), self._of(step.src)
-        # Scaling is steps of its own here: to the library an average is a sum.
-        op = Reduction(self._op.base)
-        match step.op:
-            case NativeOp.ALL_REDUCE:
-                native.all_reduce(src, dst, step.src.count, dtype, op, stream)
-            case NativeOp.REDUCE:
-                native.reduce(src, dst, step.src.count, dtype, op, step.root, stream)
-            case NativeOp.REDUCE_SCATTER if self._of(step.dst) is not dtype:
-                assert isinstance(native, SupportsPartialSums), (
-                    "only plans for host memory keep partial sums in float32"
-                )
-                native.partial_sums(src, dst, step.counts, dtype, op, stream)
-            case NativeOp.REDUCE_SCATTER:
-                native.reduce_scatter(src, dst, step.counts, dtype, op, stream)
-            case NativeOp.ALL_GATHER:
-                native.all_gather(src, dst, step.counts, dtype, stream)
-            case NativeOp.BROADCAST:
-                native.broadcast(src, dst, max(step.src.count, step.dst.count), dtype, step.root, stream)
-            case NativeOp.GATHER:
-                native.gather(src, dst, step.counts, dtype, step.root, stream)
-            case NativeOp.SCATTER:
-                native.scatter(src, dst, step.counts, dtype, step.root, stream)
-            case NativeOp.ALL_TO_ALL:
-                native.all_to_all(src, dst, step.counts, step.recv_counts, dtype, stream)
+        native, form = self._context.native(self._deadline), self._native_form(step)
+        src, dst = self._at(step.src), self._at(step.dst)
+        if step.op is NativeOp.REDUCE_SCATTER and self._of(step.dst) is not form.dtype:
+            assert isinstance(native, SupportsPartialSums), "only plans for host memory keep partial sums in float32"
+            native.partial_sums(src, dst, step.counts, form.dtype, form.reduction, stream)
+        else:
+            native.run(form, src, dst, stream)
+
+    def _native_form(self, step: Native) -> CollectiveForm:
+        """A step for the native library. Scaling is steps of its own: to the library an average is a sum."""
+        counts = step.counts or (max(step.src.count, step.dst.count),)
+        op, dtype = OpCode[step.op.name], self._of(step.src)
+        return CollectiveForm(op, counts, step.recv_counts, dtype, Reduction(self._op.base), step.root)

@@ -5,24 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import msgspec
+from typing import TYPE_CHECKING, NoReturn
 
 from xvcomm.abc.device import RingStalled, RingStopped, Stream
 from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.request import MessageRequest
 from xvcomm.engine.session.rings import Use
 from xvcomm.memory import array
-from xvcomm.memory.array_view import ArrayView
-from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.memory.ring import RingEnd
 from xvcomm.system.forking import ProcessFuture
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.format import State
 from xvcomm.trace.operation import Operation
-from xvcomm.types.deadline import Deadline
-from xvcomm.types.dtype import DType
 from xvcomm.types.opcode import OpCode
 
 if TYPE_CHECKING:
@@ -33,39 +28,6 @@ _SEND, _P2P = OpCode.SEND, Use.POINT_TO_POINT
 _INSIDE = 2  # functions of xvcomm that are under way when `run_alone` asks for the call site
 
 
-class Transfer(msgspec.Struct, eq=False):
-    """One message that this rank sends or receives.
-
-    Attributes:
-        stream: handle of the stream that it is ordered on; None if it is unknown.
-        channel: which of the pair's rings it uses.
-        deferred: its Work, if it has one.
-        call_site: the call site, if the thread that enqueues it is not the user's; see `trace.callsite`.
-        operation, end: its operation and its ring end, once it is enqueued.
-    """
-
-    name: OpCode
-    view: ArrayView
-    peer: int
-    tag: int
-    deadline: Deadline
-    stream: int | None = None
-    channel: int = 0
-    deferred: Any = None
-    call_site: int = 0
-    operation: Operation | None = None
-    end: RingEnd | None = None
-
-    def message(self) -> Message:
-        """The description that both ends must agree on."""
-        return _message(self.view.dtype, self.view.nbytes, self.tag)
-
-
-@lru_cache(maxsize=1024)
-def _message(dtype: DType, nbytes: int, tag: int) -> Message:
-    return Message(int(OpCode.SEND), dtype.code, nbytes, tag)
-
-
 class Transfers(ABC):
     """Moves the messages of one communicator."""
 
@@ -73,30 +35,30 @@ class Transfers(ABC):
         self._context = context
 
     @abstractmethod
-    def run_alone(self, t: Transfer) -> None:
+    def run_alone(self, t: MessageRequest) -> None:
         """`run` for one message, the usual case."""
 
     @abstractmethod
-    def run(self, transfers: Sequence[Transfer]) -> None:
+    def run(self, transfers: Sequence[MessageRequest]) -> None:
         """Move messages at the same time; returns when their arrays may be used."""
 
     @abstractmethod
-    def work(self, t: Transfer) -> Work:
+    def work(self, t: MessageRequest) -> Work:
         """The Work of a message that will be started or given up."""
 
-    def start_alone(self, t: Transfer) -> Work:
+    def start_alone(self, t: MessageRequest) -> Work:
         """Move one message without waiting for it; gives its Work."""
         work = self.work(t)
         self.start([t])
         return work
 
     @abstractmethod
-    def start(self, transfers: Sequence[Transfer]) -> None:
+    def start(self, transfers: Sequence[MessageRequest]) -> None:
         """Move messages of one channel at the same time, without waiting for them; each has a Work."""
 
-    def start_group(self, transfers: Sequence[Transfer]) -> None:
+    def start_group(self, transfers: Sequence[MessageRequest]) -> None:
         """`start` for messages of any channels: none of them waits for another channel's, and nor does its Work."""
-        channels: dict[int, list[Transfer]] = {}
+        channels: dict[int, list[MessageRequest]] = {}
         for t in transfers:
             channels.setdefault(t.channel, []).append(t)
         parts = list(channels.values())
@@ -109,30 +71,30 @@ class Transfers(ABC):
                 raise
 
     @abstractmethod
-    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+    def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
         """Copy messages of this rank to itself, each a pair of send and receive. They have Works if `waits` is False."""
 
     @abstractmethod
-    def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+    def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
         """Give the Works of messages that will never move the error to raise."""
 
     @abstractmethod
     def settle(self, peers: Collection[int], channel: int) -> None:
         """Launch all posted receives of a channel, so that a following probe does not see their messages."""
 
-    def _begin(self, t: Transfer) -> RingEnd:
+    def _begin(self, t: MessageRequest) -> RingEnd:
         """Begin the operation of one message; gives its ring end."""
         self._note(t)
         end = t.end = self._context.rings.end(t.peer, _P2P, t.deadline, producer=t.name is _SEND, channel=t.channel)
         return end
 
-    def _note(self, t: Transfer) -> Operation:
+    def _note(self, t: MessageRequest) -> Operation:
         """Begin the operation of one message, which has no ring if it is to this rank itself."""
         operation = t.operation = self._context.begin(t.name, t.message(), t.peer, t.call_site)
         operation.channel = t.channel
         return operation
 
-    def _enqueue(self, t: Transfer, stream: Stream) -> RingEnd:
+    def _enqueue(self, t: MessageRequest, stream: Stream) -> RingEnd:
         """Enqueue one message on a stream, and begin its operation if needed; the caller holds `Context.enqueueing`."""
         end = t.end if t.end is not None else self._begin(t)
         assert t.operation is not None
@@ -141,7 +103,7 @@ class Transfers(ABC):
         move(end, t.view.address, t.operation.message, stream)
         return end
 
-    def _fail(self, transfers: Sequence[Transfer], error: BaseException) -> NoReturn:
+    def _fail(self, transfers: Sequence[MessageRequest], error: BaseException) -> NoReturn:
         """Raise the user's error, and give it to the Works."""
         failed_ends = (
             (error.end,) if isinstance(error, RingStopped) else error.ends if isinstance(error, RingStalled) else ()
@@ -170,13 +132,13 @@ class HostTransfers(Transfers):
         # The same of message movers, for each direction, peer and channel.
         self._message_movers: dict[tuple[OpCode, int, int], list[MessageMover]] = defaultdict(list)
 
-    def run_alone(self, t: Transfer) -> None:
+    def run_alone(self, t: MessageRequest) -> None:
         """See `Transfers.run_alone`; by message mover, but the first message of a ring end, which makes it."""
         context, view, message_movers = self._context, t.view, self._message_movers[t.name, t.peer, t.channel]
         if not message_movers:
             self.run([t])
             assert t.end is not None
-            made = context.message_mover(t.end, t.name)
+            made = context.message_mover(t.end, t.name) if context.launches.enabled else None
             if made is not None:
                 message_movers.append(made)
             return
@@ -191,7 +153,7 @@ class HostTransfers(Transfers):
         context.moved(message_mover)
         message_movers.append(message_mover)
 
-    def _lose(self, t: Transfer, message_mover: MessageMover, error: BaseException) -> NoReturn:
+    def _lose(self, t: MessageRequest, message_mover: MessageMover, error: BaseException) -> NoReturn:
         """Raise the user's error when a message mover was stopped, or interrupted."""
         if not message_mover.discard():
             self._context.lifecycle.users.discard(message_mover)
@@ -201,7 +163,7 @@ class HostTransfers(Transfers):
         t.operation.channel = t.channel
         self._fail([t], error)
 
-    def run(self, transfers: Sequence[Transfer]) -> None:
+    def run(self, transfers: Sequence[MessageRequest]) -> None:
         """See `Transfers.run`."""
         stream = self._take_stream()
         try:
@@ -213,12 +175,12 @@ class HostTransfers(Transfers):
         self._free.append(stream)
         self._complete(transfers)
 
-    def work(self, t: Transfer) -> Work:
+    def work(self, t: MessageRequest) -> Work:
         """See `Transfers.work`."""
         t.deferred = ProcessFuture()
         return Work(t.deferred, f"{t.name} with rank {t.peer}")
 
-    def start(self, transfers: Sequence[Transfer]) -> None:
+    def start(self, transfers: Sequence[MessageRequest]) -> None:
         """See `Transfers.start`."""
         stream = self._take_stream()
         try:
@@ -233,7 +195,7 @@ class HostTransfers(Transfers):
                 t.deferred.help = pending.help
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
 
-    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+    def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
         """See `Transfers.copy`."""
         for pair in pairs:
             sent, received = pair
@@ -249,7 +211,7 @@ class HostTransfers(Transfers):
             self._free.append(stream)
             self._complete(pair)
 
-    def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+    def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
         """See `Transfers.give_up`."""
         for t in transfers:
             if t.deferred is not None and not t.deferred.done():
@@ -264,13 +226,13 @@ class HostTransfers(Transfers):
         except IndexError:
             return self._context.device.streams(1)[0]
 
-    def _enqueue_all(self, transfers: Sequence[Transfer], stream: Stream) -> None:
+    def _enqueue_all(self, transfers: Sequence[MessageRequest], stream: Stream) -> None:
         stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
         with self._context.enqueueing:
             for t in transfers:
                 self._enqueue(t, stream)
 
-    def _end(self, transfers: Sequence[Transfer], error: BaseException | None) -> None:
+    def _end(self, transfers: Sequence[MessageRequest], error: BaseException | None) -> None:
         """End messages; runs on the thread that has moved them."""
         try:
             if error is None:
@@ -280,7 +242,7 @@ class HostTransfers(Transfers):
         except BaseException as raised:
             self.give_up(transfers, raised)
 
-    def _complete(self, transfers: Sequence[Transfer]) -> None:
+    def _complete(self, transfers: Sequence[MessageRequest]) -> None:
         for t in transfers:
             assert t.operation is not None
             self._context.end(t.operation)

@@ -15,13 +15,12 @@ from typing import Any, NoReturn
 from xvcomm.abc.collective import Collective, CollectiveStopped
 from xvcomm.abc.device import Event, Stream
 from xvcomm.abc.launch import SupportsEnqueuedEvents
-from xvcomm.engine.collectives import Call
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.work import Work, nobody_calls_back
 from xvcomm.engine.launch import Branch, Launch
-from xvcomm.engine.messages import Transfer
+from xvcomm.engine.request import CollectiveRequest, MessageRequest
 from xvcomm.errors import DeadlineExceeded
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling
@@ -65,7 +64,13 @@ class Beside:
         self._known: set[int] = set()
 
     def start(
-        self, ready: Launch, call: Call, user: int | None, given: int | None, call_site: int, deadline: Deadline
+        self,
+        ready: Launch,
+        call: CollectiveRequest,
+        user: int | None,
+        given: int | None,
+        call_site: int,
+        deadline: Deadline,
     ) -> StartedCollective | None:
         """Launch a collective after the present work of a user's stream; None if nothing has begun.
 
@@ -84,7 +89,7 @@ class Beside:
     def move(
         self,
         ready: Launch,
-        transfers: Sequence[Transfer],
+        transfers: Sequence[MessageRequest],
         items: list[int],
         call_site: int,
         deadline: Deadline,
@@ -233,7 +238,7 @@ class Started(Work):
 class StartedCollective(Started):
     """The Work of such a collective."""
 
-    def __init__(self, beside: Beside, call: Call, given: int | None) -> None:
+    def __init__(self, beside: Beside, call: CollectiveRequest, given: int | None) -> None:
         super().__init__(beside, beside.branch.ends, beside.branch.sequence, call, given)
         self._call = call
 
@@ -264,7 +269,7 @@ class StartedMessage(Started):
         following: number of the ring end's next message.
     """
 
-    def __init__(self, beside: Beside, t: Transfer, end: RingEnd, following: int, come: Come) -> None:
+    def __init__(self, beside: Beside, t: MessageRequest, end: RingEnd, following: int, come: Come) -> None:
         super().__init__(beside, [(end, following)], (end, following), t.view, t.stream)
         self._transfer, self._come = t, come
 

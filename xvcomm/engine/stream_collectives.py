@@ -13,7 +13,7 @@ import numpy as np
 from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Event, Stream
 from xvcomm.abc.launch import SupportsEnqueuedEvents
-from xvcomm.engine.collectives import Call, Caller, Key
+from xvcomm.engine.collectives import Caller
 from xvcomm.engine.context import Context
 from xvcomm.engine.executor import Buffers, Executor
 from xvcomm.engine.gate import LaunchGate
@@ -22,6 +22,7 @@ from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.inflight.stream_work import StreamWork
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.launch import EnqueuedOperation, EnqueuedStep, Launch, Place
+from xvcomm.engine.request import CollectiveRequest, Key
 from xvcomm.engine.staging import Staging
 from xvcomm.engine.started import Beside
 from xvcomm.memory import array
@@ -32,8 +33,6 @@ from xvcomm.trace.operation import Operation
 from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.opcode import OpCode
 
-_Shape = tuple[OpCode, int, int, float, int, tuple[int, ...], tuple[int, ...], int, bool, bool]
-_SHAPES_KEPT = 1000
 _INSIDE, _INSIDE_AGAIN = 3, 2
 """Functions of xvcomm that are under way at the least when a collective asks for the call site."""
 _BARRIER = OpCode.BARRIER
@@ -57,14 +56,11 @@ class StreamCaller(Caller):
             else None  # then compiled code launches nothing
         )
         self._token = array.view(Staging(device).up(np.zeros(1, np.uint8)))
-        self._once: set[object] = set()
-        self._calls: dict[_Shape, Launch | None] = {}
-        self._again: dict[Key, Launch] = {}
         context.lifecycle.on_close(self._close)  # keeps its memory alive as long as operations are on the streams
 
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
-        """See `Caller.again`: what compiled code starts, before a Call is made, which takes as long."""
-        ready = self._again.get(key)
+        """See `Caller.again`: what compiled code starts, before a request is made, which takes as long."""
+        ready: Launch | None = self._context.launches.find(key)
         if ready is None:
             return False
         handle = dst.stream if stream is None else array.stream_handle(stream)
@@ -75,7 +71,7 @@ class StreamCaller(Caller):
         place, call_site = self._places.get(handle) or self._launch_gate.place(handle), find_call_site(_INSIDE_AGAIN)
         return place != 0 and ready.run(place, handle, monotonic() + timeout, call_site, src.address, dst.address)
 
-    def run(self, call: Call, deadline: Deadline, stream: int | None = None) -> Any:
+    def run(self, call: CollectiveRequest, deadline: Deadline, stream: int | None = None) -> Any:
         """Enqueue a collective on the arrays' stream, and give the result array.
 
         The host waits only for a barrier, for arrays whose stream is unknown, and for a result in memory of xvcomm's.
@@ -93,7 +89,8 @@ class StreamCaller(Caller):
                 )
                 addresses = array.address(call.src), array.address(call.dst)
                 if place and ready.run(place, handle, deadline.at, call_site, *addresses):
-                    self._remember(call.key, ready)
+                    if call.key is not None:
+                        self._context.launches.alias(call.key, ready)
                     return call.result()
         user = self._user(call, handle, trusted)
         self._context.tracker.seal_if_deadline_differs(handle or 0, deadline)
@@ -109,14 +106,7 @@ class StreamCaller(Caller):
             tracker.add_blocking([operation], handle, deadline, ends)
         return call.result()
 
-    def _remember(self, key: Key | None, ready: Launch) -> None:
-        """Let `again` find a call by its key. Bounded: arrays of one shape may have ever new keys."""
-        if key is not None:
-            if len(self._again) >= _SHAPES_KEPT:
-                self._again.clear()
-            self._again[key] = ready
-
-    def start(self, call: Call, deadline: Deadline, stream: int | None = None) -> Work:
+    def start(self, call: CollectiveRequest, deadline: Deadline, stream: int | None = None) -> Work:
         """Enqueue a collective after the present work of the arrays' stream and after earlier asynchronous collectives."""
         handle, trusted = self._look_at(call, stream)
         own, beside, ready = self._own, self._beside, self._ready(call)
@@ -143,7 +133,7 @@ class StreamCaller(Caller):
         now = None if view is not None and view.staged else partial(array.stream_now, view, stream)
         return StreamWork(tracker, now, call.result, str(call.op), batch)
 
-    def _look_at(self, call: Call, given: int | None) -> tuple[int | None, bool]:
+    def _look_at(self, call: CollectiveRequest, given: int | None) -> tuple[int | None, bool]:
         """The stream that a collective is ordered on, and whether the frameworks guarantee their arrays' memory.
 
         The stream is None if neither the user nor the framework tells it. Raises if the memory is not this rank's.
@@ -161,14 +151,16 @@ class StreamCaller(Caller):
                 self._context.admit(src)
         return handle, trusted
 
-    def _user(self, call: Call, handle: int | None, trusted: bool) -> Stream:
+    def _user(self, call: CollectiveRequest, handle: int | None, trusted: bool) -> Stream:
         """The stream of a call; checks the arrays' memory where the framework does not guarantee it."""
         adopt = self._context.device.adopt
         if trusted:
             return adopt(handle)
         return adopt(handle, *_untrusted(call.src, call.dst))
 
-    def _launch(self, call: Call, deadline: Deadline, carrier: Stream) -> tuple[Operation, Event | None, Ends]:
+    def _launch(
+        self, call: CollectiveRequest, deadline: Deadline, carrier: Stream
+    ) -> tuple[Operation, Event | None, Ends]:
         """Enqueue on a stream, or on streams that it waits for; gives the event after it, if one was recorded."""
         context = self._context
         with self._order:
@@ -184,33 +176,18 @@ class StreamCaller(Caller):
                 context.fail(error, operation)
         return operation, event, ends
 
-    def _ready(self, call: Call) -> Launch | None:
-        """The compiled call of this shape; None before the shape has run once, or if compiled code cannot run it."""
-        how = call.reduction
-        shape = (
-            call.op, call.dtype.code, 0 if how is None else how.op, 0.0 if how is None else how.factor, call.count,
-            call.counts, call.recv_counts, call.root, call.uneven, call.src is call.dst,
-        )  # fmt: skip
-        try:
-            return self._calls[shape]
-        except KeyError:
-            return self._prepare(call, shape)
+    def _ready(self, call: CollectiveRequest) -> Launch | None:
+        """The compiled launch of this shape; None before the shape has run once, or if compiled code cannot run it."""
+        launches, shape = self._context.launches, call.shape()
+        found: Launch | None = launches.find(shape) or launches.prepare(shape, partial(self._compile, call))
+        return found
 
-    def _prepare(self, call: Call, shape: _Shape) -> Launch | None:
-        """Prepare the compiled call of a shape that has run once."""
-        if shape not in self._once:
-            if len(self._once) >= _SHAPES_KEPT:
-                for kept in (self._once, self._calls, self._again):
-                    kept.clear()
-            self._once.add(shape)
+    def _compile(self, call: CollectiveRequest) -> Launch | None:
+        if self._beside is None:
             return None
-        ready = None
-        if self._beside is not None:
-            ready = self._compiled_native(call) if self._native_only else self._compiled_plan(call)
-        self._calls[shape] = ready
-        return ready
+        return self._compiled_native(call) if self._native_only else self._compiled_plan(call)
 
-    def _compiled_plan(self, call: Call) -> Launch | None:
+    def _compiled_plan(self, call: CollectiveRequest) -> Launch | None:
         """The compiled call of a collective across a border, if compiled code can run all its steps."""
         plan, executor = self._context.planner.plan(call.request()), self._executor
         steps = executor.enqueued(plan, call.dtype, call.how(), call.message(), call.src is call.dst, NEVER)
@@ -223,7 +200,7 @@ class StreamCaller(Caller):
 
         return self._compiled(call, steps, scratch if nbytes else None)
 
-    def _compiled_native(self, call: Call) -> Launch | None:
+    def _compiled_native(self, call: CollectiveRequest) -> Launch | None:
         """The compiled call of a collective inside an island, if the native library does all of it."""
         native = self._joined()
         found = native.enqueued(call.form()) if native is not None else None
@@ -231,7 +208,7 @@ class StreamCaller(Caller):
         return self._compiled(call, [EnqueuedStep(found, places)] if found is not None else None)
 
     def _compiled(
-        self, call: Call, steps: list[EnqueuedStep] | None, scratch: Callable[[int], int] | None = None
+        self, call: CollectiveRequest, steps: list[EnqueuedStep] | None, scratch: Callable[[int], int] | None = None
     ) -> Launch | None:
         if steps is None:
             return None

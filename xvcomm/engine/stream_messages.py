@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
@@ -17,20 +17,17 @@ from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.inflight.stream_work import StreamWork
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.launch import EnqueuedOperation, EnqueuedStep, Launch
-from xvcomm.engine.messages import Transfer, Transfers
+from xvcomm.engine.messages import Transfers
+from xvcomm.engine.request import MessageRequest
 from xvcomm.engine.started import Beside
 from xvcomm.memory import array
 from xvcomm.memory.ring import RingEnd
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.types.deadline import Deadline
-from xvcomm.types.opcode import OpCode
 
 if TYPE_CHECKING:
     from xvcomm.engine.context import Context
 
-_Shape = tuple[OpCode, int, int, int, int]
-_SHAPES_KEPT = 1000
-_UNPREPARED = object()
 _INSIDE, _INSIDE_START = 2, 3
 """Functions of xvcomm that are under way when `run_alone` and `run`, or `start_alone`, ask for the call site."""
 _RING_STREAMS = 64
@@ -46,11 +43,11 @@ class StreamTransfers(Transfers):
         self._of_rings: dict[frozenset[RingEnd], Stream] = {}
         self._besides: dict[frozenset[RingEnd], Beside] = {}
         self._launch_gate = LaunchGate(context, context.enqueueing)
-        self._calls: dict[tuple[_Shape, ...], Launch | None] = {}
+        self._launches = context.launches
         self._admission = AdmissionQueue(context.tracker, self._go)
         context.lifecycle.on_close(self._admission.close)
 
-    def run_alone(self, t: Transfer) -> None:
+    def run_alone(self, t: MessageRequest) -> None:
         """See `Transfers.run_alone`."""
         handle = t.stream
         if handle is None or t.view.staged:
@@ -58,17 +55,17 @@ class StreamTransfers(Transfers):
             return
         view, key = t.view, _key([t])
         user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
-        call = self._calls.get(key, _UNPREPARED)
-        if isinstance(call, Launch) and not self._admission:
+        call: Launch | None = self._launches.find(key)
+        if call is not None and not self._admission:
             place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
             items, call_site = [view.address, t.tag, 0], t.call_site or find_call_site(_INSIDE)
             if place and call.run(place, handle, t.deadline.at, call_site, items=items):
                 return
         self._run_alone(t, handle, user or self._context.device.adopt(handle))
-        if call is _UNPREPARED:
+        if call is None:
             self._prepare([t], key)
 
-    def _run_alone(self, t: Transfer, handle: int, user: Stream) -> None:
+    def _run_alone(self, t: MessageRequest, handle: int, user: Stream) -> None:
         """Enqueue one message on its array's stream."""
         context = self._context
         try:
@@ -98,27 +95,27 @@ class StreamTransfers(Transfers):
         else:
             self._admission.come_next(ends, deadline)
 
-    def _prepare(self, transfers: Sequence[Transfer], key: tuple[_Shape, ...]) -> None:
+    def _prepare(self, transfers: Sequence[MessageRequest], key: Hashable) -> None:
         """Let compiled code launch further messages of these shapes, if the device supports it."""
-        if len(self._calls) >= _SHAPES_KEPT:
-            self._calls.clear()
-        operations, forms = [], []
-        for t in transfers:
-            assert t.end is not None and t.operation is not None
-            operations.append(EnqueuedOperation(t.name, t.operation.message._replace(tag=0), t.end))
-            forms.append(MessageForm(t.end, operations[-1].message))
-        device, found = self._context.device, None
-        if isinstance(device, SupportsEnqueuedMessages):
-            found = device.enqueued_messages(forms)
+        self._launches.prepare(key, partial(self._compile, transfers))
+
+    def _compile(self, transfers: Sequence[MessageRequest]) -> Launch | None:
+        """The compiled launch of messages that have run, each through a ring end of its own; None if there is none."""
+        device = self._context.device
+        ends = [t.end for t in transfers if t.end is not None]
+        if not isinstance(device, SupportsEnqueuedMessages) or len(set(ends)) < len(transfers):
+            return None
+        messages = [t.message()._replace(tag=0) for t in transfers]
+        found = device.enqueued_messages([MessageForm(*form) for form in zip(ends, messages, strict=True)])
         if found is None:
-            self._calls[key] = None
-            return
+            return None
         with self._context.enqueueing:
             self._launch_gate.admit(transfers[0].name)
-        steps = [EnqueuedStep(found, rings=[form.end for form in forms])]
-        self._calls[key] = Launch(self._context, self._launch_gate, operations, steps)
+        names = [t.name for t in transfers]
+        operations = [EnqueuedOperation(*operation) for operation in zip(names, messages, ends, strict=True)]
+        return Launch(self._context, self._launch_gate, operations, [EnqueuedStep(found, rings=ends)])
 
-    def run(self, transfers: Sequence[Transfer]) -> None:
+    def run(self, transfers: Sequence[MessageRequest]) -> None:
         """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for results in temporary memory."""
         handle = transfers[0].stream
         if handle is None or not all(t.stream == handle and not t.view.staged for t in transfers):
@@ -128,8 +125,8 @@ class StreamTransfers(Transfers):
             self.run_alone(transfers[0])
             return
         key = _key(transfers)
-        call = self._calls.get(key, _UNPREPARED)
-        if isinstance(call, Launch) and not self._admission:
+        call: Launch | None = self._launches.find(key)
+        if call is not None and not self._admission:
             unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
             if unknown:
                 self._context.device.adopt(handle, *unknown)
@@ -138,14 +135,10 @@ class StreamTransfers(Transfers):
             if place and call.run(place, handle, _soonest(transfers).at, call_site, items=_items(transfers)):
                 return
         self._run_together(transfers)
-        if call is _UNPREPARED:
-            rings, channels = {(t.name, t.peer) for t in transfers}, {t.channel for t in transfers}
-            if len(rings) == len(transfers) and len(channels) == 1:
-                self._prepare(transfers, key)
-            else:
-                self._calls[key] = None
+        if call is None and len({t.channel for t in transfers}) == 1:
+            self._prepare(transfers, key)
 
-    def _run_together(self, transfers: Sequence[Transfer]) -> None:
+    def _run_together(self, transfers: Sequence[MessageRequest]) -> None:
         """Enqueue messages on one of their arrays' streams, ordered with the other arrays' streams."""
         user, *others = self._streams(transfers)
         self._begin_all(transfers)
@@ -168,12 +161,12 @@ class StreamTransfers(Transfers):
         if waiting and not batch.event.captured:
             self._admission.see_through(ends, deadline)
 
-    def work(self, t: Transfer) -> Work:
+    def work(self, t: MessageRequest) -> Work:
         """See `Transfers.work`."""
         t.deferred = deferred = DeferredWork(_what(t))
         return deferred
 
-    def start_alone(self, t: Transfer) -> Work:
+    def start_alone(self, t: MessageRequest) -> Work:
         """See `Transfers.start_alone`; by compiled code, if it need not wait for its turn."""
         started = self._start_at_once([t], t.call_site or find_call_site(_INSIDE_START))
         if started is not None:
@@ -182,7 +175,7 @@ class StreamTransfers(Transfers):
         self._start_in_turn([t])
         return work
 
-    def start(self, transfers: Sequence[Transfer]) -> None:
+    def start(self, transfers: Sequence[MessageRequest]) -> None:
         """See `Transfers.start`; the same for each channel's."""
         started = self._start_at_once(transfers, 0)
         if started is None:
@@ -191,10 +184,10 @@ class StreamTransfers(Transfers):
         for t, work in zip(transfers, started, strict=True):
             t.deferred.work = work
 
-    def _start_at_once(self, transfers: Sequence[Transfer], call_site: int) -> Sequence[Work] | None:
+    def _start_at_once(self, transfers: Sequence[MessageRequest], call_site: int) -> Sequence[Work] | None:
         """Let compiled code launch messages if none of them must be queued; None if it has not."""
         handle = transfers[0].stream
-        call = self._calls.get(_key(transfers))
+        call: Launch | None = self._launches.find(_key(transfers))
         if handle is None or call is None or not all(t.stream == handle for t in transfers):
             return None
         ends = frozenset(call.rings)
@@ -209,7 +202,7 @@ class StreamTransfers(Transfers):
             ends, partial(beside.move, call, transfers, items, call_site, _soonest(transfers), handle, come)
         )
 
-    def _start_in_turn(self, transfers: Sequence[Transfer]) -> None:
+    def _start_in_turn(self, transfers: Sequence[MessageRequest]) -> None:
         """Pass messages through the admission queue; those that are captured in a graph start at once."""
         users = self._streams(transfers)
         self._begin_all(transfers)
@@ -225,15 +218,14 @@ class StreamTransfers(Transfers):
         if all(t.deferred.work is not None for t in transfers):  # else not all rings may be pinned yet
             self._know(transfers, ends)
 
-    def _know(self, transfers: Sequence[Transfer], ends: frozenset[RingEnd]) -> None:
+    def _know(self, transfers: Sequence[MessageRequest], ends: frozenset[RingEnd]) -> None:
         """Let compiled code launch further messages of these shapes."""
         device, stream, key = self._context.device, self._of_rings.get(ends), _key(transfers)
         if stream is not None and ends not in self._besides and isinstance(device, SupportsEnqueuedEvents):
             self._besides[ends] = Beside(self._context, device, self._launch_gate, stream)
-        if key not in self._calls and len(ends) == len(transfers):
-            self._prepare(transfers, key)
+        self._prepare(transfers, key)
 
-    def copy(self, pairs: Sequence[tuple[Transfer, Transfer]], *, waits: bool) -> None:
+    def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
         """See `Transfers.copy`; on the arrays' stream also those that have Works."""
         context = self._context
         for pair in pairs:
@@ -267,13 +259,13 @@ class StreamTransfers(Transfers):
         if self._admission:
             self._admission.let_go_to(peers, channel)
 
-    def give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+    def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
         """See `Transfers.give_up`."""
         for t in transfers:
             if t.deferred is not None:
                 t.deferred.give_up(error)
 
-    def _streams(self, transfers: Sequence[Transfer]) -> list[Stream]:
+    def _streams(self, transfers: Sequence[MessageRequest]) -> list[Stream]:
         """The arrays' streams, each once."""
         adopt = self._context.device.adopt
         found = {}
@@ -282,7 +274,7 @@ class StreamTransfers(Transfers):
             found[adopt(t.stream, *look)] = t
         return list(found)
 
-    def _begin_all(self, transfers: Sequence[Transfer]) -> None:
+    def _begin_all(self, transfers: Sequence[MessageRequest]) -> None:
         try:
             for t in transfers:
                 self._begin(t)
@@ -292,7 +284,7 @@ class StreamTransfers(Transfers):
     def _take_stream(self) -> Stream:
         return self._free.pop() if self._free else self._context.device.streams(1)[0]
 
-    def _go(self, launch: Start[Transfer]) -> None:
+    def _go(self, launch: Start[MessageRequest]) -> None:
         """Launch asynchronous messages."""
         stream = self._stream_of(launch.ends)
         taken = stream is None
@@ -306,7 +298,7 @@ class StreamTransfers(Transfers):
         return found
 
     def _launch(
-        self, transfers: Sequence[Transfer], stream: Stream, behind: Sequence[Event] = (), *, background: bool = False,
+        self, transfers: Sequence[MessageRequest], stream: Stream, behind: Sequence[Event] = (), *, background: bool = False,
         taken: bool = False,
     ) -> Batch:  # fmt: skip
         """Launch messages on a stream, and those of further channels each on a stream of its own.
@@ -353,7 +345,7 @@ class StreamTransfers(Transfers):
             self._become(t, batch)
         return batch
 
-    def _become(self, t: Transfer, batch: Batch) -> None:
+    def _become(self, t: MessageRequest, batch: Batch) -> None:
         """Give a message's Work, if it has one, the batch that it waits for."""
         if t.deferred is not None:
             now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
@@ -361,7 +353,9 @@ class StreamTransfers(Transfers):
             t.deferred.work = StreamWork(self._context.tracker, now, finish, _what(t), batch)
 
     @staticmethod
-    def _batch(transfers: Sequence[Transfer], ends: Ends, stream: Stream, event: Event, background: bool) -> Batch:
+    def _batch(
+        transfers: Sequence[MessageRequest], ends: Ends, stream: Stream, event: Event, background: bool
+    ) -> Batch:
         operations = [operation for _, _, operation in ends]
         keep = [t.view for t in transfers] if background else None
         return Batch(
@@ -369,23 +363,23 @@ class StreamTransfers(Transfers):
         )
 
 
-def _key(transfers: Sequence[Transfer]) -> tuple[_Shape, ...]:
-    """The key under which messages of the same shapes are found again."""
-    return tuple([(t.name, t.peer, t.channel, t.view.nbytes, t.view.dtype.code) for t in transfers])
+def _key(transfers: Sequence[MessageRequest]) -> Hashable:
+    """The shape of messages that start together."""
+    return tuple([t.shape() for t in transfers])
 
 
-def _items(transfers: Sequence[Transfer]) -> list[int]:
+def _items(transfers: Sequence[MessageRequest]) -> list[int]:
     """See `Launch.run`."""
     return [word for t in transfers for word in (t.view.address, t.tag, t.call_site)]
 
 
-def _what(t: Transfer) -> str:
+def _what(t: MessageRequest) -> str:
     return f"{t.name} with rank {t.peer}"
 
 
-def _ends(transfers: Sequence[Transfer]) -> frozenset[RingEnd]:
+def _ends(transfers: Sequence[MessageRequest]) -> frozenset[RingEnd]:
     return frozenset(t.end for t in transfers if t.end is not None)
 
 
-def _soonest(transfers: Sequence[Transfer]) -> Deadline:
+def _soonest(transfers: Sequence[MessageRequest]) -> Deadline:
     return transfers[0].deadline if len(transfers) == 1 else min((t.deadline for t in transfers), key=attrgetter("at"))
