@@ -11,6 +11,7 @@ import xvcomm
 from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
+from xvcomm.memory import vendors
 from xvcomm.system.private import PrivateFolder
 
 HOST, PORT = "127.0.0.1", 13333
@@ -23,7 +24,7 @@ def join(n_devices: int, rank: int, host: str, port: int, use_mpi: bool) -> Comm
     device = config.device
     if device != "host":
         cupy = import_module("cupy")
-        kind = device or ("rocm" if cupy.cuda.runtime.is_hip else "cuda")
+        kind = device or vendors.kind_in(cupy)
         device = f"{kind}:{cupy.cuda.Device().id}"
     if use_mpi:
         return xvcomm.init(rank=rank, size=n_devices, device=device, store=import_module("mpi4py.MPI").COMM_WORLD)

@@ -275,10 +275,6 @@ def _handler(kind: str) -> Any:
     return ffi.handler(_on_host, explain, compiled.handler) if kind == "host" else ffi.handler(_on_gpu, explain)
 
 
-PLATFORMS = {"cpu": "host", "cuda": "cuda", "rocm": "rocm"}
-"""Names of XLA's platforms, and the corresponding device types."""
-
-
 def target(name: str, platform: str) -> str:
     """Name of the custom call of an operation; registers its handler for the platform on first use."""
     symbol = f"xvcomm_{name}"

@@ -19,9 +19,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
 from xvcomm.adapters.jax import eager, versions
-from xvcomm.adapters.jax.customcalls import PLATFORMS, prepared, target
+from xvcomm.adapters.jax.customcalls import prepared, target
 from xvcomm.adapters.jax.specs import Spec
 from xvcomm.errors import ArgumentError, ArrayError
+from xvcomm.memory import vendors
 
 
 def primitive(name: str) -> Primitive:
@@ -133,10 +134,11 @@ def _placed(context: Any, spec: Spec) -> int | None:
             "export the parts between them, or compile ahead of time with jax.jit(...).lower(...).compile()"
         )
     platform = versions.platform(context)
-    if PLATFORMS.get(platform) != comm.device:
+    if vendors.of(comm.device).xla_platform != platform:
+        kind = vendors.kind_where(lambda vendor: vendor.xla_platform == platform)
         raise ArrayError(
             f"{op}: the program is compiled for {platform} but this rank's device is {comm.device}; move the arrays, "
-            f"or join with xvcomm.init(device='{PLATFORMS.get(platform, 'host')}')"
+            f"or join with xvcomm.init(device='{kind or 'host'}')"
         )
     mine, whole = versions.devices(context)
     if not whole:

@@ -19,6 +19,7 @@ from xvcomm.adapters.torch.versions import Making
 from xvcomm.comm.communicator import Communicator
 from xvcomm.comm.init import init
 from xvcomm.config import Config
+from xvcomm.memory import vendors
 
 _MAIN, _HOST = "main", "host"
 
@@ -36,8 +37,7 @@ class Planes:
         self.comms = comms
         self.name = name
         main = comms[_MAIN]
-        on_gpu = main.device != "host"
-        place = torch.device("cuda", main.device_index) if on_gpu else None
+        place = None if main.device == "host" else torch.device(vendors.of(main.device).torch_device, main.device_index)
         self.gpu: StreamPlane | None = StreamPlane(main, place, bring=False) if place is not None else None
         self.host: Plane
         if _HOST in comms:
@@ -111,7 +111,7 @@ def _device(bound: torch.device | None) -> str | None:
     config = Config.from_env()
     if not torch.cuda.is_available() or config.device == "host":
         return config.device or "host"
-    kind = config.device or ("rocm" if torch.version.hip else "cuda")
+    kind = config.device or vendors.kind_in(torch)
     return f"{kind}:{_index(config) if bound is None else bound.index}"
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import Plane
 from xvcomm.errors import ArgumentError
+from xvcomm.memory import vendors
 from xvcomm.types.dtype import ReduceOp
 
 
@@ -45,7 +46,7 @@ def _everybodys(plane: Plane, count: int, how: Options) -> list[int]:
 
 def _place(plane: Plane) -> torch.device:
     comm = plane.comm
-    return torch.device("cpu") if comm.device == "host" else torch.device("cuda", comm.device_index)
+    return torch.device(vendors.of(comm.device).torch_device, comm.device_index)
 
 
 def _gathered(plane: Plane, rows: Tensor, counts: list[int], how: Options) -> Tensor:

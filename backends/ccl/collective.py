@@ -93,7 +93,7 @@ class CclCollective(Collective):
             self._prepare(verdict.dtypes)
             self._comm = join(start, library.abort, f"{name}/joined/{me}", store, deadline)
         except VendorError as error:
-            raise BackendUnavailable(f"{error}; NCCL_DEBUG=INFO tells more") from error
+            raise BackendUnavailable(f"{error}; {library.debug_hint}") from error
 
     def _prepare(self, reducible: Collection[str]) -> None:
         """Look up once what reductions need: the library's dtype and op, elements per element, and whether
@@ -284,7 +284,7 @@ class CclCollective(Collective):
         if self._state.abort:
             raise CollectiveStopped(self._state.abort)
         with self._lock:
-            raise Aborted(f"{self._explain(code)}; NCCL_DEBUG=INFO tells more")
+            raise Aborted(f"{self._explain(code)}; {self._library.debug_hint}")
 
     def _explain(self, code: int) -> str:
         return f"{self._library.name} failed: {self._library.explain(code, self._comm)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from xvcomm.backends.ccl.backend import GpuBackend
@@ -21,6 +22,16 @@ class CudaBackend(GpuBackend):
     """Ranks with arrays in the memory of an NVIDIA GPU."""
 
     kind = "cuda"
+    dlpack_device, dlpack_host = 2, (3,)
+    torch_device = xla_platform = "cuda"
+    packages = ("cupy-cuda13x", "cupy-cuda12x", "nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+    @classmethod
+    def serves(cls, library: ModuleType) -> bool:
+        """See `Backend.serves`."""
+        if library.__name__ == "torch":
+            return library.version.cuda is not None
+        return library.__name__ == "cupy" and not library.cuda.runtime.is_hip
 
     def refusal(self) -> tuple[str, str] | None:
         """See `Backend.refusal`; asks the driver."""

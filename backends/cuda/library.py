@@ -90,7 +90,7 @@ def _enqueuing(function: Callable[..., None]) -> Any:
 class NcclLibrary(Library):
     """NCCL on a GPU of one architecture, such as `sm_90`."""
 
-    name = "NCCL"
+    name, debug_hint = "NCCL", "NCCL_DEBUG=INFO tells more"
     least_version = 21800
 
     def __init__(self, architecture: str) -> None:

@@ -60,7 +60,7 @@ def _bound(call: str, function: Callable[..., Any], *last: Any) -> Any:
 class CudaRuntime(Runtime):
     """See `Runtime`. The current device of a thread that has used none is -1: device 0 would create a context there."""
 
-    kind = "cuda"
+    kind, visible = "cuda", "CUDA_VISIBLE_DEVICES"
     invalid_streams = frozenset()
 
     def __init__(self) -> None:

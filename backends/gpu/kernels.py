@@ -361,8 +361,8 @@ class ImageCache:
             VendorError: they cannot be compiled.
         """
         text = runtime.source + source()
-        # The key includes the runtime's own source, which determines the compiler's options.
-        calls = Path(inspect.getfile(type(runtime))).read_text()
+        # The key includes the source of `Runtime.compile`, which determines the compiler's options.
+        calls = Path(inspect.getfile(runtime.compile)).read_text()
         file = hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
         content = self._kept.read(file)
         if content is not None:

@@ -31,7 +31,7 @@ def reached(runtime: Runtime, index: int, wanted: bool) -> PeerMemory:
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "ipc")]
     return PeerMemory(
         runtime.kind, "/".join((boot, *namespaces)), names[index], tuple(names[n] for n in (index, *others)),
-        "" if wanted else _SWITCHED_OFF,
+        "" if wanted else _SWITCHED_OFF, runtime.visible,
     )  # fmt: skip
 
 

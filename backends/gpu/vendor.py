@@ -62,12 +62,14 @@ class Runtime(ABC):
     """CUDA's runtime, or HIP's. Every method may raise VendorError.
 
     Attributes:
-        kind: `cuda` or `rocm`.
+        kind: of device, as the backend has it.
+        visible: environment variable that selects the devices a process sees.
         invalid_streams: handles that are not streams here: DLPack's rules differ between the two.
         source: lines of C++ that precede the kernels' source.
     """
 
     kind: ClassVar[str]
+    visible: ClassVar[str]
     invalid_streams: ClassVar[frozenset[int]]
     source: ClassVar[str] = ""
 
@@ -202,11 +204,13 @@ class Library(ABC):
     Counts are elements of `dtype`; `dtype` and `op` are the library's own numbers.
 
     Attributes:
-        name: `NCCL` or `RCCL`.
+        name: for instance `NCCL`.
+        debug_hint: how to get more details of an error.
         least_version: minimum supported version, in the format of `version`.
     """
 
     name: ClassVar[str]
+    debug_hint: ClassVar[str]
     least_version: ClassVar[int]
 
     @abstractmethod

@@ -16,6 +16,8 @@ class HostBackend(Backend):
     """Ranks with arrays in host memory."""
 
     kind = "host"
+    dlpack_device = 1
+    torch_device = xla_platform = "cpu"
 
     def refusal(self) -> tuple[str, str] | None:
         """See `Backend.refusal`; host memory is always available."""

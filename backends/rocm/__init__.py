@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from xvcomm.backends.ccl.backend import GpuBackend
@@ -22,6 +23,16 @@ class RocmBackend(GpuBackend):
     """Ranks with arrays in the memory of an AMD GPU."""
 
     kind = "rocm"
+    dlpack_device, dlpack_host = 10, (11,)
+    torch_device, xla_platform = "cuda", "rocm"  # torch's build for ROCm keeps the name
+    packages = ("hip-python",)
+
+    @classmethod
+    def serves(cls, library: ModuleType) -> bool:
+        """See `Backend.serves`."""
+        if library.__name__ == "torch":
+            return library.version.hip is not None
+        return library.__name__ == "cupy" and bool(library.cuda.runtime.is_hip)
 
     def refusal(self) -> tuple[str, str] | None:
         """See `Backend.refusal`; asks the runtime that hip-python would load, which ROCM_PATH may select."""

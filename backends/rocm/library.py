@@ -35,7 +35,7 @@ _OPS = {
 class RcclLibrary(Library):
     """RCCL."""
 
-    name = "RCCL"
+    name, debug_hint = "RCCL", "NCCL_DEBUG=INFO tells more"
     least_version = 21800
 
     def __init__(self) -> None:

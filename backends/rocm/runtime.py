@@ -99,7 +99,7 @@ def _bound(function: Callable[..., Any], *last: Any, give: Callable[[Any], Any] 
 class HipRuntime(Runtime):
     """See `Runtime`."""
 
-    kind = "rocm"
+    kind, visible = "rocm", "HIP_VISIBLE_DEVICES"
     invalid_streams = frozenset((1, 2))
 
     def __init__(self) -> None:

@@ -118,6 +118,7 @@ def a_library(**results: Any) -> Mock:
     """A library that does nothing, at once and with success, but for these results."""
     library = create_autospec(Library, instance=True)
     library.name, library.least_version = "NCCL", 21800
+    library.debug_hint = "NCCL_DEBUG=INFO tells more"
     ops = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG)
     answers = {
         "version": 22809, "unique_id": b"id", "join": 7, "state": 0, "explain": "ncclInternalError (3): because",

@@ -37,7 +37,7 @@ SOON = 5.0
 class CountingRuntime:
     """Three devices, the last of which reaches no other; memory is a number that grows."""
 
-    kind = "counting"
+    kind, visible = "counting", "COUNTING_DEVICES"
 
     def __init__(self) -> None:
         self.made: list[int] = []

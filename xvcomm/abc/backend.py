@@ -1,8 +1,12 @@
-"""Contract of a backend: the door by which a vendor comes in (entry point group `xvcomm.backends`)."""
+"""Contract of a backend: how a vendor comes in (entry point group `xvcomm.backends`).
+
+What the rest of xvcomm must know of a vendor is here; no other module names one.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import ModuleType
 from typing import ClassVar
 
 from xvcomm.abc.collective import Collective
@@ -16,7 +20,27 @@ class Backend(ABC):
     """One vendor. Making an instance is cheap and imports no vendor library."""
 
     kind: ClassVar[str]
-    """What `XVCOMM_DEVICE` and `RankInfo.device` call it."""
+    """What `XVCOMM_DEVICE` and `RankInfo.device` call it; the name of its entry point."""
+
+    dlpack_device: ClassVar[int]
+    """DLPack's device type of its memory, for instance 2 (kDLCUDA). No other backend has the same."""
+
+    dlpack_host: ClassVar[tuple[int, ...]] = ()
+    """DLPack's device types of host memory that the vendor's runtime has pinned; arrays there are in host memory."""
+
+    torch_device: ClassVar[str] = ""
+    """Type of `torch.device` of the tensors in its memory; empty if torch has none."""
+
+    xla_platform: ClassVar[str] = ""
+    """XLA's platform whose arrays lie in its memory; empty if there is none."""
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions whose versions `xvcomm doctor` shows beside xvcomm's."""
+
+    @classmethod
+    def serves(cls, library: ModuleType) -> bool:
+        """Whether arrays on a GPU of this build of a framework (`torch`, `cupy`) lie in its memory."""
+        return False
 
     @abstractmethod
     def refusal(self) -> tuple[str, str] | None:

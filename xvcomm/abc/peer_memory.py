@@ -17,6 +17,7 @@ class PeerMemory:
         device: the device's name on the host's bus.
         reaches: names of the devices whose memory it reads and writes, itself included.
         refused: why this rank shares no memory; empty if it does.
+        visible: the variable of the environment that tells a process which of the vendor's devices it sees.
     """
 
     runtime: str
@@ -24,6 +25,7 @@ class PeerMemory:
     device: str
     reaches: tuple[str, ...]
     refused: str = ""
+    visible: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def peer_refusal(ours: PeerMemory | None, theirs: PeerMemory | None) -> str:
     if ours.device not in theirs.reaches or theirs.device not in ours.reaches:
         return (
             f"the GPUs {' and '.join(sorted((ours.device, theirs.device)))} do not reach each other's memory, or a process "
-            "does not see the other's GPU (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES)"
+            f"does not see the other's GPU ({ours.visible})"
         )
     return ""
 

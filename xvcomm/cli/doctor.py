@@ -27,8 +27,7 @@ from xvcomm.jit.cache import REMEDY, kernel_cache
 from xvcomm.rendezvous.environment import discover
 
 _PACKAGES = (
-    "xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "torch", "jax", "cupy-cuda13x", "cupy-cuda12x", "nccl4py",
-    "hip-python", "mpi4py",
+    "xvcomm", "numpy", "numba", "ml_dtypes", "msgspec", "torch", "jax", "mpi4py",
 )  # fmt: skip
 _LEAST_SHM = 64 << 20
 _LEAST_FILES = 1024
@@ -171,7 +170,7 @@ def cpu_model() -> str:
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *plugins.packages()):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -6,12 +6,11 @@ import ctypes
 import math
 from typing import Any
 
+from xvcomm.memory import vendors
 from xvcomm.types.dtype import DType
 
-DEVICE_KINDS = {1: "host", 3: "host", 11: "host", 2: "cuda", 10: "rocm"}
-"""Kind of device by DLPack's device type: CPU, CUDAHost, ROCMHost, CUDA, ROCM. Of one kind, xvcomm exports the first type."""
+CPU = 1
 READ_ONLY = 1
-_TYPES = {kind: number for number, kind in reversed(DEVICE_KINDS.items())}
 _CAPSULE_NAME = b"dltensor"
 
 
@@ -94,7 +93,7 @@ def describe(
     n = len(shape)
     extents[:] = [*shape, *strides]
     tensor.data, tensor.byte_offset = address, 0
-    tensor.device_type, tensor.device_id = _TYPES[kind], index
+    tensor.device_type, tensor.device_id = vendors.of(kind).dlpack_device, index
     tensor.ndim, tensor.lanes = n, 1
     tensor.code, tensor.bits = dtype.dlpack
     tensor.shape = ctypes.cast(extents, ctypes.POINTER(ctypes.c_int64))
@@ -136,4 +135,4 @@ class Exporter:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         *_, kind, index = self._what
-        return _TYPES[kind], index
+        return vendors.of(kind).dlpack_device, index

@@ -12,14 +12,13 @@ from numba.extending import register_jitable
 from xvcomm.jit.atomics import copy_bytes, load, store
 from xvcomm.jit.ccall import call_11
 from xvcomm.jit.compile import brief, compiling
-from xvcomm.memory.dlpack import DEVICE_KINDS, Tensor, Versioned
+from xvcomm.memory.dlpack import CPU, Tensor, Versioned
 
 UNKNOWN, FAILED = -1, -2
 NOWHERE = -1
 """In place of a stream's handle: host memory, or a framework that does not say on which it works."""
 
 SEEN_WORDS = ctypes.sizeof(Tensor) // 8 + 4
-_HOST_TYPES = tuple(number for number, kind in DEVICE_KINDS.items() if kind == "host")
 _KNOWN, _AXES = 64, 5
 _KNOWN_WORDS = 3 + _AXES
 _TENSOR_BYTES, _INNER, _FLAGS = ctypes.sizeof(Tensor), Versioned.tensor.offset, Versioned.flags.offset
@@ -50,8 +49,11 @@ def _see(tensor: int, stream: int, x: int, out: int, known: int) -> int:
         return FAILED
     place = load(out + 8)
     store(out + 48, NOWHERE)
-    if stream != 0 and place & 0xFFFFFFFF not in _HOST_TYPES:
-        call_11(stream, place & 0xFFFFFFFF, place >> 32, out + 48, 0, 0, 0, 0, 0, 0, 0, 0)
+    if stream != 0 and place & 0xFFFFFFFF != CPU:
+        code = call_11(stream, place & 0xFFFFFFFF, place >> 32, out + 48, 0, 0, 0, 0, 0, 0, 0, 0)
+        if code != 0:  # the framework has no streams there: the memory is not a GPU's
+            _clear()
+            store(out + 48, NOWHERE)
     return _measured(out, known)
 
 

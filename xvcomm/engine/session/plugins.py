@@ -5,13 +5,15 @@ Third parties register theirs in the entry point groups `xvcomm.backends` and `x
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from xvcomm.abc.backend import Backend
 from xvcomm.errors import BackendUnavailable
+from xvcomm.memory import vendors
 
 BACKENDS = "xvcomm.backends"
 TRANSPORTS = "xvcomm.transports"
@@ -65,11 +67,32 @@ def backend(kind: str) -> Backend:
     for point in _points(BACKENDS):
         if point.name == kind and _examine(point).usable:  # without loading the kernels of the others
             instance: Backend = point.load()()
+            vendors.register(type(instance))
             return instance
     lines = [f"no backend for device {kind!r} works here"]
     for f in backends():
         lines.append(f"  {f.name}: works" if f.usable else f"  {f.name}: {f.reason}; {f.remedy}")
     raise BackendUnavailable("\n".join(lines))
+
+
+def packages() -> list[str]:
+    """Distributions that the registered backends use, each once."""
+    return list(dict.fromkeys(name for kind in _classes() for name in kind.packages))
+
+
+def _classes() -> Iterator[type[Backend]]:
+    """Every registered backend that can be loaded, also those that do not work here."""
+    for point in _points(BACKENDS):
+        with contextlib.suppress(Exception):  # a broken plug-in must not take the working ones down
+            yield point.load()
+
+
+def _register_all() -> None:
+    for kind in _classes():
+        vendors.register(kind)
+
+
+vendors.on_unknown(_register_all)
 
 
 def _points(group: str) -> list[EntryPoint]:
