@@ -63,7 +63,7 @@ def communicator(group: Any, device: torch.device | str | None) -> Communicator:
     if device is None:
         return (planes.gpu or planes.host).comm
     kind = torch.device(device).type
-    plane = {"cpu": planes.host, "cuda": planes.gpu}.get(kind)
+    plane = planes.host if kind == "cpu" else planes.gpu if planes.gpu and planes.gpu.place.type == kind else None
     if plane is None:
         raise as_torch(ArgumentError(f"this rank serves no tensors on {kind} in the group; omit device"))
     return plane.comm

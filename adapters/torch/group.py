@@ -340,12 +340,13 @@ class ProcessGroup(Identity):
     def _of(self, device: torch.device) -> Plane:
         if device.type == "cpu":
             return self.planes.host
-        if device.type != "cuda" or self.planes.gpu is None:
+        gpu = self.planes.gpu
+        if gpu is None or device.type != gpu.place.type:
             kinds = " and ".join(d.type for d in self._device_types)
             raise as_torch(
                 ArrayError(f"a tensor on {device}: this group serves {kinds}; create or move the tensor there")
             )
-        return self.planes.gpu
+        return gpu
 
 
 # Copies of the caller's lists, as in c10d: the caller may modify its lists during an operation.

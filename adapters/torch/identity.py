@@ -44,7 +44,8 @@ class Identity(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")] if self.planes.gpu is None else [torch.device("cpu"), torch.device("cuda")]
+        gpu = self.planes.gpu
+        return [torch.device(kind) for kind in (["cpu"] if gpu is None else ["cpu", gpu.place.type])]
 
     def _get_backend(self, device: torch.device) -> Identity:
         return self

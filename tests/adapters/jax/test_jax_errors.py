@@ -40,7 +40,7 @@ def bad_arrays(comm):
         xvjax.recv(jax.ShapeDtypeStruct((3,), np.float64), 1 - comm.rank, comm=comm)
     with pytest.raises(ArrayError, match=r"list is not an array.*each leaf"):
         reduce([jnp.ones(3)])
-    with pytest.raises(ArrayError, match="NoneType is no array"):
+    with pytest.raises(ArrayError, match="NoneType is not an array"):
         reduce(None)
     with pytest.raises(DTypeError, match="key_data"):
         reduce(jax.random.key(0))
