@@ -56,9 +56,9 @@ def name_of(comm: Communicator) -> str:
 
     The same on all ranks, and from run to run if a process joins its jobs in the same order.
     """
-    context = comm._context
+    session, path = comm.identity
     with _lock:
-        job = _jobs.get(context.session)
+        job = _jobs.get(session)
         if job is None:
-            job = _jobs[context.session] = next(_numbers)
-    return f"{job}:{context.path}"
+            job = _jobs[session] = next(_numbers)
+    return f"{job}:{path}"

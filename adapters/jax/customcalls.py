@@ -7,7 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from xvcomm.engine.prepared import PreparedCall
 from xvcomm.engine.request import CollectiveRequest, MessageRequest
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.memory.array_view import ArrayView
-from xvcomm.trace.callsite import make_call_site
+from xvcomm.trace.callsite import called_at, make_call_site
 from xvcomm.trace.operation import ANY_PEER, NO_PEER
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8, ReduceOp, Reduction, from_numpy
@@ -77,7 +77,7 @@ class CollectiveCall(CustomCall):
     def __init__(self, spec: CollectiveSpec, arrays: Sequence[Any], device: int | None, text: str, number: int) -> None:
         super().__init__(spec, arrays, device, text, number)
         self._arrays = [(tuple(x.shape), x.dtype) for x in arrays]
-        self._caller, self._timeout = spec.comm._caller, spec.comm.timeout
+        self._caller, self._timeout = spec.comm.collectives, spec.comm.timeout
         self._spare: list[CollectiveRequest] = []
         self._asked = False
         self._prepared: PreparedCall | None = None
@@ -160,19 +160,19 @@ class MessageCall(CustomCall):
         comm, channel = spec.comm, spec.channel
         if spec.dst != NO_PEER:
             view = self._view(*self._out, src)
-            transfers.append(comm._sending(view, spec.dst, spec.send_tag, channel, None, stream))
+            transfers.append(comm.sending(view, spec.dst, spec.send_tag, channel, None, stream))
         if spec.src != NO_PEER:
             view = self._view(*self._back, dst)
-            transfers.append(self._found(view, stream) if spec.wild else comm._receiving(
+            transfers.append(self._found(view, stream) if spec.wild else comm.receiving(
                 view, spec.src, spec.recv_tag, channel, None, stream
             ))  # fmt: skip
         for transfer in transfers:
             transfer.call_site = ctypes.addressof(self.call_site)
         # Not through `send` and the like, which would look up this thread's call site and group.
         if len(transfers) > 1:
-            comm._transfers.run(transfers)
+            comm.messages.run(transfers)
         else:
-            comm._transfers.run_alone(transfers[0])
+            comm.messages.run_alone(transfers[0])
         if spec.status is not None:
             spec.status.fill(transfers[-1].peer, transfers[-1].tag)
 
@@ -180,11 +180,11 @@ class MessageCall(CustomCall):
         """The receive of the first available message; the host waits for it."""
         spec, comm = self.spec, self.spec.comm
         deadline = Deadline.after(comm.timeout)
-        peer, channel = comm._probed(None if spec.src == ANY_PEER else spec.src, spec.channel)
-        found = comm._probing.wait(peer, channel, deadline, ctypes.addressof(self.call_site))
+        src, channel = None if spec.src == ANY_PEER else spec.src, spec.channel
+        found = called_at(ctypes.addressof(self.call_site), partial(comm.probe, src, channel=channel))
         # A derivative's tag does not match ANY_TAG: receiving it as a value must be a mismatch.
         tag = spec.recv_tag if spec.recv_tag != ANY else found.tag if found.tag < TAGS else 0
-        transfer = comm._receiving(view, found.src, tag, channel, None, stream)
+        transfer = comm.receiving(view, found.src, tag, channel, None, stream)
         transfer.deadline = deadline
         return transfer
 

@@ -41,7 +41,7 @@ def dropped(comm: Communicator) -> None:
     sub = comm.split(0)
     for _ in range(4):
         sub.all_reduce(x)
-    caller = weakref.ref(sub._caller)
+    caller = weakref.ref(sub.collectives)
     del sub
     gc.collect()
     assert caller() is not None, "its memory would be somebody else's while they use it"

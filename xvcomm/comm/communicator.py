@@ -59,11 +59,12 @@ class Communicator(PointToPoint, Objects):
         device, device_index: type of this rank's device, `"host"`, `"cuda"` or `"rocm"`, and its index on this host.
         devices: device type of every rank.
         timeout: default timeout of an operation in seconds.
+        collectives: runs `CollectiveRequest`s, and prepares them for compiled code; for adapters.
     """
 
     def __init__(self, context: Context, timeout: float) -> None:
         self._context = context
-        self._caller = StreamCaller(context) if context.asynchronous else Caller(context)
+        self.collectives = StreamCaller(context) if context.asynchronous else Caller(context)
         self._staging = Staging(context.device)
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
@@ -104,6 +105,11 @@ class Communicator(PointToPoint, Objects):
         """The store that the ranks used for rendezvous, under a prefix of this communicator."""
         return self._context.store
 
+    @property
+    def identity(self) -> tuple[object, str]:
+        """An object that all communicators of this process's job share, and the name of this one, equal on its ranks."""
+        return self._context.session, self._context.path
+
     def __repr__(self) -> str:
         islands = ", ".join(f"{i.label} x {i.size}" for i in self.topology.islands)
         return f"<xvcomm.Communicator rank {self.rank} of {self.size}: {islands}>"
@@ -133,7 +139,7 @@ class Communicator(PointToPoint, Objects):
         mine = self.rank == root
         src = array.view(x, output=not mine)
         key = _key(_BROADCAST, root, src, src, async_op)
-        if key and self._caller.again(key, src, src, self.timeout if timeout is None else checked(timeout), stream):
+        if key and self.collectives.again(key, src, src, self.timeout if timeout is None else checked(timeout), stream):
             return src.array
         dst = src if mine or not src.immutable else self._empty_like(src, src.shape)
         call = CollectiveRequest(_BROADCAST, src, dst, src.dtype, count=src.count, root=root, key=key)
@@ -153,7 +159,7 @@ class Communicator(PointToPoint, Objects):
         src, given = array.view(x, output=out is None), None if out is None else array.view(out, output=True)
         dst = given or src
         key = _key(_ALL_REDUCE, op, src, dst, async_op)
-        if key and self._caller.again(key, src, dst, self.timeout if timeout is None else checked(timeout), stream):
+        if key and self.collectives.again(key, src, dst, self.timeout if timeout is None else checked(timeout), stream):
             return dst.array
         how = reduction_on(op, src.dtype)
         if given or src.immutable:
@@ -192,7 +198,7 @@ class Communicator(PointToPoint, Objects):
         if (
             key
             and given
-            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+            and self.collectives.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
         ):
             return given.array
         how = reduction_on(op, src.dtype)
@@ -219,7 +225,7 @@ class Communicator(PointToPoint, Objects):
         if (
             key
             and given
-            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+            and self.collectives.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
         ):
             return given.array
         rows, elements = own_block(src, counts, self.size, self.rank)
@@ -289,7 +295,7 @@ class Communicator(PointToPoint, Objects):
         if (
             key
             and given
-            and self._caller.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
+            and self.collectives.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
         ):
             return given.array
         _, elements = blocks(src, send_counts, self.size, self.rank)
@@ -310,7 +316,7 @@ class Communicator(PointToPoint, Objects):
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None, stream: Any = None) -> Work | None:
         """Wait until every rank has called this."""
-        token = self._caller.token()
+        token = self.collectives.token()
         call = CollectiveRequest(OpCode.BARRIER, token, token, UINT8, Reduction(ReduceOp.MAX), count=1)
         result = self._call(call, async_op, timeout, stream)
         return result if async_op else None
@@ -390,7 +396,7 @@ class Communicator(PointToPoint, Objects):
     def _call(self, call: CollectiveRequest, async_op: bool, timeout: float | None, stream: Any) -> Any:
         deadline = Deadline(monotonic() + (self.timeout if timeout is None else checked(timeout)))
         handle = None if stream is None else array.stream_handle(stream)
-        return (self._caller.start if async_op else self._caller.run)(call, deadline, handle)
+        return (self.collectives.start if async_op else self.collectives.run)(call, deadline, handle)
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -51,7 +51,11 @@ class _Group:
 
 
 class PointToPoint:
-    """Part of Communicator; see there for the common arguments and errors."""
+    """Part of Communicator; see there for the common arguments and errors.
+
+    Attributes:
+        messages: moves what `sending` and `receiving` give; for adapters that call from threads of their own.
+    """
 
     _context: Context
     rank: int
@@ -61,7 +65,7 @@ class PointToPoint:
 
     def _init_point_to_point(self) -> None:
         moves = StreamTransfers if self._context.asynchronous else HostTransfers
-        self._transfers: Transfers = moves(self._context)
+        self.messages: Transfers = moves(self._context)
         self._probing = Probing(self._context)
         self._groups: dict[int, _Group] = {}
 
@@ -69,10 +73,10 @@ class PointToPoint:
         self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> None:
         """Send an array to rank `dst`; blocks until `x` may be modified."""
-        transfer = self._sending(x, dst, tag, channel, timeout, stream)
+        transfer = self.sending(x, dst, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
         if group is None:
-            self._transfers.run_alone(transfer)
+            self.messages.run_alone(transfer)
         else:
             group.add(transfer, waits=True)
 
@@ -91,10 +95,10 @@ class PointToPoint:
         Returns:
             `buf`, or a new array if `buf` is immutable.
         """
-        transfer = self._receiving(buf, src, tag, channel, timeout, stream)
+        transfer = self.receiving(buf, src, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
         if group is None:
-            self._transfers.run_alone(transfer)
+            self.messages.run_alone(transfer)
             return array.finish(transfer.view)
         if transfer.view.immutable:
             raise ArrayError(
@@ -107,25 +111,25 @@ class PointToPoint:
         self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> Work:
         """Start a send. `x` must not be modified until the Work is complete; the Work keeps it alive."""
-        return self._background(self._sending(x, dst, tag, channel, timeout, stream))
+        return self._background(self.sending(x, dst, tag, channel, timeout, stream))
 
     def irecv(
         self, buf: Any, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> Work:
         """Start a receive; the array is the Work's result."""
-        return self._background(self._receiving(buf, src, tag, channel, timeout, stream))
+        return self._background(self.receiving(buf, src, tag, channel, timeout, stream))
 
     def sendrecv(
         self, x: Any, dst: int, buf: Any, src: int, send_tag: int = 0, recv_tag: int = 0, *,
         channel: int = 0, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Send to one rank and receive from another (or the same) concurrently; returns the received array."""
-        incoming = self._receiving(buf, src, recv_tag, channel, timeout, stream, own=True)
-        transfers = [self._sending(x, dst, send_tag, channel, timeout, stream, own=True), incoming]
+        incoming = self.receiving(buf, src, recv_tag, channel, timeout, stream, own=True)
+        transfers = [self.sending(x, dst, send_tag, channel, timeout, stream, own=True), incoming]
         if dst == self.rank or src == self.rank:
             self._go(transfers, waits=True)
         else:
-            self._transfers.run(transfers)
+            self.messages.run(transfers)
         return array.finish(incoming.view)
 
     def probe(self, src: int | None = None, *, channel: int = 0, timeout: float | None = None) -> Probe:
@@ -169,7 +173,7 @@ class PointToPoint:
             yield
         except BaseException as error:
             # fails their Works, so that threads that wait for them return
-            self._transfers.give_up(group.transfers, error)
+            self.messages.give_up(group.transfers, error)
             raise
         finally:
             del self._groups[thread]
@@ -180,25 +184,25 @@ class PointToPoint:
         own = [t for t in transfers if t.peer == self.rank]
         if own:
             try:
-                self._transfers.copy(_paired(own), waits=waits)
+                self.messages.copy(_paired(own), waits=waits)
             except BaseException as error:
-                self._transfers.give_up(transfers, error)
+                self.messages.give_up(transfers, error)
                 raise
             transfers = [t for t in transfers if t.peer != self.rank]
             if not transfers:
                 return
         if waits:
-            self._transfers.run(transfers)
+            self.messages.run(transfers)
         else:
-            self._transfers.start_group(transfers)
+            self.messages.start_group(transfers)
 
     def _open_group(self) -> _Group | None:
         return self._groups.get(threading.get_ident())
 
-    def _sending(
+    def sending(
         self, x: Any, dst: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
     ) -> MessageRequest:
-        """A message to send; `own` if it may be addressed to this rank itself."""
+        """A message to send, for `messages`; `own` if it may be addressed to this rank itself. Raises ArgumentError."""
         if not 0 <= dst < self.size or (dst == self.rank and not own) or not 0 <= tag < _TAGS:
             self._check_direction("dst", dst, tag)
         if channel is not _FIRST:
@@ -209,10 +213,10 @@ class PointToPoint:
         handle = view.stream if stream is None else array.stream_handle(stream)
         return MessageRequest(_SEND, view, dst, tag, deadline, handle, channel)
 
-    def _receiving(
+    def receiving(
         self, buf: Any, src: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
     ) -> MessageRequest:
-        """A message to receive; `own` if it may come from this rank itself."""
+        """A message to receive, for `messages`; `own` if it may come from this rank itself. Raises ArgumentError."""
         if not 0 <= src < self.size or (src == self.rank and not own) or not 0 <= tag < _TAGS:
             self._check_direction("src", src, tag)
         if channel is not _FIRST:
@@ -243,7 +247,7 @@ class PointToPoint:
                 "probe inside group(): the operations of a group start at its end; probe before or after it"
             )
         channel = _channel(channel)
-        self._transfers.settle(range(self.size) if peer == ANY_PEER else (peer,), channel)
+        self.messages.settle(range(self.size) if peer == ANY_PEER else (peer,), channel)
         return peer, channel
 
     def _check_direction(self, what: str, peer: int, tag: int) -> None:
@@ -261,9 +265,9 @@ class PointToPoint:
     def _background(self, transfer: MessageRequest) -> Work:
         group = self._open_group() if self._groups else None
         if group is None:
-            return self._transfers.start_alone(transfer)
+            return self.messages.start_alone(transfer)
         group.add(transfer)
-        return self._transfers.work(transfer)
+        return self.messages.work(transfer)
 
 
 def _paired(own: list[MessageRequest]) -> list[tuple[MessageRequest, MessageRequest]]:
