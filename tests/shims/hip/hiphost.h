@@ -1,5 +1,6 @@
 /* HIP on host: what the files of the test-only libamdhip64.so, libhiprtc.so and librccl.so share. */
 #pragma once
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -73,6 +74,7 @@ typedef struct queue queue_t;
 struct stream {
     struct stream *next;
     struct op *head, *tail;
+    pthread_cond_t arrived; /* an operation, or the end */
     uint64_t submitted, done;
     int device, flags, priority, delay, ended;
     queue_t *queue; /* of the hardware, NULL if it has one for each stream */

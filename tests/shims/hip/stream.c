@@ -9,7 +9,7 @@
 
 enum { EVENT = 0x6576656e, NON_BLOCKING = 1, MAX_QUEUES = 64 };
 
-/* One lock and one condition for all streams: they are few, and an operation may wait for any of them. */
+/* One lock for all streams, and one condition for what they have done: an operation may wait for any of them. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static stream_t *streams; /* never freed: events name them; those that have ended take no more operations */
@@ -36,7 +36,7 @@ static void *work_off(void *arg) {
     while (s->head || !s->ended) {
         op_t *op = s->head;
         if (!op) {
-            pthread_cond_wait(&changed, &lock);
+            pthread_cond_wait(&s->arrived, &lock);
             continue;
         }
         s->head = op->next;
@@ -59,6 +59,7 @@ static void *work_off(void *arg) {
 
 stream_t *new_stream(int device, unsigned flags, int priority) {
     stream_t *s = calloc(1, sizeof *s);
+    pthread_cond_init(&s->arrived, NULL);
     s->device = device, s->flags = flags, s->priority = priority, s->delay = setting("HIPHOST_DELAY_US", 0);
     static int made[MAX_DEVICES];
     int limit = setting("GPU_MAX_HW_QUEUES", 0);
@@ -74,7 +75,7 @@ stream_t *new_stream(int device, unsigned flags, int priority) {
 void end_stream(stream_t *s) {
     pthread_mutex_lock(&lock);
     s->ended = 1;
-    pthread_cond_broadcast(&changed);
+    pthread_cond_signal(&s->arrived);
     pthread_mutex_unlock(&lock);
 }
 
@@ -115,6 +116,7 @@ static uint64_t append(stream_t *s, op_t *op) {
     else s->head = op;
     s->tail = op;
     if (s->queue) op->number = ++s->queue->submitted;
+    pthread_cond_signal(&s->arrived);
     return ++s->submitted;
 }
 
@@ -138,7 +140,6 @@ static void append_wait(stream_t *s, stream_t *other, uint64_t ticket) {
 void push_wait(stream_t *s, stream_t *other, uint64_t ticket) {
     pthread_mutex_lock(&lock);
     append_wait(s, other, ticket);
-    pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
 
@@ -155,7 +156,6 @@ uint64_t push(stream_t *s, op_t *op) {
     }
     if (op->issue) op->issue(op->arg);
     uint64_t ticket = append(s, op);
-    pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
     return ticket;
 }
