@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 
 from xvcomm.comm.communicator import Communicator
+from xvcomm.engine.context import Context
 from xvcomm.engine.stream_collectives import StreamCaller
-from xvcomm.testing.arrays import Array, arrays, begun_by_python, on_device
+from xvcomm.testing.arrays import Array, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits
 from xvcomm.types.dtype import BY_NAME, premul_sum
 
@@ -50,6 +51,19 @@ class _Form:
     known: bool = True
 
 
+@contextlib.contextmanager
+def begun_by_python(comm: Communicator) -> Iterator[Mock]:
+    """Like `on_device`, with a mock that counts the operations that compiled code did not begin."""
+    begun, begin = Mock(), Context.begin
+
+    def counted(context: Context, *args: Any, **kwargs: Any) -> Any:
+        begun()
+        return begin(context, *args, **kwargs)
+
+    with on_device(comm), patch.object(Context, "begin", counted):
+        yield begun
+
+
 def check_repeated(comm: Communicator, rounds: int) -> None:
     """Repeated calls in the same shape give correct results; over one or two islands compiled code starts them on GPUs."""
     a, mine, total = arrays(comm), float(comm.rank + 1), sum(range(1, comm.size + 1))
@@ -69,6 +83,36 @@ def check_repeated(comm: Communicator, rounds: int) -> None:
             # A broadcast does not suit the islands of every topology.
             assert begun.call_count < rounds + 5, "Python began all operations"
     assert all((a.get(x) == total * comm.size).all() for x in xs)
+
+
+def check_messages_repeated(comm: Communicator, rounds: int) -> None:
+    """Messages that start together, called before in the same shapes; compiled code starts them on GPUs."""
+    a = arrays(comm)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+
+    def data(source: int, number: int) -> Array:
+        return np.full(1000, 100.0 * number + source)
+
+    sent = [a.put(data(comm.rank, number)) for number in range(rounds)]
+    rooms = [{peer: a.put(np.zeros(1000)) for peer in (*peers, "sendrecv", "recv")} for _ in sent]
+    with begun_by_python(comm) as begun:
+        for number, (x, room) in enumerate(zip(sent, rooms, strict=True)):
+            if number == 5:
+                begun.reset_mock()
+            assert comm.sendrecv(x, after, room["sendrecv"], before, number, number) is room["sendrecv"]
+            with comm.group():
+                for peer in peers:
+                    comm.recv(room[peer], peer, 7)
+                    comm.send(x, peer, 7)
+            comm.send(x, after)
+            comm.recv(room["recv"], before)
+    if a.asynchronous:
+        assert begun.call_count == 0, "Python began messages that compiled code can begin"
+    for number, room in enumerate(rooms):
+        for key, array in room.items():
+            want = data(key if isinstance(key, int) else before, number)
+            assert_same_bits(a.get(array), want, f"message {number} ({key})")
 
 
 def check_streams_that_end(comm: Communicator, stream: Callable[[], AbstractContextManager[int]]) -> None:

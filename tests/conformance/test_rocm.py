@@ -18,7 +18,9 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import one_queue
 import pytest
+import repeated_calls
 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import BackendUnavailable, PeerLost
@@ -33,9 +35,7 @@ from xvcomm.testing import (
     graphs,
     mixture,
     pointtopoint,
-    queues,
     refusals,
-    repeated,
 )
 from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
@@ -131,17 +131,17 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_small_send_returns, ()),
         (pointtopoint.check_beside_collectives, ()),
         (pointtopoint.check_objects, ()),
-        (pointtopoint.check_repeated, (20,)),
+        (repeated_calls.check_messages_repeated, (20,)),
         *((check, ()) for check in channels.CHECKS),
         (collectives.check_async, (20,)),
         (collectives.check_barrier, ()),
-        (repeated.check_repeated, (40,)),
-        (repeated.check_factors_repeated, ()),
-        (repeated.check_uneven_repeated, ()),
-        (repeated.check_forms_repeated, (480,)),
-        (repeated.check_forms_repeated, (96_000,)),
-        (repeated.check_background_repeated, (10,)),
-        (repeated.check_background_repeated, (300_000,)),
+        (repeated_calls.check_repeated, (40,)),
+        (repeated_calls.check_factors_repeated, ()),
+        (repeated_calls.check_uneven_repeated, ()),
+        (repeated_calls.check_forms_repeated, (480,)),
+        (repeated_calls.check_forms_repeated, (96_000,)),
+        (repeated_calls.check_background_repeated, (10,)),
+        (repeated_calls.check_background_repeated, (300_000,)),
         (mixture.check_mixture, (1, 60)),
         (mixture.check_mixture, (2, 60)),
         (collectives.check_objects, ()),
@@ -181,8 +181,8 @@ def test_errors_of_four(job: Job) -> None:
 def test_what_was_called_before_by_four(job: Job, name: str) -> None:
     """Where islands have several members, and steps inside of them, compiled code starts those too."""
     with job(name) as ranks:
-        ranks.run(repeated.check_forms_repeated, 480)
-        ranks.run(repeated.check_uneven_repeated)
+        ranks.run(repeated_calls.check_forms_repeated, 480)
+        ranks.run(repeated_calls.check_uneven_repeated)
         ranks.run(graphs.check_graph_of_few)
 
 
@@ -342,7 +342,7 @@ def test_graphs(alone: World, check: Callable[..., None]) -> None:
 def test_one_queue(job: Job, name: str) -> None:
     """One hardware queue for all streams: nothing waits behind what waits for it."""
     with job(name, GPU_MAX_HW_QUEUES="1") as ranks:
-        for check, args in queues.CHECKS:
+        for check, args in one_queue.CHECKS:
             ranks.run(check, *args)
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import repeated_calls
 
 from xvcomm.comm.communicator import Communicator
-from xvcomm.testing import World, repeated
+from xvcomm.testing import World
 from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS
 
@@ -31,7 +32,7 @@ def alone(rocm_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def test_unlike_deadlines(alone: World) -> None:
-    alone.run(repeated.check_unlike_deadlines)
+    alone.run(repeated_calls.check_unlike_deadlines)
 
 
 def dropped(comm: Communicator) -> None:
@@ -102,9 +103,9 @@ def hip_stream() -> Iterator[int]:
 
 
 def streams_that_end(comm: Communicator) -> None:
-    repeated.check_streams_that_end(comm, hip_stream)
+    repeated_calls.check_streams_that_end(comm, hip_stream)
     if comm.size > 1:
-        repeated.check_late_messages_on_a_stream(comm, hip_stream)
+        repeated_calls.check_late_messages_on_a_stream(comm, hip_stream)
 
 
 def test_streams_that_end(alone: World) -> None:

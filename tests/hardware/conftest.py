@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from xvcomm.engine.session import plugins
 from xvcomm.testing import World
 from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.types.topology import parse_islands
+
+# For checks that tests/conformance has for the ROCm backend, here and on the ranks.
+sys.path.append(str(Path(__file__).parent.parent / "conformance"))
 
 Job = Callable[..., World]
 SHARE = "SHARE_GPUS"

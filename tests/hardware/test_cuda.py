@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import one_queue
 import pytest
+import repeated_calls
 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError, PeerLost
@@ -27,9 +29,7 @@ from xvcomm.testing import (
     graphs,
     mixture,
     pointtopoint,
-    queues,
     refusals,
-    repeated,
 )
 from xvcomm.testing.cases import SMALL_GPU_RINGS, assert_same_bits, reductions
 from xvcomm.testing.signals import meet
@@ -109,16 +109,16 @@ def test_messages(world: World, count: int) -> None:
         (pointtopoint.check_small_send_returns, ()),
         (pointtopoint.check_beside_collectives, ()),
         (pointtopoint.check_objects, ()),
-        (pointtopoint.check_repeated, (20,)),
+        (repeated_calls.check_messages_repeated, (20,)),
         (collectives.check_async, (40,)),
         (collectives.check_barrier, ()),
-        (repeated.check_repeated, (40,)),
-        (repeated.check_factors_repeated, ()),
-        (repeated.check_uneven_repeated, ()),
-        (repeated.check_forms_repeated, (480,)),
-        (repeated.check_forms_repeated, (96_000,)),
-        (repeated.check_background_repeated, (10,)),
-        (repeated.check_background_repeated, (300_000,)),
+        (repeated_calls.check_repeated, (40,)),
+        (repeated_calls.check_factors_repeated, ()),
+        (repeated_calls.check_uneven_repeated, ()),
+        (repeated_calls.check_forms_repeated, (480,)),
+        (repeated_calls.check_forms_repeated, (96_000,)),
+        (repeated_calls.check_background_repeated, (10,)),
+        (repeated_calls.check_background_repeated, (300_000,)),
         (mixture.check_mixture, (1, 60)),
         (mixture.check_mixture, (2, 60)),
         (collectives.check_objects, ()),
@@ -223,14 +223,14 @@ def cupy_stream() -> Iterator[int]:
 
 
 def streams_that_end(comm: Communicator) -> None:
-    repeated.check_streams_that_end(comm, cupy_stream)
+    repeated_calls.check_streams_that_end(comm, cupy_stream)
     if comm.size > 1:
-        repeated.check_late_messages_on_a_stream(comm, cupy_stream)
+        repeated_calls.check_late_messages_on_a_stream(comm, cupy_stream)
 
 
 def test_unlike_deadlines(alone: World) -> None:
     if alone.size > 1:
-        alone.run(repeated.check_unlike_deadlines)
+        alone.run(repeated_calls.check_unlike_deadlines)
 
 
 def test_streams_that_end(alone: World) -> None:
@@ -362,7 +362,7 @@ def test_torch(job: Job, gpus: int, name: str, check: Callable[..., None]) -> No
 def test_one_hardware_queue(job: Job, vendor: str, name: str) -> None:
     """One hardware queue for all streams, as required by Megatron: no work is queued behind work that waits for it."""
     with job(*TABLE[name], env=ONE_QUEUE[vendor]) as ranks:
-        for check, args in queues.CHECKS:
+        for check, args in one_queue.CHECKS:
             ranks.run(check, *args)
 
 

@@ -12,14 +12,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock, patch
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xvcomm.abc.device import Allocation, Device, Stream
 from xvcomm.comm.communicator import Communicator
-from xvcomm.engine.context import Context
 from xvcomm.memory.dlpack import Managed, capsule, describe, row_major
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8, DType, from_numpy
@@ -289,16 +287,3 @@ def on_device(comm: Communicator) -> Iterator[None]:
         yield
     finally:
         runtime.use(before)
-
-
-@contextlib.contextmanager
-def begun_by_python(comm: Communicator) -> Iterator[Mock]:
-    """Like `on_device`, with a mock that counts the operations that compiled code did not begin."""
-    begun, begin = Mock(), Context.begin
-
-    def counted(context: Context, *args: Any, **kwargs: Any) -> Any:
-        begun()
-        return begin(context, *args, **kwargs)
-
-    with on_device(comm), patch.object(Context, "begin", counted):
-        yield begun

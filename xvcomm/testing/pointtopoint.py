@@ -10,7 +10,7 @@ import numpy as np
 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.inflight.work import Work
-from xvcomm.testing.arrays import Array, Room, arrays, begun_by_python
+from xvcomm.testing.arrays import Array, Room, arrays
 from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.types.dtype import BY_NAME
 
@@ -77,36 +77,6 @@ def check_exchange(comm: Communicator, dtype: str, count: int) -> None:
         assert_same_bits(a.get(buffer), theirs, f"{way} of {count} x {dtype}")
         room.check()
     assert_same_bits(a.get(x), mine, "what was sent")
-
-
-def check_repeated(comm: Communicator, rounds: int) -> None:
-    """Messages that start together, called before in the same shapes; on GPUs compiled code starts them."""
-    a = arrays(comm)
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    peers = [peer for peer in range(comm.size) if peer != comm.rank]
-
-    def data(source: int, number: int) -> Array:
-        return np.full(1000, 100.0 * number + source)
-
-    sent = [a.put(data(comm.rank, number)) for number in range(rounds)]
-    rooms = [{peer: a.put(np.zeros(1000)) for peer in (*peers, "sendrecv", "recv")} for _ in sent]
-    with begun_by_python(comm) as begun:
-        for number, (x, room) in enumerate(zip(sent, rooms, strict=True)):
-            if number == 5:
-                begun.reset_mock()
-            assert comm.sendrecv(x, after, room["sendrecv"], before, number, number) is room["sendrecv"]
-            with comm.group():
-                for peer in peers:
-                    comm.recv(room[peer], peer, 7)
-                    comm.send(x, peer, 7)
-            comm.send(x, after)
-            comm.recv(room["recv"], before)
-    if a.asynchronous:
-        assert begun.call_count == 0, "Python began messages that compiled code can begin"
-    for number, room in enumerate(rooms):
-        for key, array in room.items():
-            want = data(key if isinstance(key, int) else before, number)
-            assert_same_bits(a.get(array), want, f"message {number} ({key})")
 
 
 def check_group_beyond_rings(comm: Communicator, nbytes: int, messages: int) -> None:
