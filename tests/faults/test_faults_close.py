@@ -16,7 +16,7 @@ from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, Xvco
 from xvcomm.memory.ring import Reason
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 TOPOLOGIES = ["a:2", "a:2,b:2", "a,b,c"]
 
 

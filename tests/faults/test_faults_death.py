@@ -14,7 +14,7 @@ import xvcomm
 from xvcomm.errors import PeerLost
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 """Seconds; two are expected on an idle machine."""
 BIG = 1 << 22
 TOPOLOGIES = ["a:2", "a:2,b:2", "a,b,c"]

@@ -14,7 +14,7 @@ import pytest
 from xvcomm.errors import Aborted
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 AT_ONCE = 1.0
 """Seconds; 20 ms are usual on an idle machine."""
 

@@ -12,7 +12,7 @@ from xvcomm.errors import MismatchError
 from xvcomm.testing import failures
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 TOPOLOGIES = ["a:2", "a:2,b:2", "a,b,c"]
 
 

@@ -28,7 +28,7 @@ from xvcomm.errors import (
 from xvcomm.memory.segment import Segment
 from xvcomm.testing.world import World
 
-SOON = 4.0
+SOON = 10.0
 RING = 96 * 16384
 
 
