@@ -5,10 +5,12 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# Test runs side by side: ranks often wait, so that four are through sooner than three, also on two cores. Alone afterwards
-# come the tests of faults, which look at the clock, and those that leave something behind on purpose.
+# Test processes at the same time: ranks often wait, so that four end sooner than three, also on two cores. The tests of
+# faults, which look at the clock, and those that leave something behind on purpose run afterwards, in two processes.
+# Each file runs in one process, in the order of tests/conftest.py: the slowest first.
 JOBS   ?= 4
-ALONE  := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
+LAST   := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
+SPLIT  := --dist loadfile --no-loadscope-reorder
 
 # Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
 GPU    ?= cuda
@@ -49,8 +51,8 @@ demo: $(READY)   ## train a small language model over two islands on this machin
 
 # Both parts run, and it fails if either does.
 test: $(READY)   ## every test that is not slow
-	status=0; $(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(ALONE)) || status=1; \
-	$(PY) -m pytest -m "not slow" $(ALONE) || status=1; exit $$status
+	status=0; $(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT) $(addprefix --ignore=,$(LAST)) || status=1; \
+	$(PY) -m pytest -m "not slow" -n 2 $(SPLIT) $(LAST) || status=1; exit $$status
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest

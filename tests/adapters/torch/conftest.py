@@ -1,4 +1,4 @@
-"""Torch jobs shared by the tests of this folder. One that a test broke is replaced before the next test."""
+"""Torch jobs shared by the tests of this folder that one worker runs. One that a test broke is replaced before the next test."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             kept[name] = Job(ISLANDS[name])
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def jobs_end() -> Iterator[None]:
-    """Close the jobs that stayed."""
+    """Close the jobs that stayed; a worker may come back to this folder after files of others."""
     yield
     while kept:
         kept.popitem()[1].close()
