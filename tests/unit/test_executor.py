@@ -16,13 +16,18 @@ CAPTURING = 9
 
 
 @pytest.fixture
-def executor() -> Executor:
-    """One whose device gives memory of ever new addresses."""
+def context() -> Any:
+    """A communicator's context; its device allocates at a new address each time."""
     addresses = itertools.count(4096, 4096)
     context: Any = Mock()
     context.device.streams = lambda count: [Mock() for _ in range(count)]
-    context.device.empty = lambda nbytes: Allocation(next(addresses), nbytes, None)
+    context.device.empty = Mock(side_effect=lambda nbytes: Allocation(next(addresses), nbytes, None))
     context.device.adopt = lambda handle: Mock(capturing=lambda: handle == CAPTURING)
+    return context
+
+
+@pytest.fixture
+def executor(context: Any) -> Executor:
     return Executor(context)
 
 
@@ -34,15 +39,23 @@ def test_collectives_of_one_stream_share_scratch_memory(executor: Executor) -> N
     assert len(others | {first}) == 4, "other streams, and those of other threads, have their own"
 
 
-def test_scratch_memory_that_was_given_out_stays(executor: Executor) -> None:
+def test_scratch_memory_that_was_given_out_stays(context: Any, executor: Executor) -> None:
     given = [executor.serial_scratch(nbytes, (7, 0)) for nbytes in (100, 101, 200, 201)]
     assert given[0] != given[1] == given[2] != given[3]
-    assert [memory.nbytes for memory in executor._serial[7, 0]] == [100, 200, 400]
+    assert [call.args[0] for call in context.device.empty.call_args_list] == [100, 200, 400]
+    assert executor.serial_scratch(400, (7, 0)) == given[3]
 
 
 def test_a_graph_takes_no_new_memory_where_some_suffices(executor: Executor) -> None:
     small, large = executor.serial_scratch(100, (7, 0)), executor.serial_scratch(200, (8, 0))
     assert executor.serial_scratch(100, (CAPTURING, 0)) == small
     assert executor.serial_scratch(200, (CAPTURING, 0)) == large
-    assert (CAPTURING, 0) not in executor._serial, "it is not the stream's own: calls outside of graphs are not ordered"
     assert executor.serial_scratch(300, (CAPTURING, 0)) not in (small, large), "and the device says that it cannot"
+
+
+def test_memory_that_a_graph_used_is_not_the_streams_own(context: Any, executor: Executor) -> None:
+    """Calls on the stream outside of graphs are not ordered with those of the other stream."""
+    large = executor.serial_scratch(200, (8, 0))
+    assert executor.serial_scratch(200, (CAPTURING, 0)) == large
+    context.device.adopt = lambda handle: Mock(capturing=lambda: False)
+    assert executor.serial_scratch(200, (CAPTURING, 0)) != large
