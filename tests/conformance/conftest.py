@@ -1,4 +1,4 @@
-"""Lets the tests, here and on the ranks, import the modules beside them."""
+"""Makes the modules of this folder importable, in this process and on the ranks."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`: the whole run on host memory, and how its figures are judged."""
+"""`benchmarks/gpu.py`: a complete run on host memory, and the evaluation of its bars."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ def named(gpu, ranks, name):
     return next(s for s in gpu.scenarios(ranks, "cuda", [8, 64 * MIB, 256 * MIB]) if s.name == name)
 
 
-def test_of_several_sizes_the_worst_counts(gpu):
+def test_bar_uses_the_worst_size(gpu):
     times = {"xvcomm": (10, 100, 1000), "raw": (1, 99, 970), "nccl-shm": (1, 150, 1300), "gloo": (1, 2000, 13000)}
     sizes = (8, 64 * MIB, 256 * MIB)
     records = [figure(n, "send", s, t) for n, each in times.items() for s, t in zip(sizes, each, strict=True)]
@@ -86,7 +86,7 @@ def test_mixed_collectives_are_judged_at_256_mib(gpu):
     ids=["2 ranks", "4 ranks"],
 )
 def test_run_on_host_memory(root, tmp_path, ranks, names):
-    """What is measured, where its peers can run, comes into all files."""
+    """All measurements for which peers are installed appear in all files."""
     pytest.importorskip("torch")
     command = [sys.executable, str(root / "benchmarks" / "gpu.py"), "--device", "host", "--ranks", str(ranks)]
     limits = ["--sizes", "8,4K", "--budget", "2", "--only", ",".join(names), "--out", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""`benchmarks/torch_train.py`: how its figures are judged."""
+"""`benchmarks/torch_train.py`: the evaluation of its bars."""
 
 import importlib.util
 import sys

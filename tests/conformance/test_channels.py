@@ -1,4 +1,4 @@
-"""Channels and probes where something goes wrong: a rank that is killed, other words at the two ends, several threads."""
+"""Errors of channels and probes: killed ranks, mismatched operations, several threads."""
 
 import re
 import signal
@@ -29,7 +29,7 @@ def three():
 
 
 def raised(call, *args, **kwargs):
-    """What a call raises, or None."""
+    """The exception of a call, or None."""
     try:
         call(*args, **kwargs)
     except XvcommError as error:
@@ -57,7 +57,7 @@ def test_a_mismatch_names_the_channel(pair, sender):
 
 
 def wrong_channel(comm):
-    """Rank 0 sends more than a ring holds on a channel that rank 1 does not listen on."""
+    """Rank 0 sends more than a ring holds on a channel on which rank 1 does not receive."""
     sub = comm.split(0)
     if comm.rank == 0:
         error = raised(sub.send, np.zeros(1 << 20), 1, channel=3, timeout=0.4)
@@ -75,7 +75,7 @@ def test_a_deadline_names_the_channel(pair):
 
 
 def late_behind_a_probe(comm, what):
-    """Rank 0 waits until its deadline, for rank 1 that probes, or probes while the others wait in a collective."""
+    """Rank 0 reaches its deadline waiting for rank 1, which probes, or probes while the others wait in a collective."""
     sub = comm.split(0)
     if comm.rank == 0:
         error = raised(sub.recv, np.zeros(1), 1, timeout=0.4) if what == "recv" else raised(sub.probe, timeout=0.4)
@@ -102,7 +102,7 @@ def test_a_deadline_behind_a_probe(three, what):
 
 
 def probing(comm, source, many):
-    """Be in a probe of the last rank; `many` at a time."""
+    """Run `many` probes of the last rank concurrently."""
     errors = []
     threads = [
         threading.Thread(target=lambda c=c: errors.append(raised(comm.probe, source, channel=c)))
@@ -121,7 +121,7 @@ def sleep(comm):
 
 
 @pytest.mark.parametrize("source", [2, None])
-def test_a_rank_is_killed(source):
+def test_probing_for_a_killed_rank(source):
     with World(3, timeout=30) as world:
         world.run(meet)
         for rank in (0, 1):
@@ -137,7 +137,7 @@ def test_a_rank_is_killed(source):
         assert all(isinstance(e, PeerLost) and e.peer == 2 and "rank 2 on " in str(e) for e in errors), errors
 
 
-def test_an_interrupted_probe_takes_nothing_away(pair):
+def test_an_interrupted_probe_consumes_no_message(pair):
     pair.run(meet)
     pair.submit(0, interrupted)
     pair.submit(1, sender_after_interrupt)
@@ -164,7 +164,7 @@ def sender_after_interrupt(comm):
 
 
 def threads_with_channels(comm, channels, many):
-    """A thread a channel, each with messages of sizes of its own, found by probes from any rank."""
+    """One thread per channel, each with messages of its own sizes, found by probes for any rank."""
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     failures = []
 
@@ -208,7 +208,7 @@ def probe_until_raised(comm, source):
 
 
 @pytest.mark.parametrize("source", [1, None])
-def test_a_probe_tells_of_an_abort_by_a_rank_that_left(source):
+def test_a_probe_raises_the_abort_of_a_rank_that_closed(source):
     with World(2, timeout=30) as world:
         world.submit(0, probe_until_raised, source)
         world.submit(1, abort_and_leave)
@@ -237,7 +237,7 @@ def test_close_ends_a_probe(three):
 
 
 def last_words(comm):
-    """What rank 0 is seen to do while it probes."""
+    """The flight recorder's view of rank 0 while it probes."""
     comm.barrier()
     if comm.rank == 0:
         comm.probe(channel=5)
@@ -254,13 +254,13 @@ def last_words(comm):
     return words
 
 
-def test_the_flight_recorder_knows_probes(three):
+def test_the_flight_recorder_records_probes(three):
     for words in three.run(last_words)[1:]:
         assert re.fullmatch(r"its last operation: probe #\d+ at test_channels\.py:\d+ \(in progress\)", words), words
 
 
 def small_at_once(comm):
-    """A small message that the ring has room for is sent when the call returns; one that is there is received."""
+    """A small message that fits the ring has been sent when the call returns; one that has arrived is received at once."""
     comm.barrier()
     if comm.rank == 0:
         first = comm.isend(np.full(8, 3.0), 1)  # opens the ring
@@ -281,7 +281,7 @@ def test_small_asynchronous_messages_need_no_thread(pair):
 
 
 def waited_by_two(comm):
-    """Two threads wait for one message; another one is interrupted by a timeout first."""
+    """Two threads wait for one message, after another wait was interrupted by a timeout."""
     if comm.rank:
         comm.recv(np.zeros(1), 0)
         comm.send(np.full(4, 7.0), 0)

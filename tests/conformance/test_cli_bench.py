@@ -1,4 +1,4 @@
-"""`xvcomm bench` with real ranks: every operation right, peers beside it, files written."""
+"""`xvcomm bench` with real ranks: all operations are correct, peers are measured too, files are written."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_every_operation_over_two_islands(tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_gloo_and_memcpy_beside(tmp_path):
+def test_gloo_and_memcpy_as_peers(tmp_path):
     pytest.importorskip("torch")
     file = tmp_path / "out.json"
     done = bench("-n", "2", "--op", "all", "--sizes", "4K", "--peer", "gloo,memcpy", "--json", str(file))
@@ -56,7 +56,7 @@ def test_a_peer_for_other_memory():
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_mpi_beside(tmp_path):
+def test_mpi_as_peer(tmp_path):
     pytest.importorskip("mpi4py")
     file = tmp_path / "out.json"
     done = bench(
@@ -77,7 +77,7 @@ def test_a_peer_without_the_dtype_is_left_out():
 
 
 def test_a_peer_with_an_environment_gets_processes_of_its_own(tmp_path, monkeypatch, capfd):
-    """What other processes measured comes into the same table and file; the time for it is limited too."""
+    """Results of the peer's own processes appear in the same table and file; their time is limited too."""
     pytest.importorskip("torch")
     monkeypatch.setitem(measure.PEERS, "gloo", measure.Peer("any", {"GLOO_SOCKET_IFNAME": "lo"}))
     options = Options(

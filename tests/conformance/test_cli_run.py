@@ -1,4 +1,4 @@
-"""`xvcomm run` with plain scripts for ranks: exit codes, output, signals, order of failures, nothing left behind."""
+"""`xvcomm run` with plain scripts as ranks: exit codes, output, signals, order of failures, cleanup."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_markup_is_left_alone_and_bytes_survive(script):
     assert (code, out) == (0, "[0] [red]x[/] ä\n")
 
 
-def test_of_a_progress_bar_the_last_state_is_kept_and_partial_lines_are_not_lost(script):
+def test_progress_bars_keep_their_last_state_and_partial_lines_are_printed(script):
     text = "sys.stdout.write('\\r1%\\r50%\\r100%\\nwindows\\r\\nno newline')"
     assert finish("-n", "1", script(text))[1] == "[0] 100%\n[0] windows\n[0] no newline\n"
 
@@ -139,7 +139,7 @@ def test_modules_and_programs(tmp_path):
     assert finish("-n", "1", "--", "sh", "-c", "echo $RANK")[1] == "[0] 0\n"
 
 
-def test_what_cannot_be_started_is_said_at_once():
+def test_a_program_that_cannot_be_started_fails_immediately():
     for args, words in (
         (["-n", "2", "nowhere.py"], "no such script: nowhere.py"),
         (["-n", "2", "--", "no-such-program"], "no such program"),
@@ -237,7 +237,7 @@ comm.recv(x, 1 - rank)
 
 
 def interrupted_at(process, ready):
-    """What each of two ranks writes to stderr when it is interrupted once `ready()`."""
+    """What each of two ranks writes to stderr if it is interrupted once `ready()` is true."""
     wait_for(ready, "ranks did not start")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -291,7 +291,7 @@ def test_a_closed_pipe_ends_the_job(script, tmp_path):
     process.stderr.close()
 
 
-def test_a_reader_that_stands_still_does_not_hold_up_ctrl_c(script, tmp_path):
+def test_ctrl_c_works_while_the_output_is_not_read(script, tmp_path):
     process = start("-n", "1", script(PID + "while True: print('x' * 1000)"), str(tmp_path))
     pids = read_pids(tmp_path, 1)
     time.sleep(0.5)  # by now every pipe is full
@@ -333,8 +333,8 @@ sys.exit(77)
 """
 
 
-def test_a_host_with_ipv6_only(tmp_path: Path) -> None:
-    """In a network namespace of its own, where the system lets users make one."""
+def test_a_host_without_ipv4(tmp_path: Path) -> None:
+    """In a separate network namespace, if the system allows users to create one."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, numpy, xvcomm\n"

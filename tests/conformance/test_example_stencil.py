@@ -1,4 +1,4 @@
-"""The stencil on real ranks: whatever the tiles and islands, the bits of one process."""
+"""The stencil example on real ranks gives the bits of one process for every tiling and island layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STENCIL = Path(__file__).parents[2] / "examples" / "cupy_stencil.py"
 
 
 def run(folder: Path, islands: str, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of the example on ranks with these labels."""
+    """Exit code and output of the example on ranks with these island labels."""
     command = [sys.executable, "-m", "xvcomm", "run", "--islands", islands, "--", str(STENCIL), *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | {"XVCOMM_DEVICE": "host"}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100)
@@ -43,13 +43,13 @@ def test_same_bits_as_one_process(tmp_path: Path, islands: str, tiles: str, size
 
 @pytest.fixture(scope="module")
 def example() -> dict[str, Any]:
-    """What the example defines."""
+    """The example as a module."""
     return runpy.run_path(str(STENCIL))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 7, 12])
 def test_tiles_cover_the_plate_once(example: dict[str, Any], ranks: int) -> None:
-    """And who is a neighbour on one side is it on the other."""
+    """Neighbourhood is symmetric."""
     tiling = example["Tiling"].of(29, ranks)
     plate = np.zeros((29, 29), int)
     for rank in range(ranks):
@@ -62,7 +62,7 @@ def test_tiles_cover_the_plate_once(example: dict[str, Any], ranks: int) -> None
 
 
 def test_heat_is_kept_and_spreads(example: dict[str, Any]) -> None:
-    """Far from the rim nothing is lost: what a step takes from a cell it gives to the cells around it."""
+    """Far from the rim the total is constant: what a step takes from a cell it gives to its neighbours."""
     old = np.zeros((11, 11))
     old[5, 5] = 1
     new = old.copy()
@@ -75,6 +75,6 @@ def test_heat_is_kept_and_spreads(example: dict[str, Any]) -> None:
     ("arguments", "text"), [(("--array", "cupy"), "a rank with a GPU"), (("--size", "4"), "less than 2 cells")]
 )
 def test_refused(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:
-    """With what to do instead."""
+    """The messages contain a remedy."""
     code, out = run(tmp_path, "a:3", *arguments)
     assert code != 0 and text in " ".join(out.replace("│", " ").split())

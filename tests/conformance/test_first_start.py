@@ -1,4 +1,4 @@
-"""What a user reads while kernels are compiled is true of the kernels that there are."""
+"""The progress message of kernel compilation states about the right number of kernels."""
 
 from __future__ import annotations
 

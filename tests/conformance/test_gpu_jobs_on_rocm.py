@@ -1,4 +1,4 @@
-"""`tests/hardware` on a machine with AMD GPUs alone: its jobs for CUDA run on ROCm, here by libraries for host memory."""
+"""`tests/hardware` on a machine with AMD GPUs only: its CUDA jobs run on ROCm, here with libraries that use host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions straight between the ranks' arrays: the same bits as staged ones, and never an array of a rank that gave up."""
+"""Direct reductions between the ranks' arrays: the same bits as staged ones, and no access to arrays of ranks that gave up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xvcomm.testing.world import World
 from xvcomm.types.dtype import BY_NAME, DTYPES, premul_sum
 
 ODD = 1003
-"""Bytes more than the least for which there are two ways: nothing divides."""
+"""Bytes added to the smallest size with a choice, so that it is not divisible."""
 SOON = 10.0
 STAGED, DIRECT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
@@ -35,12 +35,12 @@ def line(comm, rank):
 
 
 def offers(comm):
-    """Whether each rank offered its arrays in the last reduction that could go either way."""
+    """Whether each rank offered its arrays in the last reduction that had the choice."""
     return [line(comm, rank).src != 0 for rank in range(comm.size)]
 
 
 def settle(comm, way):
-    """From now on everything goes one way that could go both, in classes of sizes that were used before."""
+    """Fix the choice between direct and staged for all size classes that were used before."""
     comm.barrier()
     for tuning in native(comm)._tunings.values():
         tuning.trials, tuning.best[:] = -1, [way, 1 - way]
@@ -48,13 +48,13 @@ def settle(comm, way):
 
 
 def reach(comm):
-    """Let the ranks find out whether they reach each other's memory: 1, or -1."""
+    """Let the ranks determine whether they can access each other's memory: 1, or -1."""
     comm.all_reduce(np.ones(direct.LEAST, np.uint8))
     return native(comm)._access.reach
 
 
 def some(dtype, count, seed):
-    """Numbers whose sums and products depend on the order."""
+    """Numbers whose sums and products depend on the order of operations."""
     rng = np.random.default_rng(seed)
     if dtype.kind in "iub":
         most = 1 if dtype.kind == "b" else 100
@@ -64,7 +64,7 @@ def some(dtype, count, seed):
 
 
 def both_ways(comm, name):
-    """Every reduction of a dtype gives the same bits either way: in place, apart, asynchronously, of uneven blocks."""
+    """Every reduction of a dtype gives the same bits directly and staged: in place, not in place, async, with uneven blocks."""
     dtype = BY_NAME[name]
     count = (direct.LEAST + ODD) // dtype.itemsize + comm.size
     mine = some(dtype, count, comm.rank)
@@ -94,7 +94,7 @@ def both_ways(comm, name):
 
 @pytest.fixture(scope="module", params=(2, 3, 4))
 def ranks(request):
-    """Ranks of one island that reach each other's memory."""
+    """Ranks of one island that can access each other's memory."""
     with World(request.param, timeout=60) as world:
         if set(world.run(reach)) != {1}:
             pytest.skip("processes may not use each other's memory here (kernel.yama.ptrace_scope, seccomp)")
@@ -107,7 +107,7 @@ def test_both_ways_give_the_same_bits(ranks, name):
 
 
 def choices(comm):
-    """What this rank knows once the ways are chosen, for two sizes; it takes as many calls on all ranks."""
+    """This rank's choices for two sizes, once made; takes the same number of calls on all ranks."""
     sub, results = comm.split(0), []
     reach(sub)
     for count in (direct.LEAST, 4 * direct.LEAST):
@@ -131,15 +131,15 @@ def test_all_ranks_choose_the_same(ranks):
 
 
 def sums(comm):
-    """Several large reductions with results checked; who offered arrays at the end."""
+    """Several large reductions with checked results; returns which ranks offered arrays in the end."""
     for i in range(2 * direct.TRIES + 2):
         x = comm.all_reduce(np.full(direct.LEAST, comm.rank + i, np.float32))
         assert (x == sum(range(comm.size)) + comm.size * i).all()
     return native(comm)._access.reach, offers(comm)
 
 
-def test_one_rank_refuses():
-    """By its own variable: all stage."""
+def test_one_rank_disables_process_memory():
+    """Through its environment: all ranks stage."""
     with World(3, env=[{}, {"XVCOMM_PROCESS_MEMORY": "0"}, {}]) as world:
         found = world.run(sums)
         assert found[1][0] == -1
@@ -148,8 +148,8 @@ def test_one_rank_refuses():
             assert found[0][1] == [True, False, True]
 
 
-def disguise(comm):
-    """Rank 1's memory looks like that of another process, as where numbers of processes mean different ones."""
+def fake_process_id(comm):
+    """Make rank 1's memory look like that of another process, as if process ids were of different namespaces."""
     comm.barrier()
     if comm.rank == 1:
         line(comm, 1).process.value += 1
@@ -157,16 +157,16 @@ def disguise(comm):
 
 
 def test_another_process_with_the_same_pid():
-    """Nobody writes there; all stage."""
+    """No rank accesses that memory; all stage."""
     with World(3) as world:
-        world.run(disguise)
+        world.run(fake_process_id)
         found = world.run(sums)
         assert found[0][0] == found[2][0] == -1
         assert not any(offered[0] or offered[2] for _, offered in found)
 
 
 def give_up(comm, way):
-    """All but the last rank come and give up; it comes later. Whether everybody's array is as it was."""
+    """All but the last rank join and give up; the last one comes later. Returns whether all arrays are unchanged."""
     reach(comm)
     sub = comm.split(0)
     reach(sub)
@@ -190,12 +190,12 @@ def give_up(comm, way):
 
 
 @pytest.mark.parametrize("way", [STAGED, DIRECT])
-def test_nobody_touches_the_array_of_a_rank_that_gave_up(ranks, way):
+def test_arrays_of_a_rank_that_gave_up_are_not_accessed(ranks, way):
     assert ranks.run(give_up, way) == [True] * ranks.size
 
 
-def outlive_a_stop(comm, pids):
-    """The last rank stops itself in the middle; another one gives up, uses its array again and lets it go on."""
+def continue_after_sigstop(comm, pids):
+    """The last rank stops itself during a copy; another rank gives up, reuses its array and continues it."""
     reach(comm)
     sub = comm.split(0)
     x = np.ones(HUGE // 4, np.float32)
@@ -218,14 +218,14 @@ def outlive_a_stop(comm, pids):
     return bool((x == -1).all())
 
 
-def test_a_rank_stopped_in_the_middle_touches_nothing_later(ranks):
+def test_a_rank_stopped_during_a_copy_accesses_nothing_later(ranks):
     for rank in range(ranks.size):
-        ranks.submit(rank, outlive_a_stop, ranks.pids())
+        ranks.submit(rank, continue_after_sigstop, ranks.pids())
     assert ranks.collect() == [True] * ranks.size
 
 
-def outlive_a_hold(comm, pids):
-    """The last rank stops where it enters the system call that copies; rank 0 gives up, uses its array and lets it go on."""
+def continue_after_hold_in_copy(comm, pids):
+    """As `continue_after_sigstop`, but held at the entry of the system call that copies."""
     reach(comm)
     sub = comm.split(0)
     x = np.ones(HUGE // 4, np.float32)
@@ -249,10 +249,10 @@ def outlive_a_hold(comm, pids):
     return bool((x == -1).all())
 
 
-def test_a_rank_held_before_a_copy_writes_nothing_later(ranks):
-    """For longer than the others wait for it: the kernel must find nothing to copy then."""
+def test_a_rank_held_before_a_copy_writes_nothing_after_the_timeout(ranks):
+    """The kernel must find the memory withdrawn when the rank continues."""
     for rank in range(ranks.size):
-        ranks.submit(rank, outlive_a_hold, ranks.pids())
+        ranks.submit(rank, continue_after_hold_in_copy, ranks.pids())
     assert ranks.collect() == [True] * ranks.size
 
 

@@ -1,4 +1,4 @@
-"""The host's ranks take turns through their stages: no call may find what an earlier or a later one left there."""
+"""The staging buffers of the host's ranks: no call finds data of an earlier or later call there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from xvcomm.testing.world import World
 
 @pytest.fixture(scope="module", params=(2, 3))
 def ranks(request):
-    """Two and three ranks of host memory."""
+    """Two and three ranks on host memory."""
     with World(request.param) as world:
         yield world
 
 
 def many(comm, sizes, rounds):
-    """All-reduce arrays of several sizes again and again, one rank now and then late; how many results were wrong."""
+    """All-reduce arrays of several sizes repeatedly, with one rank occasionally late; returns the number of wrong results."""
     wrong = 0
     for i in range(rounds):
         n = sizes[i % len(sizes)]

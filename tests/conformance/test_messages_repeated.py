@@ -1,4 +1,4 @@
-"""Messages after the first between two ranks, which take fewer steps: how they are recorded, fail and end the others."""
+"""Later messages between two ranks, which use a shorter path: their records, errors and aborts."""
 
 import signal
 import threading
@@ -46,7 +46,7 @@ def call(comm, kind, x, **how):
 
 
 def noted(comm, nbytes):
-    """What hooks get of a message each way, and what the flight recorder keeps."""
+    """What hooks receive for one message each way, and what the flight recorder keeps."""
     seen = []
     recorder.hooks.append(seen.append)
     try:
@@ -66,7 +66,7 @@ def test_records(pair, nbytes):
 
 
 def call_sites(comm):
-    """Where operations are recorded to be called that run on other threads, or at the end of a group."""
+    """Call sites of operations that run on other threads or at the end of a group."""
     seen = []
     recorder.hooks.append(seen.append)
     x, y = np.zeros(8), np.zeros(8)
@@ -206,7 +206,7 @@ def test_close(pair, by, words):
 
 
 def aborted(comm):
-    """A message begun when the communicator is finished raises the first reason, and is recorded as failed."""
+    """A message begun on an aborted communicator raises the first reason, and is recorded as failed."""
     if comm.rank == 1:
         with pytest.raises(MismatchError):
             comm.all_reduce(np.zeros(3))

@@ -1,4 +1,4 @@
-"""Large messages straight between the ranks' arrays: the same bytes, and never an array of a rank that gave up."""
+"""Large direct messages between the ranks' arrays: correct bytes, and no access to arrays of ranks that gave up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xvcomm.types.dtype import DTYPES
 SOON = 10.0
 STAGED, STRAIGHT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
-"""Larger than a ring: these wait for their receivers, and so certainly go straight."""
+"""Larger than a ring: such messages wait for their receivers and so always go directly."""
 Line = python_type(END_LINE)
 
 
@@ -30,14 +30,14 @@ def ends(comm):
 
 
 def settle(comm, way):
-    """From now on everything that this rank sends goes one way that could go both."""
+    """Fix the choice between direct and ring for everything that this rank sends."""
     for end in ends(comm):
         for tuning in end.kept.tunings:
             tuning.trials, tuning.best[way], tuning.best[1 - way] = -1, 1, 2
 
 
 def straight(comm):
-    """Numbers of the newest messages that went straight, and how many chunks of them this rank copied, for each ring end."""
+    """For each ring end: the newest direct message, and how many of its chunks this rank copied."""
     found = {}
     for end in ends(comm):
         done = Line.from_address(end.address + MEETING + (0 if end.producer else LINE)).done
@@ -46,7 +46,7 @@ def straight(comm):
 
 
 def prepare(comm, way=STRAIGHT):
-    """Open all rings, try them by a large message, and settle the way; whether this rank reaches the others' memory."""
+    """Open all rings, try them with a large message, and fix the choice; returns whether all ranks' memory is accessible."""
     for _ in range(2):
         for peer in range(comm.size):
             if peer != comm.rank:
@@ -67,7 +67,7 @@ def world(size=2, **how):
 
 @pytest.fixture(scope="module", params=(2, 3))
 def ranks(request):
-    """Ranks that reach each other's memory."""
+    """Ranks that can access each other's memory."""
     with world(request.param) as made:
         yield made
 
@@ -108,7 +108,7 @@ def test_all_forms_and_dtypes(ranks):
 
 
 def many(comm, rounds):
-    """Messages of all sizes in flight at once, between all ranks, both ways; the ways change on the way."""
+    """Messages of all sizes in flight between all ranks in both directions; the choice changes meanwhile."""
     sizes = [0, 5, LEAST - 1, LEAST, 3 * LEAST + 1, BIG + 3, 100]
     for number in range(rounds):
         settle(comm, number % 2)
@@ -130,7 +130,7 @@ def test_many_in_flight(ranks):
 
 
 def undecided(comm):
-    """As programs do it, with the choice left to xvcomm."""
+    """As in programs, with the choice left to xvcomm."""
     for end in ends(comm):
         for tuning in end.kept.tunings:
             tuning.trials = 0
@@ -150,7 +150,7 @@ def test_the_first_messages_try_both_ways():
 
 
 def large_all_reduce(comm):
-    """Between islands, by schedules, whose rings are others than those of messages."""
+    """Between islands, by schedules, which use other rings than messages do."""
     for number in range(4):
         x = comm.all_reduce(np.full(4 * BIG // 4, comm.rank + number, np.float32))
         assert (x == comm.size * number + sum(range(comm.size))).all()
@@ -166,8 +166,8 @@ def test_between_islands(islands):
         made.run(large_all_reduce)
 
 
-def head_on(comm):
-    """Both send what the ring can hold, and only then receive."""
+def send_then_receive(comm):
+    """Both ranks send what the ring can hold before they receive."""
     other = 1 - comm.rank
     for number in range(5):
         x, y = np.full(2 * LEAST, number + comm.rank, np.uint8), np.zeros(2 * LEAST, np.uint8)
@@ -177,13 +177,13 @@ def head_on(comm):
         assert (y == number + other).all()
 
 
-def test_who_sends_before_receiving_need_not_wait():
+def test_two_ranks_that_send_before_receiving_do_not_deadlock():
     with world() as made:
-        made.run(head_on)
+        made.run(send_then_receive)
 
 
 def give_up(comm, receives):
-    """Rank 0 comes, gives up and uses its array again; rank 1 comes later. Whether the array stays as it is."""
+    """Rank 0 joins, gives up and reuses its array; rank 1 comes later. Returns whether the array is unchanged."""
     other = 1 - comm.rank
     sub = comm.split(0)
     prepare(sub)
@@ -207,13 +207,13 @@ def give_up(comm, receives):
 
 
 @pytest.mark.parametrize("receives", [False, True])
-def test_nobody_touches_the_array_of_a_rank_that_gave_up(receives):
+def test_arrays_of_a_rank_that_gave_up_are_not_accessed(receives):
     with world() as made:
         assert made.run(give_up, receives) == [True, True]
 
 
-def outlive_a_stop(comm, pids, receives):
-    """Rank 1 stops itself in the middle; rank 0 gives up, uses its array again and lets it go on."""
+def continue_after_sigstop(comm, pids, receives):
+    """Rank 1 stops itself during a copy; rank 0 gives up, reuses its array and continues it."""
     sub = comm.split(0)
     prepare(sub)
     other, x = 1 - comm.rank, np.ones(HUGE, np.uint8)
@@ -235,15 +235,15 @@ def outlive_a_stop(comm, pids, receives):
 
 
 @pytest.mark.parametrize("receives", [False, True])
-def test_a_rank_stopped_in_the_middle_touches_nothing_later(receives):
+def test_a_rank_stopped_during_a_copy_accesses_nothing_later(receives):
     with world() as made:
         for rank in range(2):
-            made.submit(rank, outlive_a_stop, made.pids(), receives)
+            made.submit(rank, continue_after_sigstop, made.pids(), receives)
         assert made.collect() == [True, True]
 
 
-def outlive_a_hold(comm, pids, receives):
-    """Rank 1 stops where it enters the system call that copies; rank 0 gives up, uses its array again and lets it go on."""
+def continue_after_hold_in_copy(comm, pids, receives):
+    """As `continue_after_sigstop`, but held at the entry of the system call that copies."""
     sub = comm.split(0)
     prepare(sub)
     other, x = 1 - comm.rank, np.ones(HUGE, np.uint8)
@@ -265,11 +265,11 @@ def outlive_a_hold(comm, pids, receives):
 
 
 @pytest.mark.parametrize("receives", [False, True])
-def test_a_rank_held_before_a_copy_touches_nothing_later(receives):
-    """For longer than the other end waits for it: the kernel must find nothing to copy then."""
+def test_a_rank_held_before_a_copy_accesses_nothing_after_the_timeout(receives):
+    """The kernel must find the memory withdrawn when the rank continues."""
     with world() as made:
         for rank in range(2):
-            made.submit(rank, outlive_a_hold, made.pids(), receives)
+            made.submit(rank, continue_after_hold_in_copy, made.pids(), receives)
         assert made.collect() == [True, True]
 
 
@@ -305,8 +305,8 @@ def refused(comm):
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
-def test_one_rank_refuses(refuses):
-    """By its own variable: everything goes through the rings."""
+def test_one_rank_disables_process_memory(refuses):
+    """Through its environment: everything goes through the rings."""
     env = [{}, {}]
     env[refuses] = {"XVCOMM_PROCESS_MEMORY": "0"}
     with World(2, env=env) as made:

@@ -20,14 +20,14 @@ from xvcomm.trace.format import Record
 
 @pytest.fixture(scope="module", params=[1, 2])
 def host(request: pytest.FixtureRequest) -> Iterator[World]:
-    """One rank, and two."""
+    """Jobs of one and of two ranks."""
     with World(request.param, timeout=30) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module", params=["a", "a,b"])
 def streams(rocm_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
-    """The same on devices whose streams go on behind the host."""
+    """The same on devices with asynchronous streams."""
     pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
     count = request.param.count(",") + 1
     env = {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "2", **SMALL_GPU_RINGS}

@@ -1,4 +1,4 @@
-"""The programs of README and of the quick start print what stands below them."""
+"""The programs in README and quickstart print the output that the pages show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def example(page: Path, script: str) -> re.Match[str]:
 
 
 def printed(folder: Path, found: re.Match[str], *options: str) -> list[str]:
-    """What the example prints, in the order of ranks; `options` in place of those of the page."""
+    """The example's output in rank order; `options` replace those of the page."""
     *given, script = found["command"].split()
     (folder / script).write_text(found["program"])
     command = [sys.executable, "-m", "xvcomm", *(options or given), script]

@@ -1,4 +1,4 @@
-"""Rings in GPU memory between ranks of one island, on ROCm's stand-in: which pairs have them, and how they end."""
+"""Rings in GPU memory between ranks of one island, with the ROCm simulation: which pairs use them, and how they end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Job = Callable[..., World]
 
 @pytest.fixture(scope="module")
 def job(rocm_path: Path) -> Job:
-    """Starts ranks, with further variables for all or one a rank."""
+    """Starts ranks, with additional variables for all or for each rank."""
     common = {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "4", **SMALL_GPU_RINGS}
 
     def start(devices: str, islands: str | None = None, *further: dict[str, str]) -> World:
@@ -50,13 +50,13 @@ def job(rocm_path: Path) -> Job:
     ids=["one island", "a rehearsal", "two islands", "beside a host rank", "out of reach", "switched off by one"],
 )
 def test_which_pairs_have_rings_in_gpu_memory(job: Job, start: tuple[Any, ...], wanted: list[list[int]]) -> None:
-    """Those of one island whose devices reach each other; the others' are in host memory and serve as well."""
+    """Pairs of one island whose devices reach each other; other pairs use host memory and work too."""
     with job(*start) as ranks:
         assert ranks.run(rings_in_gpu_memory, COUNT) == wanted
 
 
 def test_messages_are_in_order_behind_late_streams(job: Job) -> None:
-    """Of both rings of a pair, and those of further channels."""
+    """For both rings of a pair and for additional channels."""
     with job("rocm:2", None, {"HIPHOST_DELAY_US": "500"}) as ranks:
         ranks.run(pointtopoint.check_order, 40)
         ranks.run(pointtopoint.check_exchange, "float32", 65_537)
@@ -65,7 +65,7 @@ def test_messages_are_in_order_behind_late_streams(job: Job) -> None:
 
 
 def capture_first_message(comm: Communicator) -> None:
-    """It opens the ring, which takes memory and pins some."""
+    """The message opens the ring, which allocates and pins memory."""
     x = arrays(comm).put(np.zeros(10))
     with pytest.raises(ArgumentError, match="once before"):
         graphs._captured(comm, lambda: comm.send(x, 1))
@@ -74,27 +74,27 @@ def capture_first_message(comm: Communicator) -> None:
 def test_the_first_message_cannot_be_in_a_graph(job: Job) -> None:
     with job("rocm:2") as ranks:
         ranks.submit(0, capture_first_message)
-        ranks.submit(1, meet_nobody)
+        ranks.submit(1, capture_first_message_alone)
         assert ranks.collect() == [None, None]
 
 
-def meet_nobody(comm: Communicator) -> None:
-    """The other rank's failure is everybody's."""
+def capture_first_message_alone(comm: Communicator) -> None:
+    """The other rank's failure aborts this one."""
     with pytest.raises(Aborted, match=r"rank 0.*once before"):
         comm.recv(arrays(comm).put(np.zeros(10)), 0)
         comm.barrier()
 
 
 def send_and_leave(comm: Communicator) -> None:
-    """End the job with a message in this rank's GPU that nobody has received yet."""
+    """Close with a message in this rank's GPU memory that nobody has received yet."""
     a = arrays(comm)
     comm.send(a.put(np.arange(1000.0)), 1)
     assert comm._context.rings.ends()[0].made
     comm.close()
 
 
-def receive_after_departure(comm: Communicator) -> None:
-    """The message is there; another one is not."""
+def receive_after_close(comm: Communicator) -> None:
+    """The message that was sent is received; a further receive fails."""
     a, buffer = arrays(comm), np.zeros(1000)
     await_that(lambda: bool(comm._context.lifecycle.departed))
     got = a.put(buffer)
@@ -104,16 +104,16 @@ def receive_after_departure(comm: Communicator) -> None:
         comm.irecv(got, 0).synchronize()
 
 
-def test_what_was_sent_outlives_the_sender(job: Job) -> None:
-    """Its process ends when the message has been received."""
+def test_sent_messages_arrive_after_the_sender_has_closed(job: Job) -> None:
+    """The sender's process ends when the message has been received."""
     with job("rocm:2") as ranks:
         ranks.submit(0, send_and_leave)
-        ranks.submit(1, receive_after_departure)
+        ranks.submit(1, receive_after_close)
         assert ranks.collect() == [None, None]
 
 
 def wait_in_a_ring(comm: Communicator, producer: bool) -> Exception | None:
-    """Wait for a peer that is going to die, in rings that both have opened."""
+    """Wait for a peer that will be killed, in rings that both ranks have opened."""
     a = arrays(comm)
     rings_in_gpu_memory(comm, COUNT)
     meet(comm)
@@ -126,7 +126,7 @@ def wait_in_a_ring(comm: Communicator, producer: bool) -> Exception | None:
 
 
 def exchange_and_die(comm: Communicator) -> None:
-    """As by SIGKILL: nothing is closed."""
+    """End as by SIGKILL, without closing anything."""
     rings_in_gpu_memory(comm, COUNT)
     meet(comm)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -134,7 +134,7 @@ def exchange_and_die(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("producer", [True, False])
 def test_a_kernel_leaves_the_ring_when_its_peer_is_killed(job: Job, producer: bool) -> None:
-    """Whichever of the two exports the memory; the rank goes on and no other fails."""
+    """Whichever rank exports the memory; the surviving rank continues and no other fails."""
     with job("rocm:2") as ranks:
         ranks.submit(0, wait_in_a_ring, producer)
         ranks.submit(1, exchange_and_die)
@@ -144,7 +144,7 @@ def test_a_kernel_leaves_the_ring_when_its_peer_is_killed(job: Job, producer: bo
 
 
 def renew(comm: Communicator) -> int:
-    """Messages over several communicators, one after the other; how much memory was exported for all of them."""
+    """Messages over several communicators in turn; returns how much memory was exported in total."""
     for number in range(4):
         with comm.subgroup(range(comm.size), f"again {number}") as group:
             rings_in_gpu_memory(group, COUNT)

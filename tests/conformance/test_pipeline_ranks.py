@@ -1,4 +1,4 @@
-"""Pipelines on real processes: the same losses and gradients as one process, also with a framework a rank.
+"""Pipelines on real processes: the same losses and gradients as in one process, also with a different framework per rank.
 
 The file is also the program of each rank: `python test_pipeline_ranks.py RANK FRAMEWORKS SCHEDULE... FOLDER`.
 """
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 def array_functions(framework):
-    """How a framework makes an array of numpy data and an empty one to receive into."""
+    """A framework's functions that create an array from numpy data, and an uninitialised one."""
     if framework == "torch":
         import torch
 
@@ -38,7 +38,7 @@ def array_functions(framework):
 
 
 class Linear:
-    """y = x w in any framework whose arrays have the usual operators; the last one's loss is squared distance."""
+    """y = x w in any framework whose arrays have the usual operators; the last stage's loss is the squared distance."""
 
     def __init__(self, framework, number, depth):
         self.make, self.empty = array_functions(framework)
@@ -117,7 +117,7 @@ def main(rank, frameworks, name, micro_batches, chunks, fault, folder):
 
 
 def launch(frameworks, case, folder, fault="none"):
-    """Run `main` on all ranks and give their reports."""
+    """Run `main` on all ranks and return their reports."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
     # Arithmetic threads of four ranks would only fight for the cores.
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "XVCOMM_SECRET": "of these tests"}

@@ -1,6 +1,6 @@
-"""Ranks on ROCm, by libraries that do for host memory what AMD's do for GPUs: alone, in islands, and beside host ranks.
+"""Ranks on ROCm with libraries that simulate AMD's on host memory: alone, in islands, and beside host ranks.
 
-Everything but the GPU itself is real: hip-python, the kernels' source, the streams, which fall behind the host.
+Everything but the GPU is real: hip-python, the kernels' source, and asynchronous streams.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from xvcomm.types.dtype import DTYPES
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
 SOON = 10.0
-"""Seconds in which who is left must know; what is promised is two, on a machine that does nothing else."""
+"""Seconds within which survivors must notice; two are specified for an otherwise idle machine."""
 
 ALONE = {
     "rocm:2": {"devices": "rocm:2"},
@@ -63,13 +63,13 @@ Job = Callable[..., World]
 
 @pytest.fixture(scope="session")
 def environment(rocm_path: Path) -> dict[str, str]:
-    """Variables of ranks that find the libraries."""
+    """Variables with which ranks find the libraries."""
     return {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "4", **SMALL_GPU_RINGS}
 
 
 @pytest.fixture(scope="session")
 def job(environment: Mapping[str, str]) -> Job:
-    """Starts ranks by a name of the table, with further variables."""
+    """Starts ranks by a name of the table, with additional variables."""
     return lambda name, **further: World(**(TABLE | PAIR | FOUR)[name], env={**environment, **further})
 
 
@@ -82,7 +82,7 @@ def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture(scope="module", params=ALONE)
 def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
-    """Ranks on ROCm only."""
+    """ROCm ranks only."""
     with job(request.param) as ranks:
         yield ranks
 
@@ -91,8 +91,8 @@ def kinds(comm: Communicator) -> list[str]:
     return [info.device for info in comm._context.session.infos]
 
 
-def test_ranks_are_where_they_were_asked_to_be(world: World, request: pytest.FixtureRequest) -> None:
-    """Otherwise the tests below would prove nothing."""
+def test_ranks_use_the_requested_devices(world: World, request: pytest.FixtureRequest) -> None:
+    """Precondition of the tests below."""
     (found, *others) = world.run(kinds)
     assert set(found) <= {"rocm", "host"} and "rocm" in found
     assert ("host" in found) == (request.node.callspec.params["world"] in MIXED)
@@ -101,7 +101,7 @@ def test_ranks_are_where_they_were_asked_to_be(world: World, request: pytest.Fix
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 65_537])
 def test_collectives(world: World, count: int) -> None:
-    """Every operation, from nothing to several times a ring."""
+    """Every operation, from empty arrays to several times a ring."""
     world.run(collectives.check_all_reduce, "float32", "sum", count)
     world.run(collectives.check_reduce, "float32", "sum", count)
     world.run(collectives.check_reduce_scatter, "float32", "sum", count // 3)
@@ -114,7 +114,7 @@ def test_collectives(world: World, count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 65_537])
 def test_messages(world: World, count: int) -> None:
-    """From nothing to many times round a ring."""
+    """From empty messages to many times a ring."""
     world.run(pointtopoint.check_blocking, "float32", count)
     world.run(pointtopoint.check_exchange, "float32", count)
 
@@ -154,32 +154,32 @@ def test_messages(world: World, count: int) -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_others(world: World, check: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """What is neither a single collective nor a single message."""
+    """Operations that are neither a single collective nor a single message."""
     world.run(check, *args)
 
 
 @pytest.mark.parametrize("check", asynchronous.CHECKS, ids=lambda check: check.__name__)
 def test_order(world: World, check: Callable[..., None]) -> None:
-    """What is ordered, and who does not wait."""
+    """Which operations are ordered, and which calls do not block."""
     world.run(check)
 
 
 @pytest.mark.parametrize("check", failures.CHECKS, ids=lambda check: check.__name__)
 def test_errors(world: World, check: Callable[..., None]) -> None:
-    """What goes wrong comes out of `synchronize` and of the next operation."""
+    """Errors are raised by `synchronize` and by the next operation."""
     world.run(check)
 
 
-def test_errors_of_four(job: Job) -> None:
-    """Where others stop the native library first, a rank's kernels end as if all were well."""
+def test_errors_on_four_ranks(job: Job) -> None:
+    """If other ranks stop the native library first, a rank's kernels end as on success."""
     with job("rocm:4") as ranks:
         for check in failures.CHECKS:
             ranks.run(check)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_what_was_called_before_by_four(job: Job, name: str) -> None:
-    """Where islands have several members, and steps inside of them, compiled code starts those too."""
+def test_repeated_calls_on_four_ranks(job: Job, name: str) -> None:
+    """With islands of several members, compiled code also starts the steps inside them."""
     with job(name) as ranks:
         ranks.run(repeated_calls.check_forms_repeated, 480)
         ranks.run(repeated_calls.check_uneven_repeated)
@@ -196,12 +196,12 @@ def test_what_was_called_before_by_four(job: Job, name: str) -> None:
     ],
 )
 def test_refusals(alone: World, check: Callable[..., None]) -> None:
-    """Bad input, arrays of other devices and handles that are no streams among it."""
+    """Invalid input, including arrays on other devices and handles that are not streams."""
     alone.run(check)
 
 
-def test_streams_that_lag(job: Job) -> None:
-    """Whatever lacks an order shows it where each operation of a stream comes late."""
+def test_delayed_streams(job: Job) -> None:
+    """Missing ordering shows if each operation of a stream runs late."""
     with job("rocm:2, host:2", HIPHOST_DELAY_US="1000") as ranks:
         ranks.run(collectives.check_all_reduce, "float32", "sum", 10_001)
         ranks.run(collectives.check_all_gather, "int64", 1001)
@@ -212,7 +212,7 @@ def test_streams_that_lag(job: Job) -> None:
 
 
 def join_two_at_once(comm: Communicator) -> None:
-    """First operations of two communicators, from two threads; the last rank joins the first of them when the second is there."""
+    """First operations of two communicators in two threads; the last rank completes the second join first."""
     from xvcomm.backends.rocm.library import RcclLibrary
 
     groups = [comm.split(0), comm.split(0, -comm.rank)]
@@ -241,14 +241,14 @@ def join_two_at_once(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("name", ["rocm:2", "rocm:4"])
 def test_joining_several_at_once(job: Job, name: str) -> None:
-    """A rank waits in the library for the members of one communicator, and meets those of another meanwhile."""
+    """While a rank waits in the library for one communicator's members, it can join another communicator."""
     with job(name) as ranks:
         for _ in range(3):
             ranks.run(join_two_at_once)
 
 
 def has_no_library(comm: Communicator) -> None:
-    """Collectives and messages across the border, and what doctor says."""
+    """Collectives and messages across islands, and doctor's output."""
     collectives.check_all_reduce(comm, "float32", "sum", 3001)
     collectives.check_all_gather(comm, "int64", 101)
     pointtopoint.check_exchange(comm, "float32", 1001)
@@ -257,7 +257,7 @@ def has_no_library(comm: Communicator) -> None:
 
 
 def test_one_gpu_needs_no_library(job: Job, environment: Mapping[str, str], tmp_path: Path) -> None:
-    """An island of one rank beside another never asks for RCCL; two GPUs that want it learn what is missing."""
+    """An island of one rank never needs RCCL; two GPUs that need it get an error that says what is missing."""
     shutil.copytree(environment["ROCM_PATH"], tmp_path / "rocm")
     (tmp_path / "rocm" / "lib" / "librccl.so").unlink()
     with job("rocm:1, host:1", ROCM_PATH=str(tmp_path / "rocm")) as ranks:
@@ -283,7 +283,7 @@ def test_dtypes(job: Job, name: str) -> None:
 
 
 def temporary_results(comm: Communicator) -> list[float]:
-    """What a result holds when it is handed out: its temporary memory is freed then."""
+    """The contents of a result when it is returned, after its temporary memory has been freed."""
     a, beside, found = arrays(comm), DeviceArrays(comm._context.device), list[float]()
     x, y = a.put(np.full(16, comm.rank + 1.0, np.float32)), a.put(np.zeros(16, np.float32))
     a.synchronize()
@@ -307,13 +307,13 @@ def temporary_results(comm: Communicator) -> list[float]:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_temporary_results(job: Job, name: str) -> None:
-    """As for JAX's arrays: with a stream that the user gives, the host waits all the same."""
+    """As for JAX's arrays: the host also waits if the user gives a stream."""
     with job(name) as ranks:
         assert ranks.run(temporary_results) == [[3.0] * 4 + [2.0] * 4, [3.0] * 4 + [1.0] * 4]
 
 
 def averages_alone(comm: Communicator) -> None:
-    """A communicator of one rank, whose thread's current device is another one."""
+    """A communicator of one rank whose thread has another current device."""
     from rocm.bindings import hip
 
     a = arrays(comm)
@@ -327,20 +327,20 @@ def averages_alone(comm: Communicator) -> None:
 
 
 def test_default_stream_of_another_device(environment: Mapping[str, str]) -> None:
-    """Its handle is that of the current device's, too: what was called before must not go there."""
+    """Its handle equals that of the current device's default stream; cached calls must not use that one."""
     with World(devices="rocm:1", env={**environment, "XVCOMM_DEVICE_INDEX": "1"}) as ranks:
         ranks.run(averages_alone)
 
 
 @pytest.mark.parametrize("check", graphs.CHECKS)
 def test_graphs(alone: World, check: Callable[..., None]) -> None:
-    """Operations captured in a HIP graph, of the native library and across a border."""
+    """Operations captured in a HIP graph, by the native library and across islands."""
     alone.run(check)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_one_queue(job: Job, name: str) -> None:
-    """One hardware queue for all streams: nothing waits behind what waits for it."""
+    """One hardware queue for all streams: no operation is queued behind one that waits for it."""
     with job(name, GPU_MAX_HW_QUEUES="1") as ranks:
         for check, args in one_queue.CHECKS:
             ranks.run(check, *args)
@@ -348,14 +348,14 @@ def test_one_queue(job: Job, name: str) -> None:
 
 @pytest.mark.parametrize("late", ["recv", "broadcast"])
 def test_loading(job: Job, late: str) -> None:
-    """The library waits for the device, and who comes to a stream waits for the library: deadlines are kept all the same."""
+    """Loading waits for the device, and callers wait for loading; deadlines are met all the same."""
     with job("rocm:2", HIPHOST_LAZY="1") as ranks:
         ranks.run(failures.check_deadline_beside_loading, late)
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_death(job: Job, name: str) -> None:
-    """What waits for a rank that is killed ends with its name; the streams go on."""
+    """Operations that wait for a killed rank fail with its number; the streams continue."""
     with job(name) as ranks:
         ranks.run(meet)
         victim = ranks.size - 1

@@ -1,7 +1,7 @@
-"""A framework whose arrays never change, as JAX's, on ROCm by libraries that do for host memory what AMD's do for GPUs.
+"""A framework with immutable arrays, such as JAX, on ROCm with libraries that simulate AMD's on host memory.
 
-JAX itself knows no such device; what it is asked for is done here as it does it: an array shows its memory when it is
-filled, and another one is made of memory that is shown by DLPack.
+JAX does not support this device; what xvcomm uses of JAX is reimplemented here: an array exposes its memory once it is
+filled, and arrays are created from memory by DLPack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip in
 
 
 class Fixed:
-    """An array of that framework, which says nothing of streams."""
+    """An array of that framework; does not expose its stream."""
 
     committed = True
 
@@ -46,12 +46,12 @@ class Fixed:
         return self
 
     def from_dlpack(self, x: Any) -> Fixed:
-        """A function of the namespace: the same memory."""
+        """Function of the namespace: an array over the same memory."""
         assert x.__dlpack_device__() == self.__dlpack_device__()
         return Fixed(self.arrays, x)
 
     def asarray(self, x: Fixed, *, copy: bool) -> Fixed:
-        """Likewise: a copy, which goes on behind the host."""
+        """Function of the namespace: a copy, made asynchronously."""
         seen = array.view(x.memory)
         made = self.arrays.empty(seen.shape, seen.dtype)
         if copy and seen.nbytes:
@@ -63,7 +63,7 @@ Fixed.__module__ = "jax.standin"  # by which xvcomm knows arrays that never chan
 
 
 def functional(comm: Communicator) -> Framework:
-    """The framework."""
+    """The framework's namespace."""
     arrays = DeviceArrays(comm._context.device)
 
     def make(x: Array) -> Fixed:
@@ -76,13 +76,13 @@ def functional(comm: Communicator) -> Framework:
 
 
 def conformance(comm: Communicator) -> None:
-    """What `xvcomm.testing.adapter` asks of every framework."""
+    """The checks of `xvcomm.testing.adapter`."""
     for check in adapter.CHECKS:
         check(comm, [f"{__name__}:functional"])
 
 
 def late(comm: Communicator) -> None:
-    """Results of asynchronous operations, where the host must wait: the framework's stream is not known."""
+    """Results of asynchronous operations, for which the host must wait because the framework's stream is unknown."""
     f, n = functional(comm), 300_001
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x = f.make(np.full(n, comm.rank, np.float32))
@@ -96,8 +96,8 @@ def late(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("islands", ["a:2", "a,b"])
-def test_arrays_that_never_change(root: Path, islands: str) -> None:
-    """In an island and across a border."""
+def test_immutable_arrays(root: Path, islands: str) -> None:
+    """In one island and across islands."""
     builder = runpy.run_path(str(root / "tests" / "shims" / "hip" / "build.py"))
     try:
         environment = {"ROCM_PATH": str(builder["build"]()), "HIPHOST_DEVICES": "2", **SMALL_GPU_RINGS}

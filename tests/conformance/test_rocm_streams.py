@@ -1,4 +1,4 @@
-"""Ranks on ROCm, as in test_rocm: what goes on behind the host, on streams that the user makes and destroys, and in threads."""
+"""ROCm ranks as in test_rocm: asynchronous work on streams that the user creates and destroys, and in threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_unlike_deadlines(alone: World) -> None:
 
 
 def dropped(comm: Communicator) -> None:
-    """Behind operations that the streams hold."""
+    """Operations on streams that have not run yet."""
     a = arrays(comm)
     x = a.put(np.ones(1000))
     sub = comm.split(0)
@@ -49,12 +49,12 @@ def dropped(comm: Communicator) -> None:
     a.synchronize()
 
 
-def test_a_communicator_that_is_dropped(alone: World) -> None:
+def test_a_communicator_that_is_garbage_collected(alone: World) -> None:
     alone.run(dropped)
 
 
 def threads_that_receive(comm: Communicator) -> None:
-    """Several from one rank, each on a stream of its own, beside one that keeps the interpreter busy."""
+    """Several threads receive from one rank, each on its own stream, beside a thread that keeps the GIL busy."""
     a, count, rounds = arrays(comm), 4, 8
     parts = [a.put(np.zeros(1000)) for _ in range(count)]
     mine = [DeviceArrays(comm._context.device) for _ in range(count)]
@@ -88,13 +88,13 @@ def threads_that_receive(comm: Communicator) -> None:
 
 
 def test_threads_that_receive(alone: World) -> None:
-    """None of their messages counts for another thread's."""
+    """No thread receives another thread's message."""
     alone.run(threads_that_receive)
 
 
 @contextlib.contextmanager
 def hip_stream() -> Iterator[int]:
-    """One of the user's, gone at the end."""
+    """A stream of the user, destroyed at the end."""
     from rocm.bindings import hip
 
     _, made = hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking)
@@ -108,6 +108,6 @@ def streams_that_end(comm: Communicator) -> None:
         repeated_calls.check_late_messages_on_a_stream(comm, hip_stream)
 
 
-def test_streams_that_end(alone: World) -> None:
-    """Nobody touches a stream that the user may have destroyed."""
+def test_destroyed_streams_are_not_used(alone: World) -> None:
+    """xvcomm does not access streams that the user may have destroyed."""
     alone.run(streams_that_end)

@@ -1,4 +1,4 @@
-"""Reductions in low precision on host memory: the sum, product or average of all ranks, rounded once."""
+"""Low-precision reductions on host memory: the sum, product or average of all ranks is rounded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_ISLAND, BORDER = ("a:2", "a:3", "a:4"), ("a:2,b:1", "a:2,b:2", "a,b", "a,b,c
 
 
 def exact(dtype, op, count, seed):
-    """Numbers of a dtype that float32 adds and multiplies without rounding, while their sums do not fit the dtype."""
+    """Numbers of a dtype that float32 adds and multiplies exactly while their sums do not fit the dtype."""
     random = np.random.default_rng(seed)
     if op == "prod":
         values = random.integers(1, 16, count) / 8.0 * random.choice((-1.0, 1.0), count)
@@ -94,8 +94,8 @@ def world(request):
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_one_rounding_in_all(world, name):
-    """Small arrays, and large ones in segments and straight between processes."""
+def test_reductions_round_once(world, name):
+    """Small arrays, and large ones in segments and directly between processes."""
     sizes = (1, 37, 300_001) if name in ("float16", "bfloat16") else (1, 1003)
     world.run(check, name, OPS, sizes)
 
@@ -124,7 +124,7 @@ def test_an_average_does_not_overflow(islands):
 
 
 def near(comm, name, op, count):
-    """Numbers of any size: as float32 adds and multiplies, and no rounding but one."""
+    """Numbers of any magnitude: float32 arithmetic, with no further rounding than the last."""
     dtype, terms = BY_NAME[name], []
     for rank in range(comm.size):
         random = np.random.default_rng(rank)

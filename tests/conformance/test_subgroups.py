@@ -1,4 +1,4 @@
-"""Subgroups: made by their members alone, again and again, and what happens when the members do not agree."""
+"""Subgroups: created by their members only, repeatedly, and with members that disagree."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ def four():
 
 
 def raised(call, *args, **kwargs):
-    """What a call raises, or None."""
+    """The exception of a call, or None."""
     try:
         call(*args, **kwargs)
     except XvcommError as error:
@@ -49,7 +49,7 @@ def raised(call, *args, **kwargs):
 
 
 def works(comm, group, ranks):
-    """A group has the ranks it was asked for, in their order."""
+    """Check that a group has the requested ranks in the requested order."""
     assert (group.rank, group.size) == (list(ranks).index(comm.rank), len(ranks))
     got = group.all_gather(np.array([comm.rank]))
     assert got.tolist() == list(ranks)
@@ -78,7 +78,7 @@ def test_only_the_members_call(four, ranks, name):
 
 
 def nested(comm):
-    """Rows and columns of a mesh under one name, groups of groups, numpy's numbers, and the same again."""
+    """Rows and columns of a mesh under one name, groups of groups, numpy integers, and repetition."""
     for _ in range(3):
         row = comm.subgroup(range(comm.rank // 2 * 2, comm.rank // 2 * 2 + 2), "mesh")
         column = comm.subgroup(np.array([comm.rank % 2, comm.rank % 2 + 2]), "mesh")
@@ -97,7 +97,7 @@ def test_meshes(world):
 
 
 def in_threads(comm, many):
-    """Groups of all, made at the same time by threads under names of their own."""
+    """Groups of all ranks, created concurrently by threads under different names."""
     failures = []
 
     def make(number):
@@ -134,7 +134,7 @@ def beside(comm):
     return comm.all_reduce(np.array([1])).item(), got
 
 
-def test_the_parent_is_not_asked(four):
+def test_creating_a_group_does_not_use_the_parents_operations(four):
     assert four.run(beside) == [(4, 3)] * 3 + [(4, 5.0)]
 
 
@@ -149,7 +149,7 @@ def refused(comm):
     return [str(error) for error in errors[:4]]
 
 
-def test_bad_arguments(four):
+def test_invalid_arguments(four):
     twice, absent, empty, too_large = four.run(refused)[1]
     assert "rank 1 occurs twice in ranks 1, 2, 1" in twice
     assert "this rank, 1, is not in ranks 2" in absent and "is not in ranks" in empty
@@ -158,7 +158,7 @@ def test_bad_arguments(four):
 
 
 def differing(comm, lists, timeout):
-    """Every rank's own idea of the group; what it raises and when, and whether the parent goes on."""
+    """Every rank's different arguments; the error and its time, and whether the parent still works."""
     ranks = lists[comm.rank]
     started = time.monotonic()
     error = None if ranks is None else raised(comm.subgroup, ranks, f"differing {lists}", timeout=timeout)
@@ -206,7 +206,7 @@ def test_members_that_do_not_come(four, lists, missing):
 
 
 def late(comm):
-    """Rank 1 comes when rank 0 has given up."""
+    """Rank 1 comes after rank 0 has given up."""
     if comm.rank > 1:
         return []
     if comm.rank == 0:
@@ -220,13 +220,13 @@ def late(comm):
     return errors
 
 
-def test_who_comes_late_is_told(four):
+def test_a_member_that_comes_late_raises(four):
     for (error,) in four.run(late)[:2]:
         assert isinstance(error, DeadlineExceeded) and "rank 1 did not join in time" in str(error)
 
 
 def parent_ends(comm, how):
-    """The parent ends while ranks 0 and 1 wait for rank 2 to make a group."""
+    """The parent ends while ranks 0 and 1 wait for rank 2 to create a group."""
     sub = comm.split(0)
     if comm.rank < 2:
         errors = [raised(sub.subgroup, [0, 1, 2], "never")]
@@ -241,13 +241,13 @@ def parent_ends(comm, how):
     return errors
 
 
-def test_the_parent_is_aborted(four):
+def test_an_abort_of_the_parent_ends_the_creation_of_a_group(four):
     for errors in four.run(parent_ends, "abort")[:2]:
         assert isinstance(errors[0], Aborted) and "no more" in str(errors[0])
 
 
 def parent_late(comm):
-    """The parent ends by a deadline while ranks 0 and 1 wait for rank 2 to make a group."""
+    """The parent fails by a deadline while ranks 0 and 1 wait for rank 2 to create a group."""
     sub = comm.split(0)
     if comm.rank < 2:
         errors = [raised(sub.subgroup, [0, 1, 2], "never")]
@@ -259,13 +259,13 @@ def parent_late(comm):
     return errors
 
 
-def test_the_parent_is_late(four):
+def test_the_parents_deadline_ends_the_creation_of_a_group(four):
     for (error,) in four.run(parent_late):
         assert isinstance(error, DeadlineExceeded) and error.peer is not None, error
         assert "did not join" not in str(error), error
 
 
-def test_no_group_of_a_closed_communicator():
+def test_a_closed_communicator_creates_no_group():
     with World(4, timeout=60) as world:
         started = time.monotonic()
         *waited, closed, _ = world.run(parent_ends, "close")
@@ -294,11 +294,11 @@ def test_a_member_is_killed():
 
 
 class Interrupted(Exception):
-    """What a signal handler raises."""
+    """Raised by a signal handler."""
 
 
 def interrupted(comm, kind, victim):
-    """A member leaves the job between the meeting of all members and its own part of the group."""
+    """A member closes after all members have met and before it has set up its part of the group."""
 
     def make():
         return comm.subgroup([0, 1, 2], "interrupted") if kind == "subgroup" else comm.split(0)
@@ -319,8 +319,8 @@ def refuse(self, deadline):
 @pytest.mark.parametrize("topology", ["a:3", "a,b,c"])
 @pytest.mark.parametrize("kind", ["split", "subgroup"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_member_leaves_before_it_has_made_its_part(topology, kind, victim):
-    """Rank 0 makes the shared memory that the others wait for; the others only map it."""
+def test_a_member_closes_while_a_group_is_created(topology, kind, victim):
+    """Rank 0 creates the shared memory that the others wait for; the others only map it."""
     with World(islands=topology, timeout=40) as world:
         world.run(meet)
         started = time.monotonic()
@@ -331,20 +331,20 @@ def test_a_member_leaves_before_it_has_made_its_part(topology, kind, victim):
 
 
 def many(comm, count):
-    """Groups that are all open at the same time."""
+    """Many groups that are open at the same time."""
     groups = [comm.subgroup([0, 1], "many") for _ in range(count)]
     assert [group.all_reduce(np.array([i])).item() for i, group in enumerate(groups)] == [2 * i for i in range(count)]
     for group in groups:
         group.close()
 
 
-def test_dozens_at_once():
+def test_dozens_of_groups_at_once():
     with World(2, timeout=20) as world:
         world.run(many, 60)
 
 
 def colours(comm):
-    """Whatever is a whole number is a colour and a key; what is none is refused before anything moves."""
+    """Any integer is a valid colour and key; other values are rejected before any communication."""
     for color, key in ((True, False), (np.int64(1), np.int32(-comm.rank)), (np.uint8(7), True)):
         with comm.split(color, key) as group:
             assert group.size == comm.size

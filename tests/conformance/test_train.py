@@ -1,4 +1,4 @@
-"""The trainer on real ranks: started three ways, over every framework, schedule and layout, with one process's loss."""
+"""The trainer on real ranks: three launchers, all frameworks, schedules and layouts, with the loss of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BORDER = "cuda:2,rocm:2"
 
 
 def run(*command: str, timeout: float = 90) -> tuple[int, str]:
-    """Exit code and output of a command in a session of its own, all of which is ended if it hangs."""
+    """Exit code and output of a command in a session of its own, which is killed if it hangs."""
     process = subprocess.Popen(
         command, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -51,7 +51,7 @@ def read(folder: Path) -> tuple[dict, list[dict], dict]:
 
 
 def train(folder: Path, *command: str) -> tuple[dict, list[float]]:
-    """Run with `--check`; the header and the losses."""
+    """Run with `--check`; returns the header and the losses."""
     code, out = run(*command, "--check", "--out", str(folder))
     assert code == 0, out
     assert "same loss as one process" in out
@@ -63,7 +63,7 @@ def train(folder: Path, *command: str) -> tuple[dict, list[float]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one numpy process with as many sequences a step as two replicas of four micro-batches."""
+    """Losses of one numpy process with as many sequences per step as two replicas of four micro-batches."""
     folder = tmp_path_factory.mktemp("alone")
     return train(folder, sys.executable, TRAIN, *SMALL, "--micro-batches", "8")[1]
 
@@ -202,7 +202,7 @@ def test_a_failed_check_fails_the_run(tmp_path: Path) -> None:
         (("--islands", BORDER), "labels 4 ranks, the job has 1"),
     ],
 )
-def test_what_cannot_be_trained_is_said(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_settings_are_rejected(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     code, out = run(sys.executable, TRAIN, *SMALL, *arguments, "--out", str(tmp_path))
     assert code == 1
     assert "Traceback" not in out

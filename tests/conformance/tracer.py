@@ -1,4 +1,4 @@
-"""Stops a thread of another process where it enters a system call, as a debugger does (ptrace)."""
+"""Stops a thread of another process at the entry of a system call, using ptrace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 
 
 class _SyscallInfo(ctypes.Structure):
-    """`struct ptrace_syscall_info` at an entry: the same on every processor."""
+    """`struct ptrace_syscall_info` at an entry: the same on every architecture."""
 
     _fields_ = (
         ("op", ctypes.c_uint8), ("pad", ctypes.c_uint8 * 3), ("arch", ctypes.c_uint32), ("instruction", ctypes.c_uint64),
@@ -34,14 +34,14 @@ def _ptrace(request: int, process: int, address: int = 0, data: int = 0) -> None
 
 
 class Held:
-    """A process that runs until its main thread enters a system call of a kind, and stops there.
+    """A process that runs until its main thread enters a matching system call, and is stopped there.
 
     Args:
-        process: its number.
-        wanted: given number and arguments of a system call, tells whether it is the one.
+        process: its process id.
+        wanted: called with number and arguments of a system call; returns whether it matches.
 
     Raises:
-        OSError: the system does not let this process trace the other.
+        OSError: the system does not allow this process to trace the other one.
     """
 
     def __init__(self, process: int, wanted: Callable[[int, list[int]], bool]) -> None:
@@ -57,7 +57,7 @@ class Held:
             raise self._failure
 
     def release(self) -> None:
-        """Let it go on, untraced."""
+        """Continue it, untraced."""
         self._go_on.set()
         self._thread.join()
 
@@ -90,14 +90,14 @@ class Held:
 
 
 READ, WRITE = {"x86_64": (310, 311), "aarch64": (270, 271)}[platform.machine()]
-"""Numbers of process_vm_readv and process_vm_writev."""
+"""System call numbers of process_vm_readv and process_vm_writev."""
 
 
 def hold_in_copy(process: int, *calls: int) -> Held:
-    """Hold a process where its main thread copies from or into this one's memory.
+    """Stop a process where its main thread copies from or to this process's memory.
 
     Args:
-        calls: READ, WRITE; any if there are none.
+        calls: READ, WRITE; by default both.
     """
     me, kinds = os.getpid(), calls or (READ, WRITE)
     return Held(process, lambda number, args: number in kinds and args[0] == me)

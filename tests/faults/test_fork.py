@@ -89,7 +89,7 @@ def test_every_call_raises_closed_error(world):
     world.run(refused)
 
 
-def inherits_what_is_under_way(comm):
+def fork_during_operations(comm):
     """The parent's threads are in operations whose locks and Works the child inherits."""
     warm(comm)
     peer = 1 - comm.rank
@@ -129,7 +129,7 @@ def inherits_what_is_under_way(comm):
 
 
 def test_works_in_a_forked_child(world):
-    world.run(inherits_what_is_under_way)
+    world.run(fork_during_operations)
 
 
 def inherits_locks(comm):

@@ -228,12 +228,12 @@ def streams_that_end(comm: Communicator) -> None:
         repeated_calls.check_late_messages_on_a_stream(comm, cupy_stream)
 
 
-def test_unlike_deadlines(alone: World) -> None:
+def test_different_timeouts(alone: World) -> None:
     if alone.size > 1:
         alone.run(repeated_calls.check_unlike_deadlines)
 
 
-def test_streams_that_end(alone: World) -> None:
+def test_destroyed_streams_are_not_used(alone: World) -> None:
     """A stream that the user may have destroyed is not used."""
     why = alone.run(frameworks.missing, "cupy")[0]
     if why:

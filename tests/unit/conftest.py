@@ -1,4 +1,4 @@
-"""Shared by the tests of stores and of `init`: a port, a server, clients of every kind of store."""
+"""Fixtures of the tests of stores and of `init`: a port, a server, clients of every kind of store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOON = 10.0
 
 @pytest.fixture
 def no_store_thread_left() -> Iterator[None]:
-    """Check that every server and client of the test has ended its threads."""
+    """Check that every server and client of the test has stopped its threads."""
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("xvcomm-store")] == []
 
@@ -45,7 +45,7 @@ def port() -> int:
 
 @pytest.fixture
 def address(port: int) -> str:
-    """Where a store can be served, as `XVCOMM_STORE` has it."""
+    """An address for a store server, in the format of `XVCOMM_STORE`."""
     return f"tcp://127.0.0.1:{port}"
 
 
@@ -59,7 +59,7 @@ def server() -> Iterator[TcpServer]:
 
 @pytest.fixture(params=["memory", "file", "tcp", "torch"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Store]]:
-    """Opens one more client of one store of each kind."""
+    """Opens another client of one store of each kind."""
     opened: list[Store] = []
 
     def keep(store: Store) -> Store:
@@ -85,7 +85,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 
 @pytest.fixture
 def fake_communicator(monkeypatch: pytest.MonkeyPatch, no_store_thread_left: None) -> Path:
-    """Let `init()` find the fake communicator, no settings and no earlier life; gives the file of the fake."""
+    """Make `init()` use the fake communicator, without settings or earlier epochs; returns the fake's file."""
     monkeypatch.setitem(sys.modules, "xvcomm.comm.communicator", types.ModuleType("xvcomm.comm.communicator"))
     file = Path(__file__).with_name("fake_communicator.py")
     runpy.run_path(str(file))

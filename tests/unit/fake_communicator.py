@@ -1,6 +1,6 @@
-"""Stands in for `xvcomm.comm.communicator`: the least that `init()` needs. Running this file puts it in place.
+"""Replaces `xvcomm.comm.communicator` by the minimum that `init()` needs. Running this file installs it.
 
-What a communicator adds has its own tests; without it ranks start at once and share no memory.
+The communicator has its own tests; without it ranks start fast and share no memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xvcomm.types.deadline import Deadline
 
 
 class Communicator:
-    """Ranks that have met, and their store."""
+    """Ranks that have joined, and their store."""
 
     def __init__(self, store: Store, rank: int, size: int, close: Callable[[], None]) -> None:
         self.store, self.rank, self.size, self.close = store, rank, size, close
@@ -25,7 +25,7 @@ class Communicator:
     def join(
         cls, store: Store, rank: int, size: int, *, config: Config, deadline: Deadline, on_close: Callable[[], None]
     ) -> Communicator:
-        """Meet the other ranks, and check that each is the one that its number says."""
+        """Exchange keys with the other ranks, and check each rank's number."""
         infos = join_barrier(store, rank, size, b"rank%d" % rank, deadline)
         assert infos == [b"rank%d" % other for other in range(size)]
         return cls(store, rank, size, on_close)

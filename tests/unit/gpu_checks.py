@@ -1,4 +1,4 @@
-"""Checks of what CUDA's and ROCm's backends share, each run by test_gpu_runtime.py in a process with ROCM_PATH set."""
+"""Checks of code that the CUDA and ROCm backends share; test_gpu_runtime.py runs each in a process with ROCM_PATH set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Let the tests run a function."""
+    """Register a function as a check."""
     CHECKS[function.__name__] = function
     return function
 
@@ -78,7 +78,7 @@ def bytes_of(seed: int, nbytes: int = SMALL) -> Array:
 
 @contextlib.contextmanager
 def ring() -> Iterator[tuple[RingEnd, RingEnd]]:
-    """Both ends of a ring, as two ranks have them."""
+    """Both ends of a ring, as two ranks map them."""
     made = Segment.create("/dev/shm", "gpu", LAYOUT.size)
     producer = RingEnd.create(made, LAYOUT, peer=1, producer=True)
     consumer = RingEnd.open(Segment.attach("/dev/shm", made.name), peer=0, producer=False)
@@ -91,7 +91,7 @@ def ring() -> Iterator[tuple[RingEnd, RingEnd]]:
 
 
 def counted(runtime: Any, name: str) -> list[Any]:
-    """What one of the runtime's calls gives, from now on."""
+    """Results of one of the runtime's calls, from now on."""
     results: list[Any] = []
     call = getattr(runtime, name)
 
@@ -105,7 +105,7 @@ def counted(runtime: Any, name: str) -> list[Any]:
 
 @check
 def calls() -> None:
-    """The table: memory, streams and events do what it says, and errors have names."""
+    """The call table: memory, streams and events behave as documented, and errors have names."""
     from rocm.bindings import hip
 
     from xvcomm.backends.rocm.runtime import HipRuntime
@@ -139,7 +139,7 @@ def calls() -> None:
 
 @check
 def codes_that_hip_python_does_not_know() -> None:
-    """Its enumerations raise ValueError for what a newer library answers; we say the number."""
+    """Its enumerations raise ValueError for unknown codes of newer libraries; the error states the number."""
     from rocm.bindings import hiprtc, rccl
 
     from xvcomm.backends.rocm.library import RcclLibrary
@@ -166,7 +166,7 @@ def codes_that_hip_python_does_not_know() -> None:
 
 @check
 def pinned_memory_is_seen_by_the_device() -> None:
-    """Registered by what the runtime says, not by luck: twice is an error, and afterwards it is not pinned."""
+    """As reported by the runtime: registering twice is an error, and afterwards the memory is not pinned."""
     from rocm.bindings import hip
 
     from xvcomm.backends.rocm.runtime import HipRuntime
@@ -192,7 +192,7 @@ def pinned_memory_is_seen_by_the_device() -> None:
 
 @check
 def streams_of_other_people() -> None:
-    """A handle of this device is taken, in every thread; others are refused with a remedy."""
+    """A handle of this device is accepted in every thread; others are rejected with a remedy."""
     gpu = device()
     runtime = gpu.runtime
     handle = runtime.stream()
@@ -215,7 +215,7 @@ def streams_of_other_people() -> None:
 
 @check
 def arrays_of_other_people() -> None:
-    """Memory of this device passes; freed memory, the host's and another device's do not."""
+    """Memory of this device is accepted; freed memory, host memory and another device's memory are not."""
     gpu, other = device(), device(1)
     here, there = gpu.empty(100), other.empty(100)
     gpu.adopt(None, here.address, here.address + 99)
@@ -230,7 +230,7 @@ def arrays_of_other_people() -> None:
 
 @check
 def the_threads_device_stays() -> None:
-    """A rank on device 1 leaves its threads on device 0, whatever it does, errors included."""
+    """A rank on device 1 leaves its threads' current device at 0 after every call, including errors."""
     gpu, data = device(1), bytes_of(1)
     assert gpu.capabilities().index == 1
     with ring() as (producer, consumer):
@@ -249,7 +249,7 @@ def the_threads_device_stays() -> None:
 
 @check
 def memory_is_used_again() -> None:
-    """But not before all is done that was enqueued when it came back."""
+    """But not before all work that was enqueued when it was returned has completed."""
     gpu, data = device(), bytes_of(2)
     allocated = counted(gpu.runtime, "allocate")
     with ring() as (producer, consumer):
@@ -280,7 +280,7 @@ def memory_is_used_again() -> None:
 
 @check
 def events_and_streams_are_used_again() -> None:
-    """The handles of events and streams that nobody holds are used again."""
+    """Handles of released events and streams are reused."""
     gpu = device()
     events, streams = counted(gpu.runtime, "event"), counted(gpu.runtime, "stream")
     user = gpu.adopt(gpu.runtime.stream())
@@ -297,7 +297,7 @@ def events_and_streams_are_used_again() -> None:
 
 @check
 def nothing_waits_for_another_of_what_starts_together() -> None:
-    """Each side first sends two messages that no ring can hold, then receives two: alone this would be a deadlock."""
+    """Each side first sends two messages that exceed a ring, then receives two, in one group: no deadlock."""
     gpus = device(), device(1)
     data = [[bytes_of(10 * side + n, BIG) for n in range(2)] for side in range(2)]
     with ring() as there, ring() as back:
@@ -320,7 +320,7 @@ def nothing_waits_for_another_of_what_starts_together() -> None:
 
 @check
 def one_ring_on_two_streams() -> None:
-    """Messages keep their order though the first one's stream is held up and the second one's is free."""
+    """Messages keep their order even if the first one's stream is blocked and the second one's is free."""
     gpu, first, second = device(), bytes_of(3), bytes_of(4)
     with ring() as (producer, consumer), ring() as (gate, gated):
         sent, got = [up(gpu, x) for x in (first, second)], [gpu.empty(SMALL) for _ in range(3)]
@@ -356,7 +356,7 @@ def captured(handle: int) -> Iterator[list[Any]]:
 
 @check
 def graphs() -> None:
-    """A transfer is captured, with streams of our own in the graph, and each replay sends one message."""
+    """A transfer is captured, including internal streams, and each replay sends one message."""
     gpu, data = device(), bytes_of(5)
     with ring() as (producer, consumer):
         source, handle, receiving = up(gpu, data), gpu.runtime.stream(), stream(gpu)
@@ -398,7 +398,7 @@ def graphs() -> None:
 
 @check
 def closing_unpins() -> None:
-    """Also while a kernel waits in the ring: it leaves, and the device goes on."""
+    """Also while a kernel waits in the ring: it exits, and the device stays usable."""
     gpu, data = device(), bytes_of(6)
     pinned, unpinned = counted(gpu.runtime, "register"), counted(gpu.runtime, "unregister")
     waiting, target = stream(gpu), gpu.empty(SMALL)
@@ -419,7 +419,7 @@ def closing_unpins() -> None:
 
 @check
 def what_was_given_up_stops_its_ring() -> None:
-    """After a moment, so that whoever knows why may say so first."""
+    """After a short time, so that a caller that knows the reason can report it first."""
     gpu = device()
     for first, word in ((0, Reason.ABORTED.word(0)), (Reason.DEADLINE.word(7), Reason.DEADLINE.word(7))):
         with ring() as (_, consumer):
@@ -439,7 +439,7 @@ def what_was_given_up_stops_its_ring() -> None:
 
 @check
 def no_device() -> None:
-    """The reason and the remedy; set by the parent: no devices."""
+    """The reason and the remedy if there are no devices; the parent process hides them."""
     reason, remedy = rocm.RocmBackend().refusal() or ("", "")
     assert reason == "no AMD GPU is visible" and "HIP_VISIBLE_DEVICES" in remedy
 

@@ -1,4 +1,4 @@
-"""Arrays of every protocol, seen without a copy: address, shape, dtype, and who may be written to."""
+"""Arrays of every protocol, viewed without a copy: address, shape, dtype, and writability."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from xvcomm.types.dtype import BY_NAME, DTYPES, DType
 
 
 def nowhere(nbytes: int) -> array.Memory:
-    """Memory for arrays on the host is not taken from a device."""
+    """Host arrays do not allocate memory from a device."""
     raise AssertionError(f"{nbytes} bytes asked for")
 
 
 class Interface:
-    """An array by `__array_interface__` alone."""
+    """An array with `__array_interface__` only."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data = data
@@ -33,7 +33,7 @@ class Interface:
 
 
 class OldCapsule:
-    """A library whose `__dlpack__` knows no versions."""
+    """A library whose `__dlpack__` does not support versions."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data = data
@@ -46,14 +46,14 @@ class OldCapsule:
 
 
 class NewCapsule(OldCapsule):
-    """One that knows them."""
+    """A library whose `__dlpack__` supports versions."""
 
     def __dlpack__(self, *, max_version: Any = None) -> Any:
         return self.data.__dlpack__(max_version=max_version)
 
 
 class Stubborn:
-    """One that refuses."""
+    """A library that refuses to export."""
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         raise BufferError("Cannot export: the array is sharded\nand more lines")

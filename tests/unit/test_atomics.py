@@ -1,4 +1,4 @@
-"""Raw memory and waiting in compiled code."""
+"""Raw memory access and waiting in compiled code."""
 
 from __future__ import annotations
 

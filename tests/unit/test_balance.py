@@ -1,4 +1,4 @@
-"""Uneven splits are optimal, respect memory, and keep the gradient exact."""
+"""Uneven splits are optimal, respect memory limits, and keep the gradient exact."""
 
 from __future__ import annotations
 

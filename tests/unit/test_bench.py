@@ -1,4 +1,4 @@
-"""The benchmark's own logic, in this process: what is asked for, checked, timed and reported."""
+"""The benchmark's logic, in this process: requests, checks, timing and reports."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ DTYPE = {d.name: d for d in DTYPES}
 
 
 class CpuTorch(TorchMemory):
-    """Torch's arrays as a GPU's are used, on the CPU."""
+    """Torch arrays used as on a GPU, on the CPU."""
 
     def __init__(self):
         self._torch = pytest.importorskip("torch")
@@ -100,7 +100,7 @@ def _numpy(array):
 
 
 def _run_by_hand(case, buffers):
-    """What a correct library leaves in every rank's output."""
+    """Every rank's output of a correct library."""
     src = [_numpy(b.src).copy() for b in buffers]
     total = np.sum([s.astype(np.complex128) for s in src], axis=0)
     total = (total if case.dtype.kind == "c" else total.real).astype(src[0].dtype)
@@ -199,7 +199,7 @@ def test_ping_pong_sends_what_was_received():
 
 
 class Sleeper:
-    """An operation that takes a millisecond of the host, and what it was asked to do."""
+    """An operation that takes one millisecond on the host; records its calls."""
 
     name = "sleeper"
     communicates = False
@@ -229,7 +229,7 @@ def _measured(memory, op="all_reduce", size=64, **effort):
 
 
 def test_bursts_are_waited_for_once():
-    """Of ten calls in a burst each takes its own time and a tenth of the wait at the end."""
+    """In a burst of ten calls, each is charged its own time and a tenth of the final wait."""
     sleeper, (record,) = _measured(CpuTorch(), iterations=10, warmup=1)
     assert sleeper.calls == 1 + 3 * 10 and record.iterations == 30
     assert record.call >= 1000 and record.waited >= 2000

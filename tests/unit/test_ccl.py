@@ -1,4 +1,4 @@
-"""NCCL and RCCL: which way a reduction goes, who may join whom, and how a call is broken off."""
+"""NCCL and RCCL: the implementation of reductions, checks before joining, and how calls are aborted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Doing = Callable[..., Any]
 
 
 def carried_out(how: Route, dtype: DType, op: ReduceOp, inputs: list[Any], factors: list[float]) -> Any:
-    """What a route gives, by numpy."""
+    """The result of a route, computed by numpy."""
     members = len(inputs)
     if how.scale is Scale.BEFORE:
         scales = [1 / members] * members if op is ReduceOp.AVG else factors
@@ -115,7 +115,7 @@ def a_member(who: str, **different: Any) -> Member:
 
 
 def a_library(**results: Any) -> Mock:
-    """A library that does nothing, at once and with success, but for these results."""
+    """A library whose calls do nothing and succeed immediately, except for these results."""
     library = create_autospec(Library, instance=True)
     library.name, library.least_version = "NCCL", 21800
     library.debug_hint = "NCCL_DEBUG=INFO tells more"
@@ -132,7 +132,7 @@ def a_library(**results: Any) -> Mock:
 
 
 def everybody(count: int, doing: Doing) -> list[Future[Any]]:
-    """The futures of what each member does, all at the same time; they are done."""
+    """Run every member's function concurrently; returns their completed futures."""
     with ThreadPoolExecutor(count) as pool:
         return [pool.submit(doing, me) for me in range(count)]
 
@@ -201,7 +201,7 @@ def test_a_member_reports_its_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PeerIsGone(Exception):
-    """What a session's check raises here."""
+    """Raised by a session's check here."""
 
 
 def gone() -> None:
@@ -263,7 +263,7 @@ def all_reduce(comm: CclCollective, seconds: float = SOON) -> None:
 
 
 class Blocking:
-    """An all-reduce that stays inside the library until the communicator is aborted, and its abort."""
+    """An all-reduce that blocks in the library until the communicator is aborted, and its abort."""
 
     def __init__(self) -> None:
         self.inside, self.aborted = threading.Event(), threading.Event()

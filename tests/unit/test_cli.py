@@ -1,4 +1,4 @@
-"""The commands' own logic, in this process: lines, environments, plans, reports."""
+"""The commands' logic, in this process: lines, environments, plans, reports."""
 
 import json
 import os

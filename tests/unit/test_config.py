@@ -1,4 +1,4 @@
-"""Settings: every variable is read, checked, and told."""
+"""Settings: every variable is read, validated, and documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element types and reductions: the table against numpy, and what is refused."""
+"""Element types and reductions: the table against numpy, and rejected types."""
 
 from __future__ import annotations
 

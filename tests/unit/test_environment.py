@@ -1,4 +1,4 @@
-"""What launchers leave in the environment, right and wrong."""
+"""Variables of launchers in the environment, valid and invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scratch memory of schedules that run on one stream: who shares it, and how long it stays."""
+"""Scratch memory of schedules on one stream: how it is shared, and how long it is kept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from xvcomm.abc.device import Allocation
 from xvcomm.engine.executor import Executor
 
 CAPTURING = 9
-"""Handle of a stream that a graph is captured from."""
+"""Handle of a stream that is being captured."""
 
 
 @pytest.fixture
 def context() -> Any:
-    """A communicator's context; its device allocates at a new address each time."""
+    """An executor whose device returns a new address for each allocation."""
     addresses = itertools.count(4096, 4096)
     context: Any = Mock()
     context.device.streams = lambda count: [Mock() for _ in range(count)]

@@ -147,7 +147,7 @@ def test_a_failure_elsewhere_keeps_its_kind_and_the_rank_that_caused_it(kind: ty
     assert type(caught.value) is kind and caught.value.peer == 3
 
 
-def test_who_failed_and_left_is_known_by_why_it_failed() -> None:
+def test_a_rank_that_failed_and_closed_is_reported_with_its_error() -> None:
     def check() -> None:
         raise PeerLost("rank 3 left", peer=3)
 
@@ -258,7 +258,7 @@ def test_transfers_of_one_end_keep_their_order_across_batches(ends: Ends) -> Non
     assert [int(g[0]) for g in got] == [0, 1] and all((g == g[0]).all() for g in got)
 
 
-def test_what_waits_behind_a_transfer_that_was_given_up_stops_with_the_ring(ends: Ends) -> None:
+def test_transfers_behind_an_abandoned_transfer_stop_with_the_ring(ends: Ends) -> None:
     producer, consumer = ends
     first, second = Batch(100), Batch(100)
     buffers = [np.full(16, 7, np.uint8) for _ in range(2)]

@@ -1,7 +1,7 @@
-"""What CUDA's and ROCm's backends share, over hip-python on tests/shims/hip.
+"""Code that the CUDA and ROCm backends share, over hip-python on tests/shims/hip.
 
-The conformance suites prove what every device does; here is what only GPUs have: streams and memory of other people,
-several devices, graphs, pinned memory, pools, and reasons not to work.
+The conformance suites test what every device does; the tests here cover what only GPUs have: streams and memory of users,
+several devices, graphs, pinned memory, pools, and errors on initialisation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_check(root: Path, rocm_path: Path, name: str) -> None:
 
 
 def test_what_compiled_code_enqueues(root: Path, rocm_path: Path) -> None:
-    """The suite for devices that support it; of the other suites for devices the jobs on ROCm cover as much."""
+    """The suite for devices that support it; ROCm jobs cover most of the other device suites."""
     pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install 'xvcomm[rocm]'")
     command = [sys.executable, "-m", "pytest", "-q", "-k", "rocm", str(root / "xvcomm/testing/test_launch.py")]
     environment = {**os.environ, "ROCM_PATH": str(rocm_path)}
@@ -100,7 +100,9 @@ def test_refusals_of_cuda(
 
 
 def test_codes_that_nccl4py_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its errors are made of an enumeration, which raises ValueError for what a newer NCCL answers; we say the number."""
+    """Its errors are members of an enumeration, which raises ValueError for codes of a newer NCCL; the
+    error states the number.
+    """
     nccl: Any = MagicMock(Comm=int)
     nccl.Result = IntEnum("Result", ["Success", "UnhandledCudaError", "SystemError"], start=0)
     nccl.NCCLError = type(
@@ -136,7 +138,7 @@ def test_codes_that_nccl4py_does_not_know(monkeypatch: pytest.MonkeyPatch) -> No
     "error", [ModuleNotFoundError("No module named 'nccl'"), VendorError("ncclGetVersion", -1, "missing", "libnccl")]
 )
 def test_a_library_that_is_missing_is_no_refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """One GPU beside other islands does without; doctor says so."""
+    """A single GPU beside other islands does not need it; doctor reports it."""
     backend = cuda.CudaBackend()
     monkeypatch.setattr(cuda.CudaBackend, "runtime", lambda self: SimpleNamespace(architecture=lambda index: "sm_90"))
     library = MagicMock(version=lambda: 22809)

@@ -1,4 +1,4 @@
-"""The libraries of tests/shims/hip do what hip-python's users may expect of AMD's: each check is a process of its own."""
+"""The libraries of tests/shims/hip behave as AMD's for hip-python: each check is a separate process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def builder(root: Path) -> dict[str, Any]:
-    """What tests/shims/hip/build.py defines."""
+    """tests/shims/hip/build.py as a module."""
     return runpy.run_path(str(root / "tests" / "shims" / "hip" / "build.py"))
 
 
 @pytest.fixture(scope="module")
 def run(root: Path, builder: dict[str, Any]) -> Run:
-    """Runs a check of a file of tests/shims/hip with variables added to the environment."""
+    """Runs a check of a file of tests/shims/hip with additional environment variables."""
     try:
         rocm_path = builder["build"]()
     except builder["NoCompiler"] as missing:

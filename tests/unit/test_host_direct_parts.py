@@ -1,4 +1,4 @@
-"""What keeps others out of a member's arrays, with two members of one island in this process."""
+"""Protection of a member's arrays in direct reductions, with two members of one island in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_RIGHTS = 0
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[list[HostCollective]]:
-    """Two that have found out that they reach each other's memory."""
+    """Two members that can access each other's memory."""
     store = FileStore(str(tmp_path))
     made = [HostCollective(Config(), "parts", me, 2, "arena", store, Deadline.after(SECONDS)) for me in range(2)]
     together(made, [np.zeros(COUNT, np.float32) for _ in made])
@@ -52,7 +52,7 @@ def stream(seconds: float = SECONDS) -> Stream:
 
 
 def together(members: list[HostCollective], arrays: list[np.ndarray]) -> None:
-    """An all-reduce in place, of both."""
+    """An in-place all-reduce of both members."""
 
     def call(me: int) -> None:
         address = arrays[me].ctypes.data
@@ -66,12 +66,12 @@ def together(members: list[HostCollective], arrays: list[np.ndarray]) -> None:
 
 
 def line(members: list[HostCollective], me: int) -> Any:
-    """A member's line in the arena."""
+    """A member's words in the arena."""
     return members[0]._member(me)
 
 
 def plan(member: HostCollective) -> Plan:
-    """Of the reduction that all tests use."""
+    """The reduction that all tests use."""
     return member._all_reduce(COUNT, FLOAT, SUM)
 
 

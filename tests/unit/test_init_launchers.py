@@ -1,4 +1,4 @@
-"""Real processes find each other by what torchrun, mpirun, JAX or nobody but the user says."""
+"""Real processes connect using torchrun, mpirun, JAX, or explicit settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for turn in range(2):
 
 @pytest.fixture
 def script(fake_communicator: Path, tmp_path: Path) -> Script:
-    """Writes what a rank runs, with the fake communicator in place; gives the path."""
+    """Writes a rank's program, with the fake communicator installed; returns its path."""
     head = f"import os, runpy, sys\nrunpy.run_path({str(fake_communicator)!r})"
 
     def write(*parts: str) -> str:
@@ -48,7 +48,7 @@ def script(fake_communicator: Path, tmp_path: Path) -> Script:
 
 
 def environment(**more: str) -> Env:
-    """The environment of this process without what a launcher or a user of xvcomm set there, and more."""
+    """This process's environment without variables of launchers and xvcomm, plus the given ones."""
     hidden = ("XVCOMM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "JAX_")
     return {**{name: value for name, value in os.environ.items() if not name.startswith(hidden)}, **more}
 
@@ -69,7 +69,7 @@ def start(*arguments: str, env: Env) -> subprocess.Popen[str]:
 
 
 def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """What each process printed until its end, which is forced if it does not come."""
+    """The complete output of each process; processes that do not end are killed."""
     ends = time.monotonic() + 100
     try:
         return [process.communicate(timeout=ends - time.monotonic())[0] for process in processes]
@@ -153,7 +153,7 @@ def test_mpirun(script: Script) -> None:
 
 @pytest.mark.parametrize("said", [True, False])
 def test_jax(script: Script, port: int, said: bool) -> None:
-    """The variables of JAX say the number and JAX was told by them, or only JAX was told."""
+    """JAX's variables contain the rank, or the rank was only passed to JAX."""
     pytest.importorskip("jax")
     joined = f"""
 import jax

@@ -1,4 +1,4 @@
-"""Ranks find each other by every way there is, as threads with environments of their own."""
+"""Ranks connect in every supported way, as threads with separate environments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Env = dict[str, str]
 
 
 def ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What each of `size` threads gives or raises."""
+    """The result or error of each of `size` threads."""
 
     def one(rank: int) -> Any:
         try:
@@ -49,7 +49,7 @@ def numbered(rank: int, size: int, **more: str) -> Env:
 
 
 def meet_and_leave(env: Callable[[int], Env], count: int, **arguments: Any) -> None:
-    """Every rank joins, sees the others' keys and closes, several times over and each at its own pace."""
+    """Every rank joins, sees the others' keys and closes, repeatedly and at different speeds."""
     began = time.monotonic()
 
     def life(rank: int) -> str:
@@ -287,7 +287,7 @@ def test_torchs_store_between_hosts_gets_no_secret_of_the_users(
 
 @pytest.mark.parametrize("secret", [{}, {"XVCOMM_SECRET": "own secret"}])
 def test_a_store_of_torchs_that_the_caller_gives(secret: Env) -> None:
-    """With a secret it carries nothing but each rank's count of jobs and each job's invitation."""
+    """With a secret, it only holds each rank's job count and each job's invitation."""
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     meet_and_leave(lambda rank: numbered(rank, 2, **secret), 2, store=dist.PrefixStore("user", store))

@@ -1,4 +1,4 @@
-"""What is kept of an interrupt's traceback."""
+"""Which frames of an interrupt's traceback are kept."""
 
 import signal
 import traceback
@@ -17,7 +17,7 @@ def interrupt():
 
 
 def shown(call):
-    """The functions that the traceback names."""
+    """Names of the functions in the traceback."""
     with pytest.raises(KeyboardInterrupt) as caught:
         call()
     shorten(caught.value)

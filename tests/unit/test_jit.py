@@ -1,4 +1,4 @@
-"""Several processes share the results of one compiler."""
+"""Several processes share compiled kernels."""
 
 import contextlib
 import fcntl
@@ -34,7 +34,7 @@ print("compiled", sum(sum(f.stats.cache_misses.values()) for f in functions))
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process that needs the same kernels as the others, with a folder of their own."""
+    """Starts a process that needs the same kernels as the others, with a cache folder of its own."""
     (tmp_path / "cache").mkdir(mode=0o700)
     (tmp_path / "kernels.py").write_text(MODULE)
     env = os.environ | {"XVCOMM_KERNEL_CACHE": str(tmp_path / "cache")}

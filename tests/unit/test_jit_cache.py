@@ -1,4 +1,4 @@
-"""What one process compiled, the next one finds on disk, unless a source file that it reaches has changed since."""
+"""Kernels compiled by one process are loaded from disk by the next, unless a source file that they depend on has changed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ EDITS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Callable[..., list[list[str]]]:
-    """Runs the kernels beside a text of what they inline; for each its result and how often it was compiled."""
+    """Runs the kernels with a text of what they inline; returns for each its result and how often it was compiled."""
     folder = tmp_path_factory.mktemp("cached")
     (folder / "mine").mkdir()
     (folder / "mine" / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""A compiled function has another digest once a source file has changed that its module reaches by imports."""
+"""A compiled function's digest changes when a source file that its module imports, directly or not, changes."""
 
 from __future__ import annotations
 

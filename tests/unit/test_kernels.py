@@ -1,4 +1,4 @@
-"""Launching the GPU's kernels: what is packed, and the cache of images; that the source compiles for AMD."""
+"""Launching GPU kernels: argument packing and the image cache; the source compiles for AMD."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xvcomm.types.opcode import OpCode
 
 
 class CountingRuntime:
-    """Stands in for a compiler where only the cache is tried: its images are numbers, which it loads and launches."""
+    """Replaces a compiler in tests of the cache: its images are numbers, which it loads and launches."""
 
     kind = "counting"
     source = ""

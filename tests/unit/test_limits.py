@@ -1,4 +1,4 @@
-"""What the system refuses comes out as ResourceError that says how to raise the limit."""
+"""System limits are reported as ResourceError with instructions for raising them."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""The trainer's decoder: three frameworks, every cut, both ways back, one answer."""
+"""The trainer's decoder: the same results for three frameworks, every cut, and split and whole backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHERS = ("torch", "jax")
 
 @pytest.fixture
 def lively(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gains of norms far from one, so that a gradient that forgets them shows."""
+    """Norm gains far from one, so that a gradient that ignores them is detected."""
     draw = config._draw
 
     def uneven(model: Model, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The GPU's kernels as plain C++ on host memory, against the host backend: the same bytes, the same bits."""
+"""The GPU kernels as plain C++ on host memory against the host backend: the same bytes and bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOVED = [("float32", 1), ("bfloat16", 1), ("float8_e4m3fn", 2), ("int16", 4), ("
 
 
 class PlainRuntime:
-    """The part of a Runtime that Kernels uses, for plain C++: a launch runs a thread a block and waits for them."""
+    """The part of a Runtime that Kernels uses, for plain C++: a launch runs one thread per block and waits for them."""
 
     kind = "plain"
     late = 0.0  # seconds that the first block of a launch begins after the others
@@ -102,7 +102,7 @@ class PlainRuntime:
 
 @dataclass(frozen=True)
 class Bench:
-    """Kernels on host memory, and the host backend beside them."""
+    """Kernels on host memory, and the host backend."""
 
     kernels: Kernels
     host: HostDevice
@@ -110,12 +110,12 @@ class Bench:
     folder: str
 
     def both(self, *sides: Callable[[], Any]) -> list[Any]:
-        """Run sides at the same time, each in a thread."""
+        """Run both sides concurrently, each in a thread."""
         return [future.result(60) for future in [self.threads.submit(side) for side in sides]]
 
 
 class Ring:
-    """A ring whose ends are kernels' or the host backend's."""
+    """A ring with each end driven by kernels or by the host backend."""
 
     def __init__(self, bench: Bench, layout: RingLayout) -> None:
         self.bench = bench
@@ -154,7 +154,7 @@ class Ring:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """What the tests share: the kernels are compiled once."""
+    """Shared by the tests: the kernels are compiled once."""
     if not shutil.which("g++"):
         pytest.skip("g++ compiles the kernels for host memory: apt-get install g++")
     folder = tmp_path_factory.mktemp("plain")
@@ -165,7 +165,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(params=[(1, 2), (3, 2), (8, 5)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def link(bench: Bench, request: pytest.FixtureRequest) -> Iterator[Ring]:
-    """A ring of one, some, many lanes."""
+    """Rings of one, some and many lanes."""
     ring = Ring(bench, RingLayout(*request.param, 4096))
     yield ring
     ring.close()
@@ -176,7 +176,7 @@ def message(nbytes: int, dtype: DType = UINT8, tag: int = 0) -> Message:
 
 
 def anything(dtype: DType, count: int, seed: int) -> np.ndarray:
-    """Every bit pattern of small types, zeros and infinities and NaN of large ones."""
+    """Every bit pattern of small types; zeros, infinities and NaN of large ones."""
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
         return rng.integers(0, 2, count).astype(bool)
@@ -203,7 +203,7 @@ def placed(x: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_bits(got: np.ndarray, want: np.ndarray, *terms: np.ndarray) -> None:
-    """The same bits; where several of `terms` are not finite, any NaN for a NaN: the host does not say which it gives."""
+    """Same bits; if several of `terms` are not finite, any NaN matches a NaN, because the host's choice is unspecified."""
     word = f"u{got.itemsize if got.dtype.kind != 'c' else got.itemsize // 2}"
     odd = sum(~np.isfinite(x.astype(np.float32)) for x in terms if x.dtype.kind != "c") if terms else 0
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Derived datatypes: what they mean against places that are written out, and what they take of memory."""
+"""Derived datatypes: their layout against explicit lists of offsets, and their memory use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `check` refuses, and how it names the action at fault."""
+"""What `check` rejects, and how it names the invalid action."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = [
 
 @st.composite
 def places(draw):
-    """A schedule, a rank of it, and the position of one action in the rank's program without groups."""
+    """A schedule, a rank, and the position of one action in the rank's program without groups."""
     schedule = build(*draw(st.sampled_from(SIZES)))
     rank = draw(st.integers(0, schedule.stages - 1))
     actions = [action for _, action in pipeline.actions.flatten(schedule.programs[rank])]

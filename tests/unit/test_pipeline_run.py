@@ -1,7 +1,7 @@
-"""`run` on ranks that are threads, joined by the strictest communicator that keeps the contract.
+"""`run` on ranks that are threads, connected by the strictest communicator that satisfies the contract.
 
-The `Fabric` lets each rank's messages through one after the other (those of a group together), and a message only once
-both ends have come to it. What `check` proves free of deadlock must run on it; what deadlocks on it `check` must refuse.
+The `Fabric` transfers each rank's messages one after the other (those of a group together), and a message only once
+both ranks have posted it. Schedules that `check` accepts must complete on it; those that deadlock on it `check` must reject.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Item:
 
 
 class Fabric:
-    """Queues of posted items, one a rank; only their heads move."""
+    """One queue of posted items per rank; only the heads progress."""
 
     def __init__(self, size):
         self.queues = [[] for _ in range(size)]
@@ -143,7 +143,7 @@ class Comm:
 
 
 class Linear:
-    """y = tanh(x w); the last one's loss is half the squared distance to a target."""
+    """y = tanh(x w); the last stage's loss is half the squared distance to a target."""
 
     def __init__(self, number, depth):
         draw = np.random.default_rng(number)
@@ -198,7 +198,7 @@ def alone(depth, micro_batches):
 
 
 def on_ranks(size, work):
-    """Run `work(comm)` on each rank; results or errors in rank order, and the fabric."""
+    """Run `work(comm)` on each rank; returns results or errors in rank order, and the fabric."""
     fabric = Fabric(size)
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, Comm(fabric, rank)) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""The four schedules: every size passes the proof, computes everything once, and costs what the papers say."""
+"""The four schedules: every size passes the check, computes everything once, and has the cost stated in the papers."""
 
 from __future__ import annotations
 

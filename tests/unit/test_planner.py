@@ -1,4 +1,4 @@
-"""Plans are made once, cut into segments when large, and made quickly for ten thousand ranks."""
+"""Plans are cached, cut into segments when large, and computed quickly for ten thousand ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends and transports come in by entry points; one that is broken takes nothing else down."""
+"""Backends and transports are loaded by entry points; a broken one does not affect the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Refusing(HostBackend):
 
 
 class Exploding(HostBackend):
-    """A backend that cannot even be asked."""
+    """A backend that raises when queried."""
 
     def refusal(self) -> tuple[str, str] | None:
         raise RuntimeError("symbol not found")
@@ -42,7 +42,7 @@ class RefusingTransport(ShmTransport):
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours and five of other people, of which one works."""
+    """The built-in backends and five external ones, one of which works."""
     module = ModuleType("other_people")
     module.__dict__.update({c.__name__: c for c in (Refusing, Exploding, RefusingTransport, HostBackend)})
     monkeypatch.setitem(sys.modules, "other_people", module)

@@ -1,4 +1,4 @@
-"""Memory of a GPU's that is used again: not before everything is done that was enqueued before it came back."""
+"""Reuse of GPU memory: not before all work has completed that was enqueued before it was returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xvcomm.backends.gpu.vendor import Runtime
 
 
 class Gpu:
-    """Gives memory; what is enqueued is not done before it is told so."""
+    """Allocates memory; enqueued work completes on request."""
 
     def __init__(self) -> None:
         self.done: set[int] = set()

@@ -1,4 +1,4 @@
-"""The lock by which others on the host see that a process lives."""
+"""The file lock by which other processes on the host see that a process is alive."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ os.kill(os.getpid(), 9)
 
 
 def start(program, folder):
-    """A process that runs the program, and the byte that it says it holds."""
+    """Starts a process that runs the program; returns it and the byte that it locks."""
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""What is read from a private folder was written by this user, and by nobody who can change it afterwards."""
+"""Files in a private folder are only read if this user wrote them and no other user can change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that Python and compiled code share."""
+"""Records shared by Python and compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions of the host backend against numpy and ml_dtypes, every dtype and operation."""
+"""Reductions of the host backend against numpy and ml_dtypes, for every dtype and operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = [pytest.param(d, op, id=f"{d}-{op}") for d in DTYPES for op in ELEMENTWI
 
 
 def sample(dtype: DType, count: int, seed: int) -> np.ndarray:
-    """Values of every kind; for one-byte types every bit pattern comes up, NaN and infinities included."""
+    """Values of all kinds; for one-byte types all bit patterns, including NaN and infinities."""
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
         return rng.integers(0, 2, count).astype(bool)

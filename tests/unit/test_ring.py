@@ -1,4 +1,4 @@
-"""The ring's layout, how messages are cut, and what the ledger tells."""
+"""The ring's layout, how messages are split, and the contents of the ledger."""
 
 from __future__ import annotations
 

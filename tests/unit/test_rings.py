@@ -1,4 +1,4 @@
-"""The rings of a communicator: one for each direction, use and channel, of a shape that both ends know."""
+"""A communicator's rings: one per direction, use and channel, whose shape both ends compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECOND = replace(FIRST, device="bus 1", reaches=("bus 1", "bus 0"))
 
 
 class Recording(Transport):
-    """Remembers what was asked for; its rings are of least size."""
+    """Records requests; its rings have the minimum size."""
 
     def __init__(self) -> None:
         self.opened: dict[str, tuple[int, RingLayout, bool]] = {}
@@ -104,7 +104,7 @@ def test_further_channels_have_less_memory() -> None:
 
 
 def shape(ours: Member, theirs: Member, rank: int, channel: int = 0) -> RingLayout:
-    """What a ring between two ranks is asked to be."""
+    """The requested shape of a ring between two ranks."""
     transport = Recording()
     mine = Rings(Config(), "links", MemoryStore(), rank, [transport], PEER_RINGS, [ours, theirs])
     mine.end(1 - rank, Use.POINT_TO_POINT, NEVER, producer=True, channel=channel)

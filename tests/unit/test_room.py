@@ -1,4 +1,4 @@
-"""Room for launches of movers, which several threads make at once."""
+"""Limits on concurrent launches of movers, which several threads make at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xvcomm.backends.gpu.room import Room
 
 
 class APort:
-    """One that has nothing under way."""
+    """A port without pending work."""
 
     end = SimpleNamespace(sequence=0)
 

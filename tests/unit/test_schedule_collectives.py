@@ -1,4 +1,4 @@
-"""Schedules of all ranks together give what the collective promises, on any islands, in every order of events."""
+"""Simulated schedules of all ranks give the collective's result, for any islands and any order of events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXACT = ("uint8", "int16", "int32", "int64", "complex128")
 
 @dataclass
 class Case:
-    """One collective on one topology: the request of each rank and its input."""
+    """One collective on one topology: each rank's request and input."""
 
     topology: Topology
     requests: list[Request]
@@ -40,7 +40,7 @@ class Case:
 
 
 def runs(case: Case, seeds: int = 2) -> list[list[Array]]:
-    """The results under all rules, in place and not, for several orders of events."""
+    """Results for all rules, in place and not, in several orders of events."""
     orders = ("sequential", "concurrent") if case.segment else ("sequential", "concurrent", "buffered")
     if case.short:  # relies on rings that take every message at once
         orders = orders[-1:]
@@ -53,7 +53,7 @@ def runs(case: Case, seeds: int = 2) -> list[list[Array]]:
 
 
 def data(rank: int, count: int, dtype: str = "int64") -> Array:
-    """Small integers that tell ranks and places apart."""
+    """Small integers that identify ranks and positions."""
     return ((np.arange(count) * 7 + rank * 13 + 1) % 23).astype(dtype)
 
 
@@ -62,7 +62,7 @@ def uniform(case_topology: Topology, request: Request) -> list[Request]:
 
 
 def expected(case: Case) -> list[Array]:
-    """What the collective promises, computed without islands."""
+    """The collective's definition, computed without islands."""
     request, inputs, size = case.requests[0], case.inputs, case.topology.size
     none = inputs[0][:0]
     offsets = np.cumsum([0, *request.counts])
@@ -101,7 +101,7 @@ def check(case: Case, seeds: int = 2) -> None:
 
 @st.composite
 def topologies(draw: st.DrawFn, most: int = 14) -> Topology:
-    """1 to 5 islands, of any sizes, with ranks in any order or one island behind the other."""
+    """1 to 5 islands of any sizes, with ranks interleaved or island by island."""
     islands = draw(st.sampled_from((2, 3, 1, 4, 5)))
     sizes = draw(st.lists(st.sampled_from((1, 2, 3, 5, 6)), min_size=islands, max_size=islands))
     labels = [str(i) for i, size in enumerate(sizes) for _ in range(size)][:most]

@@ -1,4 +1,4 @@
-"""The cost model follows the steps: bytes, latencies, lanes that overlap."""
+"""The cost model follows the steps: bytes, latencies, overlapping lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step must wait for, against a history kept element by element."""
+"""The dependencies of a step against a history kept element by element."""
 
 from __future__ import annotations
 

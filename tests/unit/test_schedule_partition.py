@@ -1,4 +1,4 @@
-"""Cuts are fair, aligned, complete, and intersect as they should."""
+"""Partitions are fair, aligned, complete, and intersect correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator refuses broken schedules and says which step of which rank is to blame."""
+"""The simulator rejects invalid schedules and names the rank and step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def simulate(plans: Schedules, **how: Any) -> list[Any]:
 
 
 def edited(plans: Schedules, rank: int, edit: Callable[[list[Step]], None]) -> Schedules:
-    """The schedules with one rank's steps changed; what steps wait for is dropped, since indices move."""
+    """The schedules with one rank's steps changed; dependencies are dropped, because step indices change."""
     steps = [replace(step, after=()) for step in plans[rank].steps]
     edit(steps)
     changed = Schedule(tuple(steps), plans[rank].scratch)
@@ -59,7 +59,7 @@ def first(steps: list[Step], kind: type[Step]) -> int:
 
 
 def by_hand(*plans: tuple[Step, ...], scratch: int = 0, topology: Topology | None = None) -> list[Any]:
-    """Run all-reduces of 4 elements that were written by hand, one rank an island unless told."""
+    """Run hand-written all-reduces of 4 elements, by default with one rank per island."""
     topology = topology or Topology.from_labels([str(r) for r in range(len(plans))])
     request = Request(Collective.ALL_REDUCE, 4, count=4)
     inputs = [np.full(4, r + 1, "i4") for r in range(len(plans))]

@@ -1,4 +1,4 @@
-"""Segments of shared memory: which names are taken from the store, and which files are mapped and deleted."""
+"""Segments of shared memory: which names from the store are accepted, and which files are mapped and deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XVCOMM_STORE may say."""
+"""Values of XVCOMM_STORE."""
 
 from __future__ import annotations
 

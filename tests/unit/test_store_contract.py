@@ -1,4 +1,4 @@
-"""Every store keeps the contract, between threads and between processes."""
+"""Every store satisfies the contract, between threads and between processes."""
 
 from __future__ import annotations
 

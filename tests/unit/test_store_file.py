@@ -1,4 +1,4 @@
-"""The store in a folder: its file names, its end, and folders that cannot be used."""
+"""The store in a folder: its file names, its removal, and unusable folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks join or all learn why not."""
+"""Either all ranks join or all learn the reason."""
 
 from __future__ import annotations
 

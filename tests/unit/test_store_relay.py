@@ -1,4 +1,4 @@
-"""Nobody between a client and the server of a TCP store can change what they say; servers without the secret get little."""
+"""A man in the middle cannot alter messages of a TCP store; servers without the secret learn little."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def former(frames: list[bytes]) -> list[bytes]:
 
 @contextmanager
 def relay(port: int, to_server: Change = same, to_client: Change = same) -> Iterator[int]:
-    """A port that passes one connection on to the server, changed."""
+    """A port that forwards one connection to the server with changes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threads = []
 

@@ -1,4 +1,4 @@
-"""The TCP store trusts nobody without its secret, and its server outlives rude clients."""
+"""The TCP store rejects peers without its secret, and its server survives misbehaving clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores over what torch, JAX and MPI have, with the real things."""
+"""Stores over those of torch, JAX and MPI, using the real libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Daemon threads start whole or not at all, whatever signal handlers raise meanwhile."""
+"""Daemon threads start completely or not at all, whatever signal handlers raise meanwhile."""
 
 import _thread
 import queue
@@ -20,12 +20,12 @@ TIMES = 300
 
 
 class Interrupt(Exception):
-    """What the signal handler raises."""
+    """Raised by the signal handler."""
 
 
 @pytest.fixture
 def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Signals raise; what threads raised."""
+    """Signals raise; returns what threads raised."""
 
     def interrupt(*_: object) -> None:
         raise Interrupt
@@ -38,7 +38,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def interrupted(call: Callable[[], Any], seconds: float) -> Any:
-    """What a call gives; None if a signal interrupted it after so many seconds."""
+    """Result of a call; None if a signal interrupted it after this many seconds."""
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:

@@ -1,4 +1,4 @@
-"""Islands: who belongs together, in which order, and how they are written."""
+"""Islands: their members, their order, and their text format."""
 
 from __future__ import annotations
 

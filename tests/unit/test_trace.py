@@ -1,4 +1,4 @@
-"""The flight recorder: what it keeps, what it forgets, and what others can read of it."""
+"""The flight recorder: what it keeps, what it drops, and what other processes can read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def memory() -> memoryview:
 
 @pytest.fixture
 def hooked() -> Iterator[list[Record]]:
-    """Records that the hooks got."""
+    """Records passed to the hooks."""
     seen: list[Record] = []
     hooks.append(seen.append)
     yield seen

@@ -1,5 +1,7 @@
-"""`cupyx.distributed`'s methods on ranks in host memory, as they take part in mixed jobs: with numpy's arrays and scipy's
-sparse matrices. What CuPy itself does is tested in tests/hardware/test_cupy_adapter.py."""
+"""`cupyx.distributed`'s methods on ranks in host memory, as in mixed jobs, with numpy arrays and scipy sparse matrices.
+
+The behaviour with CuPy itself is tested in tests/hardware/test_cupy_adapter.py.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def dense(communicator: Communicator) -> None:
 
 
 def matrix(kind: str, rank: int, by_element: bool) -> Any:
-    """A sparse matrix of another pattern and size of parts on each rank."""
+    """A sparse matrix whose pattern and part sizes differ between ranks."""
     full = np.zeros((4, 4), "f")
     full[rank, : rank + 1] = np.arange(1, rank + 2)
     full[3, rank] = 2
@@ -99,7 +101,7 @@ def matrix(kind: str, rank: int, by_element: bool) -> Any:
 
 
 def thin(communicator: Communicator, kind: str, by_element: bool) -> None:
-    """Sparse matrices by every method: the results are in the parts of what is given for them."""
+    """Sparse matrices with every method: results are written into the arrays of the given output."""
     group = NCCLBackend.over(communicator)
     rank, size = group.rank, communicator.size
     mine = matrix(kind, rank, by_element)
@@ -168,7 +170,7 @@ def refused(communicator: Communicator) -> None:
 
 
 def stopped(communicator: Communicator) -> None:
-    """What ranks describe differently is told to all."""
+    """Arguments that differ between ranks raise on all ranks."""
     group = NCCLBackend.over(communicator.split(0))
     with pytest.raises(MismatchError):
         group.all_reduce(np.zeros(3 + group.rank), np.zeros(3 + group.rank))
@@ -178,14 +180,14 @@ def stopped(communicator: Communicator) -> None:
 
 @pytest.mark.parametrize("check", [dense, refused, stopped])
 def test_dense(world: World, check: Callable[[Communicator], None]) -> None:
-    """Arrays of every type of CuPy's."""
+    """Arrays of all types that CuPy supports."""
     world.run(check)
 
 
 @pytest.mark.parametrize("by_element", [False, True], ids=["matrix", "array"])
 @pytest.mark.parametrize("kind", ["csr", "csc", "coo"])
 def test_sparse(world: World, kind: str, by_element: bool) -> None:
-    """Matrices, whose product is that of matrices, and arrays, whose product is by element."""
+    """Sparse matrices, whose product is the matrix product, and sparse arrays, whose product is elementwise."""
     world.run(thin, kind, by_element)
 
 
@@ -202,8 +204,8 @@ comm.stop()
 """
 
 
-def test_ranks_meet_without_a_launcher(tmp_path: Path) -> None:
-    """As with cupyx: each process says its number. The secret is made once, for this user alone."""
+def test_ranks_connect_without_a_launcher(tmp_path: Path) -> None:
+    """As in cupyx, each process passes its rank. The secret is created once, readable by this user only."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     port = str(20_000 + os.getpid() % 10_000)
@@ -229,16 +231,16 @@ def test_ranks_meet_without_a_launcher(tmp_path: Path) -> None:
         ({"n_devices": 2, "rank": 0, "host": "node7"}, "XVCOMM_SECRET"),
     ],
 )
-def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], text: str) -> None:
-    """Said before anybody is waited for."""
+def test_invalid_arguments(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], text: str) -> None:
+    """They raise before any communication."""
     monkeypatch.setenv("XVCOMM_DEVICE", "host")
     monkeypatch.delenv("XVCOMM_SECRET", raising=False)
     with pytest.raises(ValueError, match=text):
         init_process_group(**arguments)
 
 
-def test_import_needs_no_cupy() -> None:
-    """It is imported when a rank with a GPU joins."""
+def test_import_does_not_need_cupy() -> None:
+    """CuPy is imported when a rank with a GPU joins."""
     code = "import sys, xvcomm.adapters.cupy; assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -262,7 +264,7 @@ print(len(names))
 
 @pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not installed: pip install 'xvcomm[cuda]'")
 def test_signatures_are_those_of_cupyx() -> None:
-    """Same methods, same arguments, same defaults. CuPy can be imported without a GPU; it starts MPI where it is installed."""
+    """Same methods, arguments and defaults. CuPy can be imported without a GPU; it starts MPI if that is installed."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SIGNATURES], capture_output=True, text=True, timeout=100
     )
@@ -270,14 +272,14 @@ def test_signatures_are_those_of_cupyx() -> None:
 
 
 class Dispatching:
-    """As CuPy's arrays are: without the array API's namespace, but numpy's functions are its own."""
+    """An array as in CuPy: without an array API namespace, but with numpy's dispatch protocols."""
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return function.__name__, args[0] is self, kwargs
 
 
-def test_results_on_a_gpu_are_made_by_their_framework() -> None:
-    """Also where it follows only numpy's older way."""
+def test_results_on_a_gpu_are_created_by_the_inputs_framework() -> None:
+    """Also if it only supports numpy's dispatch protocols."""
     x = Dispatching()
     given = ArrayView(0, (2,), BY_NAME["float32"], 2, 8, x, "cuda")
     assert array._empty_on_device(given, (5,)) == ("empty_like", True, {"order": "C", "shape": (5,)})

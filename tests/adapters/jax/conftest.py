@@ -1,4 +1,4 @@
-"""Shared by the tests of the JAX adapter: ranks with JAX on host memory, which stay for all tests of the folder."""
+"""Fixtures of the JAX adapter's tests: ranks with JAX on host memory, which are kept for all tests of the folder."""
 
 from __future__ import annotations
 

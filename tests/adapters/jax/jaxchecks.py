@@ -1,4 +1,4 @@
-"""What tests of the JAX adapter share: ranks, arrays with known results, the forms of an operation."""
+"""Helpers of the JAX adapter's tests: ranks, arrays with known results, the forms of an operation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WIDE = ("float64", "int64", "uint64", "complex128")
 
 
 def started(islands: str, devices: int = 1, env: Mapping[str, str] | None = None) -> World:
-    """Ranks in islands, each with so many of JAX's devices on host memory."""
+    """Ranks in islands, each with this number of JAX host devices."""
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     return World(islands=islands, env={**ENVIRONMENT, **flags, **(env or {})}, timeout=30)
 
 
 def inputs(comm: Communicator, shape: tuple[int, ...], dtype: Any = "float32") -> list[Array]:
-    """Every rank's array: small numbers, exact in any dtype, also when added."""
+    """Every rank's array: small numbers whose sums are exact in any dtype."""
     kind = np.dtype(jnp.dtype(dtype))
     size = int(np.prod(shape))
     arrays = []
@@ -41,7 +41,7 @@ def inputs(comm: Communicator, shape: tuple[int, ...], dtype: Any = "float32") -
 
 
 def total(arrays: list[Array]) -> Array:
-    """Their sum in their own dtype."""
+    """The sum over the ranks, in the inputs' dtype."""
     if arrays[0].dtype == bool:
         return np.logical_or.reduce(arrays)
     return sum((a.astype(np.complex128) for a in arrays[1:]), arrays[0].astype(np.complex128)).real.astype(
@@ -62,24 +62,24 @@ def close(found: Any, expected: Any, what: str = "") -> None:
 
 
 def plain(operation: Callable[..., Any], *arrays: Any) -> Any:
-    """Outside of compiled functions."""
+    """An operation outside compiled functions."""
     return operation(*arrays)
 
 
 def compiled(operation: Callable[..., Any], *arrays: Any) -> Any:
-    """In a compiled function."""
+    """An operation in a compiled function."""
     return jax.jit(operation)(*arrays)
 
 
 def carried(operation: Callable[..., Any], *arrays: Any) -> Any:
-    """In a compiled function, with a token."""
+    """An operation in a compiled function, with a token."""
     result, token = jax.jit(lambda *a: operation(*a, token=xvjax.make_token()))(*arrays)
     equal(token, np.float32(0), "token")
     return result
 
 
 def plainly_carried(operation: Callable[..., Any], *arrays: Any) -> Any:
-    """Outside, with a token."""
+    """An operation outside compiled functions, with a token."""
     result, token = operation(*arrays, token=xvjax.make_token())
     equal(token, np.float32(0), "token")
     return result
@@ -89,7 +89,7 @@ FORMS = {"eager": plain, "jit": compiled, "token": carried, "eager token": plain
 
 
 def separate(check: Callable[..., None]) -> Callable[..., None]:
-    """Let a check have a communicator of its own: what goes wrong in it does not finish that of the processes."""
+    """Run a check on a communicator of its own, so that its errors do not abort the processes' default one."""
 
     @functools.wraps(check)
     def run(comm: Communicator, *arguments: Any) -> None:

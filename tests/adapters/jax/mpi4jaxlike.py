@@ -1,7 +1,7 @@
-"""mpi4jax's functions by their names, arguments and shapes, made of the adapter's: what its user would write once.
+"""mpi4jax's functions, with their names, arguments and shapes, implemented by the adapter's, as a user would port them.
 
-What differs: mpi4jax stacks the ranks' arrays along a new axis where xvcomm joins their rows; its allreduce takes the
-cotangent as everybody's (`replicated`); its receives take any rank and tag unless told otherwise.
+Differences: mpi4jax stacks the ranks' arrays along a new axis where xvcomm concatenates their rows; its allreduce treats the
+cotangent as equal on all ranks (`replicated`); its receives accept any rank and tag by default.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xvcomm.adapters import jax as xvjax
 from xvcomm.comm.communicator import Communicator
 
 comm_world: Communicator | None = None
-"""What is meant where no communicator is given; set before use."""
+"""Communicator to use if none is given; must be set before use."""
 
 
 def _comm(comm: Communicator | None) -> Communicator:
@@ -29,12 +29,12 @@ def allreduce(x: Any, op: str, *, comm: Communicator | None = None) -> Any:
 
 
 def reduce(x: Any, op: str, root: int, *, comm: Communicator | None = None) -> Any:
-    """MPI_Reduce; the others get their input back."""
+    """MPI_Reduce; other ranks get their input back."""
     return xvjax.reduce(x, root, op, comm=_comm(comm))
 
 
 def scan(x: Any, op: str, *, comm: Communicator | None = None) -> Any:
-    """MPI_Scan: reduce over the ranks up to this one."""
+    """MPI_Scan: reduction over the ranks up to this one."""
     return xvjax.scan(x, op, comm=_comm(comm))
 
 
@@ -49,13 +49,13 @@ def allgather(x: Any, *, comm: Communicator | None = None) -> Any:
 
 
 def gather(x: Any, root: int, *, comm: Communicator | None = None) -> Any:
-    """MPI_Gather, stacked; the others get their input back."""
+    """MPI_Gather, stacked; other ranks get their input back."""
     found = xvjax.gather(jnp.asarray(x)[None], root, comm=_comm(comm))
     return jnp.asarray(x) if found is None else found
 
 
 def scatter(x: Any, root: int, *, comm: Communicator | None = None) -> Any:
-    """MPI_Scatter; the others give what the result shall be like."""
+    """MPI_Scatter; other ranks pass an array with the result's shape and dtype."""
     comm = _comm(comm)
     if comm.rank == root:
         if x.shape[0] != comm.size:

@@ -1,4 +1,4 @@
-"""Programs on host memory run prepared operations without Python, and leave to it what is unusual."""
+"""Compiled programs on host memory run prepared operations without Python, which only handles exceptional cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from xvcomm.types.opcode import OpCode
 
 SOON = 10.0
 LATE = 0.3
-"""Seconds; longer than compiled code waits before Python looks at the deadline."""
+"""Seconds; longer than compiled code waits before Python checks the deadline."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def island() -> Iterator[World]:
 
 @contextlib.contextmanager
 def python_refused():
-    """Fail where Python runs a collective of a program."""
+    """Fail if Python runs a collective of a program."""
 
     def refuse(self, src, dst, stream):
         raise AssertionError(f"Python runs {self.text}")
@@ -53,7 +53,7 @@ def python_refused():
 
 
 def everything(x, comm):
-    """Each collective, on an array of 4 x 3."""
+    """Each collective, on a 4 x 3 array."""
     results = {
         "sum": xvjax.all_reduce(x, comm=comm),
         "max": xvjax.all_reduce(x, "max", comm=comm),
@@ -106,7 +106,7 @@ def test_all_collectives(island):
 
 @separate
 def recorded(comm):
-    """Numbers, call sites and states in the flight recorder, in one sequence with calls from Python."""
+    """Sequence numbers, call sites and states in the flight recorder, in one sequence with calls from Python."""
     context = comm._context
     x = jnp.ones(5, jnp.float32)
     program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
@@ -137,7 +137,7 @@ def test_recorded(island):
 
 @separate
 def behind_asynchronous(comm):
-    """A program does not overtake what was started before it."""
+    """A program does not overtake operations that were started before it."""
     program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
     x = jnp.ones(3, jnp.float32)
     program(x).block_until_ready()
@@ -157,7 +157,7 @@ def test_behind_asynchronous(island):
 
 @separate
 def late(comm):
-    """Python waits on for who comes later than compiled code waits."""
+    """Python continues to wait for a rank that comes later than compiled code waits."""
     program = jax.jit(lambda x: xvjax.all_reduce(xvjax.all_gather(x, comm=comm), comm=comm))
     x = jnp.arange(3, dtype=jnp.float32)
     program(x).block_until_ready()
@@ -169,12 +169,14 @@ def late(comm):
     jax.effects_barrier()
 
 
-def test_who_comes_late(island):
+def test_a_late_rank(island):
     island.run(late)
 
 
 def failing(comm, how):
-    """What ends an operation that compiled code runs is raised by name; the communicator is finished, JAX goes on."""
+    """The error that ends an operation in compiled code is raised with its class; the communicator is aborted, JAX stays
+    usable.
+    """
     sub = comm.split(0)
     sub.timeout = 1.0 if how == "deadline" else 20.0
     program = jax.jit(lambda x: xvjax.all_reduce(x, comm=sub))
@@ -219,13 +221,13 @@ def failing(comm, how):
         ("deadline", DeadlineExceeded, "rank 1"),
     ],
 )
-def test_what_ends_an_operation(island, how, kind, text):
+def test_errors_during_an_operation(island, how, kind, text):
     name, message = island.run(failing, how)[0]
     assert name == kind.__name__ and text in message
 
 
 def lost(comm):
-    """Rank 1 dies while rank 0 is in compiled code."""
+    """Rank 1 is killed while rank 0 is in compiled code."""
     program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
     x = jnp.ones(3, jnp.float32)
     program(x).block_until_ready()
@@ -239,7 +241,7 @@ def lost(comm):
     return caught.value.peer
 
 
-def test_a_rank_that_dies():
+def test_a_rank_is_killed_during_an_operation():
     with started("a:2") as ranks:
         for rank in range(2):
             ranks.submit(rank, lost)
@@ -248,7 +250,7 @@ def test_a_rank_that_dies():
 
 @separate
 def threads(comm):
-    """Several at once on one communicator: where compiled code finds another one inside, Python waits its turn."""
+    """Several threads on one communicator: if compiled code finds it in use, Python waits for its turn."""
     program = jax.jit(lambda x, token: xvjax.all_reduce(x, comm=comm, token=token)[0])
     x, token = jnp.arange(4, dtype=jnp.float32), xvjax.make_token()
     program(x, token).block_until_ready()
@@ -277,7 +279,7 @@ def test_threads(island):
 
 
 def test_table():
-    """Numbers that meet at one place of the table are told apart."""
+    """Keys that hash to the same table entry are distinguished."""
     number = 1 << 40
     table = np.zeros(2 * compiled.ROOM, np.int64)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Derivatives in both directions, of first and second order, against one process that has all the arrays."""
+"""Derivatives in forward and reverse mode, of first and second order, against one process that has all arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = [np.linspace(0.5, 1.5, 6, dtype=np.float32).reshape(3, 2) * (rank + 1) for r
 
 @separate
 def sums(comm):
-    """The loss is that of all ranks, as `jax.grad` in one process of the sum of their losses has it."""
+    """The loss is the sum over all ranks, as `jax.grad` in one process computes it."""
     size, rank = comm.size, comm.rank
 
     def loss(x, number):  # of one rank, given what all_reduce gives
@@ -68,7 +68,7 @@ def test_forward_mode_and_second_order(world):
 
 @separate
 def replicated(comm):
-    """A loss that every rank has: its derivative with respect to this rank's part."""
+    """A loss that every rank has: its derivative with respect to this rank's input."""
     size, rank = comm.size, comm.rank
     x = jnp.asarray(X[rank])
 
@@ -146,7 +146,7 @@ def test_averages_and_factors(pair):
 
 @separate
 def two_stages(comm, form):
-    """y = w1 * w0 * x over two ranks, by send and recv; the loss is the last one's, of y."""
+    """y = w1 * w0 * x over two ranks, by send and recv; the last rank computes the loss of y."""
     x = jnp.arange(1.0, 4.0, dtype=jnp.float32)
     other = 1 - comm.rank
     if form == "token":
@@ -189,7 +189,7 @@ def test_send_and_recv_transpose_each_other(pair, form):
 
 @separate
 def tangents(comm):
-    """Forward mode across a message: both ends take part."""
+    """Forward mode across a message: both ranks take part."""
     other, x = 1 - comm.rank, jnp.arange(3.0, dtype=jnp.float32)
     if comm.rank == 0:
         _, dy = jax.jit(lambda x: jax.jvp(lambda x: xvjax.send(jnp.sin(x), other, comm=comm), (x,), (x * 2,)))(x)
@@ -207,7 +207,7 @@ def test_forward_mode_of_messages(pair):
 
 @separate
 def exchanges(comm, wrapped):
-    """sendrecv once and twice, as mpi4jax tests it; forward mode too."""
+    """sendrecv once and twice, as in mpi4jax's tests; forward mode too."""
     other, rank = 1 - comm.rank, comm.rank
     wrap = jax.jit if wrapped else lambda f: f
     x = jnp.ones((3, 2)) * (rank + 1)
@@ -236,7 +236,7 @@ def test_exchanges(pair, wrapped):
 
 @separate
 def along_tokens(comm):
-    """The backward pass's operations are ordered by the tokens' cotangents."""
+    """The operations of the backward pass are ordered by the tokens' cotangents."""
 
     def loss(x, token):
         for _ in range(3):
@@ -259,7 +259,7 @@ def along_tokens(comm):
 
 @separate
 def past_constants(comm):
-    """What is not differentiated may stand in the chain."""
+    """Values that are not differentiated may be part of the token chain."""
     other, n = 1 - comm.rank, jnp.arange(3)
 
     def loss(x, token):
@@ -284,17 +284,17 @@ def past_constants(comm):
         close(dx, factors * 2 * np.cos(2 * x * x) * 2 * x)
 
 
-def test_past_constants(pair):
+def test_constants_in_the_token_chain(pair):
     pair.run(past_constants)
 
 
-def test_along_tokens(pair):
+def test_backward_operations_follow_the_tokens(pair):
     pair.run(along_tokens)
 
 
 @separate
 def refusals(comm):
-    """What has no derivative says so; integers and constants beside it do not matter."""
+    """Operations without a derivative raise; integers and constants beside them do not matter."""
     x = jnp.ones((comm.size, 2))
     for name, call in {
         "all_reduce (max": lambda x: xvjax.all_reduce(x, "max", comm=comm),

@@ -1,4 +1,4 @@
-"""Outside of compiled functions: no needless copies, nothing of JAX's is written, arrays on several devices."""
+"""Operations outside compiled functions: no unnecessary copies, no writes to JAX's arrays, arrays on several devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = jax.sharding.PartitionSpec
 
 
 class Addresses:
-    """Where the core was told to read and write."""
+    """Records the addresses that the core reads and writes."""
 
     def __enter__(self):
         self.seen = []
@@ -53,7 +53,7 @@ def copies(comm):
 
 @separate
 def layouts(comm):
-    """An array that JAX keeps by columns."""
+    """An array that JAX stores in column-major order."""
     by_columns = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     y = jax.device_put(x, by_columns)
@@ -72,7 +72,7 @@ def test_no_copies(pair):
 
 @separate
 def compiled_copies(comm):
-    """A compiled program reads its argument where it lies and writes where XLA wants the result."""
+    """A compiled program reads its argument in place and writes directly to the result's memory."""
     x = jnp.arange(5000, dtype=jnp.float32)
     program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
     with Addresses() as addresses:
@@ -88,7 +88,7 @@ def test_no_copies_in_programs(pair):
 
 @separate
 def several_devices(comm):
-    """Parts are exported one by one; what would need them together is refused."""
+    """Parts are exported one by one; operations that need them together raise."""
     mesh = jax.make_mesh((2,), ("d",))
     arrays = inputs(comm, (4, 3))
     parted = jax.device_put(arrays[comm.rank], jax.sharding.NamedSharding(mesh, P("d")))

@@ -1,4 +1,4 @@
-"""Bad input, ranks that disagree or die, programs that left their process: each a named error with the remedy."""
+"""Invalid input, ranks that disagree or die, programs that are run in another process: errors with a class and a remedy."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def test_bad_arrays(pair):
     pair.run(bad_arrays)
 
 
-def test_bad_arguments(pair):
+def test_invalid_arguments(pair):
     pair.run(bad_arguments)
 
 
 def mismatch(comm, form):
-    """Rank 1 calls it with another shape; both raise, what both called is said, and JAX goes on."""
+    """Rank 1 passes another shape; both ranks raise with both descriptions, and JAX stays usable."""
     sub, x = comm.split(0), jnp.ones(4 + comm.rank, jnp.float32)
     call = partial(xvjax.all_reduce, comm=sub)
     started = time.monotonic()
@@ -129,12 +129,12 @@ def mismatch(comm, form):
 
 
 @pytest.mark.parametrize("form", ["eager", "jit", "token"])
-def test_ranks_that_disagree(pair, form):
+def test_different_operations_on_the_ranks(pair, form):
     pair.run(mismatch, form)
 
 
 def mismatched_message(comm, good):
-    """Rank 0 sends from a program, in the end what numpy's user on rank 1 does not expect: both are told who called what."""
+    """Rank 0 sends from a program what rank 1 does not expect; both ranks are told both call sites."""
     sub = comm.split(0)
     program = jax.jit(lambda x: xvjax.send(x, 1, 7, comm=sub))
     with pytest.raises(MismatchError) as caught, xvjax.named_errors():
@@ -149,7 +149,7 @@ def mismatched_message(comm, good):
 
 
 @pytest.mark.parametrize("good", [0, 2])
-def test_messages_that_disagree(pair, good):
+def test_mismatched_messages(pair, good):
     for text in pair.run(mismatched_message, good):
         assert "sent 4 x float32, tag 7" in text and "expected 5 x float32, tag 7" in text
         assert "at test_jax_errors.py:" in text
@@ -157,7 +157,7 @@ def test_messages_that_disagree(pair, good):
 
 @separate
 def weak(comm, form):
-    """Ranks that give numbers of different kinds."""
+    """Ranks that pass Python numbers of different types."""
     wrap = jax.jit if form == "jit" else lambda f: f
     reduce = wrap(lambda x: xvjax.all_reduce(x, comm=comm))
     equal(reduce(1.5), np.float32(3))
@@ -173,7 +173,7 @@ def test_numbers_of_different_kinds(world, form):
 
 
 def from_any(comm, form, what):
-    """Rank 0 receives from any rank what is not there, or not as it wants."""
+    """Rank 0 receives from any rank a message that is missing, or that does not match."""
     sub, status = comm.split(0), xvjax.Status()
     wrap = jax.jit if form == "jit" else lambda f: f
     started = time.monotonic()
@@ -253,7 +253,7 @@ def test_closed_and_aborted(pair):
 
 
 def waiting(comm, form):
-    """The last rank dies while the others wait for it in a program."""
+    """The last rank is killed while the others wait for it in a program."""
     if comm.rank == comm.size - 1:
         time.sleep(60)
     program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
@@ -268,7 +268,7 @@ def waiting(comm, form):
 
 
 @pytest.mark.parametrize(("islands", "form"), [("a:2", "jit"), ("a,b", "jit"), ("a,b", "eager")])
-def test_a_rank_that_dies(islands, form):
+def test_a_rank_is_killed_during_an_operation(islands, form):
     with started(islands) as ranks:
         for rank in range(2):
             ranks.submit(rank, waiting, form)
@@ -300,7 +300,7 @@ def test_export(pair):
 
 
 def serialized(comm):
-    """Compiled programs as bytes. Those with JAX's effects are refused at once; others work in their own process."""
+    """Compiled programs as bytes. Those with JAX effects raise at once; others work in the same process."""
     from jax.experimental import serialize_executable
 
     program = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm)).lower(jnp.ones(4)).compile()
@@ -313,7 +313,7 @@ def serialized(comm):
 
 
 def loaded(comm, data, used):
-    """The same bytes elsewhere."""
+    """Load the same bytes in another process."""
     from jax.experimental import serialize_executable
 
     if used:

@@ -1,4 +1,4 @@
-"""The data-parallel example on real ranks: the losses of one process."""
+"""The data-parallel example on real ranks gives the losses of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "jax_data_parallel.py"
 
 @pytest.mark.parametrize("islands", [pytest.param("cuda:1,rocm:1", marks=pytest.mark.slow), "cuda:2,rocm:1"])
 def test_losses_are_those_of_one_process(tmp_path: Path, islands: str) -> None:
-    """Over two islands, of equal and of unequal size; and they fall."""
+    """Over two islands, of equal and of unequal size; the losses decrease."""
     run = [sys.executable, "-m", "xvcomm", "run", "--islands", islands, "--"]
     command = [*run, str(EXAMPLE), "--check", "--steps", "41"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}

@@ -1,4 +1,4 @@
-"""The layouts in `ffi.py` are those of the header that comes with jaxlib, and handlers speak with XLA by them."""
+"""The struct layouts in `ffi.py` match jaxlib's header, and handlers communicate with XLA by them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ SIZES = {"size_t": 8, "int64_t": 8, "int32_t": 4, "uint32_t": 4, "int": 4, "XLA_
 
 @pytest.fixture(scope="module")
 def header() -> str:
-    """The header without comments, and its macro for the table of functions written out."""
+    """The header without comments, with its function table macro expanded."""
     path = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
     return re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\);", r"void* \1;", text)
 
 
 def fields(header: str, name: str) -> list[tuple[str, str]]:
-    """Types and names of a structure's fields."""
+    """Types and names of a struct's fields."""
     body = re.search(rf"struct {name} \{{(.*?)\}}", header, re.DOTALL)
     assert body is not None, name
     found = re.findall(r"(?:const\s+|struct\s+)*(\w+(?:\s*\*+)?)\s*(\w+);", body[1])
@@ -77,7 +77,7 @@ def size_of(header: str, kind: str) -> tuple[int, int]:
 
 
 def test_layouts(header):
-    """Each field of ours lies where the header has it; the header may go on behind our last one."""
+    """Each field has the header's offset; the header may have further fields at the end."""
     for name, ours in STRUCTURES.items():
         offset, places = 0, {}
         for kind, field in fields(header, name):
@@ -112,8 +112,8 @@ def test_numbers(header):
         assert number(f"XLA_FFI_Error_Code_{code.name}") == code
 
 
-def test_what_a_handler_is_told():
-    """Attributes, addresses and device of a call; errors come back with their code and text."""
+def test_handlers_receive_attributes_addresses_and_device():
+    """Errors are returned with their code and text."""
     seen = []
 
     def execute(frame, number, begun):
@@ -136,7 +136,7 @@ def test_what_a_handler_is_told():
         call(x - 1).block_until_ready()
 
 
-def test_old_releases_are_refused():
+def test_old_jaxlib_releases_are_rejected():
     major, minor = versions.OLDEST
     for release in (f"{major}.{minor - 1}.9", "0.4.35", "0.0.1.dev1+g1"):
         with pytest.raises(
@@ -147,7 +147,7 @@ def test_old_releases_are_refused():
         versions._require(release)
 
 
-def test_this_release_has_what_versions_needs():
+def test_the_installed_jaxlib_is_supported():
     effects = versions.effects()
     assert effects.order != effects.call and effects is versions.effects()
     assert str(effects.order) == "xvcomm"

@@ -1,4 +1,6 @@
-"""Processes with several devices: they reduce among themselves, and one crosses the border, in `jax.shard_map`."""
+"""Processes with several devices in `jax.shard_map`: reduction within the process, and one device
+communicates across islands.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def mapped(function, mesh, given, back, check=True):
 
 
 def blocks_of(comm, devices, shape, dtype="float32"):
-    """Every device's block, of every rank; and this rank's as one array over its devices."""
+    """Every device's block on every rank; and this rank's blocks as one array over its devices."""
     count = comm.size * devices
     blocks = [(np.arange(np.prod(shape)) % 5 + number).astype(dtype).reshape(shape) for number in range(count)]
     mine = np.concatenate(blocks[comm.rank * devices : (comm.rank + 1) * devices])
@@ -68,7 +70,7 @@ def operations(comm, devices, check):
 
 @separate
 def dtypes(comm, devices):
-    """Results are of the input's dtype, where JAX's own functions give another; averages of integers round towards zero."""
+    """Results have the input's dtype, also where JAX's own functions return another; integer averages round towards zero."""
     for dtype, op, given in (("int32", "avg", [-7, 3, 5, 2**30]), ("bool", "sum", [True, False, False, True])):
         blocks = [np.roll(np.array(given, dtype), number) for number in range(comm.size * devices)]
         mine = np.concatenate(blocks[comm.rank * devices : (comm.rank + 1) * devices])
@@ -91,7 +93,7 @@ def test_operations(hosts, check):
 
 @separate
 def training(comm, devices):
-    """A step of data-parallel training over the devices of all processes, against one process; in order, in loops."""
+    """Data-parallel training steps over the devices of all processes against one process; ordered, and in loops."""
     mesh = mesh_of(devices)
     count = comm.size * devices
     data = np.random.default_rng(1).normal(size=(8 * count, 4)).astype(np.float32)
@@ -127,7 +129,7 @@ def test_training(hosts):
 
 @separate
 def derivatives(comm, devices):
-    """The derivative over all devices of all processes: that of the sum of all their losses."""
+    """The derivative over all devices of all processes is that of the sum of all their losses."""
     mesh = mesh_of(devices)
     blocks, mine = blocks_of(comm, devices, (3,))
     x = jax.device_put(mine, jax.sharding.NamedSharding(mesh, P("d")))
@@ -152,7 +154,7 @@ def test_derivatives(hosts):
 
 @separate
 def one_device_each(comm):
-    """With one device a process, operations in shard_map are those of the ranks, and nothing else is needed."""
+    """With one device per process, operations in shard_map are those of the ranks, without further setup."""
     mesh = mesh_of(1)
     x = jax.device_put(jnp.full(4, comm.rank + 1, jnp.float32), jax.sharding.NamedSharding(mesh, P("d")))
     equal(mapped(partial(xvjax.all_reduce, comm=comm), mesh, P("d"), P("d"))(x), np.full(4, 3, np.float32))
@@ -172,7 +174,7 @@ def test_one_device_each(pair):
 
 @separate
 def refusals(comm):
-    """Programs in which several devices would call for one rank, each named with the remedy."""
+    """Programs in which several devices would call an operation of one rank raise with a remedy."""
     mesh = mesh_of(2)
     x = jax.device_put(jnp.ones((4, 2)), jax.sharding.NamedSharding(mesh, P("d")))
     with pytest.raises(ArrayError, match=r"divides this program among 2 devices.*jax.shard_map.*axis_name="):
@@ -201,7 +203,7 @@ def test_refusals(hosts):
 
 
 def threads(comm):
-    """Whatever runs on XLA's threads, they never wait for each other in a circle."""
+    """Whatever runs on XLA's threads, they do not deadlock."""
     devices = len(jax.devices())
     operations.__wrapped__(comm, devices, True)
     mesh = mesh_of(devices)
@@ -226,7 +228,7 @@ def threads(comm):
 
 @pytest.mark.parametrize("devices", [4, 8])
 def test_many_devices_on_one_core(devices):
-    """More devices than XLA has threads to compute with: one."""
+    """More devices than XLA's single compute thread."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
@@ -239,7 +241,7 @@ def test_many_devices_on_one_core(devices):
 
 
 def stays(comm):
-    """The core's own operations give results where the operands lie, bound to a device if those are."""
+    """Results of the core's own operations are on the operands' device, and committed to it if the operands are."""
     for home in jax.local_devices():
         y = comm.all_reduce(jax.device_put(np.ones(3, np.float32), home))
         equal(y, np.full(3, comm.size, np.float32))

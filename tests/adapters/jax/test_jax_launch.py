@@ -1,4 +1,4 @@
-"""Programs as users start them: under jax.distributed, ended without waiting, and with compiled programs from disk."""
+"""Programs as users start them: under jax.distributed, exiting without waiting, and with compiled programs from disk."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(folder: Path, script: str, *arguments: str) -> str:
-    """Run a script on two ranks by `xvcomm run`; what they print."""
+    """Run a script on two ranks by `xvcomm run`; returns their output."""
     (folder / "script.py").write_text(script)
     launcher = [sys.executable, "-m", "xvcomm", "run", "-n", "2", "--islands", "a,b", "--"]
     command = [*launcher, "script.py", *arguments]
@@ -84,7 +84,7 @@ def run(folder: Path, script: str, *arguments: str) -> str:
 
 
 def test_under_jax_distributed(tmp_path):
-    """Ranks are the processes of jax.distributed, and meet in its service: nothing else is configured."""
+    """Ranks are the processes of jax.distributed, and use its service as the store, without configuration."""
     (tmp_path / "script.py").write_text(DISTRIBUTED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -107,13 +107,13 @@ def test_under_jax_distributed(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["default", "token"])
-def test_ending_without_waiting(tmp_path, form):
-    """What was dispatched is carried out before the interpreter ends; no rank fails for it."""
+def test_exit_without_waiting_for_results(tmp_path, form):
+    """Dispatched operations run before the interpreter exits; no rank fails."""
     assert run(tmp_path, ENDS, form).count("dispatched") == 2
 
 
 def test_compiled_programs_from_disk(tmp_path):
-    """Programs that another run compiled mean the same operation here, and only that one."""
+    """Programs compiled by an earlier run perform the same operation here."""
     cache = str(tmp_path / "cache")
     assert run(tmp_path, CACHED, cache, "sum").count("[10.5, 10.5] hits") == 2
     assert run(tmp_path, CACHED, cache, "sum").count("[10.5, 10.5] hits True") == 2

@@ -1,4 +1,4 @@
-"""What mpi4jax's tests ask of it, asked of the adapter: each operation, eager and compiled, on arrays and numbers.
+"""mpi4jax's tests applied to the adapter: each operation, eager and compiled, on arrays and numbers.
 
 Derivatives, vmap and transposes follow its tests of allreduce, of matrix-vector products and of sendrecv.
 """
@@ -91,7 +91,7 @@ def test_messages(pair, form):
 
 @separate
 def any_source(comm, form):
-    """A rank receives from all others in any order, and learns the source of each message."""
+    """A rank receives from all others in any order, and gets the source of each message."""
     wrap, rank, status = WRAPS[form], comm.rank, xvjax.Status()
     mpi4jax.comm_world = comm
     if rank > 0:
@@ -152,7 +152,7 @@ def test_all_reduce_derivatives(world, form):
 
 @separate
 def products(comm, form):
-    """Products with a matrix whose columns are spread over the ranks, and their transposes, up to three times."""
+    """Products with a matrix whose columns are distributed over the ranks, and their transposes, nested up to three times."""
     wrap, rank, size = WRAPS[form], comm.rank, comm.size
     mpi4jax.comm_world = comm
     keys = jax.random.split(jax.random.PRNGKey(123), 5)
@@ -249,7 +249,7 @@ def test_expectations(pair):
 
 @separate
 def transposed(comm):
-    """A distributed transpose: what XLA may not optimise into arrays that are not contiguous."""
+    """A distributed transpose, in which XLA must not produce non-contiguous arrays."""
     mpi4jax.comm_world = comm
     rank, size, n = comm.rank, comm.size, 12 * comm.size
     whole = np.random.default_rng(0).normal(size=(n, n)).astype(np.float32)

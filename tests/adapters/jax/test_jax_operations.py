@@ -1,4 +1,4 @@
-"""Every operation, in every form, for every dtype, on one island and across islands."""
+"""Every operation, in every form, for every dtype, in one island and across islands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xvcomm.adapters import jax as xvjax
 
 
 def reductions(comm, form, dtype):
-    """all_reduce, reduce, reduce_scatter of a dtype."""
+    """all_reduce, reduce and reduce_scatter of a dtype."""
     run, rows = FORMS[form], 2 * comm.size
     arrays = inputs(comm, (rows, 3), dtype)
     mine, expected = jnp.asarray(arrays[comm.rank]), total(arrays)
@@ -29,7 +29,7 @@ def reductions(comm, form, dtype):
 
 
 def moves(comm, form, dtype):
-    """What moves arrays of a dtype."""
+    """Operations that only move arrays of a dtype."""
     run, last = FORMS[form], comm.size - 1
     arrays = inputs(comm, (comm.size, 3), dtype)
     mine, everything = jnp.asarray(arrays[comm.rank]), np.concatenate(arrays)
@@ -48,7 +48,7 @@ def moves(comm, form, dtype):
 
 
 def messages(comm, form, dtype):
-    """Round the ring, by sendrecv, and by send and recv."""
+    """Messages around a ring, by sendrecv, and by send and recv."""
     run, arrays = FORMS[form], inputs(comm, (5, 3), dtype)
     mine, after, before = jnp.asarray(arrays[comm.rank]), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     found = run(lambda x, **k: xvjax.sendrecv(x, after, x, before, 7, 7, channel=3, comm=comm, **k), mine)
@@ -126,7 +126,7 @@ def test_each_reduction(world, form):
 
 @separate
 def uneven_rows(comm, form):
-    """Rows that differ from rank to rank; rank 0 has none."""
+    """Numbers of rows that differ between ranks; rank 0 has none."""
     run, rank, size = FORMS[form], comm.rank, comm.size
     counts = list(range(size))
     everything = np.arange(sum(counts) * 2, dtype=np.float32).reshape(-1, 2)
@@ -152,7 +152,7 @@ def test_uneven_rows(uneven, form):
 
 @separate
 def shapes(comm, form):
-    """Scalars, nothing at all, and more than a ring holds."""
+    """Scalars, empty arrays, and arrays larger than a ring."""
     run, size = FORMS[form], comm.size
     equal(run(partial(xvjax.all_reduce, comm=comm), jnp.float32(comm.rank)), np.float32(sum(range(size))), "scalar")
     equal(run(partial(xvjax.all_gather, comm=comm), jnp.int32(comm.rank)), np.arange(size, dtype=np.int32), "rows")
@@ -169,7 +169,7 @@ def test_shapes(world, form):
 
 @separate
 def subgroup(comm):
-    """A part of the ranks, and the default communicator beside it."""
+    """A subgroup and the default communicator together."""
     sub = comm.split(color=int(comm.rank == 0))
     xvjax.use(comm)
 

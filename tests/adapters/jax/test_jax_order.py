@@ -1,4 +1,4 @@
-"""Operations run in the order in which the program calls them, on every rank: nobody waits for another one's."""
+"""Operations run on every rank in the order in which the program calls them, so that ranks do not deadlock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALLS = 12
 
 
 class Order:
-    """Sizes, in elements of float32, of the collectives that this process has run."""
+    """Sizes, in float32 elements, of the collectives that this process has run."""
 
     def __enter__(self):
         self.sizes = []
@@ -33,7 +33,7 @@ class Order:
 
 
 def independent(xs, reduce):
-    """Calls without a common operand; what the first ones need takes longest."""
+    """Calls without common operands; the first ones depend on the slowest computation."""
     results = []
     for number, x in enumerate(xs):
         for _ in range((CALLS - number) // 3):
@@ -85,7 +85,7 @@ def test_by_tokens(pair):
 
 @separate
 def of_programs(comm):
-    """A slow program, a quick one that does not depend on it, an eager call, and again."""
+    """A slow program, a fast one that does not depend on it, an eager call; twice."""
     slow = jax.jit(lambda x: xvjax.all_reduce(jnp.sin(x @ x @ x)[0, :1], comm=comm))
     quick = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm))
     big, two, three = jnp.ones((400, 400)), jnp.ones(2), jnp.ones(3)
@@ -103,7 +103,7 @@ def test_of_programs(world):
 
 @separate
 def unused(comm):
-    """An operation whose result nobody uses still runs: other ranks wait for it."""
+    """An operation whose result is unused still runs, because other ranks wait for it."""
     with Order() as order:
         jax.jit(lambda x: (xvjax.all_reduce(x, comm=comm), x + 1)[1])(jnp.ones(3)).block_until_ready()
         jax.effects_barrier()
@@ -161,7 +161,7 @@ def test_opposite_directions(pair):
 
 @separate
 def barriers(comm):
-    """Nobody comes out of a barrier before the last one is there."""
+    """No rank leaves a barrier before the last one has entered it."""
     late = comm.size - 1
     for form in (lambda: xvjax.barrier(comm=comm), lambda: jax.jit(lambda: xvjax.barrier(comm=comm))()):
         form()
@@ -182,7 +182,7 @@ def test_barrier(world):
 
 @separate
 def others_go_on(comm):
-    """While a program waits for another rank, Python's threads run."""
+    """While a program waits for another rank, Python threads run."""
     program, x = jax.jit(lambda x: xvjax.all_reduce(x, comm=comm)), jnp.ones(3)
     program(x).block_until_ready()
     over, turns = threading.Event(), []
@@ -210,7 +210,7 @@ def test_threads_of_python_go_on(pair):
 
 @separate
 def recorded(comm):
-    """The flight recorder tells where the user called the operation."""
+    """The flight recorder contains the user's call site."""
     call_sites = []
     recorder.hooks.append(hook := lambda record: call_sites.append((OpCode(record.op), record.call_site)))
     try:
@@ -228,7 +228,7 @@ def test_call_sites(pair):
 
 @separate
 def tokens_dropped(comm):
-    """Only results are used and every token is dropped: each rank calls each operation all the same."""
+    """Only results are used and all tokens are dropped: each rank still runs each operation."""
     root, other, rank = 0, 1 - comm.rank, comm.rank
 
     def message(x, token):

@@ -1,4 +1,4 @@
-"""Operations under JAX's transformations: vmap, control flow, remat, caches, donation, ahead-of-time compilation."""
+"""Operations under JAX transformations: vmap, control flow, remat, caches, donation, ahead-of-time compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xvcomm.trace import recorder
 
 @separate
 def batched(comm, axis):
-    """vmap over any axis gives what a loop over the members gives."""
+    """vmap over any axis gives the results of a loop over it."""
     size, rank = comm.size, comm.rank
     arrays = inputs(comm, (4, 2 * size, 3))  # four members
     stacked = jnp.moveaxis(jnp.asarray(arrays[rank]), 0, axis)
@@ -53,7 +53,7 @@ def test_vmap(pair, axis):
 
 @separate
 def batched_more(comm):
-    """vmap twice, of a derivative, with tokens, of messages, and with an operand that has no batch."""
+    """Nested vmap, vmap of a derivative, with tokens, of messages, and with an unbatched operand."""
     size, rank, other = comm.size, comm.rank, 1 - comm.rank
     x = jnp.asarray(np.arange(24, dtype=np.float32).reshape(2, 3, 4)) * (rank + 1)
     ranks = size * (size + 1) / 2
@@ -81,7 +81,7 @@ def batched_more(comm):
     equal(found, np.ones((3, 4), np.float32))
 
 
-def test_vmap_of_more(pair):
+def test_nested_vmap(pair):
     pair.run(batched_more)
 
 
@@ -128,7 +128,7 @@ def test_control_flow(world):
 
 @separate
 def derived_loops(comm):
-    """Derivatives of loops, with and without checkpoints, by effect and by token."""
+    """Derivatives of loops, with and without checkpoints, ordered by effects and by tokens."""
     size = comm.size
     x = jnp.linspace(0.1, 0.9, 5, dtype=jnp.float32)
 
@@ -171,7 +171,7 @@ def test_derivatives_of_control_flow(pair):
 
 @separate
 def checkpoints(comm):
-    """What a checkpoint computes again does not communicate again; results stay right."""
+    """Recomputation in a checkpoint does not communicate again; results stay correct."""
     calls = []
     recorder.hooks.append(calls.append)
     try:
@@ -284,7 +284,7 @@ def test_ahead_of_time(pair):
 
 
 def one_core(comm):
-    """Several programs at once from several threads, each on a communicator of its own, in order within each."""
+    """Several programs run concurrently in several threads, each on its own communicator, in order within each."""
     import threading
 
     subs = [comm.split(0) for _ in range(3)]

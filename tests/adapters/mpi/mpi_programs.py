@@ -1,4 +1,4 @@
-"""Programs as users of mpi4py write them; each prints on rank 0 what it found. `{IMPORT}` is the only line that differs."""
+"""Programs as users of mpi4py write them; rank 0 prints the results. Only the line `{IMPORT}` differs."""
 
 PI = """
 {IMPORT}

@@ -1,4 +1,4 @@
-"""MPI's collectives over a Communicator: buffers of every form, every reduction, blocking and not, and groups of ranks."""
+"""MPI's collectives over a Communicator: all kinds of buffers, all reductions, blocking and nonblocking, and groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xvcomm.testing import World
 from xvcomm.trace import recorder
 
 TYPES = ("b", "B", "h", "i", "l", "Q", "f", "d", "g", "F", "D")
-"""Of numpy; xvcomm has no `g`."""
+"""numpy's type codes; xvcomm has no `g`."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def world() -> Iterator[World]:
 
 
 def rows(comm: Comm, kind: str, n: int) -> np.ndarray[Any, Any]:
-    """A row for each rank, the same on all."""
+    """One row per rank, the same on all ranks."""
     values = np.random.default_rng(5).integers(0, 4, (comm.size, n))
     return (values * (1 + 1j) if kind in "FD" else values).astype(kind)
 
@@ -73,7 +73,7 @@ def moving(communicator: Communicator) -> None:
 
 
 def vectors(communicator: Communicator) -> None:
-    """Lengths and places of their own; only the root knows those of Gatherv and Scatterv."""
+    """Counts and displacements per rank; only the root knows those of Gatherv and Scatterv."""
     comm = Comm(communicator)
     rank, size, root = comm.rank, comm.size, 1
     for kind in ("i", "d", "g"):
@@ -114,7 +114,7 @@ def vectors(communicator: Communicator) -> None:
 
 
 def folded(op: Any, table: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What numpy says."""
+    """The result computed by numpy."""
     functions = {
         "SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum, "BAND": np.bitwise_and,
         "BOR": np.bitwise_or, "BXOR": np.bitwise_xor, "LAND": np.logical_and, "LOR": np.logical_or,
@@ -176,7 +176,7 @@ def reducing(communicator: Communicator) -> None:
 
 
 def own_reductions(communicator: Communicator) -> None:
-    """Made of a function of two memories; applied in rank order, from the last."""
+    """User-defined operations over two buffers; applied in rank order, from the last."""
     comm = Comm(communicator)
 
     def minus(a: memoryview, b: memoryview, kind: Any) -> None:
@@ -200,7 +200,7 @@ def own_reductions(communicator: Communicator) -> None:
 
 
 def forms(communicator: Communicator) -> None:
-    """Everything that is a buffer."""
+    """All kinds of buffer arguments."""
     comm = Comm(communicator)
     first = comm.rank == 0
     text = bytearray(b"hello" if first else b"     ")
@@ -238,7 +238,7 @@ def forms(communicator: Communicator) -> None:
 
 
 def in_background(communicator: Communicator) -> None:
-    """All at once, waited for in any order, between blocking ones."""
+    """All collectives at once, waited for in any order, between blocking ones."""
     comm = Comm(communicator)
     rank, size = comm.rank, comm.size
     counts = [r + 1 for r in range(size)]
@@ -352,7 +352,7 @@ def grids(communicator: Communicator) -> None:
 
 
 def disagreement(communicator: Communicator) -> None:
-    """Ranks that mean different things are told so."""
+    """Mismatched calls raise on all ranks."""
     comm = Comm(communicator).Dup()
     with pytest.raises(MismatchError):
         comm.Allreduce(MPI.IN_PLACE, np.zeros(3 + comm.rank))
@@ -369,7 +369,7 @@ def test_collectives(world: World, check: Callable[..., Any]) -> None:
 
 
 def test_one_rank_alone() -> None:
-    """The world of a process that nobody launched."""
+    """COMM_WORLD of a process without a launcher."""
     with World(1, env={"XVCOMM_DEVICE": "host"}) as ranks:
         for check in (moving, reducing, in_background_alone):
             ranks.run(check)
@@ -382,7 +382,7 @@ def in_background_alone(communicator: Communicator) -> None:
 
 
 def started_at(communicator: Communicator) -> tuple[set[str], set[str]]:
-    """Where the flight recorder says that collectives were called, and where they were."""
+    """Call sites of collectives in the flight recorder, and where they were called."""
     comm, records = Comm(communicator), []
     x, first = np.ones(3), inspect.currentframe().f_lineno  # type: ignore[union-attr]
     recorder.hooks.append(records.append)

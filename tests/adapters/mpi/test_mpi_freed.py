@@ -1,4 +1,4 @@
-"""Communicators that are freed, and constants of MPI that stay what they are."""
+"""Communicators that are freed, and predefined constants, which do not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def world() -> Iterator[World]:
 
 
 def freed(communicator: Communicator) -> None:
-    """Whether anybody sends can be asked after all others have freed the communicator; of one rank the answer is PeerLost."""
+    """Probes after all other ranks have freed the communicator: Iprobe for any source finds nothing; others raise PeerLost."""
     comm = Comm(communicator).Dup()
     if comm.rank:
         comm.Free()
@@ -42,7 +42,7 @@ def freed(communicator: Communicator) -> None:
 
 
 def not_kept(communicator: Communicator) -> None:
-    """Communicators that are freed go: those of Split as those of Dup, with messages sent or not."""
+    """Freed communicators are garbage collected: those of Split and of Dup, with and without messages."""
     comm, gone = Comm(communicator), []
     for turn in range(4):
         made = comm.Dup() if turn % 2 else comm.Split(0)
@@ -55,7 +55,7 @@ def not_kept(communicator: Communicator) -> None:
 
 
 def unused(communicator: Communicator) -> None:
-    """One that nobody has used is closed by Free as any other."""
+    """Free also closes a communicator that was never used."""
     comm = Comm(communicator)
     made = comm.Dup()
     if comm.rank:
@@ -70,7 +70,7 @@ def unused(communicator: Communicator) -> None:
 
 
 def not_kept_beside_a_view(communicator: Communicator) -> None:
-    """Nor does a view keep a communicator that the program itself closes, or the thread of its collectives."""
+    """A view does not keep a communicator that the program closes, nor its thread."""
     gone, before = [], threading.active_count()
     for _ in range(4):
         made = communicator.split(0)
@@ -87,7 +87,7 @@ def not_kept_beside_a_view(communicator: Communicator) -> None:
 
 
 def constants(communicator: Communicator) -> None:
-    """A message from nobody can be received again and again; statuses may be a tuple, and as few as one likes."""
+    """PROC_NULL receives can be repeated; statuses may be a tuple, and fewer than the requests."""
     comm = Comm(communicator)
     for _ in range(2):
         assert MPI.MESSAGE_NO_PROC.recv() is None

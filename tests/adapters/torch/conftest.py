@@ -1,4 +1,4 @@
-"""Torch jobs shared by the tests of this folder that one worker runs. One that a test broke is replaced before the next test."""
+"""Torch jobs shared by the tests of this folder. A job that a test broke is replaced before the next test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ kept: dict[str, Job] = {}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start what the test needs and keeps, before the leak check looks at the machine."""
+    """Start the job that the test uses, before the leak check takes its snapshot."""
     mark = item.get_closest_marker("not_gloo")
     if mark is not None and BACKEND == "gloo":
         pytest.skip(f"gloo: {mark.args[0]}")
@@ -33,7 +33,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def jobs_end() -> Iterator[None]:
-    """Close the jobs that stayed; a worker may come back to this folder after files of others."""
+    """Close the shared jobs."""
     yield
     while kept:
         kept.popitem()[1].close()
@@ -59,7 +59,7 @@ def island() -> Job:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Job]]:
-    """Starts jobs of the test's own, which it may break."""
+    """Starts jobs that the test does not share, and may break."""
     started: list[Job] = []
 
     def begin(*args: object, **options: object) -> Job:

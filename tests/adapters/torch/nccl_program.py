@@ -1,8 +1,8 @@
-"""A program that knows NCCL only, as such are written; `test_torch_replace.py` runs it on xvcomm, and NCCL runs it too.
+"""A program written for NCCL only; `test_torch_replace.py` runs it on xvcomm, and it also runs on NCCL.
 
     torchrun --nproc-per-node 2 nccl_program.py nccl
 
-Ends with code 1 if anything is not as with NCCL; says on rank 0 what served it.
+Exits with code 1 if anything differs from NCCL; rank 0 prints which library was used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def place() -> torch.device:
-    """This rank's GPU; a machine without runs the program only if something stands in for NCCL."""
+    """This rank's GPU; without GPUs the program only runs if another library replaces NCCL."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -27,7 +27,7 @@ def place() -> torch.device:
 
 
 def summed(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """The sum of a group's ranks."""
+    """The sum over a group's ranks."""
     x = torch.full((1000,), float(dist.get_rank()), device=device)
     dist.all_reduce(x, group=group)
     assert (x == x[0]).all()
@@ -35,7 +35,7 @@ def summed(device: torch.device, group: dist.ProcessGroup | None = None) -> floa
 
 
 def groups(device: torch.device, backend: str) -> None:
-    """New ones, with NCCL's options and without, of all ranks and of each alone."""
+    """New groups, with and without NCCL's options, of all ranks and of single ranks."""
     size, rank = dist.get_world_size(), dist.get_rank()
     everybody = float(sum(range(size)))
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -73,7 +73,7 @@ def collectives(device: torch.device) -> None:
 
 
 def refusals(device: torch.device) -> None:
-    """What torch says when something is wrong, and what its log of that asks for, does not hide what was wrong."""
+    """Errors that torch raises for invalid calls, including while it logs them, keep their cause."""
     try:
         dist.all_to_all_single(torch.zeros(3, device=device), torch.zeros(2, device=device))
     except (RuntimeError, ValueError):
@@ -84,7 +84,7 @@ def refusals(device: torch.device) -> None:
 
 
 def gradients(device: torch.device) -> None:
-    """Of DDP: the mean over the ranks, also with the hook that torch lets through for NCCL alone."""
+    """DDP's gradients: the mean over the ranks, also with the hook that torch allows for NCCL only."""
     for hook, tolerance in ((None, 1e-6), (default_hooks.bf16_compress_hook, 2e-2)):
         torch.manual_seed(0)
         model = DistributedDataParallel(
@@ -99,7 +99,7 @@ def gradients(device: torch.device) -> None:
 
 
 def main() -> None:
-    """All of it, with the backend of the command line."""
+    """Run all of it with the backend of the command line."""
     backend = sys.argv[1]
     device = place()
     dist.init_process_group(backend, timeout=timedelta(seconds=60))

@@ -1,4 +1,4 @@
-"""A group of xvcomm's beside another backend's: it stands in the way of none of their operations."""
+"""An xvcomm group beside another backend's group does not affect that group's operations."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def sharded() -> None:
 
 
 @pytest.mark.parametrize("program", [busy, functional, sharded])
-def test_gloo_beside_a_group_that_is_never_used(start: Callable[..., Job], program: Callable[[], None]) -> None:
+def test_gloo_works_beside_an_unused_xvcomm_group(start: Callable[..., Job], program: Callable[[], None]) -> None:
     start("a:1,b:1", "gloo").run(program, timeout=120)

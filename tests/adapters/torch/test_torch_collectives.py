@@ -1,4 +1,4 @@
-"""Every collective of `torch.distributed` in every dtype, against what one process computes."""
+"""Every collective of `torch.distributed` in every dtype, against results computed in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOVED = (*GLOO_REDUCES, "bool") if BACKEND == "gloo" else DTYPES
 
 
 def operations(dtype: str) -> tuple[str, ...]:
-    """What is defined on a dtype."""
+    """The reductions that are defined for a dtype."""
     if dtype.startswith("complex"):
         return ("SUM",)
     integers = dtype == "bool" or "int" in dtype

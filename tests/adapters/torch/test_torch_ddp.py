@@ -1,4 +1,4 @@
-"""DistributedDataParallel: gradients and trained parameters equal those of one process that has all batches."""
+"""DistributedDataParallel: gradients and trained parameters equal those of one process with all batches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def starts_alike() -> None:
     assert all(other == found[0] for other in found)
 
 
-def test_replicas_start_from_the_first(pair: Job) -> None:
+def test_replicas_start_with_the_parameters_of_rank_0(pair: Job) -> None:
     pair.run(starts_alike)
 
 
@@ -96,7 +96,7 @@ def test_no_sync(pair: Job) -> None:
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, by rank."""
+    """Uses one of two layers, depending on the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_join_with_uneven_inputs(pair: Job) -> None:
 
 
 def compressed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook under another name: by its own name torch wants NCCL for it."""
+    """torch's hook under another name: under its own name torch requires NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -174,7 +174,7 @@ def test_communication_hooks(pair: Job, name: str, tolerance: float) -> None:
     pair.run(hooked, name, tolerance)
 
 
-def alike_after(model: nn.Module, rule: Any, steps: int, after: Any = None) -> None:
+def same_parameters_after(model: nn.Module, rule: Any, steps: int, after: Any = None) -> None:
     """Train, and compare the parameters of all ranks."""
     first = None
     for step in range(steps):
@@ -196,7 +196,7 @@ def power_sgd() -> None:
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    alike_after(model, torch.optim.SGD(model.parameters(), 0.05), 8)
+    same_parameters_after(model, torch.optim.SGD(model.parameters(), 0.05), 8)
 
 
 def test_power_sgd(pair: Job) -> None:
@@ -211,14 +211,14 @@ def local_sgd(kind: str) -> None:
         state = post_localSGD_hook.PostLocalSGDState(None, subgroup=alone, start_localSGD_iter=2)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         rule = PostLocalSGDOptimizer(rule, averagers.PeriodicModelAverager(period=2, warmup_steps=2))
-        alike_after(model, rule, 7)
+        same_parameters_after(model, rule, 7)
         return
     if kind == "hierarchical":
         averager: Any = hierarchical_model_averager.HierarchicalModelAverager({2: 2, size(): 4}, warmup_steps=0)
     else:
         averager = averagers.PeriodicModelAverager(period=1, warmup_steps=0)
     with model.no_sync() if kind == "periodic" else contextlib.nullcontext():
-        alike_after(model, rule, 8, lambda: averager.average_parameters(model.parameters()))
+        same_parameters_after(model, rule, 8, lambda: averager.average_parameters(model.parameters()))
 
 
 def test_model_averaging(pair: Job) -> None:

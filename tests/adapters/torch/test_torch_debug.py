@@ -1,4 +1,4 @@
-"""Under TORCH_DISTRIBUTED_DEBUG=DETAIL, and what torch's profiler and flight recorder see."""
+"""TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's profiler, and xvcomm's flight recorder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def unlike() -> str:
     return ""
 
 
-def test_detail_tells_what_does_not_fit(start: Callable[..., Job]) -> None:
+def test_debug_detail_reports_mismatches(start: Callable[..., Job]) -> None:
     for text in start("cuda:1,rocm:1", env=DETAIL).run(unlike):
         assert text
 
@@ -74,7 +74,7 @@ def unlike_models() -> str:
 
 
 @pytest.mark.parametrize("level", ["INFO", "DETAIL"])
-def test_models_of_unlike_shapes_are_told_apart(start: Callable[..., Job], level: str) -> None:
+def test_models_of_different_shapes_are_reported(start: Callable[..., Job], level: str) -> None:
     job = start("cuda:1,rocm:1", env={"TORCH_DISTRIBUTED_DEBUG": level}, timeout=3.0)
     texts = job.run(unlike_models)
     assert any("param" in text and "size" in text for text in texts), texts
@@ -103,7 +103,7 @@ def test_operations_are_events_of_the_profiler(pair: Job) -> None:
 
 
 def calls(n: int) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Every entry point of a group of two, and the event that it is."""
+    """Every entry point of a group of two, and the profiler event that it records."""
     group, x, wide = dist.group.WORLD, torch.ones(2), torch.ones(2 * n)
     parts, mine, other = [torch.ones(2) for _ in range(n)], me() == 0, 1 - me()
 
@@ -156,7 +156,7 @@ def calls(n: int) -> dict[str, tuple[str, Callable[[], Any]]]:
 
 
 def events() -> dict[str, tuple[str, list[str]]]:
-    """Of each call: the event that it is to be, and those of the backend that the profiler saw."""
+    """For each call: the expected event, and the backend's events that the profiler recorded."""
     found = {}
     for name, (event, call) in calls(size()).items():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -188,7 +188,7 @@ def test_ddp_logging_names_the_backend(pair: Job) -> None:
 
 
 def places() -> list[str]:
-    """Where the flight recorder says that operations were called."""
+    """Call sites of operations in the flight recorder."""
     records: list[Record] = []
     recorder.hooks.append(records.append)
     try:
@@ -211,7 +211,7 @@ def test_the_flight_recorder_names_the_line_of_the_program(pair: Job) -> None:
 
 
 def line(function: Callable[..., Any], text: str) -> str:
-    """Where a function of this file says something, as the flight recorder writes it."""
+    """Call site of a statement in a function of this file, as the flight recorder formats it."""
     lines, first = inspect.getsourcelines(function)
     return f"test_torch_debug.py:{first + next(n for n, found in enumerate(lines) if text in found)}"
 

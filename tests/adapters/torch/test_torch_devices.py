@@ -1,4 +1,4 @@
-"""Tensors that lie elsewhere than the others of a call, or nowhere: refused on the rank that calls, and the group goes on."""
+"""Tensors on a wrong device or without memory: the calling rank raises, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ where = {"here": "cpu", "foreign": "meta"}
 
 
 def foreign(count: int = 4) -> torch.Tensor:
-    """A tensor on another device than the others of the call."""
+    """A tensor on another device than the call's other tensors."""
     return torch.empty(count, device=where["foreign"])
 
 
@@ -90,7 +90,7 @@ SEVERAL: dict[str, Callable[[Any], Any]] = {
 
 
 def refused(form: str, async_op: bool, home: str = "cpu", other: str = "meta") -> None:
-    """Rank 0 calls it alone: had it begun anything, what all ranks do next would not fit."""
+    """Only rank 0 calls it: if it had begun anything, the next operation of all ranks would mismatch."""
     where.update(here=home, foreign=other)
     if me() == 0:
         before = dist.group.WORLD._get_sequence_number_for_group()

@@ -1,4 +1,4 @@
-"""Failures: who died, who is missing, what does not fit, who gave up; raised wherever the operation is waited for."""
+"""Errors: killed ranks, missing ranks, mismatches, aborts; raised wherever the operation is waited for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BORDER = "cuda:1,rocm:1"
 
 
 def attempt(call: Callable[[], Any]) -> tuple[str, str, float, bool]:
-    """Class, text and seconds of the error of a call, and whether it is one that torch programs catch."""
+    """Class, text and seconds of the error of a call, and whether it is a class that torch programs catch."""
     begun = time.monotonic()
     try:
         call()
@@ -36,7 +36,7 @@ def attempt(call: Callable[[], Any]) -> tuple[str, str, float, bool]:
 
 
 def failing(kind: str) -> Callable[[], Any]:
-    """An operation of all ranks that the others will not take part in."""
+    """An operation of all ranks in which the others do not take part."""
     x = torch.ones(4)
     model = nn.parallel.DistributedDataParallel(perceptron()) if kind in ("DDP", "DDP hook") else None
     if kind == "DDP hook":
@@ -78,7 +78,7 @@ def dies(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if BACKEND != "gloo" or kind != "recv from any"])
-def test_the_death_of_a_peer(start: Callable[..., Job], kind: str) -> None:
+def test_a_peer_is_killed(start: Callable[..., Job], kind: str) -> None:
     job = start(BORDER)
     job.submit(1, dies, kind)
     job.submit(0, needs_all, kind)
@@ -108,7 +108,7 @@ def died_in_backward() -> list[tuple[str, str, float, bool]]:
 
 @pytest.mark.not_gloo("the class of the error")
 def test_the_class_of_an_error_in_backward(start: Callable[..., Job]) -> None:
-    """torch's C++ keeps the text of an error alone; the next call, and `check`, raise its class."""
+    """torch's C++ keeps only the text of an error; the next call, and `check`, raise its class."""
     job = start(BORDER)
     for rank in (0, 1):
         job.submit(rank, died_in_backward)
@@ -239,8 +239,8 @@ def unlike(kind: str) -> tuple[str, str, float, bool]:
 
 @pytest.mark.not_gloo("the check of what ranks call")
 @pytest.mark.parametrize("kind", ["count", "dtype", "operation", "reduction", "root"])
-def test_ranks_that_do_not_agree(start: Callable[..., Job], kind: str) -> None:
-    """Both ends raise: at once, or with the next operation where a rank only sends."""
+def test_mismatched_operations(start: Callable[..., Job], kind: str) -> None:
+    """Both ranks raise: at once, or in the next operation if a rank only sends."""
     for rank, (name, text, seconds, caught) in enumerate(start(BORDER).run(unlike, kind)):
         assert name == "MismatchError" and caught and seconds < SOON, (rank, name, text)
         assert "rank 0" in text and "rank 1" in text, text
@@ -253,8 +253,8 @@ def unlike_messages() -> list[tuple[str, str, float, bool]]:
 
 
 @pytest.mark.not_gloo("the check of what ranks call")
-def test_messages_that_do_not_fit(start: Callable[..., Job]) -> None:
-    """A sender whose message was taken by the ring learns of it by the next call."""
+def test_mismatched_message_sizes(start: Callable[..., Job]) -> None:
+    """A sender whose message was buffered in the ring raises in the next call."""
     sender, receiver = start(BORDER).run(unlike_messages)
     assert receiver[0][0] == "MismatchError" and "8 x float32" in receiver[0][1] and "4 x float32" in receiver[0][1]
     assert sender[1][0] and sender[1][3], sender
@@ -276,7 +276,7 @@ def receives_in_another_order() -> list[tuple[str, str, float, bool]]:
 
 @pytest.mark.not_gloo("tags that share a channel")
 def test_tags_of_one_channel_out_of_order(start: Callable[..., Job]) -> None:
-    """The receiver learns what is wrong also from a sender that has left."""
+    """The receiver raises also if the sender has already closed."""
     job = start(BORDER)
     job.submit(0, sends_and_leaves)
     job.collect(0)
@@ -309,7 +309,7 @@ def test_a_rank_that_destroys_the_group_early(start: Callable[..., Job]) -> None
 
 
 def fails_inside_backward(kind: str) -> tuple[str, bool]:
-    """An error that a communication hook raises reaches the caller of backward, and the process lives on."""
+    """An error in a communication hook reaches the caller of backward, and the process survives."""
     model = nn.parallel.DistributedDataParallel(perceptron())
 
     def hook(_, bucket):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Forked children of a torch program: they compute, or are refused, and the job of their parent goes on."""
+"""Forked children of a torch program: they can compute, communication raises, and the parent's job continues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 def goes_on() -> None:
-    """The parents' job is whole."""
+    """Check that the parents' job still works."""
     for _ in range(3):
         dist.all_reduce(x := torch.full((5,), me() + 1.0))
         same(x, torch.full((5,), size() * (size() + 1) / 2))
@@ -50,7 +50,7 @@ def goes_on() -> None:
 
 
 def child_of(function: Callable[[], None]) -> int:
-    """Run a function in a forked child; its exit code, 3 if it raised."""
+    """Run a function in a forked child; returns its exit code, 3 if it raised."""
     child = os.fork()
     if child == 0:
         code = 3
@@ -82,12 +82,12 @@ def refused() -> None:
 
 
 def test_every_call_raises_closed_error(start: Callable[..., Job]) -> None:
-    """In a job of its own: a child that destroys a group of Gloo's, which another test may have left, hangs in Gloo."""
+    """In a separate job: a child that destroys a Gloo group of another test hangs in Gloo."""
     start("cuda:1,rocm:1").run(refused)
 
 
-def inherits_what_is_under_way() -> None:
-    """An all-reduce that the group's thread is in, and receives from any rank."""
+def fork_during_operations() -> None:
+    """During an all-reduce in the group's thread, and receives from any rank."""
     goes_on()
     received = torch.empty(4)
     if me() == 0:
@@ -120,7 +120,7 @@ def inherits_what_is_under_way() -> None:
 
 
 def test_works_in_a_forked_child(pair: Job) -> None:
-    pair.run(inherits_what_is_under_way)
+    pair.run(fork_during_operations)
 
 
 def runs_programs() -> None:
@@ -207,7 +207,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES)
 def test_programs(tmp_path: Path, body: str) -> None:
-    """Children that end by the interpreter's own end, daemons, workers of a loader beside DDP, pools of all kinds."""
+    """Children that exit normally, daemons, data loader workers beside DDP, pools of all kinds."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.replace("{body}", BODIES[body].strip()))
     text = launch(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program))

@@ -1,4 +1,4 @@
-"""The same collectives asked for in other ways: through the group's methods, coalesced, strided, empty, large, many at once."""
+"""Collectives in other forms: the group's methods, coalesced, strided, empty, large, many at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchjobs import Job
 
 
 def total(*shape: int, dtype: str = "float32") -> torch.Tensor:
-    """The sum over all ranks of `small`."""
+    """The sum of `small` over all ranks."""
     return combined("SUM", [small(dtype, shape, rank) for rank in range(size())])
 
 
@@ -181,8 +181,8 @@ def test_strided_tensors(pair: Job) -> None:
     pair.run(strided)
 
 
-def noted_only() -> None:
-    """Memory of these holds something else than the tensor shows: torch has only noted what is to be done with it."""
+def lazy_views() -> None:
+    """Tensors with a lazy conjugate or negation bit, whose memory differs from their value."""
     negative = torch.tensor([1 + 2j, 3 - 4j]).conj().imag[:1]
     assert negative.is_neg() and negative.is_contiguous()
     dist.all_reduce(negative)
@@ -195,7 +195,7 @@ def noted_only() -> None:
 
 @pytest.mark.not_gloo("negations that are only noted")
 def test_conjugates_and_negations(pair: Job) -> None:
-    pair.run(noted_only)
+    pair.run(lazy_views)
 
 
 def empty() -> None:
@@ -247,7 +247,7 @@ def many_at_once() -> None:
         same(x, combined("SUM", [small("float32", (100 + i,), rank + i) for rank in range(size())]))
 
 
-def test_many_at_once(pair: Job, four: Job) -> None:
+def test_many_collectives_at_once(pair: Job, four: Job) -> None:
     pair.run(many_at_once)
     four.run(many_at_once)
 
@@ -273,7 +273,7 @@ def mixed_at_once() -> None:
     assert [raw(t) for t in e] == [raw(t) for t in everybody(3)]
 
 
-def test_different_ones_at_once(pair: Job) -> None:
+def test_different_collectives_at_once(pair: Job) -> None:
     pair.run(mixed_at_once)
 
 
@@ -295,7 +295,7 @@ def test_parameters_and_inference(pair: Job) -> None:
 
 
 def reused_lists() -> None:
-    """The caller goes on with its lists as soon as it has them back."""
+    """The caller changes its lists as soon as the call returns."""
     n, rank = size(), me()
     busy = [dist.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(4)]
 
@@ -331,7 +331,7 @@ def test_lists_may_change_while_an_operation_is_under_way(pair: Job) -> None:
 
 
 def into_one_of_its_parts(count: int) -> None:
-    """Every rank's result goes where the others' input lies."""
+    """Every rank's result overwrites another rank's part of the input."""
     whole, n = mine(size() * count), size()
     dist.reduce_scatter(whole[:count], list(whole.chunk(n)))
     same(whole[:count], total(n * count).chunk(n)[me()])
@@ -380,6 +380,6 @@ def refuses() -> list[str]:
 
 
 @pytest.mark.not_gloo("all of these refusals")
-def test_what_cannot_be_done_is_refused_and_the_group_lives_on(pair: Job) -> None:
+def test_unsupported_calls_raise_and_the_group_stays_usable(pair: Job) -> None:
     for texts in pair.run(refuses):
         assert all(texts), texts

@@ -1,4 +1,4 @@
-"""Sharded data parallelism: FSDP, its second version, over several dimensions, and checkpoints of what it shards."""
+"""Sharded data parallelism: FSDP1, FSDP2, meshes of several dimensions, and checkpoints of sharded state."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def first_version(strategy: str, place: str = "cpu", relative: float = 1e-6) -> 
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_first_version(pair: Job, strategy: str) -> None:
+def test_fsdp1(pair: Job, strategy: str) -> None:
     pair.run(first_version, strategy)
 
 
 def sharded(mesh: Any, **options: Any) -> nn.Sequential:
-    """The perceptron under the second version, a unit a layer, on the mesh's devices."""
+    """The perceptron under FSDP2, one unit per layer, on the mesh's devices."""
     model = perceptron().to(mesh.device_type)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -53,7 +53,7 @@ def sharded(mesh: Any, **options: Any) -> nn.Sequential:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """A tensor that is sharded, as one."""
+    """A sharded tensor gathered into one."""
     found: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found
 
@@ -79,12 +79,12 @@ def second_version(shape: tuple[int, ...], reshard: bool, kind: str = "cpu", rel
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_second_version(pair: Job, reshard: bool) -> None:
+def test_fsdp2(pair: Job, reshard: bool) -> None:
     pair.run(second_version, (2,), reshard)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 4)])
-def test_second_version_on_four_ranks(four: Job, shape: tuple[int, ...]) -> None:
+def test_fsdp2_on_four_ranks(four: Job, shape: tuple[int, ...]) -> None:
     four.run(second_version, shape, True)
 
 

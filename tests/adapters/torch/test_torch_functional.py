@@ -1,4 +1,4 @@
-"""Functional collectives, those that autograd knows, and both under `torch.compile`."""
+"""Functional collectives, autograd collectives, and both under `torch.compile`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def asynchronous() -> None:
 
 
 def passed_on() -> None:
-    """What tensor parallel layers give goes into other collectives and messages as it is."""
+    """Results of tensor-parallel layers are passed to other collectives and messages unchanged."""
 
     def promised() -> torch.Tensor:
         return funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
@@ -179,7 +179,7 @@ def test_collectives_that_autograd_knows(pair: Job) -> None:
 
 
 def compiled(function: Callable[..., Any], backend: str) -> Any:
-    """The function, compiled in one piece."""
+    """The function compiled as a full graph."""
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend=backend)
 
@@ -192,7 +192,7 @@ def chain(x: torch.Tensor) -> torch.Tensor:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """The usual calls, which torch rewrites."""
+    """The c10d calls that torch's compiler rewrites."""
     y = x * 2
     dist.all_reduce(y)
     out = torch.empty(dist.get_world_size() * x.shape[0], device=x.device)

@@ -1,4 +1,4 @@
-"""Gradients through xvcomm's functions for plain tensors, against the same formulas of all ranks in one process."""
+"""Gradients through xvcomm's functions for tensors, against the same formulas over all ranks in one process."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def draw(rows: Sequence[int], seed: int) -> list[Tensor]:
-    """A matrix a rank, the same on all of them."""
+    """One matrix per rank, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in rows]
 
 
 def place(comm: Communicator) -> torch.device:
-    """Where this rank's tensors lie."""
+    """The device of this rank's tensors."""
     return torch.device("cpu") if comm.device == "host" else torch.device("cuda", comm.device_index)
 
 
 def compare(comm: Communicator, rows: Sequence[int], ours: Ours, formula: Formula) -> None:
-    """This rank's value and gradient against `formula`, which gives all ranks' results from all ranks' inputs."""
+    """Compare this rank's value and gradient with `formula`, which maps all ranks' inputs to all ranks' results."""
     xs = [x.requires_grad_() for x in draw(rows, 1)]
     results = formula(xs)
     weights = draw([len(r) for r in results], 2)
@@ -87,7 +87,7 @@ def check_blocks(comm: Communicator) -> None:
 
 
 def check_rooted_blocks(comm: Communicator) -> None:
-    """Where there is no result there are zeros, and what flows back into those goes nowhere."""
+    """Ranks without a result get zeros, whose gradient is ignored."""
     size, root = comm.size, comm.size - 1
     uneven = [r + 1 for r in range(size)]
 
@@ -110,7 +110,7 @@ def check_rooted_blocks(comm: Communicator) -> None:
 
 
 def check_twice(comm: Communicator) -> None:
-    """The second derivative of the sum of cubes, there and back: 6x."""
+    """The second derivative of the sum of cubes: 6x."""
     x = torch.full((comm.size,), comm.rank + 1.0, dtype=torch.float64, requires_grad=True, device=place(comm))
     back = functions.scatter(functions.gather(x, comm), comm)
     (first,) = torch.autograd.grad((back**3).sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Groups: of some ranks, in some order, made by all or only by their members, several at once; meshes; endings."""
+"""Groups: of any ranks in any order, created by all ranks or by members only, several at once; meshes; destruction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xvcomm.errors import ArgumentError
 
 
 def summed(group: dist.ProcessGroup, expected: list[int], place: str = "cpu") -> None:
-    """An all-reduce in a group adds these global ranks."""
+    """Check that an all-reduce in a group sums these global ranks."""
     dist.all_reduce(x := torch.tensor([float(me()), 1.0], device=place), group=group)
     same(x, [float(sum(expected)), float(len(expected))])
 
@@ -109,7 +109,7 @@ def test_device_mesh(four: Job) -> None:
 
 
 def splits() -> None:
-    """Across the islands and along them, at once, without a name, and in an order of its own; what a split has is its own."""
+    """Across islands and along them, all at once, without a name, and reordered; a split has its own attributes."""
     world = dist.group.WORLD
     before = world.comm_split_count()
     for number, halves in enumerate(([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0]], [[2]])):
@@ -145,7 +145,7 @@ def test_splits_of_a_group(four: Job) -> None:
 
 
 def splits_by_torch(*splits: list[list[int]], place: str = "cpu") -> None:
-    """Groups by `dist.split_group`, and groups split off those."""
+    """Groups by `dist.split_group`, and splits of those."""
     for halves in splits:
         mine = next((half for half in halves if me() in half), None)
         part = dist.split_group(split_ranks=halves, group_desc="described")
@@ -162,7 +162,7 @@ def splits_by_torch(*splits: list[list[int]], place: str = "cpu") -> None:
 
 
 def splits_without_a_gpu() -> None:
-    """`dist.split_group` wants an accelerator and a device that the job is bound to; nothing else of it needs one."""
+    """`dist.split_group` requires an accelerator and a job that is bound to a device; nothing else here does."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.accelerator, "is_available", lambda: True)
         patched.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
@@ -216,7 +216,7 @@ def in_unlike_orders() -> None:
     dist.destroy_process_group(second)
 
 
-def test_asynchronous_operations_of_two_groups_in_unlike_orders(pair: Job) -> None:
+def test_asynchronous_operations_of_two_groups_in_different_orders(pair: Job) -> None:
     pair.run(in_unlike_orders)
 
 
@@ -262,7 +262,7 @@ def facts() -> None:
     dist.destroy_process_group(named)
 
 
-def test_what_a_group_says_about_itself(pair: Job) -> None:
+def test_attributes_of_a_group(pair: Job) -> None:
     pair.run(facts)
 
 
@@ -297,7 +297,7 @@ def destroyed_under_way(whole: bool) -> None:
     assert all((x == n).all() for x in xs)
 
 
-def test_what_was_started_ends_before_its_group(start: Callable[..., Job], pair: Job) -> None:
+def test_destroying_a_group_waits_for_its_operations(start: Callable[..., Job], pair: Job) -> None:
     pair.run(destroyed_under_way, False)
     start("cuda:1,rocm:1").run(destroyed_under_way, True)
 
@@ -325,7 +325,7 @@ def beside_gloo() -> None:
     assert dist.get_backend(group) == "gloo"
 
 
-def test_a_group_of_gloo_beside_it(start: Callable[..., Job]) -> None:
+def test_a_gloo_group_in_the_same_job(start: Callable[..., Job]) -> None:
     start("cuda:1,rocm:1").run(beside_gloo)
 
 
@@ -341,7 +341,7 @@ def devices_named(expected: str) -> None:
     ("backend", "expected"),
     [(f"cpu:{BACKEND}", f"cpu:{BACKEND}"), (f"cpu:gloo,cuda:{BACKEND}", f"cpu:gloo,cuda:{BACKEND}")],
 )
-def test_backends_a_device(start: Callable[..., Job], backend: str, expected: str) -> None:
+def test_one_backend_per_device(start: Callable[..., Job], backend: str, expected: str) -> None:
     start("cuda:1,rocm:1", backend).run(devices_named, expected)
 
 
@@ -390,7 +390,7 @@ def mismatched_lists() -> None:
         dist.new_group([0, 9])
 
 
-def test_impossible_groups_are_refused(start: Callable[..., Job]) -> None:
+def test_invalid_groups_are_rejected(start: Callable[..., Job]) -> None:
     start("cuda:1,rocm:1").run(mismatched_lists)
 
 

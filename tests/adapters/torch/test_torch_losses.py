@@ -1,4 +1,4 @@
-"""Losses of training over two islands, by torch's own parallelism, beside those of one process."""
+"""Losses of training over two islands with torch's own parallelism, against those of one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6  # in float32; it is reached because every order of the same fe
 
 
 def losses(mode: str, alone: bool) -> tuple[list[float], list[float]]:
-    """Of all ranks together and, if asked for, of this one alone."""
+    """Losses of all ranks together and, if requested, of one process."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     import torch_ddp

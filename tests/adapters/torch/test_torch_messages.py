@@ -1,4 +1,4 @@
-"""Messages: by tag in any order, from any source, both ways at once, of every size and dtype, and of objects."""
+"""Messages: any tag order, any source, both directions at once, every size and dtype, and objects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_tags_match_in_any_order(pair: Job) -> None:
 
 
 def many_tags() -> None:
-    """More tags than there are channels between two ranks: those that share one match in order."""
+    """More tags than there are channels between two ranks: those that share a channel match in order."""
     for first in range(0, 200, 10):
         if me() == 0:
             works = [dist.isend(torch.full((3,), float(tag)), 1, tag=tag) for tag in range(first, first + 10)]
@@ -192,7 +192,7 @@ def large_both_ways() -> None:
     same(y, noise(other, count))
 
 
-def test_large_messages_cross(pair: Job) -> None:
+def test_large_messages_in_both_directions(pair: Job) -> None:
     pair.run(large_both_ways)
 
 
@@ -211,7 +211,7 @@ def small_ones_pass_a_large_one() -> None:
         same(y, noise(1, 4 << 20))
 
 
-def test_a_large_message_nobody_wants_yet_holds_up_no_other(pair: Job) -> None:
+def test_a_large_unmatched_message_does_not_block_others(pair: Job) -> None:
     pair.run(small_ones_pass_a_large_one)
 
 
@@ -282,7 +282,7 @@ def test_torch_refuses_a_blocking_send_to_oneself(pair: Job) -> None:
 
 
 def to_oneself_in_a_batch(place: str = "cpu") -> None:
-    """Sends and receives of each rank with itself and with the next one, in one batch; of one tag they match in order."""
+    """Each rank sends to itself and to the next in one batch; messages of one tag match in order."""
     rank, after, before = me(), (me() + 1) % size(), (me() - 1) % size()
     sent = [torch.full((n + 1, 3), 10.0 * rank + n, device=place) for n in range(4)]
     got = [torch.zeros(n + 1, 3, device=place) for n in range(4)]
@@ -303,7 +303,7 @@ def to_oneself_in_a_batch(place: str = "cpu") -> None:
 
 
 def to_oneself_one_by_one() -> None:
-    """An asynchronous send and a receive of either kind, whichever is first, and tensors with gaps."""
+    """An asynchronous send and a receive of either kind, in either order, and tensors with gaps."""
     x = torch.arange(12.0).reshape(3, 4).t() + me()
     work = dist.isend(x, me(), tag=7)
     assert not work.is_completed()

@@ -1,4 +1,4 @@
-"""`torch.distributed.pipelining`: every schedule gives the gradients of the model in one piece."""
+"""`torch.distributed.pipelining`: every schedule gives the gradients of the undivided model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 def layers(count: int) -> list[nn.Module]:
-    """The stages of the model, the same everywhere."""
+    """The stages of the model, the same on all ranks."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
@@ -30,7 +30,7 @@ def layers(count: int) -> list[nn.Module]:
 def trained_alone(
     count: int, x: torch.Tensor, y: torch.Tensor, micro_batches: int
 ) -> tuple[list[nn.Module], torch.Tensor]:
-    """The stages with their gradients, and the loss, by one process."""
+    """The stages with their gradients, and the loss, computed in one process."""
     whole = layers(count)
     loss = sum(
         nn.functional.mse_loss(nn.Sequential(*whole)(a), b)
@@ -41,7 +41,7 @@ def trained_alone(
 
 
 def places(schedule: str, rank: int, ranks: int) -> list[int]:
-    """The stages that a rank has."""
+    """The stages of a rank."""
     if schedule in SINGLE:
         return [rank]
     return [rank, 2 * ranks - 1 - rank] if schedule in VEE else [rank, rank + ranks]
@@ -112,7 +112,7 @@ def test_stages_across_the_border_and_replicas_inside(four: Job) -> None:
 
 
 class Whole(nn.Module):
-    """A model for torch to cut."""
+    """A model for torch to split."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs that ask for NCCL run on xvcomm unchanged: under `xvcomm run --replace nccl`, and under torchrun by a variable."""
+"""Unchanged NCCL programs run on xvcomm: with `xvcomm run --replace nccl`, and under torchrun with XVCOMM_REPLACE."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_program_that_asks_for_nccl(way: str) -> None:
-    """Its exit code says whether it found all as with NCCL."""
+def test_a_program_that_requests_nccl(way: str) -> None:
+    """Its exit code tells whether all results were as with NCCL."""
     command, env, backend = WAYS[way]
     out = launch(sys.executable, *command, PROGRAM, backend, env=env)
     assert f"get_backend: {backend} served by: xvcomm." in out
@@ -28,7 +28,7 @@ def test_a_program_that_asks_for_nccl(way: str) -> None:
 
 
 def test_a_name_that_cannot_be_replaced() -> None:
-    """torch is imported all the same; making a group says what is wrong."""
+    """Importing torch works; creating a group raises an error that explains it."""
     program = (
         "import torch, torch.distributed as dist\n"
         "print('imported')\n"

@@ -1,4 +1,4 @@
-"""Sparse tensors: the sum of COO tensors, with Gloo's meaning."""
+"""Sparse tensors: sums of COO tensors with Gloo's semantics."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def refused() -> list[bool]:
 
 
 @pytest.mark.not_gloo("all of these refusals")
-def test_what_has_no_meaning_for_sparse_tensors_is_refused(pair: Job) -> None:
+def test_unsupported_operations_on_sparse_tensors_are_rejected(pair: Job) -> None:
     for found in pair.run(refused):
         assert all(found), found

@@ -1,4 +1,4 @@
-"""Which stream waits for which when operations run on a GPU: the plane's own part of it, with a GPU that only takes notes."""
+"""Stream ordering of operations on a GPU, with a mock GPU that records calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Notes = list[tuple[Any, ...]]
 
 
 class Comm:
-    """Notes on which stream it is called."""
+    """Records the stream of each call."""
 
     rank, size, device = 0, 2, "cuda"
 
@@ -48,7 +48,7 @@ class Comm:
 
 
 class Memory(torch.Tensor):
-    """A tensor in a GPU's memory as far as is asked here."""
+    """The parts of a GPU tensor that the plane uses."""
 
     is_cuda = True
     notes: Notes
@@ -58,7 +58,7 @@ class Memory(torch.Tensor):
 
 
 class Posted:
-    """The communicator's Work for an asynchronous operation: notes who waits for it."""
+    """The communicator's Work of an asynchronous operation: records the waiting stream."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
@@ -78,7 +78,7 @@ class Posted:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
-    """What is done on the GPU, in order."""
+    """The recorded GPU operations, in order."""
     noted: Notes = []
 
     class Event:
@@ -126,18 +126,18 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
 
 @pytest.fixture
 def plane(notes: Notes) -> StreamPlane:
-    """Of a GPU that takes notes."""
+    """A plane over the mock GPU."""
     comm: Any = Comm(notes)
     return StreamPlane(comm, torch.device("cuda", 0), bring=False)
 
 
 def start(plane: StreamPlane, x: torch.Tensor) -> Any:
-    """An operation that is one of the communicator's."""
+    """An operation of the communicator."""
     return plane.start(collectives.all_reduce, [x], Options(), "all_reduce")
 
 
 def run(plane: StreamPlane, x: torch.Tensor) -> Any:
-    """One of several steps, of which the first is torch's, on the current stream."""
+    """An operation of several steps, the first of which is torch's, on the current stream."""
 
     def job(where: Any) -> None:
         where.comm.notes.append(("a step of torch's", torch._C._cuda_getCurrentRawStream(0)))
@@ -152,13 +152,13 @@ def memory(notes: Notes) -> Memory:
     return x
 
 
-def test_what_waits_goes_on_the_current_stream(plane: StreamPlane, notes: Notes) -> None:
+def test_blocking_operations_use_the_current_stream(plane: StreamPlane, notes: Notes) -> None:
     collectives.all_reduce(plane, torch.ones(3), Options())
     assert notes == [("all_reduce", CURRENT, "blocking")]
 
 
-def test_what_does_not_wait_is_asynchronous(plane: StreamPlane, notes: Notes) -> None:
-    """Behind what the current stream holds; `wait` then orders that behind the operation."""
+def test_async_operations_follow_the_current_stream(plane: StreamPlane, notes: Notes) -> None:
+    """`wait` then orders the current stream after the operation."""
     work = start(plane, memory(notes))
     assert notes == [("all_reduce", CURRENT, "asynchronous")] and isinstance(work, dist.Work)
     notes.clear()
@@ -167,7 +167,7 @@ def test_what_does_not_wait_is_asynchronous(plane: StreamPlane, notes: Notes) ->
     assert notes == [("ordered", CURRENT)], "and nobody need be told that the memory is in use"
 
 
-def test_several_steps_go_beside_the_current_stream(plane: StreamPlane, notes: Notes) -> None:
+def test_multi_step_operations_use_a_side_stream(plane: StreamPlane, notes: Notes) -> None:
     for _ in range(2):
         work = run(plane, memory(notes))
         *steps, (_, ended, _) = notes
@@ -181,7 +181,7 @@ def test_several_steps_go_beside_the_current_stream(plane: StreamPlane, notes: N
         notes.clear()
 
 
-def test_an_error_leaves_the_current_stream_as_it_was(plane: StreamPlane, notes: Notes) -> None:
+def test_an_error_restores_the_current_stream(plane: StreamPlane, notes: Notes) -> None:
     def job(where: Any) -> None:
         raise Aborted("rank 1 aborted")
 
@@ -191,8 +191,8 @@ def test_an_error_leaves_the_current_stream_as_it_was(plane: StreamPlane, notes:
 
 
 @pytest.mark.parametrize("name", ["synchronize", "block_current_stream"])
-def test_synchronize_lets_the_stream_wait_and_not_the_host(plane: StreamPlane, notes: Notes, name: str) -> None:
-    """As NCCL's, of collectives and of messages."""
+def test_synchronize_blocks_the_stream_and_not_the_host(plane: StreamPlane, notes: Notes, name: str) -> None:
+    """As with NCCL, for collectives and messages."""
     work = run(plane, memory(notes))
     ended = notes[-1][1]
     notes.clear()
@@ -212,7 +212,7 @@ def test_synchronize_lets_the_stream_wait_and_not_the_host(plane: StreamPlane, n
     assert notes == [("ordered", CURRENT), ("wait", copied, CURRENT)], "who waits next may be on another stream"
 
 
-def test_a_timeout_lets_the_host_wait(plane: StreamPlane, notes: Notes) -> None:
+def test_wait_with_a_timeout_blocks_the_host(plane: StreamPlane, notes: Notes) -> None:
     torch.cuda.Event.over = False  # type: ignore[attr-defined]
     work = run(plane, memory(notes))
     notes.clear()
@@ -227,7 +227,7 @@ def test_a_timeout_lets_the_host_wait(plane: StreamPlane, notes: Notes) -> None:
         assert notes == [("the host waits", 0.01), ("ordered", CURRENT)]
 
 
-def test_memory_stays_in_use_if_nobody_waits(plane: StreamPlane, notes: Notes) -> None:
+def test_memory_is_kept_without_a_wait(plane: StreamPlane, notes: Notes) -> None:
     work = run(plane, memory(notes))
     notes.clear()
     del work
@@ -236,13 +236,13 @@ def test_memory_stays_in_use_if_nobody_waits(plane: StreamPlane, notes: Notes) -
 
 @pytest.fixture
 def group(plane: StreamPlane) -> ProcessGroup:
-    """Of that plane."""
+    """A group over that plane."""
     planes: Any = SimpleNamespace(host=plane, gpu=plane, comms={})
     return ProcessGroup(planes, None, 0, 2, 30.0, "xvcomm")
 
 
 def test_a_coalesced_operation_is_waited_for(group: ProcessGroup, notes: Notes) -> None:
-    """It goes on the communicator's own stream."""
+    """It runs on the communicator's own stream."""
     group._start_coalescing(torch.device("cuda", 0))
     options = dist.AllreduceOptions()
     options.asyncOp = True
@@ -253,8 +253,8 @@ def test_a_coalesced_operation_is_waited_for(group: ProcessGroup, notes: Notes) 
     assert ordered < recorded and notes[-1] == ("wait", notes[recorded][1], CURRENT)
 
 
-def test_a_barrier_lets_the_host_go_on_until_it_waits(group: ProcessGroup, notes: Notes) -> None:
-    """The others may wait for what this rank does meanwhile."""
+def test_an_async_barrier_blocks_the_host_in_wait_only(group: ProcessGroup, notes: Notes) -> None:
+    """Other ranks may wait for what this rank does before `wait`."""
     options = dist.BarrierOptions()
     options.device_ids, options.asyncOp = [0], False
     group.barrier(options)
@@ -266,8 +266,8 @@ def test_a_barrier_lets_the_host_go_on_until_it_waits(group: ProcessGroup, notes
     assert notes[:2] == [("ordered", CURRENT), ("the host waits", None)]
 
 
-def test_a_group_of_nccls_name_waits_for_its_gpu(plane: StreamPlane, notes: Notes) -> None:
-    """torch names the host where a group serves both."""
+def test_a_barrier_of_a_group_named_nccl_uses_the_gpu(plane: StreamPlane, notes: Notes) -> None:
+    """torch passes the CPU device if a group supports both."""
     host: Any = None
     planes: Any = SimpleNamespace(host=host, gpu=plane, comms={})
     options = dist.BarrierOptions()
@@ -276,10 +276,8 @@ def test_a_group_of_nccls_name_waits_for_its_gpu(plane: StreamPlane, notes: Note
     assert notes == [("barrier", CURRENT, "blocking")]
 
 
-def test_memory_that_is_copied_from_stays_in_use(
-    plane: StreamPlane, notes: Notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stream that waits need not be the one that the memory was made for."""
+def test_memory_of_a_copys_source_is_kept(plane: StreamPlane, notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waiting stream may differ from the one that the memory was allocated for."""
     monkeypatch.setattr(messages, "room", lambda x, device: memory(notes))
     work = messages.receive(plane, [torch.zeros(3, 2)[:, 0]], 1, 0)
     notes.clear()
@@ -287,13 +285,13 @@ def test_memory_that_is_copied_from_stays_in_use(
     assert notes[:2] == [("ordered", CURRENT), ("in use on", CURRENT)]
 
 
-def test_a_message_into_host_memory_that_is_brought_from_a_gpu(plane: StreamPlane, notes: Notes) -> None:
+def test_a_gpu_message_received_into_host_memory(plane: StreamPlane, notes: Notes) -> None:
     work = plane.message(Posted(notes), [torch.zeros(3)], "recv from rank 1", 1, lambda: None)
     work.wait()
     assert notes[0] == ("ordered", CURRENT) and notes[1][0] == "record"
 
 
-def test_wait_raises_what_has_finished_the_communicator(plane: StreamPlane, notes: Notes) -> None:
+def test_wait_raises_the_communicators_error(plane: StreamPlane, notes: Notes) -> None:
     steps, operation = run(plane, memory(notes)), start(plane, memory(notes))
     plane.comm.failure = operation._work.failure = Aborted("rank 1 aborted")  # type: ignore[attr-defined]
     for work in (steps, operation):

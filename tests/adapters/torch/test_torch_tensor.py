@@ -1,4 +1,4 @@
-"""DTensor and tensor parallelism: sharded matrices give what whole ones give."""
+"""DTensor and tensor parallelism: sharded matrices give the results of whole ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchjobs import Job
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Whole numbers, so that every order of addition gives the same."""
+    """Whole numbers, so that the order of additions does not matter."""
     return (noise(0, *shape) * 4).round()
 
 
@@ -184,7 +184,7 @@ def modules() -> None:
         same(other, found[0])
 
 
-def test_modules_start_from_the_first_rank(pair: Job) -> None:
+def test_modules_start_with_the_parameters_of_rank_0(pair: Job) -> None:
     pair.run(modules)
 
 

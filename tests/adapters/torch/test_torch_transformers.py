@@ -1,4 +1,4 @@
-"""A script of Hugging Face's Trainer and accelerate, unchanged: it asks for Gloo and runs on xvcomm."""
+"""An unchanged script of Hugging Face's Trainer and accelerate that requests Gloo runs on xvcomm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def trained(folder: Path, *command: str, **env: str) -> dict[str, Any]:
-    """What the script wrote."""
+    """The script's output file."""
     options = ("--steps", str(STEPS), "--out", str(folder))
     launch(sys.executable, *command, *options, env={"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **env})
     record: dict[str, Any] = json.loads((folder / "losses.json").read_text())
@@ -62,7 +62,7 @@ def job() -> Iterator[Job]:
 
 
 def refusal(backend: str, folder: str) -> str:
-    """How Trainer and accelerate refuse a backend on host memory; they must say the same."""
+    """The error by which Trainer and accelerate reject a backend on host memory; both must be the same."""
     from accelerate import PartialState
     from transformers import TrainingArguments
 
@@ -77,7 +77,7 @@ def refusal(backend: str, folder: str) -> str:
 
 
 def trained_on_own_group(folder: str) -> tuple[str, list[float], list[float]]:
-    """The backend, the losses and the parameters of Trainer on a group that the program made."""
+    """Backend, losses and parameters of Trainer on a group that the program created."""
     import torch
     import torch.distributed as dist
     from transformers import Trainer, TrainingArguments
@@ -106,7 +106,7 @@ def trained_on_own_group(folder: str) -> tuple[str, list[float], list[float]]:
 
 @pytest.mark.parametrize("backend", ["xvcomm", "nccl"])
 def test_refused_on_host_memory(job: Job, tmp_path: Path, backend: str) -> None:
-    """docs/from-nccl.md quotes it; where this fails it has become untrue."""
+    """docs/from-nccl.md describes this; if the test fails, update the page."""
     expected = f"Your assigned backend {backend} is not available, please use gloo"
     assert job.run(refusal, backend, str(tmp_path)) == [expected] * 2
 

@@ -1,4 +1,4 @@
-"""`Work`: what an operation gives back when it is asynchronous, and its future."""
+"""`Work`, the result of asynchronous operations, and its future."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchjobs import Job
 
 
 def until(condition, seconds: float = 20.0) -> None:  # type: ignore[no-untyped-def]
-    """Wait for something that must come true."""
+    """Wait until a condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "never came true"
@@ -42,7 +42,7 @@ def asking_only() -> None:
     work.wait()
 
 
-def test_it_completes_though_nobody_waits(pair: Job) -> None:
+def test_operations_complete_without_wait(pair: Job) -> None:
     pair.run(asking_only)
 
 
@@ -121,7 +121,7 @@ def dropped() -> None:
     same(x, torch.full((3,), float(size())))
 
 
-def test_works_that_nobody_keeps(pair: Job) -> None:
+def test_discarded_works(pair: Job) -> None:
     pair.run(dropped)
 
 
@@ -140,7 +140,7 @@ def test_wait_from_other_threads(pair: Job) -> None:
     pair.run(waited_for_elsewhere)
 
 
-def interpreter_stays_free() -> int:
+def count_during_wait() -> int:
     """How far another thread counts while this one waits for a peer that comes half a second later."""
     counted, stop = 0, threading.Event()
 
@@ -165,5 +165,5 @@ def interpreter_stays_free() -> int:
     return counted
 
 
-def test_waiting_leaves_the_interpreter_to_other_threads(pair: Job) -> None:
-    assert pair.run(interpreter_stays_free)[0] > 20
+def test_wait_releases_the_gil(pair: Job) -> None:
+    assert pair.run(count_during_wait)[0] > 20

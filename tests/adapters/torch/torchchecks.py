@@ -1,4 +1,4 @@
-"""What the functions on torch ranks compare with: tensors of every dtype, and what one process computes of them."""
+"""Helpers of the torch tests: tensors of every dtype, and reference results computed in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def size() -> int:
 
 
 def small(dtype: str, shape: Sequence[int], rank: int, *, top: int = 2) -> torch.Tensor:
-    """Whole numbers from 0 to `top` that depend on position and rank: their sums are exact in every dtype."""
+    """Whole numbers from 0 to `top` that depend on position and rank; their sums are exact in every dtype."""
     numbers = (np.arange(int(np.prod(shape))) * 7 + rank * 3) % (top + 1)
     if dtype in COMPLEX:
         numbers = numbers + 1j * ((numbers + rank) % (top + 1))
@@ -39,13 +39,13 @@ def small(dtype: str, shape: Sequence[int], rank: int, *, top: int = 2) -> torch
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers where arithmetic is exact: complex128, float64 or int64."""
+    """The same numbers in a dtype with exact arithmetic: complex128, float64 or int64."""
     kind = torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else torch.int64
     return tensor.to(kind)
 
 
 def combined(op: str, tensors: Sequence[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
-    """What one process makes of all ranks' tensors; in their dtype."""
+    """The reduction of all ranks' tensors computed in one process, in their dtype."""
     dtype = tensors[0].dtype
     parts = [wide(t) for t in tensors]
     found = parts[0] * factor if op == "PREMUL_SUM" else parts[0]
@@ -63,24 +63,24 @@ _PAIRS = {
 
 
 def reduction(op: str, factor: float = 1.0) -> Any:
-    """The `ReduceOp` of a name."""
+    """The `ReduceOp` with this name."""
     return dist._make_nccl_premul_sum(factor) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
 
 
 def same(found: torch.Tensor, expected: Any) -> None:
-    """Same dtype, shape and bits, wherever they lie; what is expected may be numbers."""
+    """Check dtype, shape and bits, on any device; the expected value may be numbers."""
     expected = torch.as_tensor(expected).to(found.dtype) if not isinstance(expected, torch.Tensor) else expected
     assert found.dtype == expected.dtype and found.shape == expected.shape, (found, expected)
     assert raw(found) == raw(expected), (found, expected)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-6) -> None:
-    """Equal up to the order of additions, wherever they lie."""
+    """Check equality up to the order of additions, on any device."""
     torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=relative, atol=1e-7)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor; -0.0 counts as 0.0."""
+    """The bytes of a tensor, with -0.0 as 0.0."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.is_floating_point() and tensor.element_size() > 1:
         tensor = tensor + 0.0
@@ -88,26 +88,26 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def noise(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random numbers of a rank, the same in every process that asks."""
+    """Random numbers of a rank, the same in every process."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank)).to(dtype)
 
 
 def perceptron() -> nn.Sequential:
-    """The same small network everywhere."""
+    """A small network, the same in every process."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    """Loss of the batch that a rank has in a step, where the model lies."""
+    """Loss of a rank's batch in a step, on the model's device."""
     place = next(model.parameters()).device
     found: torch.Tensor = model(noise(rank + 1000 * step, 5, 8).to(place)).pow(2).mean()
     return found
 
 
 def mean_gradients(ranks: int | None = None) -> list[torch.Tensor]:
-    """Gradients of the perceptron over all ranks' batches, computed by one process."""
+    """Gradients of the perceptron over all ranks' batches, computed in one process."""
     model = perceptron()
     count = ranks or size()
     for rank in range(count):
@@ -116,7 +116,7 @@ def mean_gradients(ranks: int | None = None) -> list[torch.Tensor]:
 
 
 def trained_alone(steps: int, optimizer: Any, ranks: int | None = None, **options: Any) -> nn.Sequential:
-    """The perceptron after some steps on the mean of all ranks' losses, by one process."""
+    """The perceptron after several steps on the mean of all ranks' losses, in one process."""
     model = perceptron()
     count = ranks or size()
     rule = optimizer(model.parameters(), **options)

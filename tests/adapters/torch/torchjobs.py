@@ -1,7 +1,7 @@
-"""Torch jobs for tests: real rank processes that joined one default group and stay between calls.
+"""Torch jobs for tests: rank processes with a default group that are kept between calls.
 
-As `xvcomm.testing.world.World`, but plain torch programs: ranks find each other as under torchrun, and the functions called
-on them use `torch.distributed` alone. The variable TORCH_BACKEND runs the same tests on another backend, for instance gloo.
+Like `xvcomm.testing.world.World`, but plain torch programs: ranks connect as under torchrun, and the functions called
+on them only use `torch.distributed`. The variable TORCH_BACKEND runs the same tests on another backend, for example gloo.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class _Process(context.ForkServerProcess):
 
 
 class Job(Ranks):
-    """Ranks of one torch job on this machine, each in its own process with the default group made.
+    """Ranks of one torch job on this machine, each in its own process with an initialised default group.
 
-    Functions run on the ranks as `function(*args)`; they must lie at the top level of a test file, and arguments and
+    Functions run on the ranks as `function(*args)`; they must be top-level functions of a test file, and arguments and
     results must be picklable.
 
     Args:
         islands: labels of the ranks, `"cuda:2,rocm:2"`: a rehearsal.
-        backend: what `init_process_group` gets; the default group is not made if it is None.
-        env: further variables of the ranks; or a sequence of them, one for each rank.
+        backend: argument of `init_process_group`; with None no default group is created.
+        env: additional variables of the ranks; or a sequence of them, one per rank.
         timeout: of the default group, in seconds.
     """
 
@@ -89,7 +89,7 @@ class Job(Ranks):
 
 
 def _serve_store(pipe: Connection) -> None:
-    """The job's store, as torchrun's agent has it: in a process of its own, which survives every rank."""
+    """The job's store, as in torchrun's agent: in a separate process that outlives all ranks."""
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -102,7 +102,7 @@ def _serve_store(pipe: Connection) -> None:
 def _rank_main(
     pipe: Connection, variables: dict[str, str], path: list[str], backend: str | None, timeout: float
 ) -> None:
-    """A rank's process."""
+    """Main function of a rank's process."""
     import torch
     import torch.distributed as dist
 
@@ -123,10 +123,10 @@ def _rank_main(
 
 
 def launch(*command: str, env: Mapping[str, str] = MappingProxyType({}), timeout: float = 100.0) -> str:
-    """Output of a program in a session of its own, all of which ends if it hangs; it must succeed.
+    """Output of a program that must succeed; it runs in its own session, which is killed if it hangs.
 
     Args:
-        env: further variables; those of xvcomm and of launchers are taken away first.
+        env: additional variables; those of xvcomm and of launchers are removed first.
     """
     foreign = ("XVCOMM_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}

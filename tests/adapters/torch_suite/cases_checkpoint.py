@@ -1,4 +1,4 @@
-"""Distributed checkpoints over the backend: saved by one layout of ranks, loaded by another."""
+"""Distributed checkpoints over the backend: saved with one layout of ranks, loaded with another."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Checkpoints(VerifyStateDictMixin, RanksOfOneClass):
 
     @with_temp_dir
     def test_asynchronous(self) -> None:
-        """Saved by a thread, over a second group, while the ranks go on."""
+        """Saved by a thread, over a second group, while the ranks continue."""
         mesh = self.build_device_mesh()
         x = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
         group = dist.new_group()

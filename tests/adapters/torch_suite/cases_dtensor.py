@@ -1,4 +1,4 @@
-"""DTensor and tensor parallelism over the backend, on torch's fixtures and models for them."""
+"""DTensor and tensor parallelism over the backend, with torch's fixtures and models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DTensors(RanksOfOneClass):
         return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
     def _distributed(self, x: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-        """`x` placed so; where it shall be a sum, in equal parts."""
+        """`x` with these placements; partial placements divide it into equal summands."""
         if any(isinstance(placement, Partial) for placement in placements):
             return DTensor.from_local(x / self.world_size, mesh, placements)
         return distribute_tensor(x, mesh, placements)
@@ -119,7 +119,7 @@ class DTensors(RanksOfOneClass):
 
 
 class TensorParallel(RanksOfOneClass):
-    """Modules split over ranks, with torch's models for it, against the same modules whole."""
+    """Modules split over ranks, with torch's test models, against the unsplit modules."""
 
     def _step(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25)

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) and the sharded optimizer over the backend, on torch's fixtures for FSDP."""
+"""FSDP2 (`fully_shard`) and the sharded optimizer over the backend, with torch's fixtures for FSDP."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def inputs(rank: int, step: int) -> torch.Tensor:
 
 
 class Sharded(FSDPTestMixin, RanksOfOneClass):
-    """Parameters and gradients of sharded modules against those of the whole module, trained on all ranks' batches."""
+    """Parameters and gradients of sharded modules against the unsharded module trained on all ranks' batches."""
 
     def _whole(self) -> nn.Module:
         torch.manual_seed(0)
         return MLPStack(WIDTH)
 
     def _train(self, whole: nn.Module, model: nn.Module, ranks_of_batch: int = 1) -> None:
-        """Three steps of both; gradients and parameters stay the same. So many ranks in a row share a batch."""
+        """Train both for three steps and compare; consecutive ranks in groups of this size share a batch."""
         ranks, mine = self.world_size // ranks_of_batch, self.rank // ranks_of_batch
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (whole, model)]
         for step in range(3):
@@ -151,7 +151,7 @@ class Sharded(FSDPTestMixin, RanksOfOneClass):
 
 
 class Replicated(RanksOfOneClass):
-    """What DDP is used with: compressing hooks, compiled models, optimizers in shards."""
+    """DDP with communication hooks, compiled models and sharded optimizers."""
 
     def _model(self) -> nn.Module:
         torch.manual_seed(0)

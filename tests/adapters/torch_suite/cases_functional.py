@@ -14,12 +14,12 @@ REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product":
 
 
 def of_rank(rank: int, *shape: int) -> torch.Tensor:
-    """What a rank contributes: small whole numbers, so that sums and products are exact in any order."""
+    """A rank's input: small whole numbers, so that sums and products are exact in any order."""
     return torch.randint(1, 4, shape, generator=torch.Generator().manual_seed(rank)).float()
 
 
 class FunctionalCollectives(RanksOfOneClass):
-    """`torch.distributed._functional_collectives` against the same sums and concatenations in one process."""
+    """`torch.distributed._functional_collectives` against the same operations in one process."""
 
     def _all(self, *shape: int) -> list[torch.Tensor]:
         return [of_rank(rank, *shape) for rank in range(self.world_size)]
@@ -101,7 +101,7 @@ class FunctionalCollectives(RanksOfOneClass):
         self.assertEqual(reduced, torch.stack(self._all(3)).sum(0))
 
     def test_results_in_flight(self) -> None:
-        """Many collectives are started before the first result is looked at."""
+        """Many collectives are started before the first result is used."""
         started = [funcol.all_reduce(of_rank(self.rank, 1000) + i, "sum", dist.group.WORLD) for i in range(20)]
         total = torch.stack(self._all(1000)).sum(0)
         for i, found in reversed(list(enumerate(started))):
@@ -158,7 +158,7 @@ class FunctionalCollectives(RanksOfOneClass):
 
 
 class DifferentiableCollectives(RanksOfOneClass):
-    """`torch.distributed.nn.functional`: results, and gradients that travel the other way."""
+    """`torch.distributed.nn.functional`: results and gradients."""
 
     def _mine(self, *shape: int) -> torch.Tensor:
         return of_rank(self.rank, *shape).requires_grad_()

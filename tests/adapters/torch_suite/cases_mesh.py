@@ -1,4 +1,4 @@
-"""Device meshes, and process groups of parts of the world, over the backend."""
+"""Device meshes, and process groups of subsets of ranks, over the backend."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Mesh(RanksOfOneClass):
 
 
 class Groups(RanksOfOneClass):
-    """Groups made in all the ways that c10d has, and taken down again."""
+    """Groups created in all ways that c10d has, and destroyed again."""
 
     def test_groups_of_one_rank(self) -> None:
         groups = [dist.new_group([rank]) for rank in range(self.world_size)]
@@ -99,7 +99,7 @@ class Groups(RanksOfOneClass):
         dist.barrier()
 
     def test_second_backend_beside(self) -> None:
-        """A group of gloo's own does not disturb the backend's."""
+        """A gloo group does not affect the backend's groups."""
         other = dist.new_group(backend="gloo")
         works = [dist.all_reduce(torch.ones(2), async_op=True, group=group) for group in (other, None, other, None)]
         for work in works:

@@ -1,6 +1,6 @@
-"""Which tests do not apply, and why: torch's own gates, read without starting ranks; gates opened; the rest by name.
+"""Which tests do not apply, and why: torch's own gates, read without starting ranks; opened gates; exclusions by name.
 
-A test that fails with gloo on the same machine is no reason to be in the list.
+A test that also fails with gloo on the same machine is not listed for that reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ THREE_RANKS = ("DistAutogradTest.test_backward_node_failure_python_udf", "DdpUnd
 
 
 def before_running(case: type[unittest.TestCase], name: str, backend: str, ranks: int) -> Outcome:
-    """Not run, or why a test will not be: it is excluded or does not apply. `backend` as on the command line."""
+    """Reason why a test will not run: it is excluded or does not apply. `backend` as on the command line."""
     why = gate(case, name, backend, ranks)
     if why:
         return Outcome(NOT_APPLICABLE, reason=why)
@@ -59,7 +59,7 @@ def before_running(case: type[unittest.TestCase], name: str, backend: str, ranks
 
 
 def gate(case: type[unittest.TestCase], name: str, backend: str, ranks: int) -> str:
-    """Torch's own reason not to run a test on this many ranks without a GPU; empty if there is none."""
+    """torch's own reason to skip a test on this many ranks without a GPU; empty if there is none."""
     if backend == "xvcomm" and case.__module__ == "shipped" and case.__name__ != "DistributedTest":
         return "asks for gloo by name"
     if ranks < RANKS_OF_SUBGROUPS and f"{case.__name__}.{name}".startswith(THREE_RANKS):
@@ -76,7 +76,7 @@ def gate(case: type[unittest.TestCase], name: str, backend: str, ranks: int) -> 
 
 
 def layers(function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """A decorated function, and what it wraps, down to the innermost."""
+    """A decorated function and the functions that it wraps, down to the innermost."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
@@ -90,6 +90,6 @@ def open_gates() -> None:
 
 
 def expect_no_profiler_events() -> None:
-    """Compare results only, no events: gloo's C++ code records them under names of its own."""
+    """Compare results only, no events, because gloo's C++ code records them under its own names."""
     for kind in ("", "CUDA_", "SEND_RECV_"):
         setattr(distributed_test, f"{kind}PROFILING_SUPPORTED_BACKENDS", [])

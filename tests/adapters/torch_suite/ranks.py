@@ -1,6 +1,6 @@
-"""How tests of torch start their ranks here: by fork, so that no rank imports torch again, and gone with the runner.
+"""Starts the ranks of torch's tests by fork, so that no rank imports torch again; they end with the runner.
 
-Only for ranks without GPUs: CUDA does not survive a fork.
+Only for ranks without GPUs: CUDA does not support fork.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ fork = multiprocessing.get_context("fork")
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends, however it ends; end at once when told to."""
+    """Let the kernel kill this process when its parent ends; exit immediately on SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def reap(processes: list[Any]) -> list[str]:
-    """Wait for ranks that should be ending; kill those that do not. Returns what was wrong, a line a rank."""
+    """Wait for ranks that should be ending and kill those that do not. Returns the errors, one line per rank."""
     wrong = []
     for process in processes:
         process.join(SECONDS_TO_END)
@@ -43,7 +43,7 @@ def reap(processes: list[Any]) -> list[str]:
 
 
 class RanksOfOneTest(MultiProcessTestCase):
-    """Mixed in before torch's class: forks the ranks of each test, and waits for the last of them."""
+    """Mixin before torch's class: forks the ranks of each test, and waits for all of them."""
 
     def _spawn_processes(self) -> None:
         self._start_processes(fork.Process)
@@ -65,10 +65,10 @@ class RanksOfOneTest(MultiProcessTestCase):
 
 
 class RanksOfOneClass(DTensorContinuousTestBase):
-    """The fixture of this folder's own cases: one set of ranks and one process group for all tests of a class.
+    """Fixture of this folder's own cases: one set of ranks and one process group for all tests of a class.
 
-    It is torch's `MultiProcContinuousTest`, as its own tests of DTensor use it, with two changes: a test that failed
-    costs the others nothing, because new ranks are started; and ranks that fail to end are an error.
+    It is torch's `MultiProcContinuousTest`, which its DTensor tests use, with two changes: after a failed test
+    new ranks are started, so that other tests are not affected; and ranks that fail to end are an error.
     """
 
     world_size = int(os.environ["WORLD_SIZE"])

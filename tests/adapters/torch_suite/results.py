@@ -1,4 +1,4 @@
-"""What a run of the suites found: one JSON file; two of them compared; the page of all."""
+"""Results of a run of the suites as a JSON file; comparison of two runs; the documentation page of all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASSED, FAILED, EXCLUDED, NOT_APPLICABLE, NOT_RUN = STATES
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended. `reason`: the error's last lines, or why it does not apply."""
+    """Result of one test. `reason`: the error's last lines, or why it does not apply."""
 
     state: str
     seconds: float = 0.0
@@ -24,7 +24,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """The outcomes of one backend with one number of ranks, by `Class.test`."""
+    """The outcomes for one backend and one number of ranks, by `Class.test`."""
 
     backend: str
     ranks: int
@@ -38,21 +38,21 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """What `write` wrote."""
+        """Read a file that `write` wrote."""
         parts = json.loads(path.read_text())
         parts["outcomes"] = {name: Outcome(**outcome) for name, outcome in parts["outcomes"].items()}
         return cls(**parts)
 
     def counts(self) -> Counter[str]:
-        """How many tests ended in each state."""
+        """Number of tests with each outcome."""
         return Counter(outcome.state for outcome in self.outcomes.values())
 
 
 def differences(reference: Run, other: Run) -> list[str]:
-    """Each test that passed in `reference` and did not in `other`, with the reason, a line each.
+    """Each test that passed in `reference` but not in `other`, with the reason, one line each.
 
-    Tests excluded by name do not count. Where `other` is a backend of its own name, those that torch gates do not
-    either; where it stands in for gloo, every gate that gloo passes must be passed.
+    Tests excluded by name do not count. If `other` is a backend with its own name, tests gated by torch do not
+    count either; if it replaces gloo, every gate that gloo passes must be passed.
     """
     lines = []
     for name, outcome in reference.outcomes.items():
@@ -66,7 +66,7 @@ def differences(reference: Run, other: Run) -> list[str]:
 
 
 def gained(reference: Run, other: Run) -> list[str]:
-    """Each test that passed in `other` and was run and did not pass in `reference`."""
+    """Each test that passed in `other` and ran but did not pass in `reference`."""
     return [
         name
         for name, outcome in other.outcomes.items()
@@ -84,7 +84,7 @@ KINDS = (  # of torch's reasons not to run a test, by words in them; the first t
 
 
 def page(runs: Iterable[Run]) -> str:
-    """The table of docs/torch-suite.md, and under it what failed, what was excluded, and why others do not apply."""
+    """The table of docs/torch-suite.md, followed by failed and excluded tests and why others do not apply."""
     runs = list(runs)
     head = ("backend", "ranks", *STATES[:4])
     rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
@@ -103,14 +103,14 @@ def page(runs: Iterable[Run]) -> str:
 
 
 def listed(title: str, outcomes: dict[str, Outcome], *states: str) -> list[str]:
-    """A list of the tests that ended so, under a title; none if there are none."""
+    """A titled list of the tests with an outcome; empty if there are none."""
     found = [(name, o.reason.splitlines()) for name, o in outcomes.items() if o.state in states]
     lines = [f"* `{name}`: {reason[-1] if reason else ''}" for name, reason in found]
     return [f"{title}\n\n" + "\n".join(lines)] if lines else []
 
 
 def why_not(run: Run) -> list[str]:
-    """How many tests do not apply for which kind of reason."""
+    """Number of tests that do not apply, by kind of reason."""
     texts = [outcome.reason.lower() for outcome in run.outcomes.values() if outcome.state == NOT_APPLICABLE]
     kinds = Counter(next(kind for kind, words in KINDS if any(word in text for word in words)) for text in texts)
     return [f"{count} {kind}" for kind, count in kinds.most_common()]

@@ -1,10 +1,10 @@
-"""Run torch's own shipped tests of process groups, and this folder's on torch's fixtures, with one backend.
+"""Runs torch's own shipped tests of process groups, and this folder's on torch's fixtures, with one backend.
 
     python tests/adapters/torch_suite/run.py --backend gloo|xvcomm|xvcomm-as-gloo --ranks 2|4 [-k SUBSTRING] [--out FILE]
     python tests/adapters/torch_suite/run.py --compare gloo.json xvcomm.json
 
-`xvcomm` is the backend of that name; `xvcomm-as-gloo` is the same where a test says gloo, so that tests written for
-gloo alone run too; `gloo` is the reference. Ranks are processes of this host without GPUs. Ends with code 1 if a test
+`xvcomm` is the backend of that name; `xvcomm-as-gloo` also replaces gloo, so that tests written for
+gloo only run too; `gloo` is the reference. Ranks are processes of this host without GPUs. Exits with code 1 if a test
 failed or was not run, or if two files differ.
 """
 
@@ -40,7 +40,7 @@ Error = tuple[type[BaseException], BaseException, TracebackType]
 
 
 def prepare(backend: str, ranks: int, scratch: str) -> None:
-    """Set what torch's test modules read when they are imported, and put xvcomm where it is wanted."""
+    """Set the variables that torch's test modules read on import, and install xvcomm as requested."""
     os.environ |= {
         "BACKEND": "xvcomm" if backend == "xvcomm" else "gloo",
         "WORLD_SIZE": str(ranks),
@@ -79,7 +79,7 @@ def prepare(backend: str, ranks: int, scratch: str) -> None:
 
 
 def load_kernels() -> None:
-    """Have in this process what every rank would import and load again: ranks are forks of it."""
+    """Import and load in this process what every rank needs; ranks are forks of it."""
     import xvcomm
     import xvcomm.adapters.torch.creation
 
@@ -99,7 +99,7 @@ def tests() -> Iterator[tuple[type[unittest.TestCase], str]]:
 
 
 class Recorder(unittest.TestResult):
-    """Turns what unittest reports into outcomes, and prints a line for each test as it ends."""
+    """Records unittest's results as outcomes, and prints a line for each test as it ends."""
 
     def __init__(self, run: Run, report: TextIO, output: int, out: Path | None, budget: float) -> None:
         super().__init__()
@@ -161,19 +161,19 @@ class Recorder(unittest.TestResult):
 
 
 def label(test: Any) -> str:
-    """`Class.test`; of an error outside tests, its description."""
+    """`Class.test`; for an error outside tests, its description."""
     return ".".join(test.id().split(".")[-2:]) if isinstance(test, unittest.TestCase) else str(test)
 
 
 def essence(text: str) -> str:
-    """An error of ranks on one line: the lines of their tracebacks that name an error, or the last one."""
+    """An error of ranks on one line: the traceback lines that name an error, or the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if "Error:" in line.split(" ")[0] or line.startswith(("Process ", "Exception:"))]
     return " | ".join(dict.fromkeys(named or lines[-1:]))[:1000]
 
 
 def run(arguments: argparse.Namespace) -> Run:
-    """Run what was asked for, and print and record outcomes."""
+    """Run the selected tests, and print and record their outcomes."""
     with tempfile.TemporaryDirectory() as scratch:
         prepare(arguments.backend, arguments.ranks, scratch)
         suite, found = choose(arguments)
@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace) -> Run:
 
 
 def choose(arguments: argparse.Namespace) -> tuple[unittest.TestSuite, Run]:
-    """The tests to run, and a run that says of the others why they do not apply."""
+    """The tests to run, and a run that records why the others do not apply."""
     import exclusions
 
     shard, shards = (int(part) for part in arguments.shard.split("/"))
@@ -213,7 +213,7 @@ def choose(arguments: argparse.Namespace) -> tuple[unittest.TestSuite, Run]:
 
 
 def compare(reference: Run, other: Run) -> int:
-    """Print how `other` differs from `reference`; 1 if a test that passed there did not here."""
+    """Print how `other` differs from `reference`; returns 1 if a test that passed there did not pass here."""
     for name in gained(reference, other):
         print(f"passes with {other.backend} alone: {name}")
     lines = differences(reference, other)
@@ -224,7 +224,7 @@ def compare(reference: Run, other: Run) -> int:
 
 
 def publish(runs: list[Run]) -> None:
-    """Write the tables of docs/torch-suite.md, and of the runs with gloo the list of tests that passed."""
+    """Write the tables of docs/torch-suite.md, and the list of tests that pass with gloo."""
     document = ROOT / "docs" / "torch-suite.md"
     begin, end = "<!-- runs: written by `make torch-suite` -->", "<!-- runs: end -->"
     head, _, rest = document.read_text().partition(begin)
@@ -239,7 +239,7 @@ def publish(runs: list[Run]) -> None:
 
 
 def main() -> int:
-    """Parse the command line and do what it says."""
+    """Parse the command line and run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=BACKENDS)
     parser.add_argument("--ranks", type=int, choices=(2, 3, 4), default=2)

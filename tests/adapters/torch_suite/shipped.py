@@ -1,12 +1,12 @@
-"""The suites in torch's wheel that hold tests of process groups: `distributed_test`, and what joins groups with RPC.
+"""The test suites in torch's wheel that use process groups: `distributed_test`, and those that combine groups with RPC.
 
 * `distributed_test.DistributedTest`: collectives, messages, groups, objects, DDP. For any backend.
-* `ddp_under_dist_autograd_test`: DDP together with RPC. It asks for gloo by name.
-* `rpc.rpc_test`, `rpc.dist_autograd_test`: of their tests those that start a process group, also gloo by name.
+* `ddp_under_dist_autograd_test`: DDP together with RPC. It requests gloo by name.
+* `rpc.rpc_test`, `rpc.dist_autograd_test`: only their tests that start a process group, also gloo by name.
 
-The wheel's other files beside them hold fixtures (DTensor, FSDP, checkpoints, threads for ranks), or tests of RPC
-alone. Torch's tests of FSDP, DTensor, pipelining and checkpoints lie in its repository only: `cases_*.py` here stand in
-for them.
+The wheel's other files contain fixtures (DTensor, FSDP, checkpoints, threads as ranks), or tests of RPC
+only. Torch's tests of FSDP, DTensor, pipelining and checkpoints are only in its repository: `cases_*.py` here replace
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STARTS_A_GROUP = {"init_process_group", "initialize_pg"}
 
 
 class DistributedTest(RanksOfOneTest, distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
-    """Torch's suite for any backend; which one, and how many ranks, it reads from BACKEND and WORLD_SIZE."""
+    """Torch's suite for any backend; it reads backend and number of ranks from BACKEND and WORLD_SIZE."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -43,7 +43,7 @@ class _WithRpc(RanksOfOneTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCa
 
 
 class DdpComparisonTest(_WithRpc, ddp_with_rpc.DdpComparisonTest):
-    """Gradients of DDP beside those of distributed autograd: every rank a trainer."""
+    """Gradients of DDP against those of distributed autograd: every rank is a trainer."""
 
 
 class DdpUnderDistAutogradTest(_WithRpc, ddp_with_rpc.DdpUnderDistAutogradTest):
@@ -55,15 +55,15 @@ class RpcTest(_WithRpc, rpc_test.RpcTest):
 
 
 class TensorPipeAgentRpcTest(_WithRpc, rpc_test.TensorPipeAgentRpcTest):
-    """The same, with what only the one agent of RPC can do."""
+    """The same, with the tests that require TensorPipe's agent."""
 
 
 class DistAutogradTest(_WithRpc, dist_autograd_test.DistAutogradTest):
-    """Distributed autograd whose ranks wait for each other in a process group's barrier."""
+    """Distributed autograd whose ranks synchronise by a process group's barrier."""
 
 
 def share_out_ranks() -> None:
-    """Make torch's six ranks of `DdpUnderDistAutogradTest` as many as asked for: trainers, remote, master."""
+    """Reduce the six ranks of torch's `DdpUnderDistAutogradTest` to the requested number: trainers, remote, master."""
     ddp_with_rpc.WORLD_SIZE, ddp_with_rpc.NUM_TRAINERS = RANKS, RANKS - 2
     ddp_with_rpc.TRAINER_RANKS = list(range(RANKS - 2))
     ddp_with_rpc.REMOTE_WORKER_RANK, ddp_with_rpc.MASTER_RANK = RANKS - 2, RANKS - 1

@@ -1,7 +1,7 @@
-"""Torch's own tests on the backend, as far as they pass with Gloo: see `passes_with_gloo.json`, by `make torch-suite`.
+"""Torch's own tests on the backend, for all that pass with Gloo: see `passes_with_gloo.json`, by `make torch-suite`.
 
-One process of `run.py` a backend runs the tests that were chosen; each is reported here by its name. With two ranks, to
-end in minutes: `make torch-suite` runs four too.
+One process of `run.py` per backend runs the selected tests; each is reported here by name. Only with two ranks, to
+finish in minutes: `make torch-suite` also runs four.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytest.importorskip("expecttest", reason="torch's fixtures import it")
 
 @pytest.fixture(scope="module")
 def outcomes_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
-    """What the tests of this session found with a backend; the first call runs them all."""
+    """Outcomes of this session's tests with a backend; the first call runs them all."""
     chosen = [item.callspec.params for item in request.session.items
               if item.path == Path(__file__) and "outcomes_of" in item.fixturenames]  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_passes_as_with_gloo(backend: str, name: str, outcomes_of: Callable[[str
         ("xvcomm", "failed", 1),
     ],
 )
-def test_comparison_finds_what_gloo_does_better(backend: str, state: str, code: int, tmp_path: Path) -> None:
+def test_comparison_finds_tests_that_pass_with_gloo_only(backend: str, state: str, code: int, tmp_path: Path) -> None:
     files = {"gloo": "passed", backend: state}
     for name, ended in files.items():
         outcome = {"state": ended, "seconds": 0.1, "reason": "because"}
