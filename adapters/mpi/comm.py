@@ -147,7 +147,7 @@ class Comm(Collectives, Objects):
         return self.Get_group()
 
     def _world_ranks(self) -> tuple[int, ...]:
-        return tuple(self._part.comm._context.ranks)
+        return self._part.comm.job_ranks
 
     def Compare(self, comm: Comm) -> int:
         """IDENT, CONGRUENT, SIMILAR or UNEQUAL."""

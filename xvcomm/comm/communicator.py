@@ -55,6 +55,7 @@ class Communicator(PointToPoint, Objects):
     Attributes:
         rank: this process's rank.
         size: number of ranks.
+        job_ranks: the numbers of its ranks in the whole job.
         topology: islands and hosts.
         device, device_index: type of this rank's device, `"host"`, `"cuda"` or `"rocm"`, and its index on this host.
         devices: device type of every rank.
@@ -68,6 +69,7 @@ class Communicator(PointToPoint, Objects):
         self._staging = Staging(context.device)
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
+        self.job_ranks: tuple[int, ...] = context.ranks
         self.topology: Topology = context.topology
         self.device: str = context.kind
         self.device_index: int = context.index
