@@ -31,7 +31,7 @@ def alone(rocm_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
         yield ranks
 
 
-def test_unlike_deadlines(alone: World) -> None:
+def test_different_timeouts(alone: World) -> None:
     alone.run(repeated_calls.check_unlike_deadlines)
 
 

@@ -1,4 +1,4 @@
-"""A vendor that xvcomm does not know: one package with one entry point, over libraries that stand in for AMD's on host memory."""
+"""A vendor unknown to xvcomm: one package with one entry point, over libraries that simulate AMD's on host memory."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def world(rocm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Two ranks of Acme's, an island, beside one of ROCm and one of host memory. On the first compiled code enqueues nothing."""
+    """Two ranks with Acme's devices, which are one island, one ROCm rank and one host rank. On the first, compiled code
+    enqueues nothing.
+    """
     folder = tmp_path_factory.mktemp("acme")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -139,7 +141,7 @@ def check_kinds(comm: Communicator) -> tuple[str, ...]:
 
 
 def check_collectives(comm: Communicator, count: int) -> None:
-    """In place, again in the same shape, asynchronous, and from every root."""
+    """In place, repeated with the same shape, asynchronous, and with every root."""
     own, mine = Own(comm), np.arange(count, dtype=np.float32)
     for turn in range(4):
         x = own.put(mine + comm.rank + turn)
@@ -166,7 +168,7 @@ def check_messages(comm: Communicator, count: int) -> None:
 
 
 def check_others_are_told(comm: Communicator) -> None:
-    """A rank of another kind is told whose memory it was given."""
+    """A rank of another kind raises with the name of the array's vendor."""
     if comm.device != "acme":
         import acme
 
@@ -174,7 +176,7 @@ def check_others_are_told(comm: Communicator) -> None:
             comm.all_reduce(acme.Array(4096, 4, None, 0))
 
 
-def test_ranks_are_where_they_were_asked_to_be(world: World) -> None:
+def test_ranks_use_the_requested_devices(world: World) -> None:
     assert world.run(check_kinds) == [("acme", "acme", "rocm", "host")] * 4
 
 

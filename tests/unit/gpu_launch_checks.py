@@ -1,4 +1,4 @@
-"""How GPUs launch messages, over hip-python on tests/shims/hip; test_gpu_runtime runs each check in a process of its own."""
+"""Launches of messages on GPUs, over hip-python on tests/shims/hip; test_gpu_runtime runs each check in its own process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CHECKS: dict[str, Callable[[], None]] = {}
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Let the tests run a function."""
+    """Register a function as a check."""
     CHECKS[function.__name__] = function
     return function
 
 
 @check
 def a_message_behind_another_is_one_call_of_compiled_code() -> None:
-    """The first on a stream goes step by step; later ones of any array and tag do not, and arrive, also behind others."""
+    """The first message on a stream uses the general path; later ones of any array and tag use compiled code."""
     gpu, count = device(), 6
     data = [bytes_of(n, SMALL if n % 2 else BIG) for n in range(count)]
     with ring() as (producer, consumer):
@@ -52,7 +52,7 @@ def a_message_behind_another_is_one_call_of_compiled_code() -> None:
 
 @check
 def a_number_known_for_a_users_stream_is_none_of_ours() -> None:
-    """The vendor may give it again, once the user has destroyed that stream."""
+    """The driver may reuse the handle of a stream that the user has destroyed."""
     gpu = device()
     make = gpu.runtime.stream
     users = make()
@@ -66,7 +66,7 @@ def a_number_known_for_a_users_stream_is_none_of_ours() -> None:
 
 @check
 def what_hip_says_of_an_event() -> None:
-    """A capture that begins in the moment it is asked is no error of ours; a code that nobody knows is said."""
+    """A capture that begins during the query is no error; unknown codes are reported."""
     runtime = device().runtime
     event, codes = runtime.event(), iter((907, 99))
     says = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: next(codes))
@@ -79,7 +79,7 @@ def what_hip_says_of_an_event() -> None:
 
 @check
 def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -> None:
-    """Only behind one of the same shape, ring and stream, on the ring's device, and while launches have the same room."""
+    """Only after one of the same shape, ring and stream, on the ring's device, and while launches have the same room."""
     gpu, data = device(), bytes_of(3)
     with ring() as (producer, consumer):
         forms = [MessageForm(producer, message(data.nbytes))]
@@ -121,7 +121,7 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
 
 @check
 def a_launch_shows_no_addresses_of_earlier_ones() -> None:
-    """Memory that is gone may have been given to somebody else, whom a driver would take for an argument."""
+    """Freed memory may belong to another owner, and a driver would treat it as an argument."""
     gpu, data = device(), bytes_of(4)
     with ring() as (producer, consumer):
         on, sent, got = stream(gpu), up(gpu, data), gpu.empty(data.nbytes)
@@ -138,7 +138,7 @@ def a_launch_shows_no_addresses_of_earlier_ones() -> None:
 
 @check
 def many_that_wait_leave_room_for_others() -> None:
-    """However many launches wait for their peers, each gets blocks, and all together few enough to run at once."""
+    """Each of any number of waiting launches gets blocks, and all together few enough to run concurrently."""
     engine = device()._engine
     done = [False]
     waiting = Mock(end=SimpleNamespace(sequence=1), finished=lambda: (int(done[0]), True))

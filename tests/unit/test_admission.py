@@ -1,4 +1,4 @@
-"""Asynchronous messages that wait on the host: one launch of a ring at a time, in order, and nothing is left behind."""
+"""Asynchronous messages that wait on the host: one launch per ring at a time, in order, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOON = 10.0
 
 
 class End:
-    """A ring end: messages that were put on the device, and those that are through."""
+    """A ring end: messages enqueued on the device, and completed ones."""
 
     def __init__(self, peer: int = 1, channel: int = 0, *, producer: bool = True) -> None:
         self.peer, self.channel, self.producer = peer, channel, producer
@@ -31,7 +31,7 @@ class End:
 
 
 class Device:
-    """Notes what was started; `fails` is raised instead."""
+    """Records started messages; raises `fails` instead if it is set."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -50,7 +50,7 @@ class Device:
         self.started.append(name)
 
     def add(self, name: str, *ends: End, deadline: Deadline = NEVER) -> None:
-        """A Start of that name."""
+        """A Start with this name."""
         self.queue.add(Start(cast(Any, [name]), [], cast(frozenset[RingEnd], frozenset(ends)), deadline))
 
     def let_go(self, *ends: End) -> None:
@@ -144,7 +144,7 @@ def test_release_starts_earlier_messages_of_the_ring_too(device: Device) -> None
 
 
 def come(device: Device, over: Callable[[], bool], *ends: End, deadline: Deadline = NEVER) -> threading.Thread:
-    """Another thread that comes to wait for rings."""
+    """Another thread that waits for rings."""
     rings = cast(list[RingEnd], list(ends))
     thread = threading.Thread(target=device.queue.come, args=(rings, over, deadline))
     thread.start()

@@ -1,4 +1,4 @@
-"""NCCL's and RCCL's calls from compiled code: what reaches the library, and how a call is kept out or broken off."""
+"""NCCL and RCCL calls from compiled code: the arguments, and how a call is prevented or aborted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Native = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 7)
 
 
 class Caller:
-    """Makes compiled code post collectives on a contract of one rank, and enqueue them on a stream."""
+    """Lets compiled code post collectives on a contract of one rank, and enqueue them on a stream."""
 
     def __init__(self) -> None:
         self._contract = ContractCheck(Segment.create("/dev/shm", "ccl", ContractCheck.size(1)), (0,), 0, _nobody(), 0)
@@ -53,7 +53,7 @@ class Caller:
         self, comm: CclCollective, op: OpCode, how: Reduction = SUM, dtype: DType = F32, stream: int = 99,
         counts: tuple[int, ...] = (), recv_counts: tuple[int, ...] = (), root: int = 0,
     ) -> Callable[..., None]:  # fmt: skip
-        """A call on two arrays, with a deadline; of ten elements a member, if not told otherwise."""
+        """A call on two arrays with a deadline; by default ten elements per member."""
         even = (10,) * comm._members
         ready = comm.enqueued(CollectiveForm(op, counts or even, recv_counts or even, dtype, how, root))
         assert ready is not None
@@ -67,7 +67,7 @@ class Caller:
         return call
 
     def taken(self) -> list[int]:
-        """Numbers of the collectives that somebody must look after, which are then forgotten."""
+        """Remove and return the numbers of the collectives that must be polled."""
         taken = self.log.take()
         return [operation.sequence for operation in taken.operations()] if taken is not None else []
 
@@ -80,7 +80,7 @@ def _fail(error: BaseException, operation: Operation) -> None:
 
 
 def _nobody() -> Any:
-    """A recorder whose records nobody keeps."""
+    """A recorder that keeps no records."""
     words = (ctypes.c_int64 * 3)()
     return SimpleNamespace(words=words, handle=ctypes.addressof(words))
 
@@ -143,7 +143,7 @@ def test_calls_with_further_steps_are_not_compiled(op: OpCode) -> None:
 
 
 class Recording:
-    """The library's functions as compiled code calls them, each noting its name and arguments."""
+    """The library's functions as compiled code calls them; each records its name and arguments."""
 
     WORDS = MappingProxyType({
         "ncclGroupStart": 0, "ncclGroupEnd": 0, "ncclSend": 6, "ncclRecv": 6, "ncclBroadcast": 7, "ncclReduce": 8,
@@ -240,7 +240,7 @@ def test_a_full_launch_log_refuses_collectives(caller: Caller) -> None:
 
 
 def test_two_that_both_find_the_last_entry_free_are_both_logged(caller: Caller) -> None:
-    """A collective and messages have locks of their own, and the library lets others at the interpreter meanwhile."""
+    """Collectives and messages have separate locks, and the library releases the GIL meanwhile."""
     other: list[Callable[..., None]] = []
     function = Native(lambda *words: (other and other.pop()(16, 32)) or 0)
     comm = joined(a_library(address=address(function)))
@@ -256,7 +256,7 @@ def test_two_that_both_find_the_last_entry_free_are_both_logged(caller: Caller) 
 
 
 def test_what_is_logged_on_a_stream_that_may_be_gone_is_sealed_with_an_event_behind_it(caller: Caller) -> None:
-    """Also where others leave while the event is recorded, with that event."""
+    """Also if other operations are removed while the event is recorded."""
     handles, recorded, left = itertools.count(7), list[int](), list[LoggedOperations | None]()
     leaving = False
 
@@ -285,7 +285,7 @@ def test_what_is_logged_on_a_stream_that_may_be_gone_is_sealed_with_an_event_beh
 
 
 def test_event_errors_are_explained_by_the_device(caller: Caller) -> None:
-    """Its number for what went wrong would mean something else to the library."""
+    """Its error codes have other meanings in the library."""
     told: list[int] = []
 
     def failed(code: int) -> None:

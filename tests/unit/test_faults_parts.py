@@ -1,4 +1,4 @@
-"""What stopping is made of: abort words, the contract's notes, stores in which waiting ends, rings that keep their order."""
+"""Parts of failure handling: abort words, contract checks, guarded stores, rings that keep their order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_abort_words_tell_reason_rank_and_reporter() -> None:
 
 @pytest.fixture
 def contracts() -> Iterator[Contracts]:
-    """The same contract seen from ranks 1, 4 and 6."""
+    """The same contract checks, as ranks 1, 4 and 6 see them."""
     ranks = (1, 4, 6)
     made = Segment.create("/dev/shm", "test_contract", ContractCheck.size(len(ranks)))
     segments = [made, *(Segment.attach("/dev/shm", made.name) for _ in ranks[1:])]
@@ -68,7 +68,7 @@ def call(nbytes: int) -> Message:
 
 
 def post(contract: ContractCheck, sequence: int, message: Message) -> bool:
-    """Post a collective; whether nothing speaks against it."""
+    """Post a collective; returns whether it matches."""
     return contract.post(sequence, message, find_call_site(1)) >= 0
 
 
@@ -174,7 +174,7 @@ class _Unreachable(MemoryStore):
 @pytest.mark.parametrize("call", ["set", "get", "wait", "add"])
 @pytest.mark.parametrize("dies", [True, False], ids=["its rank died", "nobody died"])
 def test_a_guarded_store_that_cannot_be_reached(call: str, dies: bool) -> None:
-    """The check says a moment later who it was; if it does not, the store's own error stays."""
+    """The check reports shortly afterwards which rank failed; otherwise the store's error is raised."""
     checks = 0
 
     def check() -> None:
@@ -278,7 +278,7 @@ def test_transfers_behind_an_abandoned_transfer_stop_with_the_ring(ends: Ends) -
 
 
 def test_an_arena_that_not_all_have_mapped_goes_with_the_first_that_leaves(tmp_path: Path) -> None:
-    """And who comes to map it later hears why it is gone."""
+    """A rank that maps it later learns why it is gone."""
     config, base = Config(shm_dir=str(tmp_path)), MemoryStore()
 
     def join(me: int, check: Callable[[], None]) -> HostCollective:

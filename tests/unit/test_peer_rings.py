@@ -1,4 +1,4 @@
-"""Slots in GPU memory: who exports them, who maps them, and when the memory may serve another ring."""
+"""Ring slots in GPU memory: who exports them, who maps them, and when the memory may be reused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOON = 5.0
 
 
 class CountingRuntime:
-    """Three devices, the last of which reaches no other; memory is a number that grows."""
+    """Three devices, the last of which has no peer access; memory is a growing number."""
 
     kind, visible = "counting", "COUNTING_DEVICES"
 
@@ -106,7 +106,7 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Afterwards without the names of rings that only one end has opened, as a session does."""
+    """Removes the names of rings that only one end has opened afterwards, as a session does."""
     yield Pair()
     sweep(Config().shm_dir, JOB)
 
@@ -117,7 +117,7 @@ def write(ring: Segment, offset: int, value: int) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_first_end_exports_and_the_second_maps(pair: Pair, first: int) -> None:
-    """Whichever of producer and consumer comes first: neither waits."""
+    """In either order of producer and consumer, without blocking."""
     exporter = pair.end(first, producer=first == 0)
     importer = pair.end(1 - first, producer=first != 0)
     assert exporter.made and not importer.made
@@ -144,7 +144,7 @@ def test_memory_is_exported_again_when_the_other_end_is_closed(pair: Pair) -> No
 
 
 def test_memory_is_exported_again_if_it_was_never_imported(pair: Pair) -> None:
-    """Who comes later learns that the other end has closed, and maps nothing."""
+    """An end that comes later learns that the other one has closed, and maps nothing."""
     word = Reason.LEFT.word(0)
     pair.end(0, producer=True)
     pair.rings[0].abort(word)
@@ -170,7 +170,7 @@ def test_memory_is_exported_again_when_the_importer_is_dead(pair: Pair) -> None:
 
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_memory_that_a_kernel_may_use_is_not_reused(pair: Pair, stuck: int) -> None:
-    """Of the exporter, or of the importer, which keeps it mapped."""
+    """Kernels of the exporter, or of the importer, which keeps it mapped."""
     ends = [pair.end(rank, producer=rank == 0) for rank in (0, 1)]
     ends[stuck].stuck = True
     pair.rings[1].close()
@@ -182,7 +182,7 @@ def test_memory_that_a_kernel_may_use_is_not_reused(pair: Pair, stuck: int) -> N
 
 
 def test_without_memory_says_what_to_do(pair: Pair) -> None:
-    """And leaves no end behind, nor a file."""
+    """It leaves neither an end nor a file behind."""
     pair.runtimes[0].fails = True
     with pytest.raises(ResourceError, match=r"outOfMemory.*16777216 bytes.*_RING_SLOTS.*XVCOMM_PEER_MEMORY=0"):
         pair.end(0, producer=True)
@@ -203,7 +203,7 @@ def test_without_memory_says_what_to_do(pair: Pair) -> None:
 @pytest.mark.parametrize("imported", [False, True])
 @pytest.mark.parametrize("ends", ["received", "closed", "aborted", "gone"])
 def test_sent_messages_are_kept_until_they_are_received(pair: Pair, imported: bool, ends: str) -> None:
-    """Or will not be. At the end of the job the process waits for it."""
+    """Or can no longer be. At the end of the job the process waits for it."""
     end = pair.end(0, producer=True)
     ring = Segment.attach(Config().shm_dir, end._segment.name)
     write(ring, TURNS, 3)
@@ -237,7 +237,7 @@ def test_sent_messages_are_kept_until_they_are_received(pair: Pair, imported: bo
 
 
 def test_peer_access_of_a_device() -> None:
-    """Itself and others; what the vendor does not know is out of reach."""
+    """To itself and to others; unknown devices are not accessible."""
     runtime = cast(Runtime, CountingRuntime())
     first, last = reached(runtime, 0, True), reached(runtime, 2, True)
     assert (first.device, first.reaches) == ("bus 0", ("bus 0", "bus 1"))

@@ -1,4 +1,4 @@
-"""Probes of rings: what is found, whose turn it is, what ends a look, and looks beside threads that move messages."""
+"""Probes of rings: results, fairness, what ends a probe, and probes beside threads that transfer messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pair = tuple[RingEnd, RingEnd]
 
 @pytest.fixture
 def rings() -> Iterator[Callable[[int], list[Pair]]]:
-    """Makes rings from ranks 1, 2, ... to rank 0: producer's and consumer's ends."""
+    """Creates rings from ranks 1, 2, ... to rank 0; returns producer and consumer ends."""
     made: list[Pair] = []
     layout = RingLayout(1, 8, 4096)
 
@@ -48,7 +48,7 @@ def rings() -> Iterator[Callable[[int], list[Pair]]]:
 
 
 def move(end: RingEnd, nbytes: int, tag: int, dtype: str = "uint8", wait: bool = True) -> object:
-    """Send or receive a message; or only enqueue it."""
+    """Send or receive a message, or only enqueue it."""
     stream = DEVICE.streams(1)[0]
     stream.deadline = Deadline.after(20)
     data = np.zeros(max(1, nbytes), np.uint8)
@@ -88,7 +88,7 @@ def test_messages_for_posted_receives_are_skipped(rings: Callable[[int], list[Pa
 
 
 def test_messages_received_by_a_graph_are_counted(rings: Callable[[int], list[Pair]]) -> None:
-    """Receives of a graph take numbers that the host does not count; the ring tells how many are through."""
+    """Receives in a graph consume numbers that the host does not count; the ring states how many are complete."""
     ((source, sink),) = rings(1)
     for tag in range(3):
         move(source, 8, tag)
@@ -121,7 +121,7 @@ def test_every_source_has_its_turn(rings: Callable[[int], list[Pair]]) -> None:
 
 
 def test_probe_of_a_rank_that_left(rings: Callable[[int], list[Pair]]) -> None:
-    """What it sent is found; without that it is passed over, and once all have left the look ends."""
+    """Its remaining messages are found; then it is skipped, and the probe ends once all have left."""
     pairs = rings(3)
     sources = Sources([sink for _, sink in pairs], 20.0)
     move(pairs[0][0], 8, 5)
@@ -142,7 +142,7 @@ def test_probe_of_a_rank_that_left(rings: Callable[[int], list[Pair]]) -> None:
 
 @pytest.mark.parametrize("reason", [Reason.PEER_LOST, Reason.ABORTED, Reason.DEADLINE, Reason.MISMATCH])
 def test_probe_on_a_failed_communicator(rings: Callable[[int], list[Pair]], reason: Reason) -> None:
-    """One ring tells it, also where another rank's message comes behind."""
+    """One ring reports it, even if another rank's message follows."""
     pairs = rings(3)
     sources = Sources([sink for _, sink in pairs], 20.0)
     pairs[1][0].abort(reason.word(7))
@@ -168,7 +168,7 @@ def test_waits_for_what_comes(rings: Callable[[int], list[Pair]]) -> None:
 
 
 def test_never_tells_half_of_a_message(rings: Callable[[int], list[Pair]]) -> None:
-    """While others send and receive as fast as they can, the fields of what is found belong together."""
+    """The fields of a result are consistent while others send and receive at full speed."""
     ((source, sink),) = rings(1)
     sources, many = Sources([sink], 20.0), 3000
     threads = [

@@ -1,4 +1,4 @@
-"""Messages straight between two arrays, with both ends of a ring in this process: each step, and who must not touch what."""
+"""Direct messages between two arrays, with both ends of a ring in this process: each step, and protection of arrays."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Side:
 
     @property
     def copied(self) -> int:
-        """Chunks of its newest message that this end has copied straight."""
+        """Number of chunks of its newest message that this end has copied directly."""
         number, chunks = divmod(self.line.done, 1 << 24)
         return chunks if number == self.end.sequence else 0
 
     def begin(self, data: np.ndarray, tag: int = 0) -> bool:
-        """Begin a message and go on until it waits; whether it is through."""
+        """Begin a message and drive it until it waits; returns whether it is complete."""
         self._data = data  # as long as the message may need it
         through = self.message_mover.begin(0, data.ctypes.data, UINT8.code, data.nbytes, tag, find_call_site(0))
         return through or self.message_mover.advance(-1)
@@ -73,7 +73,7 @@ class Side:
             self.message_mover.finish(Deadline.after(SECONDS))
 
     def settle(self, way: int) -> None:
-        """Send everything one way that could go both."""
+        """Fix the choice between direct and ring."""
         for tuning in self.end.kept.tunings:
             tuning.trials, tuning.best[way], tuning.best[1 - way] = -1, 1, 2
 
@@ -90,7 +90,7 @@ class Pair:
         segment.unlink()
 
     def pass_on(self, data: np.ndarray, target: np.ndarray) -> None:
-        """One message; the receiver is there first."""
+        """Transfer one message whose receiver is first."""
         with ThreadPoolExecutor(1) as thread:
             through = self.sink.begin(target)
             sent = thread.submit(self.source.move, data)
@@ -114,7 +114,7 @@ ALL_CLAIMED = 0xFFF << 12
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Both ends, which reach each other's memory and send straight what they can."""
+    """Both ends, which can access each other's memory and send directly whenever possible."""
     made = Pair(Config(), Config())
     made.pass_on(np.ones(LEAST, np.uint8), np.empty(LEAST, np.uint8))
     if {made.source.end.kept.access.reach, made.sink.end.kept.access.reach} != {1}:
@@ -135,7 +135,7 @@ def chunk_count(nbytes: int) -> int:
 
 @given(st.integers(LEAST, 1 << 44))
 def test_chunks(nbytes: int) -> None:
-    """Whole pages, few enough to be counted, enough for both ends."""
+    """Whole pages, few enough for the counter, and enough for both ends."""
     chunk = chunk_bytes(nbytes)
     assert chunk % PAGE == 0
     assert 4 <= chunk_count(nbytes) <= 4095
@@ -147,7 +147,7 @@ SIZES = [LEAST, LEAST + 1, CAPACITY - 1, CAPACITY + 1, 8 * chunk_bytes(BIG) + 1,
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("offset", [0, 1, 17])
 def test_every_byte_arrives(pair: Pair, nbytes: int, offset: int) -> None:
-    """And none beside them, wherever the arrays begin."""
+    """Bytes beside the arrays are unchanged, at any alignment."""
     for seed in range(3):
         data = pattern(nbytes + offset, seed)[offset:]
         room = np.full(nbytes + 64, 0xA5, np.uint8)
@@ -159,7 +159,7 @@ def test_every_byte_arrives(pair: Pair, nbytes: int, offset: int) -> None:
 
 
 def test_one_end_alone_can_copy_everything(pair: Pair) -> None:
-    """The sender writes all before the receiver looks; then the receiver reads all while the sender does nothing."""
+    """The sender writes all before the receiver looks; then the receiver reads all while the sender is idle."""
     data, target = pattern(LEAST), np.zeros(LEAST, np.uint8)
     assert not pair.sink.begin(target)
     assert pair.source.begin(data)
@@ -176,7 +176,7 @@ def test_one_end_alone_can_copy_everything(pair: Pair) -> None:
 
 
 def test_a_sender_does_not_wait_long_for_a_late_receiver(pair: Pair) -> None:
-    """Of a message that the ring can hold: two that send to each other before they receive must not wait for ever."""
+    """For messages that fit the ring: two ranks that send before they receive must not deadlock."""
     data, target = pattern(CAPACITY), np.zeros(CAPACITY, np.uint8)
     pair.source.move(data)
     assert not target.any()
@@ -200,7 +200,7 @@ def test_a_sender_that_waited_in_vain_does_not_wait_again(pair: Pair) -> None:
 
 
 def test_a_message_larger_than_the_ring_waits(pair: Pair) -> None:
-    """It would anyway; and so it goes straight when the receiver comes."""
+    """It has to wait anyway, and so is sent directly when the receiver comes."""
     data, target = pattern(CAPACITY + 1), np.zeros(CAPACITY + 1, np.uint8)
     assert not pair.source.begin(data)
     with pytest.raises(RingStalled):
@@ -211,7 +211,7 @@ def test_a_message_larger_than_the_ring_waits(pair: Pair) -> None:
 
 
 def test_reducing_receives_use_the_ring(pair: Pair) -> None:
-    """Though the sender offers its array."""
+    """Even if the sender offers its array."""
     data, mine = pattern(BIG, 1), pattern(BIG, 2)
     target = mine.copy()
     stream = pair.sink.device.streams(1)[0]
@@ -227,7 +227,7 @@ def test_reducing_receives_use_the_ring(pair: Pair) -> None:
 
 
 def test_a_sender_does_not_wait_for_a_reducing_receiver_again(pair: Pair) -> None:
-    """Of a message that the ring cannot hold, it writes what it can before the receiver comes, for both to copy at once."""
+    """It writes as much as fits the ring before the receiver comes, so that both can copy at once."""
     test_reducing_receives_use_the_ring(pair)
     filled = ctypes.c_int64.from_address(pair.source.end.address + pair.source.end.layout.head(0))
     before = filled.value
@@ -236,7 +236,7 @@ def test_a_sender_does_not_wait_for_a_reducing_receiver_again(pair: Pair) -> Non
 
 
 def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
-    """After tries of each way that took long enough."""
+    """After sufficiently long trials of each way."""
     tuning = pair.source.end.kept.tunings[0]
     tuning.trials, tuning.spent, tuning.best[:] = 0, 0, (rendezvous._NEVER, rendezvous._NEVER)
     target, sent = np.zeros(LEAST, np.uint8), 0
@@ -255,7 +255,7 @@ def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("straight", "chosen"), [(874, True), (875, False), (1000, False)])
 def test_direct_copies_must_be_clearly_faster(pair: Pair, straight: int, chosen: bool) -> None:
-    """By an eighth, so that chance does not choose."""
+    """By an eighth, so that noise does not decide."""
     for tuning in pair.source.end.kept.tunings:
         tuning.best[:] = 1000, straight
     pair.pass_on(pattern(LEAST), np.zeros(LEAST, np.uint8))
@@ -264,7 +264,7 @@ def test_direct_copies_must_be_clearly_faster(pair: Pair, straight: int, chosen:
 
 @pytest.mark.parametrize("refuses", [0, 1])
 def test_one_end_may_refuse_direct_copies(refuses: int) -> None:
-    """By XVCOMM_PROCESS_MEMORY: everything goes through the ring."""
+    """With XVCOMM_PROCESS_MEMORY: everything goes through the ring."""
     configs = [Config(), Config()]
     configs[refuses] = Config(process_memory=0)
     pair = Pair(*configs)
@@ -279,7 +279,7 @@ def test_one_end_may_refuse_direct_copies(refuses: int) -> None:
 
 
 def test_another_process_with_the_same_pid() -> None:
-    """As where numbers of processes mean different ones: nobody writes there."""
+    """As with process ids of different namespaces: that process is not accessed."""
     pair = Pair(Config(), Config())
     pair.source.settle(STRAIGHT)
     pair.sink.line.process.value += 1
@@ -292,7 +292,7 @@ def test_another_process_with_the_same_pid() -> None:
 
 @pytest.mark.parametrize("receives", [False, True])
 def test_memory_that_others_may_not_touch_is_not_offered(pair: Pair, receives: bool) -> None:
-    """As drivers map it; here pages without any right at an array's end, which nobody must reach for."""
+    """As mapped by drivers; here inaccessible pages at an array's end, which must not be read."""
     pages = mmap.mmap(-1, BIG)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -327,7 +327,7 @@ def test_differing_descriptions_deliver_nothing(pair: Pair) -> None:
 
 @pytest.mark.parametrize("leaver", ["source", "sink"])
 def test_giving_up_waits_until_the_array_is_not_accessed(pair: Pair, leaver: str) -> None:
-    """And another thread that gives up one behind it waits as long."""
+    """Also in another thread that gives up a later message."""
     side, other = (pair.source, pair.sink) if leaver == "source" else (pair.sink, pair.source)
     assert not side.begin(pattern(BIG))
     other.line.touch.entered = 1
@@ -348,7 +348,7 @@ def test_giving_up_waits_until_the_array_is_not_accessed(pair: Pair, leaver: str
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("leaver", ["source", "sink"])
 def test_no_copy_starts_after_the_owner_has_left(pair: Pair, leaver: str, stopped: bool) -> None:
-    """One leaves, or everything is stopped, when both have agreed: then the other one waits to be told why."""
+    """One end closes, or the communicator is aborted, after both have agreed: the other waits for the reason."""
     target = np.full(BIG, 7, np.uint8)
     assert not pair.sink.begin(target)
     pair.claims(ALL_CLAIMED)

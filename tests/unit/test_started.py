@@ -1,4 +1,4 @@
-"""What the Work of a collective on a stream beside the users' says of it, while others look after its end."""
+"""The Work of a collective on an internal stream, while its completion is observed elsewhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Job:
         return self.companions
 
     def message(self) -> StartedMessage:
-        """The Work of a message, which notes in `followed` that it was waited for."""
+        """The Work of a message, which records in `followed` that it was waited for."""
         view = self.view()
         transfer = MessageRequest(OpCode.RECV, view, 1, 5, NEVER, HOME, 2)
         ((end, following),) = self.branch.ends

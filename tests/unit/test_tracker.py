@@ -1,4 +1,4 @@
-"""What goes on behind the host while the vendor holds up whoever asks the device: deadlines are kept by what the host sees."""
+"""Deadlines of operations on streams are enforced by the host's observations while the driver blocks queries of the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class End:
 
 
 class Stream:
-    """A stream, and an event on it that is never reached."""
+    """A stream whose event is never reached."""
 
     captured = 0
     held_up = True
@@ -51,7 +51,7 @@ class Stream:
 
 
 class Job:
-    """A communicator whose device nobody can ask; `absent` are collectives that some rank has not come to."""
+    """A communicator whose device cannot be queried; `absent` are collectives that some rank has not joined."""
 
     def __init__(self, looked: float = A_WHILE_AGO) -> None:
         self.absent: set[int] = set()
@@ -75,7 +75,7 @@ class Job:
         return Deadline(self.begin + seconds)
 
     def add(self, seconds: float, sequence: int, *ends: End, peer: int = NO_PEER) -> Batch:
-        """One operation, which is over when `ends` are through with one message."""
+        """Add one operation, which is complete when `ends` have completed one message."""
         name = OpCode.ALL_REDUCE if peer == NO_PEER else OpCode.RECV
         operation = Operation(name, sequence, Message(+name, 0, 0, 0, 0), peer)
         used = [(cast(RingEnd, end), 1, operation) for end in ends]
@@ -83,7 +83,7 @@ class Job:
         return self.tracker.add(Batch([operation], self.deadline(seconds), used, stream=stream, event=stream))
 
     def stopped(self) -> list[int]:
-        """Number of the operation that the job was stopped for, if it was."""
+        """Number of the operation for which the job was stopped, if any."""
         self.tracker.stop_late()
         return [operation.sequence for operation in self.told]
 
@@ -163,7 +163,7 @@ def test_a_threads_own_stream_gets_its_event_from_that_thread(job: Job, monkeypa
 
 
 def test_polling_during_logging_does_not_block(job: Job) -> None:
-    """A signal handler may, in the thread that would have to go on."""
+    """A signal handler may poll in the thread that would have to continue."""
     operation = Operation(OpCode.RECV, 5, Message(+OpCode.RECV, 0, 0, 0, 0), 1)
     job.tracker.add_blocking([operation], 1, job.deadline(IN_TIME), [])
     with job.tracker._gate:
@@ -181,7 +181,7 @@ def test_late_operations_are_found_in_any_order(job: Job, monkeypatch: pytest.Mo
 
 
 def test_complete_operations_are_not_late_behind_the_users_work(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the default stream, whose event is recorded later, after what the user has put there meanwhile."""
+    """On the default stream, whose event is recorded later, behind work that the user has enqueued meanwhile."""
     monkeypatch.setattr(Stream, "held_up", False)
     job.add(LATE, 0, End(1), peer=1)
     job.tracker.look()
@@ -193,7 +193,7 @@ def test_complete_operations_are_not_late_behind_the_users_work(job: Job, monkey
 
 @pytest.mark.parametrize(("goes_on", "fails"), [(True, False), (False, True)])
 def test_messages_behind_a_graphs_are_not_over_where_the_ring_has_stopped(job: Job, goes_on: bool, fails: bool) -> None:
-    """Nobody knows how often the graph runs, and so the number of the last one."""
+    """The number of replays, and so the last message's number, is unknown."""
     batch = job.add(IN_TIME, 0, End(1, goes_on=goes_on, replayed=True), peer=1)
     failure = batch.outcome(lambda newest: 0)
     assert (failure is not None) == fails and (failure is None or isinstance(failure[0], RingStopped))
@@ -218,7 +218,7 @@ def test_operations_with_unlike_deadlines_do_not_share_an_event(job: Job) -> Non
 
 
 def test_state_of_ended_streams_is_freed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread has streams of its own, and an application may make ever new threads."""
+    """Each thread has its own streams, and an application may create new threads without end."""
     monkeypatch.setattr(Stream, "held_up", False)
     kept = [job.add(IN_TIME, number, End(1), peer=1) for number in range(3)]
     assert len(job.tracker._streams) == 3 and job.tracker
