@@ -3,90 +3,90 @@
 from __future__ import annotations
 
 import ctypes
-import enum
+from typing import Any
 
+import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.backends.gpu.guard import on_device
 from xvcomm.backends.gpu.kernels import is_capturing
 from xvcomm.backends.gpu.pools import Event, EventPool
 from xvcomm.backends.gpu.vendor import Runtime
-from xvcomm.jit.atomics import load, store
 from xvcomm.jit.ccall import call_11, let_go, take_back
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.record import address_of, compiled_at, python_type
 
 ELSEWHERE = -3
 """Result besides the vendors' codes, which are not negative: another device is current on the thread."""
 
 
-class Word(enum.IntEnum):
-    """Words of one stream's events."""
-
-    ASK = 0  # the first four: the vendor's functions, see `Addresses`
-    RECORD = 1
-    WAIT = 2
-    WHERE = 3
-    HERE = 4  # the value that must be current
-    FORK = 5  # the event that the stream waits for before it begins
-    ANSWER = 6
-    STATUS = 7
-
-
-_ASK, _RECORD, _WAIT, _WHERE, _HERE, _FORK, _ANSWER, _STATUS = (8 * int(w) for w in Word)
+_EVENTS = np.dtype([
+    ("ask", "i8"),  # the first four: the vendor's functions, see `Addresses`
+    ("record", "i8"),
+    ("wait", "i8"),
+    ("where", "i8"),
+    ("here", "i8"),  # the value that must be current
+    ("fork", "i8"),  # the event that the stream waits for before it begins
+    ("answer", "i8"),
+    ("status", "i8"),
+])  # fmt: skip
+_Events, _events_at = python_type(_EVENTS), compiled_at(_EVENTS)
 
 
 @register_jitable
-def _elsewhere(words: int) -> bool:
-    """Whether handles of default streams refer to another device; called with the interpreter lock, which protects the answer's
-    word.
-    """
-    answer = words + _ANSWER
-    store(answer, 0)
-    code = call_11(load(words + _WHERE), answer, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    return code != 0 or load(answer) != load(words + _HERE)
+def _elsewhere(events: Any) -> bool:
+    """Whether handles of default streams refer to another device; called with the interpreter lock, which protects `answer`."""
+    events.answer = 0
+    code = call_11(events.where, address_of(events, "answer"), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return code != 0 or events.answer != events.here
 
 
 @register_jitable
-def _recorded(words: int, event: int, stream: int) -> int:
-    return call_11(load(words + _RECORD), event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+def _capturing(events: Any, stream: int) -> int:
+    return is_capturing(events.ask, address_of(events, "status"), stream)
 
 
 @register_jitable
-def _waits(words: int, stream: int, event: int) -> int:
-    return call_11(load(words + _WAIT), stream, event, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+def _recorded(events: Any, event: int, stream: int) -> int:
+    return call_11(events.record, event, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def _branch(words: int, behind: int, stream: int) -> int:
-    if _elsewhere(words):
+@register_jitable
+def _waits(events: Any, stream: int, event: int) -> int:
+    return call_11(events.wait, stream, event, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def _branch(address: int, behind: int, stream: int) -> int:
+    events = _events_at(address)
+    if _elsewhere(events):
         return ELSEWHERE
     thread = let_go()
-    code = is_capturing(load(words + _ASK), words + _STATUS, behind)
+    code = _capturing(events, behind)
     if code == 0:
-        code = is_capturing(load(words + _ASK), words + _STATUS, stream)
+        code = _capturing(events, stream)
     if code == 0:
-        code = _recorded(words, load(words + _FORK), behind)
+        code = _recorded(events, events.fork, behind)
     if code == 0:
-        code = _waits(words, stream, load(words + _FORK))
+        code = _waits(events, stream, events.fork)
     take_back(thread)
     return code
 
 
-def _record(words: int, event: int, stream: int) -> int:
+def _record(address: int, event: int, stream: int) -> int:
     thread = let_go()
-    code: int = _recorded(words, event, stream)
+    code: int = _recorded(_events_at(address), event, stream)
     take_back(thread)
     return code
 
 
-def _follow(words: int, event: int, stream: int) -> int:
-    if _elsewhere(words):
+def _follow(address: int, event: int, stream: int) -> int:
+    events = _events_at(address)
+    if _elsewhere(events):
         return ELSEWHERE
     thread = let_go()
-    code: int = is_capturing(
-        load(words + _ASK), words + _STATUS, stream
-    )  # a wait for what is outside would spoil the graph
+    code: int = _capturing(events, stream)  # a wait for what is outside would spoil the graph
     if code == 0:
-        code = _waits(words, stream, event)
+        code = _waits(events, stream, event)
     take_back(thread)
     return code
 
@@ -116,9 +116,8 @@ class StreamEvents:
         self._events = EventPool(runtime, stream, at_once)
         self._fork = self._events.take()
         calls = runtime.addresses()
-        words = calls.capturing, calls.record, calls.wait, *place, self._fork.handle, 0, 0
-        self._words = (ctypes.c_int64 * len(Word))(*words)
-        self.address = ctypes.addressof(self._words)
+        self._record = _Events(calls.capturing, calls.record, calls.wait, *place, self._fork.handle)
+        self.address = ctypes.addressof(self._record)
 
     def take(self) -> Event:
         """An event that compiled code will record on the stream."""

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 
-from xvcomm.backends.gpu.kernels import (
-    REDUCE_PLACES,
-    SCALE_PLACES,
-    Kernels,
-    Prepared,
-    arguments_of,
-    first_aligned,
-    launched,
-)
-from xvcomm.jit.atomics import load, store
+import numpy as np
+
+from xvcomm.backends.gpu.kernels import Kernels, Prepared, first_aligned, launched, prepared_at, scaling_at, terms_at
 from xvcomm.jit.ccall import let_go, take_back
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.types.dtype import DType, ReduceOp
 
-
-class Word(enum.IntEnum):
-    """Words of a launch."""
-
-    PREPARED = 0  # address of the prepared launch's words
-    COUNT = 1  # number of elements
-    ITEMSIZE = 2
-    INPUT = 3  # these three: offsets in the kernel argument, whose first word is the output
-    HEAD = 4
-    OUTPUT = 5  # offset of the output as an operand; 0 if it is not one
+_CALL = np.dtype([
+    ("prepared", "i8"),  # address of the `PREPARED` launch
+    ("count", "i8"),  # number of elements
+    ("itemsize", "i8"),
+    ("scales", "i8"),  # whether the kernel argument is SCALING; otherwise TERMS, with one or two operands
+    ("src", "i8"),  # index of the input among the operands; the other one is the output
+])  # fmt: skip
+_Call, _call_at = python_type(_CALL), compiled_at(_CALL)
 
 
-_PREPARED, _COUNT, _ITEMSIZE, _INPUT, _HEAD, _OUTPUT = (8 * int(w) for w in Word)
-
-
-def _launch(words: int, src: int, dst: int, stream: int, _: int) -> int:
-    prepared = load(words + _PREPARED)
-    arguments = arguments_of(prepared)
-    store(arguments, dst)
-    store(arguments + load(words + _OUTPUT), dst)
-    store(arguments + load(words + _INPUT), src)
-    head = first_aligned(load(words + _COUNT), load(words + _ITEMSIZE), dst, src ^ dst)
-    store(arguments + load(words + _HEAD), head)
+def _launch(address: int, src: int, dst: int, stream: int, _: int) -> int:
+    call = _call_at(address)
+    prepared = prepared_at(call.prepared)
+    head = first_aligned(call.count, call.itemsize, dst, src ^ dst)
+    if call.scales != 0:
+        scaling = scaling_at(prepared.arguments)
+        scaling.dst, scaling.src, scaling.head = dst, src, head
+    else:
+        terms = terms_at(prepared.arguments)
+        terms.dst, terms.head, terms.srcs[call.src], terms.srcs[1 - call.src] = dst, head, src, dst
     thread = let_go()
     code: int = launched(prepared, stream)
     take_back(thread)
@@ -62,29 +52,26 @@ class LocalCall:
         address: argument of LAUNCH_LOCAL.
     """
 
-    __slots__ = ("_prepared", "_words", "address")
+    __slots__ = ("_prepared", "_record", "address")
 
-    def __init__(self, prepared: Prepared, count: int, itemsize: int, places: tuple[int, int], output: int = 0) -> None:
+    def __init__(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False, src: int = 0) -> None:
         self._prepared = prepared
-        self._words = (ctypes.c_int64 * len(Word))(prepared.address, count, itemsize, *places, output)
-        self.address = ctypes.addressof(self._words)
+        self._record = _Call(prepared.address, count, itemsize, scales, src)
+        self.address = ctypes.addressof(self._record)
 
     @classmethod
     def copy(cls, kernels: Kernels, nbytes: int) -> LocalCall:
         """A copy of `nbytes` bytes."""
-        first, _, head = REDUCE_PLACES
-        return cls(kernels.prepare_copy(nbytes), nbytes, 1, (first, head))
+        return cls(kernels.prepare_copy(nbytes), nbytes, 1)
 
     @classmethod
     def reduce(
         cls, kernels: Kernels, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool
     ) -> LocalCall:
         """See `SupportsEnqueuedLocal.enqueued_reduce`."""
-        first, second, head = REDUCE_PLACES
-        src, dst = (first, second) if src_first else (second, first)
-        return cls(kernels.prepare_reduce(count, dtype, op, divisor), count, dtype.itemsize, (src, head), dst)
+        return cls(kernels.prepare_reduce(count, dtype, op, divisor), count, dtype.itemsize, src=0 if src_first else 1)
 
     @classmethod
     def scale(cls, kernels: Kernels, count: int, dtype: DType, factor: float, divisor: int) -> LocalCall:
         """See `Device.scale`."""
-        return cls(kernels.prepare_scale(count, dtype, factor, divisor), count, dtype.itemsize, SCALE_PLACES)
+        return cls(kernels.prepare_scale(count, dtype, factor, divisor), count, dtype.itemsize, scales=True)

@@ -9,83 +9,76 @@ device.
 from __future__ import annotations
 
 import ctypes
-import enum
 from collections.abc import Sequence
 
-from xvcomm.backends.gpu.kernels import Prepared, asked_capturing, fill, launched, recorded
+import numpy as np
+
+from xvcomm.abc.launch import ITEM
+from xvcomm.backends.gpu.kernels import Prepared, asked_capturing, fill, launched, prepared_at, recorded
 from xvcomm.jit.atomics import load, store
 from xvcomm.jit.ccall import call_11, let_go, take_back
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.record import address_of, compiled_at, python_type
 
 NOBODY = -1
 """In place of a stream's handle: not armed."""
 
 
-class Word(enum.IntEnum):
-    """Words of messages that are launched together."""
-
-    PREPARED = 0  # address of the launch's words
-    ROOM = 1  # version of the device's `Room` when it was armed
-    ROOM_NOW = 2  # address of the current version
-    WHERE = 3  # the vendor's function that returns the current device or context
-    HERE = 4  # the value that it must return
-    ANSWER = 5
-    COUNT = 6  # number of messages
-    FIRST = 7  # the words of each ring end
-
-
-class EndWord(enum.IntEnum):
-    """Words of a ring end."""
-
-    COUNTER = 0  # address of `RingEnd.counter`
-    ARMED = 1  # address of the handle of the stream that it is armed for
-    EVENT = 2  # event recorded after its newest message
+_MESSAGES = np.dtype([
+    ("prepared", "i8"),  # address of the `PREPARED` launch
+    ("room", "i8"),  # version of the device's `Room` when it was armed
+    ("room_now", "i8"),  # address of the current version
+    ("where", "i8"),  # the vendor's function that returns the current device or context
+    ("here", "i8"),  # the value that it must return
+    ("answer", "i8"),
+    ("count", "i8"),  # number of messages
+    ("ends", "i8"),  # address of an `_END` for each
+])  # fmt: skip
+_END = np.dtype([
+    ("counter", "i8"),  # address of `RingEnd.counter`
+    ("armed", "i8"),  # address of the handle of the stream that it is armed for
+    ("event", "i8"),  # event recorded after its newest message
+])  # fmt: skip
+_Messages, _End = python_type(_MESSAGES), python_type(_END)
+_messages_at, _end_at, _item_at = compiled_at(_MESSAGES), compiled_at(_END), compiled_at(ITEM)
 
 
-_PREPARED, _ROOM, _ROOM_NOW, _WHERE, _HERE, _ANSWER, _COUNT, _FIRST = (8 * int(w) for w in Word)
-_COUNTER, _ARMED, _EVENT = (8 * int(w) for w in EndWord)
-_END = 8 * len(EndWord)
-_ITEM = 24
-
-
-def _ready(words: int, stream: int, _: int) -> int:
+def _ready(address: int, stream: int, _: int) -> int:
     """Whether the messages may be launched on a stream."""
-    first = words + _FIRST
-    for end in range(first, first + load(words + _COUNT) * _END, _END):
-        if load(load(end + _ARMED)) != stream:
+    messages = _messages_at(address)
+    for i in range(messages.count):
+        if load(_end_at(messages.ends, i).armed) != stream:
             return 0
-    if load(load(words + _ROOM_NOW)) != load(words + _ROOM):
+    if load(messages.room_now) != messages.room:
         return 0
-    answer = words + _ANSWER
-    store(answer, 0)
+    messages.answer = 0
     thread = let_go()
-    code = call_11(load(words + _WHERE), answer, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    code = call_11(messages.where, address_of(messages, "answer"), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     if code == 0:
-        code = asked_capturing(load(words + _PREPARED), stream)
+        code = asked_capturing(prepared_at(messages.prepared), stream)
     take_back(thread)
-    return 1 if code == 0 and load(answer) == load(words + _HERE) else 0
+    return 1 if code == 0 and messages.answer == messages.here else 0
 
 
-def _launch(words: int, items: int, _: int, stream: int, __: int) -> int:
-    """Launch messages that are ready; `items` points to the words of each, the first of which are its array and its tag.
+def _launch(address: int, items: int, _: int, stream: int, __: int) -> int:
+    """Launch messages that are ready; `items` is the address of an `ITEM` for each.
 
     Returns:
         0, or an error code of the vendor.
     """
-    prepared, first, count = load(words + _PREPARED), words + _FIRST, load(words + _COUNT)
-    ends = range(first, first + count * _END, _END)
-    thread = let_go()
-    for number in range(count):
-        item = items + number * _ITEM
-        fill(prepared, number, load(item), load(item + 8))
+    messages = _messages_at(address)
+    prepared, thread = prepared_at(messages.prepared), let_go()
+    for i in range(messages.count):
+        item = _item_at(items, i)
+        fill(prepared, i, item.address, item.tag)
     code = launched(prepared, stream)
-    for end in ends:
+    for i in range(messages.count):
         if code == 0:
-            code = recorded(prepared, stream, load(end + _EVENT))
+            code = recorded(prepared, stream, _end_at(messages.ends, i).event)
     take_back(thread)
     if code == 0:
-        for end in ends:
-            counter = load(end + _COUNTER)
+        for i in range(messages.count):
+            counter = _end_at(messages.ends, i).counter
             store(counter, load(counter) + 1)
     return code
 
@@ -109,19 +102,17 @@ class ArmedMessages:
         address: argument of READY and LAUNCH.
     """
 
-    __slots__ = ("_prepared", "_words", "address")
+    __slots__ = ("_ends", "_prepared", "_record", "address")
 
     def __init__(self, ends: Sequence[tuple[int, int]], room: int, where: int, here: int) -> None:
-        words = [0, NOBODY, room, where, here, 0, len(ends)]
-        for counter, armed in ends:
-            words += counter, armed, 0
-        self._words = (ctypes.c_int64 * len(words))(*words)
-        self.address = ctypes.addressof(self._words)
+        self._ends = (_End * len(ends))(*ends)
+        self._record = _Messages(0, NOBODY, room, where, here, 0, len(ends), ctypes.addressof(self._ends))
+        self.address = ctypes.addressof(self._record)
         self._prepared: Prepared | None = None
 
     def arm(self, prepared: Prepared, events: Sequence[int], room: int) -> None:
         """Set the launch to use, as long as the version of `Room` does not change."""
         self._prepared = prepared
-        self._words[Word.PREPARED], self._words[Word.ROOM] = prepared.address, room
-        for number, event in enumerate(events):
-            self._words[Word.FIRST + number * len(EndWord) + EndWord.EVENT] = event
+        self._record.prepared, self._record.room = prepared.address, room
+        for end, event in zip(self._ends, events, strict=True):
+            end.event = event

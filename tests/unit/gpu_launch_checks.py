@@ -13,7 +13,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from xvcomm.abc.launch import MessageForm
-from xvcomm.backends.gpu.kernels import _ROW_BYTES
+from xvcomm.backends.gpu.kernels import ROW
 from xvcomm.backends.gpu.streams import STREAMS
 from xvcomm.backends.gpu.vendor import VendorError
 from xvcomm.types.dtype import BY_NAME
@@ -130,9 +130,9 @@ def a_launch_shows_no_addresses_of_earlier_ones() -> None:
         gpu.get(consumer, got.address, message(data.nbytes, 0), on)
         on.synchronize()
         arguments = gpu._kernels._local.arguments.buffer
-        assert any(arguments.raw[_ROW_BYTES:]), "two messages were not one launch"
+        assert any(arguments.raw[ROW.itemsize :]), "two messages were not one launch"
         gpu.scale(got.address, got.address, data.nbytes, BY_NAME["uint8"], 1.0, 0, on)
-        assert not any(arguments.raw[_ROW_BYTES:]) and any(arguments.raw)
+        assert not any(arguments.raw[ROW.itemsize :]) and any(arguments.raw)
         on.synchronize()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from xvcomm.backends.gpu import kernels as _kernels
@@ -130,11 +131,11 @@ def test_a_launch_shares_its_blocks(tmp_path: Path) -> None:
     kernels.move([put, get], 5)
     kernels.move([put] * 32, 5)
     assert [launch[1] for launch in runtime.launched] == [16, 17, 64]
-    rows = [_kernels._ROW.unpack_from(runtime.launched[1][3], number * _kernels._ROW.size) for number in range(2)]
-    assert rows[0][:5] == (1 << 40, (1 << 40) + layout.data, 256, 4096, 64 << 20)
-    assert rows[1][:5] == (2 << 40, 3 << 40, 512, 8192, 100)
-    assert [row[-2:] for row in rows] == [(0, 16), (16, 1)]
-    assert [row[11:14] for row in rows] == [(1, 0, 0), (0, 4 * 16 + 1, 1)]
+    rows = np.frombuffer(runtime.launched[1][3], _kernels.ROW, 2)
+    where = [row[["ring", "slots_at", "state", "data", "nbytes"]].tolist() for row in rows]
+    assert where == [(1 << 40, (1 << 40) + layout.data, 256, 4096, 64 << 20), (2 << 40, 3 << 40, 512, 8192, 100)]
+    assert rows[["block", "blocks"]].tolist() == [(0, 16), (16, 1)]
+    assert rows[["producer", "reduction", "remote_first"]].tolist() == [(1, 0, 0), (0, 4 * 16 + 1, 1)]
     assert runtime.launched[1][0] == 1010 and runtime.launched[1][4] == 5
 
 
