@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ class Caller:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._gate = Gate(context)
+        self._find: Callable[[Hashable], PreparedCall | None] = context.launches.find
         self._worker = OrderedWorker(f"xvcomm-{context.path}")
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._alone = context.topology.size == 1
@@ -58,7 +60,10 @@ class Caller:
         self._admit(call)
         if not self._worker.idle:
             return Work(self._submit(call, deadline), str(call.op)).wait()
-        prepared = self._prepared(call) if self._native_only else None
+        prepared = None
+        if self._native_only:
+            shape = call.shape()
+            prepared = self._find(shape) or self._context.launches.prepare(shape, partial(self.prepare, call))
         if prepared is not None:
             src, dst = array.address(call.src), array.address(call.dst)
             code = prepared.run(src, dst, call.call_site or find_call_site(_INSIDE_RUN))
@@ -93,11 +98,6 @@ class Caller:
         self._context.lifecycle.ensure_open(call.op)
         self._gate.queue(1)
         return self._worker.submit(locked, call.call_site or find_call_site(_INSIDE_START))
-
-    def _prepared(self, call: CollectiveRequest) -> PreparedCall | None:
-        launches, shape = self._context.launches, call.shape()
-        found: PreparedCall | None = launches.find(shape) or launches.prepare(shape, partial(self.prepare, call))
-        return found
 
     def prepare(self, call: CollectiveRequest) -> PreparedCall | None:
         """The same collective for compiled code, on any addresses; None before one has run, or if compiled code cannot."""
