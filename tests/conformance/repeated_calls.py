@@ -116,7 +116,7 @@ def check_messages_repeated(comm: Communicator, rounds: int) -> None:
 
 
 def check_streams_that_end(comm: Communicator, stream: Callable[[], AbstractContextManager[int]]) -> None:
-    """A stream may be destroyed as soon as the operations on it are complete, whoever began them.
+    """A stream may be destroyed as soon as the operations on it are complete, whether Python or compiled code began them.
 
     Args:
         comm: the communicator.
@@ -400,3 +400,15 @@ def _forms(comm: Communicator) -> dict[str, _Form]:
             lambda x, y, **how: comm.all_to_all(x, out=y, **how), lambda xs: np.concatenate([own(x) for x in xs])
         ),
     }  # fmt: skip
+
+
+CHECKS: tuple[tuple[Callable[..., None], tuple[int, ...]], ...] = (
+    (check_repeated, (40,)),
+    (check_factors_repeated, ()),
+    (check_uneven_repeated, ()),
+    (check_forms_repeated, (480,)),
+    (check_forms_repeated, (96_000,)),
+    (check_background_repeated, (10,)),
+    (check_background_repeated, (300_000,)),
+)
+"""Collectives that are called again, with the arguments of each."""

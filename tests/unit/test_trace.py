@@ -200,7 +200,7 @@ def test_worker_threads_record_the_callers_call_site() -> None:
     try:
         nested = worker.submit(lambda: (called_at(own, lambda: find_call_site(0)), find_call_site(0)), outer)
         assert nested.result(20) == (own, outer)
-        assert worker.submit(call_site, 0).result(20).startswith("test_trace.py:")  # nobody knows: the thread's own
+        assert worker.submit(call_site, 0).result(20).startswith("test_trace.py:")  # unknown: the thread's own
         with pytest.raises(ZeroDivisionError):
             worker.submit(lambda: 1 // 0, outer).result(20)
         assert worker.submit(call_site, 0).result(20) != ctypes.string_at(outer).decode()

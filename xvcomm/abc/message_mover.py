@@ -51,7 +51,7 @@ class MessageMover(ABC):
     def discard(self) -> bool:
         """Give up the message after an error or an interrupt; False if there is none or it is through after all.
 
-        Whoever gives one up must stop its ring and note the end of its record.
+        The caller must then stop its ring and record its end.
         """
 
 

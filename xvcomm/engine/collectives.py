@@ -71,7 +71,7 @@ class Caller:
                 if code != READY:
                     prepared.finish(src, dst, deadline)
                 return call.result()
-        self._context.lifecycle.ensure_open(call.op)  # in a forked child nobody may ever open the gate
+        self._context.lifecycle.ensure_open(call.op)  # in a forked child the gate may stay closed for ever
         with self._gate:
             return self._run(call, deadline)
 

@@ -18,7 +18,7 @@ from xvcomm.abc.launch import SupportsEnqueuedEvents
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.batch import Batch
-from xvcomm.engine.inflight.work import Work, nobody_calls_back
+from xvcomm.engine.inflight.work import Work, refuse_callback
 from xvcomm.engine.launch import Branch, Launch
 from xvcomm.engine.request import CollectiveRequest, MessageRequest
 from xvcomm.errors import DeadlineExceeded
@@ -200,8 +200,8 @@ class Started(Work):
         return self._error if self.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
-        """See `nobody_calls_back`."""
-        nobody_calls_back(str(self._operation()))
+        """See `refuse_callback`."""
+        refuse_callback(str(self._operation()))
 
     def _at_home(self, stream: int | None) -> bool:
         """Whether this is the stream on which the array's framework works."""

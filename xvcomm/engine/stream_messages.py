@@ -116,7 +116,7 @@ class StreamTransfers(Transfers):
         return Launch(self._context, self._launch_gate, operations, [EnqueuedStep(found, rings=ends)])
 
     def run(self, transfers: Sequence[MessageRequest]) -> None:
-        """See `Transfers.run`; the host waits only where nobody knows an array's stream, and for results in temporary memory."""
+        """See `Transfers.run`; the host waits if an array's stream is unknown, and for results in temporary memory."""
         handle = transfers[0].stream
         if handle is None or not all(t.stream == handle and not t.view.staged for t in transfers):
             self._run_together(transfers)

@@ -195,7 +195,7 @@ class _Cache(NullCache):  # type: ignore[misc]
     """A function's files in the `KernelCache`; their names contain the `digest` of its sources.
 
     numba's own cache notices changes of the file that defines the function, but not of files whose functions are inlined into
-    it. It also raises if no folder is writable, and loads files whoever owns them.
+    it. It also raises if no folder is writable, and loads files of any owner.
     """
 
     def __init__(self, function: Callable[..., Any], *options: object) -> None:

@@ -1,4 +1,4 @@
-"""Tells a user who waits for a first start that kernels are being compiled, and how many are done."""
+"""Tells the user at a first start that kernels are being compiled, and how many are done."""
 
 from __future__ import annotations
 

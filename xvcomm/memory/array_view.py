@@ -23,8 +23,8 @@ class ArrayView(msgspec.Struct, eq=False, gc=False):
         staged: the memory stands in for an array like `array`, which `finish` makes.
         array: what the user passed; keeps the memory alive.
         stream: on a device: handle of the stream that the framework works on now; None where it does not say.
-        trusted: whether the framework itself owns the memory, so that nobody need ask the device what it is.
-        kind: number of all that are like it but for their memory and their stream, on a device; 0 where nobody counts.
+        trusted: whether the framework itself owns the memory, so that the device need not check it.
+        kind: number shared by the arrays of a device that differ only in memory and stream; 0 if they are not counted.
     """
 
     address: int

@@ -50,7 +50,7 @@ def register(vendor: type[Vendor]) -> None:
 
 
 def on_unknown(discover: Callable[[], None]) -> None:
-    """Call `discover`, which registers vendors, when nobody knows a device type, a kind or a framework's build."""
+    """Call `discover`, which registers vendors, when no registered one matches a device type, a kind or a framework's build."""
     _vendors.discover = discover
 
 

@@ -116,7 +116,7 @@ def test_both_ends_get_the_same_bits(bench: Bench, name: str, op: ReduceOp) -> N
 
 
 def test_different_descriptions_stop_both(bench: Bench) -> None:
-    """Whoever posts second sees it; nothing is delivered."""
+    """The rank that posts second raises; nothing is delivered."""
     with bench.ring(LAYOUTS[0]) as (producer, consumer):
         target = put(bench.right, np.zeros(50_000, np.uint8))
 

@@ -41,7 +41,7 @@ def called_at(call_site: int, call: Callable[[], Any]) -> Any:
     """Run a call that another thread has asked for: until it is over, `find_call_site` gives this thread the other one's.
 
     Args:
-        call_site: from the other thread's `find_call_site`; 0 where nobody knows.
+        call_site: from the other thread's `find_call_site`; 0 if it is unknown.
     """
     thread = get_ident()
     before = _callers.get(thread, 0)

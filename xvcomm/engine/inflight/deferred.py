@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
-from xvcomm.engine.inflight.work import Work, nobody_calls_back
+from xvcomm.engine.inflight.work import Work, refuse_callback
 from xvcomm.errors import ArgumentError
 from xvcomm.types.deadline import Deadline
 
@@ -56,8 +56,8 @@ class DeferredWork(Work):
         return self._error or (self.work.exception() if self.work is not None else None)
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
-        """See `nobody_calls_back`."""
-        nobody_calls_back(self._what)
+        """See `refuse_callback`."""
+        refuse_callback(self._what)
 
     def _started(self, timeout: float | None) -> tuple[Work, float | None]:
         """The Work of the started message, after messages before it have started, and the rest of a timeout."""

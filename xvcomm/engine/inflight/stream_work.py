@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.tracker import Tracker
-from xvcomm.engine.inflight.work import Work, nobody_calls_back
+from xvcomm.engine.inflight.work import Work, refuse_callback
 from xvcomm.errors import ArgumentError, DeadlineExceeded
 from xvcomm.types.deadline import Deadline
 
@@ -67,8 +67,8 @@ class StreamWork(Work):
         return self._batch.error if self.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
-        """See `nobody_calls_back`."""
-        nobody_calls_back(self._what)
+        """See `refuse_callback`."""
+        refuse_callback(self._what)
 
     def _raise(self) -> None:
         if self._batch.error is not None:

@@ -75,7 +75,7 @@ class Work:
         self._future.add_done_callback(callback)
 
 
-def nobody_calls_back(what: str) -> NoReturn:
+def refuse_callback(what: str) -> NoReturn:
     """Refuse `add_done_callback` on a device: no thread of the host is there when the operation ends."""
     raise ArgumentError(f"{what} is on a device's stream, which tells nobody when it is done: wait() orders the stream")
 
