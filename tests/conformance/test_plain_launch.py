@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import repeated_calls
 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.testing import World, asynchronous, channels, collectives, pointtopoint
@@ -68,13 +69,20 @@ def test_the_bits_are_the_same(name: str, plain: World, rocm_path: Path) -> None
         assert plain.run(repeatedly) == compiled.run(repeatedly)
 
 
-def launches(comm: Communicator) -> bool:
-    return bool(comm._context.launches.enabled)
+def begun_by_python(comm: Communicator) -> int:
+    """How many of ten equal all-reduces and messages each way Python has begun."""
+    a, other, last = arrays(comm), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x, y = a.put(np.ones(100)), a.put(np.empty(100))
+    with repeated_calls.begun_by_python(comm) as begun:
+        for _ in range(10):
+            comm.all_reduce(x, "max")
+            comm.sendrecv(x, other, y, last)
+    return begun.call_count
 
 
 def test_python_launches_everything(plain: World) -> None:
     """Otherwise the tests here would prove nothing."""
-    assert not any(plain.run(launches))
+    assert plain.run(begun_by_python) == [30] * plain.size
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 65_537])
