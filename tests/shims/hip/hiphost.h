@@ -50,8 +50,9 @@ int device_count(void);
 hipError_t fail(hipError_t error); /* keeps it for hipGetLastError and gives it back */
 
 /* memory.c: what the device sees at an address, by the address at which this library may touch it. */
-void open_device_memory(void);
-void close_device_memory(void);
+extern __thread int in_kernel; /* whether this thread runs a kernel's code, which may touch device memory */
+void begin_kernel(void);
+void end_kernel(void);
 typedef enum { PAGEABLE, PINNED, ON_DEVICE, OUT_OF_RANGE } place_t;
 place_t place(const void *address, size_t bytes, void **ours);
 /* The host's addresses of pinned memory are not for kernels, though those of this library could follow them. */

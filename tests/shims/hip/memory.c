@@ -2,20 +2,22 @@
  *
  * Device memory is mapped twice: at the address that the caller gets, closed, so that host code that touches it
  * crashes as it would on a GPU; and at an address that only this library knows. Copies and collectives use the second.
- * Kernels follow pointers inside their arguments, so the first is opened while any kernel runs: host code that touches
- * device memory then goes unnoticed, but the same code runs at quiet moments too. An allocation ends where a mapping
- * ends, so that a kernel that runs past it crashes.
+ * Kernels follow pointers inside their arguments, so a fault of a kernel opens the first, until no kernel runs: host code
+ * that touches the same memory meanwhile goes unnoticed, but the same code runs at quiet moments too. An allocation ends
+ * where a mapping ends, so that a kernel that runs past it crashes.
  *
  * Pinned memory is seen by the device at another address than by the host, also closed. Private pages cannot be mapped
  * twice: only for them are the two addresses the same.
  *
  * Other processes map device memory by its handle: a process, and one of its file descriptors.
  *
- * Settings: HIPHOST_PEERS (1), with 0 no device reaches another one's memory; HIPHOST_STRICT (1), with 0 everything is open always; opening takes about 0.1 ms a megabyte. */
+ * Settings: HIPHOST_PEERS (1), with 0 no device reaches another one's memory; HIPHOST_STRICT (1), with 0 everything is
+ * open always. */
 #define _GNU_SOURCE
 #include "hiphost.h"
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -29,12 +31,13 @@ typedef struct block {
     size_t bytes;
     char *mapping; /* what is opened and closed */
     size_t mapped;
-    int owner, pinned;
+    int owner, pinned, open;
     int file; /* of device memory: what is mapped, or -1 if it is another process's */
 } block_t;
 
 static block_t *blocks;
-static int open_count;
+static int running; /* kernels */
+__thread int in_kernel;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static int holds(const char *start, size_t bytes, const void *address) {
@@ -53,21 +56,49 @@ static int always_open(void) {
     return is;
 }
 
-static void protect(block_t *b) {
-    if (b->mapping) mprotect(b->mapping, b->mapped, open_count || always_open() ? PROT_READ | PROT_WRITE : PROT_NONE);
+static void protect(block_t *b, int open) {
+    b->open = open;
+    if (b->mapping) mprotect(b->mapping, b->mapped, open ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
-static void open_or_close(int step) {
+static struct sigaction before;
+
+/* A kernel's access to a closed block is made again once the block is open; any other crashes as without this handler. */
+static void on_fault(int number, siginfo_t *info, void *context) {
+    (void)context;
+    block_t *b = NULL;
+    if (in_kernel) {
+        pthread_mutex_lock(&lock);
+        for (b = blocks; b && !(b->mapping && holds(b->mapping, b->mapped, info->si_addr)); b = b->next) {}
+        if (b && !b->open) protect(b, 1);
+        pthread_mutex_unlock(&lock);
+    }
+    if (!b) sigaction(number, &before, NULL);
+}
+
+/* Others, such as faulthandler, may have installed a handler since. */
+static void handle_faults(void) {
+    struct sigaction now;
+    sigaction(SIGSEGV, NULL, &now);
+    if (now.sa_sigaction == on_fault) return;
+    before = now;
+    now = (struct sigaction){.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+    sigaction(SIGSEGV, &now, NULL);
+}
+
+void begin_kernel(void) {
     pthread_mutex_lock(&lock);
-    int before = open_count;
-    open_count += step;
-    if (!always_open() && (!before || !open_count))
-        for (block_t *b = blocks; b; b = b->next) protect(b);
+    if (!running++ && !always_open()) handle_faults();
     pthread_mutex_unlock(&lock);
 }
 
-void open_device_memory(void) { open_or_close(1); }
-void close_device_memory(void) { open_or_close(-1); }
+void end_kernel(void) {
+    pthread_mutex_lock(&lock);
+    if (!--running && !always_open())
+        for (block_t *b = blocks; b; b = b->next)
+            if (b->open) protect(b, 0);
+    pthread_mutex_unlock(&lock);
+}
 
 place_t place(const void *address, size_t bytes, void **ours) {
     pthread_mutex_lock(&lock);
@@ -114,7 +145,8 @@ static void add(const block_t *made) {
     pthread_mutex_lock(&lock);
     b->next = blocks;
     blocks = b;
-    protect(b);
+    if (always_open()) protect(b, 1);
+    else if (b->mapping) protect(b, 0);
     pthread_mutex_unlock(&lock);
 }
 

@@ -103,7 +103,9 @@ static void *run_blocks(void *arg) {
         const unsigned *grid = l->grid, blocks = grid[0] * grid[1] * grid[2];
         for (unsigned b; (b = atomic_fetch_add(&l->next, 1)) < blocks;) {
             unsigned block[3] = {b % grid[0], b / grid[0] % grid[1], b / grid[0] / grid[1]};
+            in_kernel = 1;
             l->kernel->run(l->packed, block, grid);
+            in_kernel = 0;
         }
         pthread_mutex_lock(&lock);
         me->next = idle;
@@ -139,10 +141,10 @@ static void do_launch(void *arg) {
     struct launch l = {c->kernel, c->packed, {c->grid[0], c->grid[1], c->grid[2]}, 0, {{0}}};
     unsigned blocks = l.grid[0] * l.grid[1] * l.grid[2], workers = blocks < RESIDENT ? blocks : RESIDENT;
     sem_init(&l.done, 0, 0);
-    open_device_memory();
+    begin_kernel();
     for (unsigned i = 0; i < workers; i++) start_worker(&l);
     for (unsigned i = 0; i < workers; i++) wait_for(&l.done);
-    close_device_memory();
+    end_kernel();
 }
 
 /* The number of threads in a block is checked and then forgotten: a kernel compiled here has one. */
