@@ -18,6 +18,9 @@ GPU    ?= cuda
 # mpirun, xvcomm and torchrun as started by tests and examples are the environment's own.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
+# Images for containers often set it; then each process that tests start would compile xvcomm's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-gpu test-examples torch-suite check bench bench-gpu docs clean

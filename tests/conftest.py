@@ -178,14 +178,25 @@ def _processes() -> frozenset[int]:
     mark = f"{MARK}={mine}".encode()
     parents: dict[int, int] = {}
     marked: set[int] = set()
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with contextlib.suppress(OSError):
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            parents[pid] = int(stat.rpartition(")")[2].split()[1])
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                marked.add(pid)
-    found = {pid for pid in parents if pid in marked or _descends(pid, mine, parents)} - {mine}
-    return frozenset(pid for pid in found if not any(helper in _command(pid).encode() for helper in HELPERS))
+    with os.scandir("/proc") as entries:
+        looked_at = [place for entry in entries if (place := (entry.name, entry.inode())) not in _others]
+    for name, _ in looked_at:
+        with contextlib.suppress(OSError, ValueError):
+            parents[int(name)] = int(_read(f"/proc/{name}/stat").rpartition(b")")[2].split()[1])
+            if mark in _read(f"/proc/{name}/environ").split(b"\0"):
+                marked.add(int(name))
+    found = {pid for pid in parents if pid in marked or _descends(pid, mine, parents)}
+    _others.update(place for place in looked_at if not place[0].isdigit() or int(place[0]) in parents.keys() - found)
+    return frozenset(pid for pid in found - {mine} if not any(helper in _command(pid).encode() for helper in HELPERS))
+
+
+_others: set[tuple[str, int]] = set()
+"""What else is in /proc, by name and inode: it never becomes a process of this run, and is not looked at again."""
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
