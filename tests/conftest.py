@@ -82,8 +82,8 @@ class Belongings:
 
 
 SLOWEST = (
-    "test_rocm.py", "test_train.py", "test_torch_suite.py", "test_host_direct.py", "test_collectives.py", "test_adapter.py",
-    "test_cli_bench.py", "test_pipeline_ranks.py", "test_example_stencil.py", "test_cli_run.py",
+    "test_rocm.py", "test_train.py", "test_torch_suite.py", "test_collectives.py", "test_torch_fork.py",
+    "test_torch_losses.py", "test_rounding.py", "test_adapter.py", "test_cli_bench.py", "test_torch_functional.py",
 )  # fmt: skip
 """Files that begin first, so that none of them is left to one process at the end: by their CPU time, see CONTRIBUTING.md."""
 
