@@ -40,6 +40,23 @@ class Config:
     device_index: int | None = _var(
         None, "Index of this rank's device among the host's devices of that type; the local rank if unset.", least=0
     )
+    host: str | None = _var(
+        None,
+        "Host label of this rank: ranks with different ones behave as if on different hosts; such a job is a rehearsal.",
+    )
+    nics: str | None = _var(
+        None,
+        "Network interfaces between hosts: names, beginnings of names, addresses or networks, separated by commas; `^` in front "
+        "excludes them. If unset, all but loopback, bridges and link-local addresses.",
+    )
+    ports: str | None = _var(
+        None, "Port or range of ports, `29600-29699`, on which ranks listen for ranks of other hosts; any if unset."
+    )
+    peer_timeout: float = _var(
+        10.0, "Seconds without a sign of another host after which its ranks count as lost.", least=0.1
+    )
+    wire_slots: int = _var(16, "Slots of a ring between host ranks of different hosts.", least=4)
+    wire_slot_bytes: int = _var(256 << 10, "Bytes per slot of such a ring; a multiple of 4096.", least=4096)
     replace: str | None = _var(None, "Backend of `torch.distributed` that xvcomm replaces: `nccl` or `gloo`.")
     timeout: float = _var(300.0, "Timeout of an operation in seconds, after which it raises DeadlineExceeded.", least=0)
     shm_dir: str = _var("/dev/shm", "Folder for shared memory files; should be a tmpfs, otherwise transfers are slow.")
@@ -101,7 +118,13 @@ class Config:
     def __post_init__(self) -> None:
         if self.job is not None and not _JOB.fullmatch(self.job):
             raise ConfigError(f"XVCOMM_JOB={self.job!r}: up to 100 letters, digits, and . _ - are allowed")
-        for name in ("ring_slot_bytes", "gpu_ring_slot_bytes", "peer_ring_slot_bytes", "stage_bytes"):
+        for name in (
+            "ring_slot_bytes",
+            "gpu_ring_slot_bytes",
+            "peer_ring_slot_bytes",
+            "wire_slot_bytes",
+            "stage_bytes",
+        ):
             if getattr(self, name) % 4096:
                 raise ConfigError(f"XVCOMM_{name.upper()}={getattr(self, name)}: must be a multiple of 4096")
 

@@ -78,7 +78,9 @@ class Batch:
         rest = self._rests.get(end) if plain else None
         if rest is None:
             state = join(end, self._process_memory)
-            rest = _REST.pack(end.turn, *end.geometry, itemsize, combine, remote_first, end.peer, state, lane, *gates)
+            rest = _REST.pack(
+                end.turn, *end.geometry, itemsize, combine, remote_first, end.peer, state, end.carrier, lane, *gates
+            )
             if plain:
                 self._rests[end] = rest
         op, dtype, nbytes, tag, detail = message

@@ -63,7 +63,7 @@ def _begin(address: int, collective: int, data: int, dtype: int, nbytes: int, ta
     row.data, row.sequence = data, take(mover.counter)
     said = row.message
     said.dtype, said.nbytes, said.tag = dtype, nbytes, tag
-    result = try_row(address_of(mover, "row")) if nbytes <= HELD_BYTES else PENDING
+    result = try_row(address_of(mover, "row")) if nbytes <= HELD_BYTES and row.carrier == 0 else PENDING
     if result == READY:
         _end(mover)
     return result
@@ -95,7 +95,7 @@ class HostMessageMover(MessageMover):
         row = self._record.row
         row.kind, row.message.op, row.phase, row.itemsize = Kind.PUT if end.producer else Kind.GET, OpCode.SEND, DONE, 1
         row.ring, row.turn, row.geometry, row.peer = end.address, end.turn, end.geometry, end.peer
-        row.state = join(end, process_memory)
+        row.state, row.carrier = join(end, process_memory), end.carrier
         self._address = ctypes.addressof(self._record)
 
     @property

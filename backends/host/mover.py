@@ -31,6 +31,7 @@ from xvcomm.jit.atomics import (
     store_release,
     stream_bytes,
 )
+from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.memory.ring import (
@@ -67,6 +68,7 @@ class Kind(enum.IntEnum):
 
 
 MAX_STREAMS = 4
+_TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 
 ROW = np.dtype([
     ("kind", "i8"),
@@ -82,6 +84,7 @@ ROW = np.dtype([
     ("remote_first", "i8"),
     ("peer", "i8"),  # rank at the other end
     ("state", "i8"),  # address of a `rendezvous.STATE`; 0: messages are never copied directly
+    ("carrier", "i8"),  # as in `RingEnd`
     ("lane", "i8"),  # index of the stream in its batch
     ("gates", "i8", MAX_STREAMS),  # per stream of the batch: number of first rows of which those on it must be complete before
     ("starts", "i8", MAX_LANES),  # each lane's counter at the beginning
@@ -314,6 +317,20 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
     Returns:
         READY, PENDING, SOME; or STOPPED or MISMATCH, with the row's index from bit 8 on.
     """
+    carrier = 0
+    for i in range(count):
+        carrier = max(carrier, _row_at(rows, i).carrier)
+    if carrier == 0:
+        return _drive(rows, count, wake, seen, spins, budget, 0)
+    call_3(load(carrier), carrier, 1, 0)
+    result = _drive(rows, count, wake, seen, spins // _TRIES_OF_A_CALL, budget, carrier)
+    call_3(load(carrier), carrier, -1, 0)
+    return result
+
+
+@register_jitable
+def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int, carrier: int) -> int:
+    """See `drive_all`; carries frames between hosts meanwhile, if `carrier` is set."""
     idle = slept = 0
     while True:
         open_rows, progress, finished = 0, False, False
@@ -331,6 +348,8 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
             return READY
         if wake != 0 and (finished or load_acquire(wake) != seen):
             return SOME
+        if carrier != 0:
+            progress = call_3(load(carrier), carrier, 0, 0) != 0 or progress
         if progress:
             idle = slept = 0
             continue

@@ -67,7 +67,7 @@ def test_ours_are_found_without_installed_metadata(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plugins, "entry_points", lambda **_: EntryPoints())
     assert {f.name for f in plugins.backends()} == {"cuda", "rocm", "host"}
     assert isinstance(plugins.backend("host"), HostBackend)
-    assert [f.name for f in plugins.transports()] == ["shm"]
+    assert [f.name for f in plugins.transports()] == ["shm", "tcp"]
 
 
 def test_the_built_in_ones_are_those_that_are_installed(root: Path) -> None:

@@ -34,8 +34,9 @@ class Recording(Transport):
         return OFFERS[0]
 
     def open_ring(
-        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool, job: str
-    ) -> RingEnd:
+        self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
+        job: str,
+    ) -> RingEnd:  # fmt: skip
         assert name not in self.opened, "a ring is opened once"
         self.opened[name] = (peer, layout, producer)
         least = RingLayout(1, 2, 4096)

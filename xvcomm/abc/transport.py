@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from xvcomm.abc.peer_memory import PeerMemory
@@ -66,6 +66,23 @@ def peer_refusal(ours: PeerMemory | None, theirs: PeerMemory | None) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a transport is told of the job once all ranks have joined. Ranks are numbers of the whole job.
+
+    Attributes:
+        rank: of this process.
+        store: for what its ranks must tell each other.
+        lost: call it when a rank cannot be reached any more, with the reason.
+        left: call it when a rank has left the job in good order.
+    """
+
+    rank: int
+    store: Store
+    lost: Callable[[int, str], None]
+    left: Callable[[int], None]
+
+
 class Transport(ABC):
     """One way between ranks, for one rank. Constructed with (config, host)."""
 
@@ -81,15 +98,23 @@ class Transport(ABC):
     def capabilities(self) -> Capabilities:
         """What this rank offers. Never blocks."""
 
+    def join(self, membership: Membership) -> None:  # noqa: B027 - most transports need nothing
+        """Begin to be reachable. Called once, before any ring is opened, if this rank uses the transport with any other.
+
+        Raises:
+            ResourceError, ConfigError: it cannot be.
+        """
+
     @abstractmethod
     def open_ring(
-        self, name: str, peer: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool, job: str
-    ) -> RingEnd:
+        self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
+        job: str,
+    ) -> RingEnd:  # fmt: skip
         """This rank's end of the ring called `name`. The end that comes first makes it; neither waits for the other.
 
         Args:
             name: equal on both ranks, used once.
-            peer: rank at the other end.
+            peer, member: rank at the other end, in the communicator and in the whole job.
             layout: for a ring that this call makes, or what its `smaller` gives if memory is short; else the maker's counts.
             store: where the two ends find each other.
             deadline: for what was begun on the other side to be finished.

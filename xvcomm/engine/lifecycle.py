@@ -138,7 +138,7 @@ class Lifecycle:
         contract = self.contract
         if self.closed or contract is None:
             return False
-        word = contract.abort_word()
+        word = contract.abort_word() or self._rings.told()
         if word and not self._word:
             self.abort(word)
         if contract.departures() != len(self.departed):
@@ -154,6 +154,7 @@ class Lifecycle:
         with self.lock:
             if self.closed:
                 return
+            self.look()  # first, what it may have told before it left
             if self._session.journal.left(world_rank):
                 self._depart(rank)
             else:

@@ -12,6 +12,7 @@ from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.request import MessageRequest
 from xvcomm.engine.session.rings import Use
+from xvcomm.memory import array
 from xvcomm.memory.ring import RingEnd
 from xvcomm.system.forking import ProcessFuture
 from xvcomm.trace.callsite import find_call_site
@@ -27,13 +28,11 @@ _SEND, _P2P = OpCode.SEND, Use.POINT_TO_POINT
 _INSIDE = 2  # functions of xvcomm that are under way when `run_alone` asks for the call site
 
 
-class Messages(ABC):
+class Transfers(ABC):
     """Moves the messages of one communicator."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
-        self._free: list[Stream] = []
 
     @abstractmethod
     def run_alone(self, t: MessageRequest) -> None:
@@ -43,10 +42,9 @@ class Messages(ABC):
     def run(self, transfers: Sequence[MessageRequest]) -> None:
         """Move messages at the same time; returns when their arrays may be used."""
 
+    @abstractmethod
     def work(self, t: MessageRequest) -> Work:
         """The Work of a message that will be started or given up."""
-        t.work = work = Work(t)
-        return work
 
     def start_alone(self, t: MessageRequest) -> Work:
         """Move one message without waiting for it; gives its Work."""
@@ -76,22 +74,13 @@ class Messages(ABC):
     def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
         """Copy messages of this rank to itself, each a pair of send and receive. They have Works if `waits` is False."""
 
+    @abstractmethod
     def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
         """Give the Works of messages that will never move the error to raise."""
-        for t in transfers:
-            if t.work is not None:
-                t.work.give_up(error)
-                t.work = None
 
     @abstractmethod
     def settle(self, peers: Collection[int], channel: int) -> None:
         """Launch all posted receives of a channel, so that a following probe does not see their messages."""
-
-    def _take_stream(self) -> Stream:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._context.device.streams(1)[0]
 
     def _begin(self, t: MessageRequest) -> RingEnd:
         """Begin the operation of one message; gives its ring end."""
@@ -133,16 +122,18 @@ class Messages(ABC):
             raise
 
 
-class HostMessages(Messages):
+class HostTransfers(Transfers):
     """On host memory the thread that waits for a message moves it, and a thread of the device moves the others."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        # Message movers that no call uses at the moment, for each direction, peer and channel.
+        # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
+        self._free: list[Stream] = []
+        # The same of message movers, for each direction, peer and channel.
         self._message_movers: dict[tuple[OpCode, int, int], list[MessageMover]] = defaultdict(list)
 
     def run_alone(self, t: MessageRequest) -> None:
-        """See `Messages.run_alone`; by message mover, but the first message of a ring end, which makes it."""
+        """See `Transfers.run_alone`; by message mover, but the first message of a ring end, which makes it."""
         context, view, message_movers = self._context, t.view, self._message_movers[t.name, t.peer, t.channel]
         if not message_movers:
             self.run([t])
@@ -173,7 +164,7 @@ class HostMessages(Messages):
         self._fail([t], error)
 
     def run(self, transfers: Sequence[MessageRequest]) -> None:
-        """See `Messages.run`."""
+        """See `Transfers.run`."""
         stream = self._take_stream()
         try:
             self._enqueue_all(transfers, stream)
@@ -185,12 +176,12 @@ class HostMessages(Messages):
         self._complete(transfers)
 
     def work(self, t: MessageRequest) -> Work:
-        """See `Messages.work`."""
-        t.work = work = Work(t, future=ProcessFuture())
-        return work
+        """See `Transfers.work`."""
+        t.deferred = ProcessFuture()
+        return Work(t.deferred, f"{t.name} with rank {t.peer}")
 
     def start(self, transfers: Sequence[MessageRequest]) -> None:
-        """See `Messages.start`."""
+        """See `Transfers.start`."""
         stream = self._take_stream()
         try:
             self._enqueue_all(transfers, stream)
@@ -201,12 +192,11 @@ class HostMessages(Messages):
         self._free.append(stream)
         if isinstance(pending, ProcessFuture):
             for t in transfers:
-                if t.work is not None and isinstance(t.work.future, ProcessFuture):
-                    t.work.future.help = pending.help
+                t.deferred.help = pending.help
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
 
     def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
-        """See `Messages.copy`."""
+        """See `Transfers.copy`."""
         for pair in pairs:
             sent, received = pair
             stream = self._take_stream()
@@ -221,8 +211,20 @@ class HostMessages(Messages):
             self._free.append(stream)
             self._complete(pair)
 
+    def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
+        """See `Transfers.give_up`."""
+        for t in transfers:
+            if t.deferred is not None and not t.deferred.done():
+                t.deferred.set_exception(error)
+
     def settle(self, peers: Collection[int], channel: int) -> None:
-        """See `Messages.settle`: they are counted when they are posted."""
+        """See `Transfers.settle`: they are counted when they are posted."""
+
+    def _take_stream(self) -> Stream:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._context.device.streams(1)[0]
 
     def _enqueue_all(self, transfers: Sequence[MessageRequest], stream: Stream) -> None:
         stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
@@ -245,6 +247,5 @@ class HostMessages(Messages):
             assert t.operation is not None
             self._context.end(t.operation)
         for t in transfers:
-            if t.work is not None:
-                t.work.complete()
-                t.work = None
+            if t.deferred is not None:
+                t.deferred.set_result(array.finish(t.view))

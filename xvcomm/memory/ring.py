@@ -234,6 +234,8 @@ class RingEnd:
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
         replayed: whether graphs have messages of it, which count when they run: `sequence` may then be too low.
         kept: what the movers of this process's device keep with the end.
+        carrier: address of the record by which movers carry frames while they wait, see `wire.progress`; 0 where both ends map
+            the same memory.
         gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
         closing: called before the memory is unmapped, by whoever pinned it.
         dispose: unmaps it, at once or later.
@@ -256,6 +258,7 @@ class RingEnd:
         self.turn = segment.address + TURNS + (0 if producer else LINE)
         self.kept: Any = None
         self.replayed = False
+        self.carrier = 0
         self.gave_up: Callable[[], None] | None = None
         self._leaving = threading.RLock()  # a signal handler may close in the middle of anything
         self.closing: list[Callable[[], None]] = []

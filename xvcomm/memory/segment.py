@@ -99,6 +99,22 @@ class Segment:
             raise
 
     @classmethod
+    def anonymous(cls, size: int) -> Segment:
+        """Make a segment without a name, for this process alone.
+
+        Raises:
+            ResourceError: the memory cannot be had.
+        """
+        size = round_up(size, PAGE)
+        try:
+            fd = os.memfd_create("xvcomm")
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            what = f"cannot get {size} bytes of memory for a ring between hosts: {error.strerror}"
+            raise limits.reached(error, _MAPPING) or ResourceError(what) from error
+        return cls(Path("/dev/null/xvcomm"), fd)
+
+    @classmethod
     def attach(cls, folder: str, name: str, size: int = 0) -> Segment:
         """Map a segment that another rank made.
 
@@ -141,7 +157,7 @@ class Segment:
 
     def unlink(self) -> None:
         """Take the name away; mappings stay. Idempotent, and right for any rank to do."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = self._path.lstat()
             if (found.st_dev, found.st_ino) == self._file:
                 self._path.unlink()

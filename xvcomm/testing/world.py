@@ -34,19 +34,23 @@ class World(Ranks):
             world.run(check_all_reduce, "float32")
 
     Args:
-        size: number of ranks; from `islands` or `devices` if left out.
+        size: number of ranks; from `islands`, `devices` or `hosts` if left out.
         islands: labels, `"cuda:2,rocm:2"`: a rehearsal.
         devices: kinds of device, `"cuda:2,host:2"`; the ranks of each kind take its devices one after the other.
+        hosts: labels of hosts, `"a:2,b:2"`: the ranks of each behave as if on a host of their own.
         env: further variables of the ranks; one for all, or one a rank.
         timeout: of the communicators, in seconds.
     """
 
     def __init__(
-        self, size: int | None = None, islands: str | None = None, *, devices: str | None = None,
+        self, size: int | None = None, islands: str | None = None, *, devices: str | None = None, hosts: str | None = None,
         env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = 20.0,
     ) -> None:  # fmt: skip
         kinds = parse_islands(devices) if devices else ()
-        labels: Sequence[str | None] = parse_islands(islands) if islands else [None] * (size or len(kinds) or 1)
+        places = parse_islands(hosts) if hosts else ()
+        labels: Sequence[str | None] = (
+            parse_islands(islands) if islands else [None] * (size or len(kinds or places) or 1)
+        )
         further = [env] * len(labels) if isinstance(env, Mapping) else env
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -58,6 +62,7 @@ class World(Ranks):
                 "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(len(labels)), "XVCOMM_STORE": address,
                 "XVCOMM_LOCAL_RANK": str(rank), "XVCOMM_LOCAL_SIZE": str(len(labels)),
                 "XVCOMM_SECRET": _SECRET, "XVCOMM_TIMEOUT": str(timeout), "XVCOMM_ISLAND": label or "",
+                "XVCOMM_HOST": places[rank] if places else "",
                 **(_device_variables(kinds, rank) if kinds else {}), **further[rank],
             }  # fmt: skip
             path = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]

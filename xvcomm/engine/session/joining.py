@@ -35,8 +35,12 @@ class Joining(msgspec.Struct, frozen=True):
     memory: PeerMemory | None
 
 
-def host_identity(folder: str) -> str:
+def host_identity(folder: str, label: str | None = None) -> str:
     """An identifier that is equal for two processes exactly if they can share memory: boot id and tmpfs.
+
+    Args:
+        folder: of shared memory.
+        label: stands for the host in a rehearsal, see `XVCOMM_HOST`.
 
     Raises:
         ConfigError: the folder does not exist, or this process may not write to it.
@@ -55,4 +59,4 @@ def host_identity(folder: str) -> str:
             "tmpfs, to which all ranks of the host can write"
         )
     place = os.stat(folder)
-    return f"{boot}/{place.st_dev}/{place.st_ino}"
+    return f"{boot}/{place.st_dev}/{place.st_ino}" + (f"/{label}" if label else "")

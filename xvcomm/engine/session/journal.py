@@ -21,6 +21,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._regions: dict[int, memoryview] = {}
+        self._left_elsewhere: set[int] = set()
 
     def __bool__(self) -> bool:
         """Whether it was opened."""
@@ -61,8 +62,14 @@ class Journal:
         except ValueError:  # released
             return ""
 
+    def note_left(self, rank: int) -> None:
+        """Remember that a rank of another host has closed its communicators regularly."""
+        self._left_elsewhere.add(rank)
+
     def left(self, rank: int) -> bool:
-        """Whether a rank of this host has closed its communicators regularly."""
+        """Whether a rank has closed its communicators regularly, as far as this rank knows."""
+        if rank in self._left_elsewhere:
+            return True
         region = self._regions.get(rank)
         try:
             return region is not None and read_life(region) is Life.CLOSED

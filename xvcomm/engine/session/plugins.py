@@ -24,6 +24,7 @@ BUILT_IN = EntryPoints(
         EntryPoint("rocm", "xvcomm.backends.rocm:RocmBackend", BACKENDS),
         EntryPoint("host", "xvcomm.backends.host:HostBackend", BACKENDS),
         EntryPoint("shm", "xvcomm.backends.shm:ShmTransport", TRANSPORTS),
+        EntryPoint("tcp", "xvcomm.backends.tcp:TcpTransport", TRANSPORTS),
     )
 )
 """xvcomm's own entry points, for a source tree on PYTHONPATH without installed metadata."""

@@ -18,7 +18,7 @@ from xvcomm.abc.transport import Capabilities, Transport, choose, peer_refusal
 from xvcomm.config import Config
 from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.errors import DeadlineExceeded
-from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
+from xvcomm.memory.ring import MAX_LANES, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, round_up
 from xvcomm.types.deadline import Deadline
 
@@ -171,7 +171,7 @@ class Rings:
         world = self._members[peer].rank
         try:
             end = self._transport(peer).open_ring(
-                name, peer, layout, self._store, deadline, producer=producer, job=self._job
+                name, peer, world, layout, self._store, deadline, producer=producer, job=self._job
             )
             if end.layout.apart:
                 try:
@@ -195,6 +195,11 @@ class Rings:
     def ends(self) -> list[RingEnd]:
         """All open ring ends."""
         return list(self._ends.values())
+
+    def told(self) -> int:
+        """0, or the abort word that a rank of another host has sent over one of the rings; not that it has left."""
+        words = (end.abort_word() for end in self.ends() if end.carrier)
+        return next(filter(Reason.bad, words), 0)
 
     def abort(self, word: int) -> None:
         """Stop all present and future rings, for both ends."""

@@ -16,7 +16,7 @@ from xvcomm.abc.backend import Backend
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import SupportsPeerMemory
 from xvcomm.abc.store import NotSet, PrefixStore, Store
-from xvcomm.abc.transport import Transport
+from xvcomm.abc.transport import Membership, Transport, choose
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
 from xvcomm.engine.session.joining import Joining, host_identity
@@ -93,7 +93,7 @@ class Session:
         config = self.config
         try:
             with limits.told("join the job"):
-                host = host_identity(config.shm_dir)
+                host = host_identity(config.shm_dir, config.host)
                 self.backend = self._choose_backend(config)
                 self.device: Device = self.backend.device(config)
                 self._presence = Presence.take(config.shm_dir)
@@ -114,6 +114,7 @@ class Session:
             self._cleanup.callback(transport.close)
         try:
             with self.telling(following), limits.told("join the job"):
+                self._join_transports()
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
                 watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
@@ -131,6 +132,15 @@ class Session:
             self.give_up(error)
             raise
         self._cleanup.callback(self.peer_rings.linger)
+
+    def _join_transports(self) -> None:
+        """Let the transports begin that this rank needs for any other."""
+        mine = self._joined[self.rank].offers
+        needed = {choose(mine, j.offers).scheme for j in self._joined if j.info.rank != self.rank}
+        membership = Membership(self.rank, PrefixStore("transports", self.store), self._lose_elsewhere, self._on_left)
+        for transport in self.transports:
+            if transport.capabilities().scheme in needed:
+                transport.join(membership)
 
     @staticmethod
     def _watched(other: Joining, mine: Joining) -> WatchedProcess:
@@ -165,8 +175,8 @@ class Session:
         able = self.device.capabilities()
         label = self.config.island
         return RankInfo(
-            rank=self.rank, host=host, hostname=socket.gethostname(), pid=os.getpid(),
-            device=able.kind, island=label or able.island, rehearsal=label is not None,
+            rank=self.rank, host=host, hostname=self.config.host or socket.gethostname(), pid=os.getpid(),
+            device=able.kind, island=label or able.island, rehearsal=bool(label or self.config.host),
         )  # fmt: skip
 
     def _open_journal(self, place: GuardedStore, deadline: Deadline) -> Segment:
@@ -256,8 +266,9 @@ class Session:
     def collective_label(self, rank: int) -> str:
         """The island label of a rank, made distinct if ranks with equal labels cannot join natively."""
         info = self.infos[rank]
-        if info.device == "host" and len({i.host for i in self.infos}) > 1:
-            return f"{info.island}@{info.hostname}"
+        hosts = list(dict.fromkeys(i.host for i in self.infos))
+        if info.device == "host" and len(hosts) > 1:
+            return f"{info.island}@{hosts.index(info.host)}"
         return info.island
 
     def member(self, rank: int) -> Member:
@@ -291,6 +302,19 @@ class Session:
         words = self.last_words(rank)
         with self._lock:
             self._lost[rank] = words
+        self._lose(rank)
+
+    def _lose_elsewhere(self, rank: int, why: str) -> None:
+        """A process of another host has ended or cannot be reached: stop every communicator that contains it."""
+        with self._lock:
+            self._lost[rank] = why
+        self._lose(rank)
+
+    def _on_left(self, rank: int) -> None:
+        """A rank of another host has closed its session."""
+        self.journal.note_left(rank)
+        with self._lock:
+            self._seen_left.add(rank)
         self._lose(rank)
 
     def _lose(self, rank: int) -> None:

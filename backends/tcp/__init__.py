@@ -1,0 +1,99 @@
+"""Transport between hosts over TCP: each end has its own half of a ring, and the wire keeps the halves equal."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.abc.transport import Capabilities, Membership, Transport
+from xvcomm.backends.tcp import interfaces
+from xvcomm.backends.tcp.interfaces import Place
+from xvcomm.config import Config
+from xvcomm.memory.ring import RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.types.deadline import Deadline
+
+if TYPE_CHECKING:
+    from xvcomm.wire.network import Network, Route
+
+__all__ = ["TcpTransport"]
+
+
+class _Made(msgspec.Struct, frozen=True, array_like=True):
+    """What the end that comes first tells the other: a name that no other ring of the job has, and the layout."""
+
+    name: int
+    lanes: int
+    slots: int
+    slot_bytes: int
+
+
+class TcpTransport(Transport):
+    """Rings whose halves lie in memory of their own on each host."""
+
+    def __init__(self, config: Config, host: str) -> None:
+        self._config = config
+        self._network: Network | None = None
+
+    def capabilities(self) -> Capabilities:
+        """See `Transport.capabilities`."""
+        return Capabilities("tcp", "tcp", rank_order=1)
+
+    def join(self, membership: Membership) -> None:
+        """See `Transport.join`: listens on the interfaces in use, and publishes their addresses."""
+        from xvcomm.wire.network import Network  # which loads numba and the kernels
+
+        config, store = self._config, PrefixStore("tcp", membership.store)
+        deadline = Deadline.after(config.timeout)
+        if membership.rank == 0:
+            store.set("key", secrets.token_bytes(32), deadline)
+        key = hmac.digest((config.secret or "").encode(errors="surrogateescape"), store.get("key", deadline), "sha256")
+        listeners, mine = interfaces.listen(config)
+        store.set(f"place/{membership.rank}", msgspec.msgpack.encode(mine), deadline)
+
+        @cache
+        def routes(rank: int) -> list[Route]:
+            theirs = msgspec.msgpack.decode(store.get(f"place/{rank}", Deadline.after(config.timeout)), type=Place)
+            return interfaces.routes(mine, theirs)
+
+        self._network = Network(
+            membership.rank, key, listeners, routes, config.peer_timeout, int(config.spin_us), membership.lost,
+            membership.left,
+        )  # fmt: skip
+
+    def open_ring(
+        self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
+        job: str,
+    ) -> RingEnd:  # fmt: skip
+        """See `Transport.open_ring`."""
+        assert self._network is not None
+        if store.add(name + "/ends", 1, deadline) > 1:
+            made = msgspec.msgpack.decode(store.get(name, deadline), type=_Made)
+        else:
+            if not layout.fixed and layout == self._host_layout():
+                layout = RingLayout(1, self._config.wire_slots, self._config.wire_slot_bytes)
+            made = _Made(secrets.randbits(62), layout.lanes, layout.slots, layout.slot_bytes)
+            store.set(name, msgspec.msgpack.encode(made), deadline)
+        half = RingLayout(made.lanes, made.slots, made.slot_bytes)
+        segment = Segment.anonymous(half.size)
+        try:
+            end = RingEnd.create(segment, half, peer=peer, producer=producer)
+            self._network.mirror(member, made.name, end)
+        except BaseException:
+            segment.close()
+            raise
+        return end
+
+    def _host_layout(self) -> RingLayout:
+        return RingLayout(self._config.ring_lanes, self._config.ring_slots, self._config.ring_slot_bytes)
+
+    def close(self) -> None:
+        """See `Transport.close`; waits until the others have what was sent to them."""
+        if self._network is not None:
+            self._network.close()
+            self._network = None

@@ -1,0 +1,77 @@
+"""The suites of collectives and messages, with each rank on a host of its own by label."""
+
+import pytest
+
+from xvcomm.testing import World, collectives, pointtopoint
+from xvcomm.testing.cases import reductions
+from xvcomm.types.dtype import DTYPES
+
+PLACES = [("a,b", None), ("a:2,b:1", None), ("a,b,a,b", "x:2,y:2")]
+
+
+@pytest.fixture(scope="module", params=PLACES, ids=lambda place: f"{place[0]}-{place[1]}")
+def world(request):
+    """Ranks on several hosts; of the host's label each group is an island."""
+    hosts, islands = request.param
+    with World(hosts=hosts, islands=islands, env={"XVCOMM_DEVICE": "host"}) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 65_537, 1_000_003])
+@pytest.mark.parametrize("check", [collectives.check_all_reduce, collectives.check_reduce])
+def test_reducing(world, check, count):
+    world.run(check, "float32", "sum", count)
+
+
+@pytest.mark.parametrize("rows", [0, 3, 21_851])
+@pytest.mark.parametrize(
+    "check",
+    [
+        collectives.check_broadcast,
+        collectives.check_all_gather,
+        collectives.check_gather,
+        collectives.check_scatter,
+        collectives.check_all_to_all,
+    ],
+)
+def test_moving(world, check, rows):
+    world.run(check, "float32", rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reductions(world, dtype):
+    world.run(collectives.check_reductions, dtype.name, [str(op) for op in reductions(dtype)])
+
+
+@pytest.mark.parametrize(
+    "check", [collectives.check_averages, collectives.check_barrier, collectives.check_objects, collectives.check_split]
+)
+def test_others(world, check):
+    world.run(check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pointtopoint.check_crosswise_waits,
+        pointtopoint.check_behind_background,
+        pointtopoint.check_receive_first,
+        pointtopoint.check_small_send_returns,
+        pointtopoint.check_beside_collectives,
+        pointtopoint.check_objects,
+    ],
+)
+def test_messages(world, check):
+    world.run(check)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 1_000_003])
+def test_sizes_of_messages(world, count):
+    world.run(pointtopoint.check_blocking, "float32", count)
+    world.run(pointtopoint.check_exchange, "float32", count)
+
+
+def test_order(world):
+    """More messages under way than the ledger has entries."""
+    world.run(pointtopoint.check_order, 200)
+    world.run(pointtopoint.check_many_in_flight, 100)

@@ -1,0 +1,66 @@
+"""Jobs over two hosts, each a network namespace, with two links between them."""
+
+import threading
+import time
+
+
+def test_collectives(two_hosts):
+    """All that a job does crosses between the hosts."""
+    first, second = two_hosts.run("collectives")
+    assert first == second
+    assert "/a" in first and "/b" in first
+
+
+def test_chosen_interface(two_hosts):
+    """One network is enough, chosen by its addresses."""
+    two_hosts.run("collectives", env={"XVCOMM_NICS": "10.77.0.0/24"})
+
+
+def test_fixed_ports(two_hosts):
+    """Ranks listen on the ports that are allowed."""
+    two_hosts.run("collectives", env={"XVCOMM_PORTS": "29720-29729"})
+
+
+def test_link_cut(two_hosts):
+    """A link is cut and comes back while messages are under way: nothing is lost."""
+    ranks = two_hosts.start("cut")
+    for rank in ranks:
+        assert rank.stdout.readline() == "begun\n", rank.stderr.read()
+    two_hosts.link(1, "down")
+    mend = threading.Timer(1.5, two_hosts.link, (1, "up"))
+    mend.start()
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    mend.join()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert outputs[0][0].split()[0] == outputs[1][0].split()[0]
+
+
+def test_death(two_hosts):
+    """The other host hears of a dead process, and its error names it."""
+    first, _ = two_hosts.run("die")
+    assert "rank 1 on b was lost" in first
+
+
+def test_mismatch(two_hosts):
+    """Both ends raise, with both descriptions."""
+    for text in two_hosts.run("differ"):
+        assert "rank 0 on a sent 4 x float32, tag 7; rank 1 on b expected 8 x int16, tag 7" in text
+
+
+def test_idle(two_hosts):
+    """A rank that waits for nothing costs next to no CPU."""
+    for text in two_hosts.run("idle"):
+        assert float(text) < 0.25
+
+
+def test_both_links_cut(two_hosts):
+    """A host that cannot be reached is lost after XVCOMM_PEER_TIMEOUT."""
+    ranks = two_hosts.start("cut", env={"XVCOMM_PEER_TIMEOUT": "1.5"})
+    for rank in ranks:
+        assert rank.stdout.readline() == "begun\n", rank.stderr.read()
+    two_hosts.link(0, "down")
+    two_hosts.link(1, "down")
+    began = time.monotonic()
+    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert time.monotonic() - began < 40
+    assert all("PeerLost" in error for _, error in outputs), outputs

@@ -1,0 +1,169 @@
+"""The carrier of a process: the tables that compiled code works on, and its thread."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+
+from xvcomm.errors import ResourceError
+from xvcomm.memory.ring import RingEnd
+from xvcomm.system.threads import Daemon
+from xvcomm.wire import records
+from xvcomm.wire.frames import FRAME
+from xvcomm.wire.progress import detach, lose, progress_address, put, run
+from xvcomm.wire.records import KNOWN, SINK_BYTES, UP, Link, Rail, Wire
+from xvcomm.wire.sockets import POLLED
+
+_LINKS, _RAILS, _WIRES, _WIRES_OF_LINK = 1 << 16, 1 << 12, 1 << 16, 1 << 12
+
+
+class WireEnd:
+    """This process's half of a ring that is mirrored on another host.
+
+    Attributes:
+        index: in the carrier's table.
+        record: see `records.WIRE`.
+    """
+
+    def __init__(self, index: int, link: int, name: int, end: RingEnd) -> None:
+        ring = end.layout
+        self.index = index
+        self._end = end  # which owns the counter that compiled code reads
+        self._owners = np.zeros(ring.lanes * ring.slots, np.int64)
+        self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
+        self.record = Wire(
+            link=link, name=name, there=-1, producer=end.producer, ring=end.address, geometry=end.geometry,
+            counter=end.counter, turn=end.turn, open=2, owners=self._owners.ctypes.data, frames=self._frames.ctypes.data,
+            entries=-1,
+        )  # fmt: skip
+
+    def settled(self) -> bool:
+        """Whether the other side knows why the ring has stopped, and has everything that was sent before."""
+        return bool(self.record.stop == KNOWN)
+
+
+class Carrier:
+    """Carries frames between rings and sockets until it is closed.
+
+    Attributes:
+        address: of the record that movers call `progress` with.
+        news: eventfd that is ready when a rail was lost, a process has left, or a ring was stopped.
+    """
+
+    def __init__(self, spins: int) -> None:
+        """`spins`: rounds without work before the thread yields its core."""
+        self._lock = threading.Lock()
+        self._tables = {
+            name: np.zeros(size, np.int64) for name, size in (("links", _LINKS), ("rails", _RAILS), ("wires", _WIRES))
+        }
+        self._sink = np.zeros(SINK_BYTES, np.uint8)
+        self._poll = np.zeros(1 + _RAILS, POLLED)
+        self._wake, self.news = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
+        tables = {name: table.ctypes.data for name, table in self._tables.items()}
+        self._record = records.Carrier(
+            progress=progress_address, wake=self._wake, news=self.news, spins=spins, sink=self._sink.ctypes.data,
+            poll=self._poll.ctypes.data, one=1, **tables,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self._record)
+        self._kept: list[Any] = []
+        self.rails: list[Any] = []
+        self._links: list[Any] = []
+        self._thread = Daemon("xvcomm-carrier", lambda: run(self.address))
+        self._thread.start()
+
+    def _put(self, record: Any, field: str, value: int) -> None:
+        put(self.address, ctypes.addressof(record) + getattr(type(record), field).offset, value)
+
+    def _append(self, table: str, count: str, record: Any) -> int:
+        """Add a record to a table; its index."""
+        index = int(getattr(self._record, count))
+        if index == len(self._tables[table]):
+            raise ResourceError(
+                f"the carrier has no room for more than {index} {table}; use fewer communicators or channels"
+            )
+        self._tables[table][index] = ctypes.addressof(record)
+        self._put(self._record, count, index + 1)
+        self._kept.append(record)
+        return index
+
+    def add_link(self) -> int:
+        """Make a link without rails and wires; its index."""
+        wires = np.zeros(_WIRES_OF_LINK, np.int64)
+        with self._lock:
+            link = Link(wires=wires.ctypes.data)
+            self._kept.append(wires)
+            self._links.append(link)
+            return self._append("links", "link_count", link)
+
+    def link(self, index: int) -> Any:
+        """The record of a link, to read."""
+        return self._links[index]
+
+    def add_rail(self, link: int, connection: socket.socket) -> int:
+        """Use a connection, which stays open until `release`; the index of its rail."""
+        with self._lock:
+            index = next((i for i, rail in enumerate(self.rails) if rail.state == records.UNUSED), len(self.rails))
+            if index == len(self.rails):
+                rail = Rail()
+                self.rails.append(rail)
+                self._append("rails", "rail_count", rail)
+            rail = self.rails[index]
+            ctypes.memset(ctypes.addressof(rail), 0, ctypes.sizeof(rail))
+            rail.fd, rail.link = connection.fileno(), link
+            self._put(rail, "state", UP)
+        self.wake()
+        return index
+
+    def drop(self, index: int) -> None:
+        """Take a rail out of use; what it carried goes over others, as after a failure."""
+        with self._lock:
+            lose(self.address, index)
+        self.wake()
+
+    def release(self, index: int) -> None:
+        """Let a lost rail's place be used again."""
+        with self._lock:
+            self._put(self.rails[index], "state", records.UNUSED)
+
+    def add_wire(self, link: int, name: int, end: RingEnd) -> WireEnd:
+        """Mirror a ring end by the ring of this name in the process at the other end of a link."""
+        with self._lock:
+            wire = WireEnd(int(self._record.wire_count), link, name, end)
+            self._append("wires", "wire_count", wire.record)
+            self._kept.append(wire)
+            of_link = self._links[link]
+            count = int(of_link.wire_count)
+            if count == _WIRES_OF_LINK:
+                raise ResourceError(
+                    f"two ranks have more than {count} rings between them; use fewer communicators or channels"
+                )
+            ctypes.c_int64.from_address(of_link.wires + 8 * count).value = wire.index
+            self._put(of_link, "wire_count", count + 1)
+        self.wake()
+        return wire
+
+    def detach(self, wire: WireEnd) -> bool:
+        """Stop to mirror a ring; False while a rail still sends from its memory."""
+        return not detach(self.address, wire.index)
+
+    def leave(self, link: int) -> None:
+        """Tell the process at the other end that this one has closed its session."""
+        self._put(self._links[link], "leave", 1)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the carrier's thread look at the rings: after an operation was begun whose mover does not carry itself."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End the thread. No ring may be attached, and no connection is closed."""
+        self._record.over = 1
+        self.wake()
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self.news)

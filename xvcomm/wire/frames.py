@@ -1,0 +1,55 @@
+"""What goes over a rail: frames, a header of fixed size each, and a payload of at most one slot.
+
+Every frame can be sent again over another rail: the receiver drops what it has already, by the numbers in the header.
+
+| kind | number | payload |
+| --- | --- | --- |
+| OPEN | name of the wire; `slot` is the sender's index of it | the ring's lanes, slots and slot bytes |
+| SLOT | number of the slot in its lane | the slot, as long as it is filled; the header has its message's description |
+| ENTRY | none | none: the description of a message without slots |
+| CREDIT | messages consumed | slots consumed, of each lane |
+| STOP | abort word; `entry.number` messages were sent before | slots produced, of each lane; or none |
+| STOPPED | none | none: the answer to STOP, once everything before it has arrived |
+| PING, PONG | what the PONG repeats | none |
+| LEAVE | none | none: the process has closed its session |
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from xvcomm.memory.ring import MAX_LANES, MESSAGE
+
+
+class Kind(enum.IntEnum):
+    """Kind of a frame."""
+
+    OPEN = 1
+    SLOT = 2
+    ENTRY = 3
+    CREDIT = 4
+    STOP = 5
+    STOPPED = 6
+    PING = 7
+    PONG = 8
+    LEAVE = 9
+
+
+FRAME = np.dtype([
+    ("kind", "i8"),
+    ("wire", "i8"),  # the receiver's index of the wire; of OPEN 1 if the sender wants the receiver's index
+    ("lane", "i8"),
+    ("slot", "i8"),
+    ("number", "i8"),
+    ("length", "i8"),  # bytes of the payload
+    ("entry", [("number", "i8"), ("message", MESSAGE)]),  # as in the ring's ledger
+])  # fmt: skip
+"""The header of a frame, in the byte order of little-endian machines, which all GPU hosts have."""
+
+HEADER = FRAME.itemsize
+CONTROL_BYTES = 8 * MAX_LANES
+"""Most bytes of the payload of any frame but SLOT."""
+
+assert np.little_endian

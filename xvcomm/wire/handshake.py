@@ -1,0 +1,136 @@
+"""Mutual proof of the job's secret on a new connection, before any frame is read.
+
+The accepting side sends a nonce. The connecting side answers with its own nonce, who it is, and a proof over all of this; the
+accepting side answers with its proof. A proof is an HMAC under the job's key, so a recorded handshake proves nothing against a
+fresh nonce, and the two sides' proofs differ, so none can be reflected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+
+import msgspec
+
+from xvcomm.errors import AuthenticationError
+
+SECONDS = 10.0
+"""How long a connection may take for it."""
+_LIMIT = 1 << 10
+_NONCE = 32
+_VERSION = 1
+
+
+class Challenge(msgspec.Struct, frozen=True, array_like=True):
+    """Accepting side: a new nonce."""
+
+    version: int
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """Connecting side: a new nonce, both ranks as numbers of the whole job, and the proof."""
+
+    nonce: bytes
+    rank: int
+    peer: int
+    proof: bytes
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """Accepting side: its proof, or why the connection is not used."""
+
+    proof: bytes
+    refusal: str = ""
+
+
+class Refused(Exception):
+    """The accepting side does not use the connection; gives the reason in words."""
+
+
+class Malformed(Exception):
+    """The other side does not speak this protocol."""
+
+
+def _prove(key: bytes, side: str, accepting: bytes, connecting: bytes, rank: int, peer: int) -> bytes:
+    text = f"xvcomm wire {_VERSION} {side} {rank} {peer} ".encode()
+    return hmac.digest(key, text + accepting + connecting, "sha256")
+
+
+async def _send(connection: socket.socket, message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    await asyncio.get_running_loop().sock_sendall(connection, len(data).to_bytes(2, "big") + data)
+
+
+async def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = await asyncio.get_running_loop().sock_recv(connection, count - len(data))
+        if not piece:
+            raise ConnectionResetError("the connection was closed during the handshake")
+        data += piece
+    return data
+
+
+async def _receive(connection: socket.socket, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    length = int.from_bytes(await _exactly(connection, 2), "big")
+    if length > _LIMIT:
+        raise Malformed
+    try:
+        return msgspec.msgpack.decode(await _exactly(connection, length), type=kind)
+    except msgspec.MsgspecError as error:
+        raise Malformed(str(error)) from None
+
+
+async def connect(connection: socket.socket, key: bytes, rank: int, peer: int) -> None:
+    """Prove the key on a connection that this side has made, and check the other side's proof.
+
+    Args:
+        rank, peer: this process and the one that is expected, as numbers of the whole job.
+
+    Raises:
+        Refused: the other side does not want the connection, or not now.
+        AuthenticationError: it has another key.
+        Malformed: what answers is no process of this version.
+        OSError: the connection was lost.
+    """
+    challenge = await _receive(connection, Challenge)
+    assert isinstance(challenge, Challenge)
+    if challenge.version != _VERSION or len(challenge.nonce) != _NONCE:
+        raise Malformed("it speaks another version; install one xvcomm everywhere")
+    nonce = secrets.token_bytes(_NONCE)
+    await _send(connection, Hello(nonce, rank, peer, _prove(key, "connect", challenge.nonce, nonce, rank, peer)))
+    verdict = await _receive(connection, Verdict)
+    assert isinstance(verdict, Verdict)
+    if not hmac.compare_digest(verdict.proof, _prove(key, "accept", challenge.nonce, nonce, rank, peer)):
+        raise AuthenticationError(f"what answers for rank {peer} does not have the job's key", rank=rank, peer=peer)
+    if verdict.refusal:
+        raise Refused(verdict.refusal)
+
+
+async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int, bytes]:
+    """Check the proof on a connection that the other side has made.
+
+    Returns:
+        The other side's rank in the whole job, and the proof for `admit`.
+
+    Raises:
+        AuthenticationError: the other side does not have the key, or wants another process.
+        Malformed: it does not speak this protocol.
+        OSError: the connection was lost.
+    """
+    own = secrets.token_bytes(_NONCE)
+    await _send(connection, Challenge(_VERSION, own))
+    hello = await _receive(connection, Hello)
+    assert isinstance(hello, Hello)
+    proof = _prove(key, "connect", own, hello.nonce, hello.rank, hello.peer)
+    if not hmac.compare_digest(hello.proof, proof) or hello.peer != rank or len(hello.nonce) != _NONCE:
+        raise AuthenticationError("a connection was refused whose maker does not have the job's key", rank=rank)
+    return hello.rank, _prove(key, "accept", own, hello.nonce, hello.rank, hello.peer)
+
+
+async def admit(connection: socket.socket, proof: bytes, refusal: str = "") -> None:
+    """Answer a connection that `accept` has checked."""
+    await _send(connection, Verdict(proof, refusal))

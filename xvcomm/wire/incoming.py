@@ -1,0 +1,322 @@
+"""Compiled code that receives frames: slots straight into the ring, everything else through a small buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.extending import register_jitable
+
+from xvcomm.jit.atomics import (
+    as_pointer,
+    compare_and_swap,
+    copy_bytes,
+    load,
+    load_acquire,
+    monotonic,
+    store,
+    store_release,
+)
+from xvcomm.jit.record import address_of
+from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER
+from xvcomm.wire.frames import CONTROL_BYTES, HEADER, Kind
+from xvcomm.wire.outgoing import entry_of, head_of, tail_of
+from xvcomm.wire.records import (
+    ARRIVED,
+    EAGER,
+    KNOWN,
+    NOBODY,
+    SINK_BYTES,
+    TOLD,
+    frame_at,
+    link_at,
+    rail_at,
+    wire_at,
+)
+from xvcomm.wire.sockets import BLOCKED, receive
+
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE = (int(kind) for kind in Kind)
+
+_memmove = types.ExternalFunction("memmove", types.voidptr(types.voidptr, types.voidptr, types.uint64))
+
+RECEIVE_BYTES = 1 << 20
+"""Bytes that a rail receives before the other rails have their turn."""
+
+PROTOCOL = -1000
+"""Failure of `receive_frames`, beside those of `sockets`: the other side broke the protocol."""
+REFUSED, NEWS = -2, 1
+"""Results of handling a frame besides 0: it breaks the protocol; Python should look."""
+
+
+@register_jitable
+def _words(frame: Any) -> int:
+    """Address of the payload of a frame in a rail's buffer."""
+    return address_of(frame, "kind") + HEADER
+
+
+@register_jitable
+def _word(frame: Any, index: int) -> int:
+    return load(_words(frame) + 8 * index)
+
+
+@register_jitable
+def _note_entry(wire: Any, frame: Any) -> bool:
+    """Write the producer's description of a message into the ledger; False if it cannot be one of the next messages."""
+    number = frame.entry.number
+    consumed = load_acquire(wire.ring + CONSUMED)
+    if number <= consumed:
+        return True  # a repeated frame
+    if number > consumed + LEDGER or frame.entry.message.nbytes < 0:
+        return False
+    entry = entry_of(wire, number - 1, True)
+    if entry.number != number:
+        entry.message = frame.entry.message
+        entry.offer, entry.took = 0, 0
+        store_release(address_of(entry, "number"), number)
+    while load(address_of(entry_of(wire, wire.message, True), "number")) == wire.message + 1:
+        wire.message += 1
+    return True
+
+
+@register_jitable
+def _publish_stop(wire: Any) -> None:
+    """Publish the other side's abort word once everything that it had sent before has arrived."""
+    if wire.word == 0 or wire.message < wire.goal:
+        return
+    if wire.producer == 0:
+        for lane in range(wire.geometry.lanes):
+            if load(head_of(wire, lane)) < wire.goals[lane]:
+                return
+    compare_and_swap(wire.ring + ABORT, 0, wire.word)
+    wire.word, wire.answer, wire.stop = 0, 1, KNOWN
+
+
+@register_jitable
+def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any) -> bool:
+    """Find the place of a slot that begins to arrive; False if it breaks the protocol."""
+    ring, lane, number = wire.geometry, frame.lane, frame.slot
+    if wire.producer != 0 or lane < 0 or lane >= ring.lanes or frame.length < 1 or frame.length > ring.slot_bytes:
+        return False
+    if not _note_entry(wire, frame):
+        return False
+    head = load(head_of(wire, lane))
+    rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire
+    rail.slot_lane, rail.slot_number = lane, number
+    if number < head:
+        return True
+    if number - load_acquire(tail_of(wire, lane)) >= ring.slots:
+        return False
+    place = lane * ring.slots + number % ring.slots
+    owner = load(wire.owners + 8 * place)
+    if owner == ARRIVED:
+        return True
+    if owner != NOBODY and owner != 1 + rail_index:
+        # A slower rail still receives the same slot: its bytes go nowhere from now on.
+        rail_at(load(carrier.rails + 8 * (owner - 1))).slot_data = 0
+    store(wire.owners + 8 * place, 1 + rail_index)
+    rail.slot_data = wire.ring + ring.data + place * ring.slot_bytes
+    return True
+
+
+@register_jitable
+def _end_slot(carrier: Any, rail: Any) -> None:
+    """Publish a slot that has arrived, and those behind it that had arrived before."""
+    wire = wire_at(load(carrier.wires + 8 * rail.slot_wire))
+    if rail.slot_data == 0 or wire.ring == 0:
+        return
+    rail.slot_data = 0
+    ring, lane = wire.geometry, rail.slot_lane
+    owners = wire.owners + 8 * lane * ring.slots
+    store(owners + 8 * (rail.slot_number % ring.slots), ARRIVED)
+    counter = head_of(wire, lane)
+    head = first = load(counter)
+    while load(owners + 8 * (head % ring.slots)) == ARRIVED:
+        store(owners + 8 * (head % ring.slots), NOBODY)
+        head += 1
+    if head != first:
+        store_release(counter, head)
+    _publish_stop(wire)
+
+
+@register_jitable
+def _credit(wire: Any, frame: Any) -> bool:
+    """Take the consumer's counts over; they only grow, whatever the order in which frames arrive."""
+    lanes = wire.geometry.lanes
+    if wire.producer == 0 or frame.length != 8 * lanes or frame.number > wire.message:
+        return False
+    for lane in range(lanes):
+        if _word(frame, lane) > wire.sent[lane]:
+            return False
+    for lane in range(lanes):
+        if _word(frame, lane) > load(tail_of(wire, lane)):
+            store_release(tail_of(wire, lane), _word(frame, lane))
+    if frame.number > load(wire.ring + CONSUMED):
+        store_release(wire.ring + CONSUMED, frame.number)
+    return True
+
+
+@register_jitable
+def _stop(wire: Any, frame: Any) -> bool:
+    """Take the other side's abort word over."""
+    lanes = wire.geometry.lanes
+    if wire.word != 0 or frame.number == 0:
+        return frame.number != 0
+    if wire.producer == 0:
+        if frame.length != 8 * lanes:
+            return False
+        wire.goal = frame.entry.number
+        for lane in range(lanes):
+            wire.goals[lane] = _word(frame, lane)
+    else:
+        wire.goal = 0
+        if frame.entry.number > 0:
+            entry = entry_of(wire, frame.entry.number - 1, False)
+            entry.message = frame.entry.message
+            store_release(address_of(entry, "number"), frame.entry.number)
+    wire.word = frame.number
+    _publish_stop(wire)
+    return True
+
+
+@register_jitable
+def _open(carrier: Any, rail: Any, frame: Any) -> bool:
+    """Remember the other side's index of a wire that this side has opened as well; else it will ask later."""
+    if frame.length != 24:
+        return False
+    link = link_at(load(carrier.links + 8 * rail.link))
+    for i in range(link.wire_count):
+        wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
+        if wire.ring != 0 and wire.name == frame.number:
+            ring = wire.geometry
+            if _word(frame, 0) != ring.lanes or _word(frame, 1) != ring.slots or _word(frame, 2) != ring.slot_bytes:
+                return False
+            wire.there = frame.slot
+            if frame.wire != 0 and wire.open != 2:
+                wire.open = 1
+            elif frame.wire == 0:
+                wire.open = 0
+            break
+    return True
+
+
+@register_jitable
+def _handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
+    """Handle a frame, of a SLOT its header; 0, NEWS or REFUSED."""
+    kind = frame.kind
+    if kind == _PING:
+        rail.pong = frame.number
+        return 0
+    if kind == _PONG:
+        rail.answered = frame.number
+        return 0
+    if kind == _LEAVE:
+        link_at(load(carrier.links + 8 * rail.link)).left = 1
+        return NEWS
+    if kind == _OPEN:
+        return 0 if _open(carrier, rail, frame) else REFUSED
+    if frame.wire < 0 or frame.wire >= carrier.wire_count:
+        return REFUSED
+    wire = wire_at(load(carrier.wires + 8 * frame.wire))
+    if wire.link != rail.link:
+        return REFUSED
+    if wire.ring == 0:  # closed on this side
+        if kind == _SLOT:
+            if frame.length < 1:
+                return REFUSED
+            rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire
+        return 0
+    if kind == _SLOT:
+        return 0 if _begin_slot(carrier, rail, rail_index, wire, frame) else REFUSED
+    if kind == _ENTRY:
+        good = wire.producer == 0 and _note_entry(wire, frame)
+        if good:
+            _publish_stop(wire)
+        return 0 if good else REFUSED
+    if kind == _CREDIT:
+        return 0 if _credit(wire, frame) else REFUSED
+    if kind == _STOP:
+        return NEWS if _stop(wire, frame) else REFUSED
+    if kind == _STOPPED:
+        if wire.stop == TOLD:
+            wire.stop = KNOWN
+        return NEWS
+    return REFUSED
+
+
+@register_jitable
+def _handle_buffer(carrier: Any, rail: Any, rail_index: int) -> int:
+    """Handle the frames in a rail's buffer up to one that is not whole yet; 0, NEWS or REFUSED."""
+    buffer, news = address_of(rail, "buffer"), 0
+    while rail.slot_left == 0 and rail.end - rail.begin >= HEADER:
+        frame = frame_at(buffer + rail.begin)
+        size = HEADER
+        if frame.kind != _SLOT:
+            if frame.length < 0 or frame.length > CONTROL_BYTES:
+                return REFUSED
+            size += frame.length
+            if rail.end - rail.begin < size:
+                break
+        result = _handle(carrier, rail, rail_index, frame)
+        if result == REFUSED:
+            return REFUSED
+        news = news or result
+        rail.begin += size
+        if rail.slot_left > 0:
+            _take_payload(carrier, rail)
+    if rail.begin == rail.end:
+        rail.begin = rail.end = 0
+    elif rail.begin > 0:
+        _memmove(as_pointer(buffer), as_pointer(buffer + rail.begin), rail.end - rail.begin)
+        rail.begin, rail.end = 0, rail.end - rail.begin
+    return news
+
+
+@register_jitable
+def _take_payload(carrier: Any, rail: Any) -> None:
+    """Copy what the buffer has of a slot's payload to its place."""
+    here = min(rail.slot_left, rail.end - rail.begin)
+    if here > 0:
+        if rail.slot_data != 0:
+            copy_bytes(rail.slot_data, address_of(rail, "buffer") + rail.begin, here)
+            rail.slot_data += here
+        rail.begin += here
+        rail.slot_left -= here
+    if rail.slot_left == 0:
+        _end_slot(carrier, rail)
+
+
+@register_jitable
+def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
+    """Receive until the socket has no more; the number of bytes, or a failure."""
+    total, news = 0, 0
+    while total < RECEIVE_BYTES:
+        if rail.slot_left > 0:
+            to_ring = rail.slot_data != 0
+            wanted = rail.slot_left if to_ring else min(rail.slot_left, SINK_BYTES)
+            got = receive(rail.fd, rail.slot_data if to_ring else carrier.sink, wanted)
+        else:
+            room = EAGER + HEADER + CONTROL_BYTES - rail.end
+            got = receive(rail.fd, address_of(rail, "buffer") + rail.end, min(EAGER, room))
+        if got == BLOCKED:
+            break
+        if got < 0:
+            return got
+        total += got
+        if rail.slot_left > 0:
+            if rail.slot_data != 0:
+                rail.slot_data += got
+            rail.slot_left -= got
+            if rail.slot_left == 0:
+                _end_slot(carrier, rail)
+        else:
+            rail.end += got
+            result = _handle_buffer(carrier, rail, rail_index)
+            if result == REFUSED:
+                return PROTOCOL
+            news = news or result
+    if total > 0:
+        rail.received += total
+        rail.heard = monotonic()
+        if news != 0:
+            store_release(address_of(carrier, "has_news"), 1)
+    return total

@@ -1,0 +1,377 @@
+"""The links of a process to processes on other hosts: makes their rails, replaces lost ones, and tells who is gone.
+
+A thread with an event loop does this; no frame passes through it. Either side of a link connects, whichever opens a ring first;
+where both do, the lower rank's connections stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import termios
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from xvcomm.errors import AuthenticationError
+from xvcomm.memory.ring import RingEnd
+from xvcomm.memory.segment import Segment
+from xvcomm.system import forking
+from xvcomm.system.notice import notice
+from xvcomm.system.threads import Daemon
+from xvcomm.wire import handshake
+from xvcomm.wire.carrier import Carrier, WireEnd
+from xvcomm.wire.records import DOWN, MAX_RAILS
+
+_CONNECT_SECONDS, _RETRY_SECONDS, _LOOK_SECONDS = 2.0, 0.5, 0.2
+_STALL_SECONDS = 0.6
+"""A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
+_STRANGERS = 64
+"""Most connections that have not proved the key; further ones wait in the listener's queue."""
+_LINGER_SECONDS, _FLUSH_SECONDS = 10.0, 1.0
+_UNSENT_BYTES = 256 << 10
+"""Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
+
+
+class Route(NamedTuple):
+    """A way to another process: from an address of this host to an address and port of the other."""
+
+    local: str
+    remote: str
+    port: int
+
+
+@dataclass(eq=False)
+class _Rail:
+    """A connection, and when the other host last acknowledged something on it."""
+
+    connection: socket.socket
+    ends: tuple[str, str]
+    acknowledged: int = 0
+    moved: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A process at the other end of a link."""
+
+    rank: int
+    link: int
+    rails: dict[int, _Rail] = field(default_factory=dict)
+    seen: float = field(default_factory=time.monotonic)  # when it last had a rail
+    reasons: dict[str, str] = field(default_factory=dict)
+    connecting: bool = False
+    keeper: asyncio.Task[None] | None = None
+    gone: bool = False
+
+
+class Network:
+    """All links of this process.
+
+    Attributes:
+        carrier: carries the frames.
+    """
+
+    def __init__(
+        self, rank: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
+        timeout: float, spins: int, lost: Callable[[int, str], None], left: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Begin to accept connections.
+
+        Args:
+            rank: of this process in the whole job, as all ranks here.
+            key: of the job; nobody is heard who does not prove it.
+            listeners: bound sockets, which are closed with the network.
+            routes: ways to a rank; may block.
+            timeout: seconds without a sign of a host after which its ranks are lost.
+            spins: see `Carrier`.
+            lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
+        """
+        self._rank, self._key, self._listeners, self._routes = rank, key, listeners, routes
+        self._timeout, self._lost, self._left = timeout, lost, left
+        self.carrier = Carrier(spins)
+        self._peers: dict[int, _Peer] = {}
+        self._lock = threading.Lock()
+        self._lingering: list[tuple[WireEnd, _Peer, Segment, float]] = []
+        self._refused = 0
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = asyncio.Semaphore(_STRANGERS)
+        forking.register(self)
+        self._thread = Daemon("xvcomm-network", self._run)
+        self._thread.start()
+
+    def mirror(self, peer: int, name: int, end: RingEnd) -> None:
+        """Mirror a ring end by the one of the same name in the process of rank `peer`; the link is made on first use."""
+        found = self._peer(peer)
+        self._loop.call_soon_threadsafe(self._keep, found)
+        wire = self.carrier.add_wire(found.link, name, end)
+        end.carrier = self.carrier.address
+        end.dispose = partial(self._linger, wire, found)
+
+    def close(self) -> None:
+        """Wait until the others have what was sent to them, and leave. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        until = time.monotonic() + _LINGER_SECONDS
+        while self._sweep() and time.monotonic() < until:
+            time.sleep(0.001)
+        for peer in self._peers.values():
+            if not peer.gone:
+                self.carrier.leave(peer.link)
+        until = time.monotonic() + _FLUSH_SECONDS
+        while time.monotonic() < until and any(map(self._leaving, list(self._peers.values()))):
+            time.sleep(0.001)
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+        self._sweep(at_once=True)
+        self.carrier.close()
+        for peer in self._peers.values():
+            for rail in peer.rails.values():
+                with contextlib.suppress(OSError):
+                    rail.connection.shutdown(socket.SHUT_WR)
+                rail.connection.close()
+
+    def after_fork(self) -> None:
+        """Leave the connections to the parent: the child's copies would hide its death from the others."""
+        connections = [rail.connection for peer in self._peers.values() for rail in peer.rails.values()]
+        for connection in [*self._listeners, *connections]:
+            if connection.fileno() >= 0:
+                forking.leave_to_parent(connection.fileno())
+
+    def _leaving(self, peer: _Peer) -> bool:
+        """Whether a process has not acknowledged yet that this one leaves."""
+        if peer.gone or not peer.rails:
+            return False
+        unsent = self.carrier.link(peer.link).leave != 2
+        return unsent or any(
+            _queued(rail.connection) or self.carrier.rails[i].out for i, rail in list(peer.rails.items())
+        )
+
+    def _peer(self, rank: int) -> _Peer:
+        with self._lock:
+            if rank not in self._peers:
+                self._peers[rank] = _Peer(rank, self.carrier.add_link())
+            return self._peers[rank]
+
+    def _linger(self, wire: WireEnd, peer: _Peer, segment: Segment) -> None:
+        """Unmap a ring once the other side has what was sent, or is gone."""
+        with self._lock:
+            self._lingering.append((wire, peer, segment, time.monotonic() + _LINGER_SECONDS))
+        self.carrier.wake()
+        self._sweep()
+
+    def _sweep(self, at_once: bool = False) -> bool:
+        """Unmap the closed rings that nobody needs any more; whether others are left."""
+        now = time.monotonic()
+        with self._lock:
+            kept = []
+            for wire, peer, segment, until in self._lingering:
+                ended = at_once or wire.settled() or peer.gone or now > until
+                if ended and self.carrier.detach(wire):
+                    segment.close()
+                else:
+                    kept.append((wire, peer, segment, until))
+            self._lingering = kept
+            return bool(kept)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        self._loop.add_reader(self.carrier.news, self._on_news)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._spawn(self._accept(listener))
+        while not self._over.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._over.wait()
+            self._look()
+        self._loop.remove_reader(self.carrier.news)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            await self._strangers.acquire()
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+            except OSError:  # out of descriptors, for the moment
+                self._strangers.release()
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            self._spawn(self._greet(connection))
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Check who has connected, and use the connection as a rail."""
+        try:
+            connection.setblocking(False)
+            async with asyncio.timeout(handshake.SECONDS):
+                rank, proof = await handshake.accept(connection, self._key, self._rank)
+                peer = self._peer(rank)
+                refusal = self._objection(peer, connection)
+                await handshake.admit(connection, proof, refusal)
+            if not refusal:
+                self._use(peer, connection)
+                return
+        except (AuthenticationError, handshake.Malformed) as error:
+            self._refused += 1
+            if self._refused == 1:
+                notice(f"{error or 'a connection was refused that does not speak this protocol'} (said once)")
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            self._strangers.release()
+        connection.close()
+
+    def _objection(self, peer: _Peer, connection: socket.socket) -> str:
+        """Why a connection of another process is not used, or nothing."""
+        if peer.connecting and self._rank < peer.rank:
+            return "this side connects at the moment"
+        ends = _ends(connection)
+        for index, rail in peer.rails.items():
+            if rail.ends == ends:
+                if self._rank < peer.rank and time.monotonic() - rail.moved < _STALL_SECONDS:
+                    return "there is such a rail"
+                self.carrier.drop(index)
+        return "" if len(peer.rails) < MAX_RAILS else f"a link has at most {MAX_RAILS} rails"
+
+    def _use(self, peer: _Peer, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        peer.rails[self.carrier.add_rail(peer.link, connection)] = _Rail(connection, _ends(connection))
+
+    def _keep(self, peer: _Peer) -> None:
+        """Let a task make and replace a link's rails."""
+        if peer.keeper is None and not peer.gone:
+            peer.keeper = self._spawn(self._maintain(peer))
+
+    async def _maintain(self, peer: _Peer) -> None:
+        routes: Sequence[Route] = ()
+        while not peer.gone:
+            if not routes:
+                try:
+                    routes = await asyncio.to_thread(self._routes, peer.rank)
+                    if not routes:
+                        peer.reasons["interfaces"] = (
+                            "no address of one host goes with one of the other; set XVCOMM_NICS"
+                        )
+                except Exception as error:
+                    peer.reasons["store"] = str(error)
+            here = {rail.ends for rail in peer.rails.values()}
+            peer.connecting = True
+            try:
+                await asyncio.gather(
+                    *(self._dial(peer, route) for route in routes if (route.local, route.remote) not in here)
+                )
+            finally:
+                peer.connecting = False
+            self._judge(peer)
+            await asyncio.sleep(_RETRY_SECONDS if peer.rails else _RETRY_SECONDS / 5)
+
+    async def _dial(self, peer: _Peer, route: Route) -> None:
+        """Try once to make a rail."""
+        family = socket.AF_INET6 if ":" in route.remote else socket.AF_INET
+        way = f"{route.local} to {route.remote} port {route.port}"
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            connection.bind((route.local, 0))
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await self._loop.sock_connect(connection, (route.remote, route.port))
+                await handshake.connect(connection, self._key, self._rank, peer.rank)
+            if _ends(connection) not in {rail.ends for rail in peer.rails.values()}:
+                self._use(peer, connection)
+                peer.reasons.pop(way, None)
+                return
+        except handshake.Refused:
+            pass  # the other side connects
+        except TimeoutError:
+            peer.reasons[way] = "no answer"
+        except handshake.Malformed as error:
+            peer.reasons[way] = f"what answers is no rank of this version {error}"
+        except OSError as error:  # AuthenticationError is one
+            peer.reasons[way] = error.strerror or str(error)
+            if isinstance(error, ConnectionRefusedError) and not peer.rails and peer.seen:
+                peer.seen = min(peer.seen, time.monotonic() - self._timeout)
+        connection.close()
+
+    def _judge(self, peer: _Peer) -> None:
+        """Decide whether a process without rails is gone."""
+        now = time.monotonic()
+        if peer.rails:
+            peer.seen = now
+        elif now - peer.seen > self._timeout and not peer.gone:
+            peer.gone = True
+            reasons = "; ".join(f"{way}: {why}" for way, why in peer.reasons.items())
+            self._lost(peer.rank, f"it cannot be reached ({reasons or 'no connection'})")
+
+    def _on_news(self) -> None:
+        """Handle what compiled code has noticed."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.carrier.news)
+        for peer in list(self._peers.values()):
+            for index, rail in list(peer.rails.items()):
+                if self.carrier.rails[index].state == DOWN:
+                    del peer.rails[index]
+                    rail.connection.close()
+                    self.carrier.release(index)
+            if not peer.gone and self.carrier.link(peer.link).left:
+                peer.gone = True
+                self._left(peer.rank)
+            elif not peer.rails and not peer.gone:
+                peer.seen = time.monotonic()
+                self._keep(peer)
+        self._sweep()
+
+    def _look(self) -> None:
+        """Send a sign of life on each rail, and replace those that have stalled."""
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            for index, rail in peer.rails.items():
+                record = self.carrier.rails[index]
+                acknowledged = record.sent - _queued(rail.connection)
+                if acknowledged != rail.acknowledged or acknowledged == record.sent:
+                    rail.acknowledged, rail.moved = acknowledged, now
+                record.ping = 1
+            alive = [rail for rail in peer.rails.values() if now - rail.moved < _STALL_SECONDS]
+            for index, rail in peer.rails.items():
+                if now - rail.moved > (_STALL_SECONDS if alive else self._timeout):
+                    self.carrier.drop(index)
+        self.carrier.wake()
+        self._sweep()
+
+
+def _ends(connection: socket.socket) -> tuple[str, str]:
+    """Both addresses of a connection, this side's first."""
+    return connection.getsockname()[0], connection.getpeername()[0]
+
+
+def _queued(connection: socket.socket) -> int:
+    """Bytes that the other host has not acknowledged."""
+    try:
+        number: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+    except (OSError, ValueError):
+        return 0
+    return number

@@ -1,0 +1,302 @@
+"""Compiled code that chooses what a rail sends next, and sends it.
+
+A rail takes the next frame whenever its socket has room, so faster rails carry more. A slot stays in the ring until the
+consumer's credit has come, and remembers its rail: if that is lost, the slot goes over another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.extending import register_jitable
+
+from xvcomm.jit.atomics import load, load_acquire, store
+from xvcomm.jit.record import address_of, compiled_at
+from xvcomm.memory.ring import (
+    ABORT,
+    CONSUMED,
+    COUNTERS,
+    LEDGER,
+    LEDGER_ENTRY,
+    LINE,
+    Reason,
+    chunk_bytes,
+    lanes_used,
+    part_bytes,
+)
+from xvcomm.wire.frames import HEADER, Kind
+from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
+from xvcomm.wire.sockets import BLOCKED, send
+
+_entry_at = compiled_at(LEDGER_ENTRY)
+_chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
+_part_bytes = register_jitable(part_bytes)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE = (int(kind) for kind in Kind)
+_LEFT = int(Reason.LEFT)
+
+SEND_BYTES = 1 << 20
+"""Bytes that a rail sends before the other rails have their turn."""
+
+
+@register_jitable
+def head_of(wire: Any, lane: int) -> int:
+    """Address of a lane's count of produced slots."""
+    return wire.ring + COUNTERS + 2 * lane * LINE
+
+
+@register_jitable
+def tail_of(wire: Any, lane: int) -> int:
+    """Address of a lane's count of consumed slots."""
+    return head_of(wire, lane) + LINE
+
+
+@register_jitable
+def entry_of(wire: Any, message: int, producer: bool) -> Any:
+    """An end's entry for a message in the ledger."""
+    return _entry_at(wire.ring + wire.geometry.ledger, message % LEDGER + (0 if producer else LEDGER))
+
+
+@register_jitable
+def finished(wire: Any) -> int:
+    """How many messages this side's end of the ring has finished."""
+    turn = load_acquire(wire.turn)
+    return turn if turn >= 0 else -1 - turn
+
+
+@register_jitable
+def _offer(rail: Any, frame: int, data: int) -> None:
+    """Let a rail send a frame next."""
+    rail.out, rail.out_data, rail.out_at = frame, data, 0
+    rail.out_size = HEADER + frame_at(frame).length
+
+
+@register_jitable
+def _control(rail: Any, kind: int, wire: int, number: int, words: int) -> Any:
+    """Let a rail send a frame whose payload, so many words, is at `rail.payload`."""
+    frame = rail.header
+    frame.kind, frame.wire, frame.lane, frame.slot, frame.number, frame.length = kind, wire, 0, 0, number, 8 * words
+    frame.entry.number = 0
+    _offer(rail, address_of(rail, "header"), address_of(rail, "payload"))
+    return frame
+
+
+@register_jitable
+def _send_open(rail: Any, wire: Any, index: int) -> None:
+    ring = wire.geometry
+    rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
+    frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, 3)
+    frame.slot = index
+    wire.open = 0
+
+
+@register_jitable
+def _stop_due(wire: Any) -> bool:
+    """Whether this side's abort word is to be sent now: that a producer has left, only after all that it has finished."""
+    if wire.stop != UNTOLD:
+        return False
+    word = load_acquire(wire.ring + ABORT)
+    if word == 0:
+        return False
+    return word & 0xFF != _LEFT or wire.producer == 0 or wire.message >= finished(wire)
+
+
+@register_jitable
+def _send_stop(rail: Any, wire: Any) -> None:
+    """The abort word; of a producer also what it has sent before, of a consumer its description of the next message."""
+    frame = _control(rail, _STOP, wire.there, load_acquire(wire.ring + ABORT), 0)
+    lanes = wire.geometry.lanes
+    if wire.producer != 0:
+        frame.entry.number, frame.length = wire.message, 8 * lanes
+        for lane in range(lanes):
+            rail.payload[lane] = wire.sent[lane]
+    else:
+        entry = entry_of(wire, finished(wire), False)
+        frame.entry.number, frame.entry.message = entry.number, entry.message
+    _offer(rail, address_of(rail, "header"), address_of(rail, "payload"))
+    wire.stop = TOLD
+
+
+@register_jitable
+def _credit_due(wire: Any, idle: bool) -> bool:
+    """Whether the producer should hear what was consumed: when it is much, or when there is nothing else to do."""
+    ring = wire.geometry
+    new = load_acquire(wire.ring + CONSUMED) - wire.credited
+    if new >= LEDGER // 4 or (idle and new > 0):
+        return True
+    for lane in range(ring.lanes):
+        new = load_acquire(tail_of(wire, lane)) - wire.sent[lane]
+        if new > 0 and (idle or new >= ring.slots // 4):
+            return True
+    return False
+
+
+@register_jitable
+def _send_credit(rail: Any, wire: Any) -> None:
+    lanes = wire.geometry.lanes
+    wire.credited = load_acquire(wire.ring + CONSUMED)
+    for lane in range(lanes):
+        rail.payload[lane] = wire.sent[lane] = load_acquire(tail_of(wire, lane))
+    _control(rail, _CREDIT, wire.there, wire.credited, lanes)
+
+
+@register_jitable
+def _send_slot(rail: Any, rail_index: int, wire: Any, lane: int, number: int) -> None:
+    ring = wire.geometry
+    place = lane * ring.slots + number % ring.slots
+    store(wire.owners + 8 * place, 1 + rail_index)
+    _offer(rail, wire.frames + place * HEADER, wire.ring + ring.data + place * ring.slot_bytes)
+
+
+@register_jitable
+def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
+    """Send a slot again that a lost rail had; False if there is none that the consumer may still want."""
+    ring = wire.geometry
+    for lane in range(ring.lanes):
+        for number in range(load_acquire(tail_of(wire, lane)), wire.sent[lane]):
+            if load(wire.owners + 8 * (lane * ring.slots + number % ring.slots)) == AGAIN:
+                _send_slot(rail, rail_index, wire, lane, number)
+                return True
+    wire.again = 0
+    return False
+
+
+@register_jitable
+def _send_entry(rail: Any, wire: Any, message: int) -> None:
+    entry = entry_of(wire, message, True)
+    frame = _control(rail, _ENTRY, wire.there, 0, 0)
+    frame.entry.number, frame.entry.message = entry.number, entry.message
+
+
+@register_jitable
+def _send_entry_again(rail: Any, wire: Any) -> bool:
+    """Send the description of a message again, whose frame a lost rail may have had."""
+    message = max(wire.entries, load_acquire(wire.ring + CONSUMED))
+    if message >= wire.message:
+        wire.entries = -1
+        return False
+    wire.entries = message + 1
+    _send_entry(rail, wire, message)
+    return True
+
+
+@register_jitable
+def _begun(wire: Any) -> bool:
+    """Whether the producer has described the message that is to be sent next."""
+    return load_acquire(address_of(entry_of(wire, wire.message, True), "number")) == wire.message + 1
+
+
+@register_jitable
+def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
+    """Send the next slot that the producer has filled; False if there is none."""
+    if wire.again != 0 and _send_again(rail, rail_index, wire):
+        return True
+    if wire.entries >= 0 and _send_entry_again(rail, wire):
+        return True
+    while _begun(wire):
+        entry, ring = entry_of(wire, wire.message, True), wire.geometry
+        nbytes = entry.message.nbytes
+        chunk = _chunk_bytes(nbytes, ring.lanes, ring.slot_bytes)
+        used = _lanes_used(nbytes, ring.lanes, chunk)
+        part = _part_bytes(nbytes, used)
+        complete = True
+        for lane in range(used):
+            high, number = min(nbytes, (lane + 1) * part), wire.sent[lane]
+            offset = lane * part + (number - wire.starts[lane]) * chunk
+            if offset >= high:
+                continue
+            complete = False
+            if load_acquire(head_of(wire, lane)) > number:
+                frame = frame_at(wire.frames, lane * ring.slots + number % ring.slots)
+                frame.kind, frame.wire, frame.lane, frame.slot, frame.number = _SLOT, wire.there, lane, number, number
+                frame.length = min(chunk, high - offset)
+                frame.entry.number, frame.entry.message = entry.number, entry.message
+                wire.sent[lane] = number + 1
+                _send_slot(rail, rail_index, wire, lane, number)
+                return True
+        if not complete:
+            return False
+        for lane in range(ring.lanes):
+            wire.starts[lane] = wire.sent[lane]
+        wire.message += 1
+        if nbytes == 0:
+            _send_entry(rail, wire, wire.message - 1)
+            return True
+    return False
+
+
+@register_jitable
+def _choose_of(rail: Any, rail_index: int, wire: Any, index: int, idle: bool) -> bool:
+    """Let a rail send a frame of a wire, if it has any."""
+    if wire.ring == 0:
+        return False
+    if wire.open != 0:
+        _send_open(rail, wire, index)
+    elif wire.there < 0:
+        return False
+    elif _stop_due(wire):
+        _send_stop(rail, wire)
+    elif wire.answer != 0:
+        wire.answer = 0
+        _control(rail, _STOPPED, wire.there, 0, 0)
+    elif wire.producer == 0:
+        if not _credit_due(wire, idle):
+            return False
+        _send_credit(rail, wire)
+    else:
+        return _send_data(rail, rail_index, wire)
+    return True
+
+
+@register_jitable
+def _choose(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
+    """Let a rail send its next frame; False if there is none."""
+    if rail.pong != 0:
+        _control(rail, _PONG, 0, rail.pong, 0)
+        rail.pong = 0
+        return True
+    if rail.ping != 0:
+        _control(rail, _PING, 0, rail.ping, 0)
+        rail.ping = 0
+        return True
+    link = link_at(load(carrier.links + 8 * rail.link))
+    count = link.wire_count
+    for _ in range(count):
+        index = load(link.wires + 8 * link.next)
+        link.next = (link.next + 1) % count
+        if _choose_of(rail, rail_index, wire_at(load(carrier.wires + 8 * index)), index, idle):
+            return True
+    if link.leave == 1:
+        link.leave = 2
+        _control(rail, _LEAVE, 0, 0, 0)
+        return True
+    return False
+
+
+@register_jitable
+def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
+    """Send frames until the socket is full or there is nothing to send; the number of bytes sent, or a failure.
+
+    Args:
+        idle: whether to send credits that could wait, too.
+    """
+    total = 0
+    while total < SEND_BYTES:
+        if rail.out == 0 and not _choose(carrier, rail, rail_index, idle):
+            rail.blocked = 0
+            return total
+        at, size = rail.out_at, rail.out_size
+        if at < HEADER:
+            sent = send(rail, rail.out + at, HEADER - at, rail.out_data, size - HEADER)
+        else:
+            sent = send(rail, 0, 0, rail.out_data + at - HEADER, size - at)
+        if sent == BLOCKED:
+            rail.blocked = 1
+            return total
+        if sent < 0:
+            return sent
+        rail.sent += sent
+        rail.out_at, total = at + sent, total + sent
+        if rail.out_at == size:
+            rail.out = 0
+    rail.blocked = 0
+    return total

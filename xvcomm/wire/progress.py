@@ -1,0 +1,245 @@
+"""The compiled loop that carries frames, run by the carrier's thread and by every thread that waits for a message.
+
+A thread that waits calls `progress` instead of only looking: so a message needs no switch between threads. The carrier's own
+thread carries when nobody waits. It sleeps in one system call when nothing moves and no operation is under way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.extending import register_jitable
+
+from xvcomm.jit.atomics import (
+    compare_and_swap,
+    fetch_add,
+    full_fence,
+    load,
+    load_acquire,
+    sched_yield,
+    store,
+    store_release,
+)
+from xvcomm.jit.compile import compiling, kernel, native
+from xvcomm.jit.record import address_of
+from xvcomm.wire.frames import HEADER
+from xvcomm.wire.incoming import receive_frames
+from xvcomm.wire.outgoing import finished, send_frames
+from xvcomm.wire.records import (
+    AGAIN,
+    DOWN,
+    NOBODY,
+    TOLD,
+    UNTOLD,
+    UP,
+    carrier_at,
+    link_at,
+    rail_at,
+    wire_at,
+)
+from xvcomm.wire.sockets import POLLIN, POLLOUT, polled_at, raise_event, take_event, wait
+
+_BUSY_YIELDS, _IDLE_YIELDS = 200, 20
+_MEMORY_NS, _DRIVEN_NS, _IDLE_NS = 50_000, 1_000_000, 500_000_000
+"""How long the thread sleeps while operations are under way, whose movers wake nobody; while other threads drive; else."""
+
+
+@register_jitable
+def _lose(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
+    """Take a rail out of use, and let what it carried go over others; the other side drops what it had received."""
+    rail.state, rail.error, rail.out, rail.slot_left = DOWN, why, 0, 0
+    link = link_at(load(carrier.links + 8 * rail.link))
+    for i in range(link.wire_count):
+        wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
+        if wire.ring == 0:
+            continue
+        for place in range(wire.geometry.lanes * wire.geometry.slots):
+            owner = wire.owners + 8 * place
+            if load(owner) == 1 + rail_index:
+                store(owner, AGAIN if wire.producer != 0 else NOBODY)
+                wire.again = 1
+        wire.open = 2
+        if wire.producer != 0:
+            wire.entries = 0
+        else:
+            wire.credited = 0
+            for lane in range(wire.geometry.lanes):
+                wire.sent[lane] = 0
+        if wire.stop == TOLD:
+            wire.stop = UNTOLD
+    if link.leave == 2:
+        link.leave = 1
+    carrier.has_news = 1
+
+
+@register_jitable
+def _carry(carrier: Any, idle: bool) -> bool:
+    """Receive and send on all rails; whether anything moved. The caller holds the lock."""
+    moved = False
+    for i in range(carrier.rail_count):
+        rail = rail_at(load(carrier.rails + 8 * i))
+        if rail.state != UP:
+            continue
+        got = receive_frames(carrier, rail, i)
+        sent = send_frames(carrier, rail, i, idle) if got >= 0 else 0
+        if got < 0 or sent < 0:
+            _lose(carrier, rail, i, min(got, sent))
+        moved = moved or got != 0 or sent != 0
+    if carrier.has_news != 0:
+        carrier.has_news = 0
+        raise_event(carrier.news, address_of(carrier, "one"))
+    return moved
+
+
+@register_jitable
+def _try(carrier: Any, idle: bool) -> bool:
+    if compare_and_swap(address_of(carrier, "lock"), 0, 1) != 0:
+        return False
+    moved = _carry(carrier, idle)
+    store_release(address_of(carrier, "lock"), 0)
+    return moved
+
+
+@register_jitable
+def _blocked(carrier: Any) -> bool:
+    """Whether a socket is full, so that the carrier's thread must go on."""
+    for i in range(carrier.rail_count):
+        rail = rail_at(load(carrier.rails + 8 * i))
+        if rail.state == UP and rail.blocked != 0:
+            return True
+    return False
+
+
+def _progress(address: int, drivers: int, unused: int) -> int:
+    """Carry frames, in a thread that waits for a message; whether any moved.
+
+    Args:
+        address: of the carrier.
+        drivers: 1 when the thread begins to wait, -1 when it ends, else 0.
+    """
+    carrier = carrier_at(address)
+    if drivers != 0:
+        fetch_add(address_of(carrier, "drivers"), drivers)
+    carrier.calls += 1
+    full_fence()
+    moved = _try(carrier, False)
+    if drivers < 0:
+        full_fence()
+        if load_acquire(address_of(carrier, "asleep")) != 0 and (_blocked(carrier) or _busy(carrier)):
+            raise_event(carrier.wake, address_of(carrier, "one"))
+    return 1 if moved else 0
+
+
+@register_jitable
+def _busy(carrier: Any) -> bool:
+    """Whether operations are under way, whose movers publish in memory and wake nobody."""
+    for i in range(carrier.wire_count):
+        wire = wire_at(load(carrier.wires + 8 * i))
+        if wire.ring != 0 and wire.there >= 0 and wire.stop == UNTOLD and load_acquire(wire.counter) > finished(wire):
+            return True
+    return False
+
+
+@register_jitable
+def _sleep(carrier: Any, nanoseconds: int, sockets: bool) -> bool:
+    """Sleep until a socket is ready, or somebody wakes this thread; False if the time was over before."""
+    first = polled_at(carrier.poll)
+    first.fd, first.events = carrier.wake, POLLIN
+    count = 1
+    if sockets:
+        for i in range(carrier.rail_count):
+            rail = rail_at(load(carrier.rails + 8 * i))
+            if rail.state == UP:
+                polled = polled_at(carrier.poll, count)
+                polled.fd, polled.events = rail.fd, POLLIN | (POLLOUT if rail.blocked != 0 else 0)
+                count += 1
+    ready = wait(carrier.poll, count, address_of(carrier, "pause"), nanoseconds)
+    if ready > 0 and first.revents != 0:
+        take_event(carrier.wake, address_of(carrier, "word"))
+    return ready > 0
+
+
+def _run(address: int) -> int:
+    """The carrier's thread, until `CARRIER.over`."""
+    carrier = carrier_at(address)
+    quiet, calls = 0, -1
+    while load_acquire(address_of(carrier, "over")) == 0:
+        if load_acquire(address_of(carrier, "drivers")) > 0 or carrier.calls != calls:
+            calls = carrier.calls
+            store_release(address_of(carrier, "asleep"), 1)
+            full_fence()
+            if not _blocked(carrier):
+                _sleep(carrier, _DRIVEN_NS, False)
+            store_release(address_of(carrier, "asleep"), 0)
+            if load_acquire(address_of(carrier, "drivers")) > 0 and carrier.calls != calls:
+                continue
+        if _try(carrier, False):
+            quiet = 0
+            continue
+        quiet += 1
+        busy = _busy(carrier)
+        if quiet < (carrier.spins if busy else 0):
+            continue
+        if quiet < (carrier.spins + _BUSY_YIELDS if busy else _IDLE_YIELDS):
+            sched_yield()
+            continue
+        if not busy and _try(carrier, True):
+            continue
+        store_release(address_of(carrier, "asleep"), 1)
+        full_fence()
+        # A thread that found the lock taken has counted its call before, and may have left frames to send.
+        if carrier.calls == calls and _sleep(carrier, _MEMORY_NS if busy or _busy(carrier) else _IDLE_NS, True):
+            quiet = 0 if _busy(carrier) else quiet
+        store_release(address_of(carrier, "asleep"), 0)
+    return 0
+
+
+def _put(address: int, place: int, value: int) -> int:
+    """Store a word between two rounds of the threads that carry; returns what was there."""
+    lock = address_of(carrier_at(address), "lock")
+    while compare_and_swap(lock, 0, 1) != 0:
+        sched_yield()
+    before = load(place)
+    store(place, value)
+    store_release(lock, 0)
+    return before
+
+
+def _drop(address: int, index: int) -> int:
+    """Lose a rail that is in use because Python says so."""
+    carrier = carrier_at(address)
+    lock = address_of(carrier, "lock")
+    while compare_and_swap(lock, 0, 1) != 0:
+        sched_yield()
+    rail = rail_at(load(carrier.rails + 8 * index))
+    if rail.state == UP:
+        _lose(carrier, rail, index, 0)
+    store_release(lock, 0)
+    return 0
+
+
+def _detach(address: int, index: int) -> int:
+    """Take a wire out of use; 1 while a rail still sends from its memory, which must stay mapped."""
+    carrier = carrier_at(address)
+    lock = address_of(carrier, "lock")
+    while compare_and_swap(lock, 0, 1) != 0:
+        sched_yield()
+    wire, sending = wire_at(load(carrier.wires + 8 * index)), 0
+    wire.ring = 0
+    last = wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
+    for i in range(carrier.rail_count):
+        rail = rail_at(load(carrier.rails + 8 * i))
+        if rail.slot_left > 0 and rail.slot_wire == index:
+            rail.slot_data = 0
+        if rail.state == UP and wire.frames <= rail.out and rail.out < last:
+            sending = 1
+    store_release(lock, 0)
+    return sending
+
+
+with compiling():
+    progress_address = native("int64(int64, int64, int64)", _progress)
+    run = kernel("int64(int64)")(_run)
+    put = kernel("int64(int64, int64, int64)")(_put)
+    lose = kernel("int64(int64, int64)")(_drop)
+    detach = kernel("int64(int64, int64)")(_detach)

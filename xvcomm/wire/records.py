@@ -1,0 +1,125 @@
+"""The records of a process's carrier, shared by Python and compiled code: carrier, links, rails, wires.
+
+Python fills a record before it hands it over. From then on the compiled code that holds `CARRIER.lock` reads and writes it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xvcomm.jit.record import compiled_at, python_type
+from xvcomm.memory.ring import MAX_LANES
+from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
+
+MAX_RAILS = 16
+"""Rails of a link."""
+
+EAGER = 1024
+"""Bytes received at once where a frame may begin: a header and a small payload by one system call."""
+
+UNUSED, UP, DOWN = 0, 1, 2
+"""States of a rail: none yet; in use; lost, and its socket not closed yet."""
+
+RAIL = np.dtype([
+    ("fd", "i8"),
+    ("link", "i8"),
+    ("state", "i8"),
+    ("error", "i8"),  # why it was lost: a failure of `sockets` or `incoming`
+    ("blocked", "i8"),  # the socket takes no more bytes now
+    ("ping", "i8"),  # number of a PING to send, or 0; of a PONG
+    ("pong", "i8"),
+    ("answered", "i8"),  # number of the newest PONG
+    ("heard", "i8"),  # time of the newest bytes received
+    ("sent", "i8"),  # bytes since the rail came up
+    ("received", "i8"),
+    # the frame that is being sent
+    ("out", "i8"),  # address of its header; 0: none
+    ("out_data", "i8"),
+    ("out_size", "i8"),  # bytes of header and payload, and how many are sent
+    ("out_at", "i8"),
+    ("header", FRAME),  # of frames other than SLOT
+    ("payload", "i8", MAX_LANES),
+    ("parts", "i8", 4),  # struct iovec[2]
+    ("call", "i8", 7),  # struct msghdr
+    # the frame that is being received
+    ("slot_left", "i8"),  # bytes of a SLOT's payload to come, 0: no SLOT is being received
+    ("slot_data", "i8"),  # where they go; 0: nowhere
+    ("slot_wire", "i8"),
+    ("slot_lane", "i8"),
+    ("slot_number", "i8"),
+    ("begin", "i8"),  # of the bytes in `buffer` that are not handled yet, and their end
+    ("end", "i8"),
+    ("buffer", "u1", EAGER + HEADER + CONTROL_BYTES),
+])  # fmt: skip
+"""A connection."""
+
+LINK = np.dtype([
+    ("rails", "i8", MAX_RAILS),  # addresses
+    ("rail_count", "i8"),
+    ("wires", "i8"),  # address of the indices of its wires
+    ("wire_count", "i8"),
+    ("next", "i8"),  # the wire whose turn it is
+    ("leave", "i8"),  # whether to send LEAVE
+    ("left", "i8"),  # whether LEAVE has come
+])  # fmt: skip
+"""What joins this process with another one: rails, and the wires that use them."""
+
+WIRE = np.dtype([
+    ("link", "i8"),
+    ("name", "i8"),
+    ("there", "i8"),  # the other side's index; -1: not known
+    ("producer", "i8"),
+    ("ring", "i8"),  # address; 0: detached
+    ("geometry", [(name, "i8") for name in ("lanes", "slots", "slot_bytes", "ledger", "data")]),
+    ("counter", "i8"),  # addresses of the ring end's number of the next message, and of its turn
+    ("turn", "i8"),
+    ("open", "i8"),  # whether to send OPEN: 1, 2 with a request for the other side's index
+    ("stop", "i8"),  # whether the other side knows the abort word: see below
+    ("answer", "i8"),  # whether to send STOPPED
+    ("word", "i8"),  # received by a STOP, and not published yet
+    ("goal", "i8"),  # messages that must be complete before it is
+    ("goals", "i8", MAX_LANES),  # slots
+    ("owners", "i8"),  # address of a word for each slot: see below
+    ("frames", "i8"),  # producer: address of a FRAME for each slot
+    ("message", "i8"),  # producer: number of the message that is being sent; consumer: of the next one to come
+    ("starts", "i8", MAX_LANES),  # producer: each lane's slots before this message
+    ("sent", "i8", MAX_LANES),  # producer: slots sent; consumer: slots that the producer knows to be consumed
+    ("credited", "i8"),  # consumer: messages that the producer knows to be consumed
+    ("again", "i8"),  # producer: slots to be sent again
+    ("entries", "i8"),  # producer: number of a message without slots to be sent again; -1: none
+])  # fmt: skip
+"""This side's half of a ring, and how far it is equal to the other."""
+
+# WIRE.stop
+UNTOLD, TOLD, KNOWN = 0, 1, 2
+# words at WIRE.owners: the sender's rail that carries a slot, or the receiver's that receives it, as 1 + its index
+NOBODY, AGAIN, ARRIVED = 0, -1, -2
+
+CARRIER = np.dtype([
+    ("progress", "i8"),  # address of the function that movers call; see `carrier`
+    ("lock", "i8"),
+    ("drivers", "i8"),  # threads that wait for a message and call `progress` meanwhile
+    ("calls", "i8"),  # how often they did
+    ("asleep", "i8"),
+    ("over", "i8"),
+    ("wake", "i8"),  # eventfd that ends the carrier's sleep
+    ("news", "i8"),  # eventfd by which compiled code tells Python of changes
+    ("spins", "i8"),
+    ("links", "i8"),  # addresses of tables of addresses
+    ("rails", "i8"),
+    ("wires", "i8"),
+    ("link_count", "i8"),
+    ("rail_count", "i8"),
+    ("wire_count", "i8"),
+    ("sink", "i8"),  # where bytes go that are not wanted
+    ("poll", "i8"),  # address of struct pollfd[1 + number of rails]
+    ("has_news", "i8"),  # whether Python should look at links and wires
+    ("one", "i8"),  # the word 1, and a scratch word, for eventfds
+    ("word", "i8"),
+    ("pause", "i8", 2),  # struct timespec
+])  # fmt: skip
+"""What a process has once: the tables of the others, and the state of its threads."""
+
+frame_at, rail_at, link_at, wire_at, carrier_at = (compiled_at(kind) for kind in (FRAME, RAIL, LINK, WIRE, CARRIER))
+Rail, Link, Wire, Carrier = (python_type(kind) for kind in (RAIL, LINK, WIRE, CARRIER))
+SINK_BYTES = 1 << 16

@@ -1,0 +1,97 @@
+"""System calls on sockets from compiled code: nothing blocks but `wait`."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+from xvcomm.jit.record import address_of, compiled_at
+
+_sendmsg = types.ExternalFunction("sendmsg", types.intp(types.int32, types.intp, types.int32))
+_recv = types.ExternalFunction("recv", types.intp(types.int32, types.intp, types.intp, types.int32))
+_ppoll = types.ExternalFunction("ppoll", types.int32(types.intp, types.intp, types.intp, types.intp))
+_read = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.intp))
+_write = types.ExternalFunction("write", types.intp(types.int32, types.intp, types.intp))
+_errno_location = types.ExternalFunction("__errno_location", types.intp())
+
+_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_AGAIN, _INTERRUPTED = errno.EAGAIN, errno.EINTR
+POLLIN, POLLOUT = 1, 4
+
+POLLED = np.dtype([("fd", "i4"), ("events", "i2"), ("revents", "i2")])
+"""struct pollfd."""
+polled_at = compiled_at(POLLED)
+
+_PAUSE = np.dtype([("seconds", "i8"), ("nanoseconds", "i8")])
+PAUSE_BYTES = _PAUSE.itemsize
+_pause_at = compiled_at(_PAUSE)
+
+BLOCKED, CLOSED = -1, -2
+"""Results of `send` and `receive`: not now; the other side has closed the connection. -3 and below: -3 - errno."""
+
+
+@intrinsic
+def _int32(typingctx: Any, address: Any) -> Any:
+    """Load the 32-bit integer at `address`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], ir.IntType(32).as_pointer()))
+
+    return types.int32(types.intp), generate
+
+
+@register_jitable
+def _failure() -> int:
+    number = _int32(_errno_location())
+    if number == _AGAIN or number == _INTERRUPTED:
+        return BLOCKED
+    return -3 - number
+
+
+@register_jitable
+def send(rail: Any, header: int, header_bytes: int, data: int, nbytes: int) -> int:
+    """Send from two places as if they were one; the number of bytes sent, or BLOCKED, or a failure."""
+    parts, call = rail.parts, rail.call
+    first = 0
+    if header_bytes > 0:
+        parts[0], parts[1] = header, header_bytes
+        first = 2
+    parts[first], parts[first + 1] = data, nbytes
+    call[2], call[3] = address_of(rail, "parts"), first // 2 + (1 if nbytes > 0 else 0)
+    sent = _sendmsg(rail.fd, address_of(rail, "call"), _FLAGS)
+    return sent if sent >= 0 else _failure()
+
+
+@register_jitable
+def receive(fd: int, data: int, nbytes: int) -> int:
+    """Receive at most `nbytes`, of which there is at least one; BLOCKED, CLOSED, or a failure."""
+    received = _recv(fd, data, nbytes, _FLAGS)
+    if received > 0:
+        return received
+    return CLOSED if received == 0 else _failure()
+
+
+@register_jitable
+def wait(polled: int, count: int, pause: int, nanoseconds: int) -> int:
+    """Block until one of the descriptors at `polled` is ready, or the time has passed; how many are ready."""
+    time = _pause_at(pause)
+    time.seconds, time.nanoseconds = nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000
+    return _ppoll(polled, count, pause, 0)
+
+
+@register_jitable
+def raise_event(fd: int, one: int) -> None:
+    """Add 1, the word at `one`, to an eventfd."""
+    _write(fd, one, 8)
+
+
+@register_jitable
+def take_event(fd: int, word: int) -> None:
+    """Reset an eventfd that is ready."""
+    _read(fd, word, 8)
