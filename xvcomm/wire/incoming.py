@@ -142,7 +142,8 @@ def _end_slot(carrier: Any, rail: Any) -> None:
 def _credit(wire: Any, frame: Any) -> bool:
     """Take the consumer's counts over; they only grow, whatever the order in which frames arrive."""
     lanes = wire.geometry.lanes
-    if wire.producer == 0 or frame.length != 8 * lanes or frame.number > wire.message:
+    # `wire.message` may still be a message whose last slot was sent.
+    if wire.producer == 0 or frame.length != 8 * lanes or frame.number > wire.message + 1:
         return False
     for lane in range(lanes):
         if _word(frame, lane) > wire.sent[lane]:

@@ -313,8 +313,11 @@ class Network:
             peer.reasons[way] = f"what answers is no rank of this version {error}"
         except OSError as error:  # AuthenticationError is one
             peer.reasons[way] = error.strerror or str(error)
-            if isinstance(error, ConnectionRefusedError) and not peer.rails and peer.seen:
+            if isinstance(error, ConnectionRefusedError) and not peer.rails:
                 peer.seen = min(peer.seen, time.monotonic() - self._timeout)
+        except asyncio.CancelledError:
+            connection.close()
+            raise
         connection.close()
 
     def _judge(self, peer: _Peer) -> None:
