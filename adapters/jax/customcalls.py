@@ -83,7 +83,6 @@ class CollectiveCall(CustomCall):
         self._prepared: PreparedCall | None = None
 
     def run(self, src: int, dst: int, stream: int | None) -> None:
-        """See `CustomCall.run`."""
         call = self._aimed(src, dst)
         self._caller.run(call, Deadline.after(self._timeout), stream)
         self._spare.append(call)
@@ -100,7 +99,6 @@ class CollectiveCall(CustomCall):
                 compiled.add(self.number, self._prepared.address, *_addresses(call))
 
     def finish(self, src: int, dst: int) -> None:
-        """See `CustomCall.finish`."""
         assert self._prepared is not None
         self._prepared.finish(*_addresses(self._aimed(src, dst)), Deadline.after(self._timeout))
 
@@ -155,7 +153,6 @@ class MessageCall(CustomCall):
         self._back = (tuple(arrays[-1].shape), arrays[-1].dtype)
 
     def run(self, src: int, dst: int, stream: int | None) -> None:
-        """See `CustomCall.run`."""
         spec, transfers = self.spec, []
         comm, channel = spec.comm, spec.channel
         if spec.dst != NO_PEER:

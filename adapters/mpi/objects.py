@@ -84,11 +84,9 @@ class Objects(PointToPoint):
         return Request(Both(self._posting(sendobj, dest, sendtag), receive)).wait(status)
 
     def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """See `Probe`."""
         return self.Probe(source, tag, status)
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """See `Iprobe`."""
         return self.Iprobe(source, tag, status)
 
     def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:

@@ -47,15 +47,12 @@ class Done(Started):
         self._value, self._envelope = value, envelope
 
     def over(self) -> bool:
-        """See `Started.over`."""
         return True
 
     def finish(self) -> Any:
-        """See `Started.finish`."""
         return self._value
 
     def tell(self, status: Status) -> None:
-        """See `Started.tell`."""
         status.tell(self._envelope)
 
 
@@ -66,11 +63,9 @@ class Sending(Started):
         self.send = send
 
     def over(self) -> bool:
-        """See `Started.over`."""
         return self.send.over()
 
     def finish(self) -> None:
-        """See `Started.finish`."""
         if busy():
             wait_until(self.send.over, Deadline.after(self.send.timeout), self.send.late)
         self.send.check()
@@ -94,20 +89,16 @@ class Receiving(Started):
         self.timeout, self.late = matcher.timeout, matcher.late
 
     def over(self) -> bool:
-        """See `Started.over`."""
         return self._receive.over()
 
     def finish(self) -> Any:
-        """See `Started.finish`."""
         self._matcher.finish(self._receive)
         return None if self._read is None or self._receive.cancelled else self._read(self._receive)
 
     def tell(self, status: Status) -> None:
-        """See `Started.tell`."""
         status.tell(self._receive.envelope, self._receive.cancelled)
 
     def cancel(self) -> bool:
-        """See `Started.cancel`."""
         return self._matcher.cancel(self._receive)
 
 
@@ -118,17 +109,14 @@ class Fetching(Started):
         self._receive, self._read = receive, read
 
     def over(self) -> bool:
-        """See `Started.over`."""
         return self._receive.over()
 
     def finish(self) -> Any:
-        """See `Started.finish`."""
         wait_until(self._receive.over, NEVER)  # the transfer is in progress, and has a deadline of its own
         self._receive.check()
         return None if self._read is None else self._read(self._receive)
 
     def tell(self, status: Status) -> None:
-        """See `Started.tell`."""
         status.tell(self._receive.envelope)
 
 
@@ -139,17 +127,14 @@ class Both(Started):
         self._send, self._receive = send, receive
 
     def over(self) -> bool:
-        """See `Started.over`."""
         return self._send.over() and self._receive.over()
 
     def finish(self) -> Any:
-        """See `Started.finish`."""
         value = self._receive.finish()
         self._send.finish()
         return value
 
     def tell(self, status: Status) -> None:
-        """See `Started.tell`."""
         self._receive.tell(status)
 
 
@@ -160,11 +145,9 @@ class Queued(Started):
         self._future = future
 
     def over(self) -> bool:
-        """See `Started.over`."""
         return self._future.done()
 
     def finish(self) -> Any:
-        """See `Started.finish`."""
         if busy():
             wait_until(self._future.done, NEVER)  # its operations have deadlines of their own
         return self._future.result()

@@ -145,11 +145,9 @@ class HostPlane(Plane):
 
     @property
     def ready(self) -> bool:
-        """See `Plane.ready`."""
         return self._worker.idle
 
     def view(self, x: Tensor) -> ArrayView:
-        """See `Plane.view`."""
         return view(x, "host")
 
     def run(
@@ -173,7 +171,6 @@ class HostPlane(Plane):
     def message(
         self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
     ) -> Work:
-        """See `Plane.message`."""
         future: Future[Any] = ProcessFuture(work.help)
 
         def over(ended: Future[Any]) -> None:
@@ -197,15 +194,12 @@ class HostPlane(Plane):
         """See `Plane.record_event`."""
 
     def follow(self, event: Any) -> None:
-        """See `Plane.follow`."""
         self.check()
 
     def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
-        """See `Plane.over`."""
         return Done((tensor,), what, source)
 
     def close(self) -> None:
-        """See `Plane.close`."""
         # started operations may complete, as with Gloo; immediate if the group was aborted
         self._worker.close(_CLOSE_SECONDS)
         super().close()
@@ -234,14 +228,12 @@ class StreamPlane(Plane):
         self._gate = threading.Lock()
 
     def view(self, x: Tensor) -> ArrayView:
-        """See `Plane.view`."""
         handle = self._handle
         return view(x, self._kind, self._current_stream(self._index) if handle is None else handle)
 
     def run(
         self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool, inputs: Sequence[Tensor] = ()
     ) -> Work:
-        """See `Plane.run`."""
         if waits:
             with mapped():
                 job(self)
@@ -274,7 +266,6 @@ class StreamPlane(Plane):
     def message(
         self, work: Any, tensors: Sequence[Tensor], what: str, source: int, then: Callable[[], Any] | None
     ) -> Work:
-        """See `Plane.message`."""
         return StreamOperation(self, work, then, tensors, what, source)
 
     def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
@@ -285,7 +276,6 @@ class StreamPlane(Plane):
         return StreamWork(self, current.record_event(), current, tensors, what, source)
 
     def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
-        """See `Plane.over`."""
         current = self.current()
         return StreamWork(self, current.record_event(), current, (tensor,), what, source, used=(tensor, used))
 
@@ -294,14 +284,11 @@ class StreamPlane(Plane):
         return torch.cuda.current_stream(self.place)
 
     def record_event(self) -> Any:
-        """See `Plane.record_event`."""
         return self.current().record_event()
 
     def follow(self, event: Any) -> None:
-        """See `Plane.follow`."""
         self.check()
         event.wait(self.current())
 
     def handle(self) -> int:
-        """See `Plane.handle`."""
         return int(self._current_stream(self._index))

@@ -41,11 +41,9 @@ class GpuBackend(Backend):
         """See `Runtime.bus`."""
 
     def devices(self) -> int:
-        """See `Backend.devices`."""
         return self.runtime().count()
 
     def peer_memory(self) -> str:
-        """See `Backend.peer_memory`."""
         pairs = apart(self.runtime())
         if not pairs:
             return "all devices have peer access"
@@ -62,7 +60,6 @@ class GpuBackend(Backend):
         return None
 
     def device(self, config: Config) -> Device:
-        """See `Backend.device`."""
         with self._loading():
             runtime = self.runtime()
             index = choose(config, runtime.count(), runtime.current())
@@ -72,7 +69,6 @@ class GpuBackend(Backend):
     def collective(
         self, config: Config, job: str, me: int, members: int, name: str, store: Store, deadline: Deadline
     ) -> Collective:
-        """See `Backend.collective`."""
         device = self._device
         assert device is not None
         with self._loading():

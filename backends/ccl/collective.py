@@ -111,7 +111,6 @@ class CclCollective(Collective):
                     self._native[dtype.code << 4 | op] = found
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
-        """See `Collective.all_reduce`."""
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is not None:
             self._run(self._calls.all_reduce(count, native), src, dst, stream)
@@ -125,7 +124,6 @@ class CclCollective(Collective):
                     self.all_gather(share, dst + offset, counts, dtype, stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
-        """See `Collective.reduce`."""
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is not None:
             self._run(self._calls.reduce(count, native, root), src, dst, stream)
@@ -141,7 +139,6 @@ class CclCollective(Collective):
     def reduce_scatter(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        """See `Collective.reduce_scatter`."""
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is None:
             self._reduce_blocks(parts(src, counts, dtype.itemsize), dst, dtype, op, stream)
@@ -152,29 +149,23 @@ class CclCollective(Collective):
             self._device.scale(dst, dst, mine, dtype, 1.0, self._members, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
-        """See `Collective.all_gather`."""
         self._run(self._calls.all_gather(counts, dtype.itemsize), src, dst, stream)
 
     def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.broadcast`."""
         self._run(self._calls.broadcast(count * dtype.itemsize, root), src, dst, stream)
 
     def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.gather`."""
         self._run(self._calls.gather(counts, dtype.itemsize, root), src, dst, stream)
 
     def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.scatter`."""
         self._run(self._calls.scatter(counts, dtype.itemsize, root), src, dst, stream)
 
     def all_to_all(
         self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
     ) -> None:
-        """See `Collective.all_to_all`."""
         self._run(self._calls.all_to_all(counts, recv_counts, dtype.itemsize), src, dst, stream)
 
     def enqueued(self, form: CollectiveForm) -> EnqueuedCall | None:
-        """See `Collective.enqueued`."""
         op, counts, recv_counts, dtype, reduction, root = form
         native, size = self._native.get(dtype.code << 4 | reduction.op), dtype.itemsize
         calls: list[LibraryCall] = []

@@ -28,7 +28,6 @@ class CudaBackend(GpuBackend):
 
     @classmethod
     def serves(cls, library: ModuleType) -> bool:
-        """See `Backend.serves`."""
         if library.__name__ == "torch":
             return library.version.cuda is not None
         return library.__name__ == "cupy" and not library.cuda.runtime.is_hip
@@ -50,17 +49,14 @@ class CudaBackend(GpuBackend):
         return None
 
     def runtime(self) -> CudaRuntime:
-        """See `GpuBackend.runtime`."""
         from xvcomm.backends.cuda.runtime import CudaRuntime
 
         return CudaRuntime()
 
     def library(self, architecture: str) -> Library:
-        """See `GpuBackend.library`."""
         from xvcomm.backends.cuda.library import NcclLibrary
 
         return NcclLibrary(architecture)
 
     def bus(self, index: int) -> str:
-        """See `GpuBackend.bus`."""
         return self.runtime().bus(index)

@@ -98,28 +98,22 @@ class NcclLibrary(Library):
         self._comms: defaultdict[int, Any] = defaultdict(lambda: _NO_COMM)
 
     def version(self) -> int:
-        """See `Library.version`."""
         return int(_checked("ncclGetVersion", nccl.get_version))
 
     def dtypes(self) -> Mapping[str, int]:
-        """See `Library.dtypes`."""
         float8 = self._capability >= _FLOAT8_ARCHITECTURE and self.version() >= _FLOAT8_VERSION
         return _DTYPES | _FLOAT8 if float8 else _DTYPES
 
     def ops(self) -> Mapping[ReduceOp, int]:
-        """See `Library.ops`."""
         return _OPS
 
     def explain(self, code: int, comm: int) -> str:
-        """See `Library.explain`."""
         return ": ".join(filter(None, (_words(code), nccl.get_last_error(self._comms[comm]))))
 
     def path(self) -> str:
-        """See `Library.path`."""
         return str(_inspect_loaded_library_path())
 
     def unique_id(self) -> bytes:
-        """See `Library.unique_id`."""
         made = _checked("ncclGetUniqueId", nccl.get_unique_id)  # owns the memory at `ptr`
         return ctypes.string_at(made.ptr, _UNIQUE_ID_BYTES)
 
@@ -130,26 +124,21 @@ class NcclLibrary(Library):
         return int(comm.handle)
 
     def state(self, comm: int) -> int:
-        """See `Library.state`."""
         return int(_checked("ncclCommGetAsyncError", nccl.comm_get_async_error, self._comms[comm]))
 
     def abort(self, comm: int) -> None:
-        """See `Library.abort`."""
         _checked("ncclCommAbort", nccl.comm_abort, self._comms.pop(comm))
 
     def destroy(self, comm: int) -> None:
-        """See `Library.destroy`."""
         _checked("ncclCommDestroy", nccl.comm_destroy, self._comms.pop(comm))
 
     def premul_sum(self, factor: float, dtype: int, comm: int) -> int:
-        """See `Library.premul_sum`."""
         scalar = np.full(1, factor, BY_NAME[_NAMES[dtype]].numpy)
         residence = int(nccl.ScalarResidence.HostImmediate)
         arguments = scalar.ctypes.data, dtype, residence, self._comms[comm]
         return int(_checked("ncclRedOpCreatePreMulSum", nccl.red_op_create_pre_mul_sum, *arguments))
 
     def free_op(self, op: int, comm: int) -> None:
-        """See `Library.free_op`."""
         _checked("ncclRedOpDestroy", nccl.red_op_destroy, op, self._comms[comm])
 
     group_start = _coded(nccl.group_start)

@@ -107,7 +107,6 @@ class CudaRuntime(Runtime):
     _launch = _bound("cuLaunchKernel", driver.launchKernel)
 
     def current(self) -> int:
-        """See `Runtime.current`."""
         index = self._devices.get(self._context())
         return self._device() if index is None else index
 
@@ -143,34 +142,27 @@ class CudaRuntime(Runtime):
         """See `Runtime.recorded`; CUDA does not need it."""
 
     def failure(self, code: int) -> VendorError:
-        """See `Runtime.failure`."""
         return _failure("cuLaunchKernel", driver.CUDADriverError(code))
 
     def architecture(self, index: int) -> str:
-        """See `Runtime.architecture`."""
         return f"sm_{self._attribute(_MAJOR, index)}{self._attribute(_MINOR, index)}"
 
     def bus(self, index: int) -> str:
-        """See `Runtime.bus`."""
         return str(self._bus(index))
 
     def reaches(self, index: int, other: int) -> bool:
-        """See `Runtime.reaches`."""
         return bool(self._reaches(index, other))
 
     def close(self, address: int) -> None:
-        """See `Runtime.close`."""
         status = self._close(ctypes.c_uint64(address))
         if status != SUCCESS:
             raise _failure("cuIpcCloseMemHandle", runtime.CUDARuntimeError(status))
 
     def register(self, address: int, nbytes: int) -> int:
-        """See `Runtime.register`."""
         self._register(address, nbytes, _PORTABLE_AND_MAPPED)
         return int(self._attributes(address).devicePointer)
 
     def locate(self, address: int) -> int | None:
-        """See `Runtime.locate`."""
         found = self._attributes(address)
         on_device = found.type in (runtime.memoryTypeDevice, runtime.memoryTypeManaged)
         return int(found.device) if on_device else None
@@ -192,11 +184,9 @@ class CudaRuntime(Runtime):
         return bool(code == SUCCESS)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """See `Runtime.copy`."""
         self._copy(dst, src, nbytes, runtime.memcpyDefault, stream)
 
     def zero(self, address: int, nbytes: int, stream: int) -> None:
-        """See `Runtime.zero`."""
         self._set(address, 0, nbytes, stream)
 
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
@@ -225,7 +215,6 @@ class CudaRuntime(Runtime):
                 nvrtc.destroyProgram(program)
 
     def function(self, module: int, name: str) -> int:
-        """See `Runtime.function`."""
         found = self._function(module, name)
         # otherwise CUDA loads the kernel at its first launch, and waits for running kernels
         if self._finish_loading is not None:
@@ -233,5 +222,4 @@ class CudaRuntime(Runtime):
         return int(found)
 
     def launch(self, function: int, blocks: int, threads: int, params: int, stream: int) -> None:
-        """See `Runtime.launch`."""
         self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, params, 0)

@@ -70,7 +70,6 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         return kernels, Engine(self.runtime, self.index, kernels, config.spin_us * 1e-6)
 
     def capabilities(self) -> DeviceCapabilities:
-        """See `Device.capabilities`."""
         return self._able
 
     @on_device
@@ -80,7 +79,6 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
 
     @on_device
     def streams(self, count: int) -> tuple[GpuStream, ...]:
-        """See `Device.streams`."""
         return tuple(self._engine.stream() for _ in range(count))
 
     def adopt(self, handle: int | None, *addresses: int) -> GpuStream:
@@ -130,13 +128,11 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
 
     @on_device
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
-        """See `Device.copy`."""
         if nbytes:
             self.runtime.copy(dst, src, nbytes, cast(GpuStream, stream).handle)
 
     @on_device
     def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
-        """See `Device.put`."""
         cast(GpuStream, stream).transfer(end, src, message, None, False)
 
     @on_device
@@ -144,30 +140,24 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
         *, remote_first: bool = False,
     ) -> None:  # fmt: skip
-        """See `Device.get`."""
         cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
 
     @on_device
     def enqueued_messages(self, forms: Sequence[MessageForm]) -> EnqueuedMessages | None:
-        """See `SupportsEnqueuedMessages.enqueued_messages`."""
         found = self._engine.messages([(form.end, (form.message, form.op, form.remote_first)) for form in forms])
         return EnqueuedMessages(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
 
     def enqueued_copy(self, nbytes: int) -> EnqueuedCall:
-        """See `SupportsEnqueuedLocal.enqueued_copy`."""
         return self._local(LocalCall.copy(self._kernels, nbytes))
 
     def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall:
-        """See `SupportsEnqueuedLocal.enqueued_scale`."""
         return self._local(LocalCall.scale(self._kernels, count, dtype, factor, divisor))
 
     def enqueued_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool) -> EnqueuedCall:
-        """See `SupportsEnqueuedLocal.enqueued_reduce`."""
         return self._local(LocalCall.reduce(self._kernels, count, dtype, op, divisor, src_first=src_first))
 
     @on_device
     def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
-        """See `SupportsEnqueuedEvents.enqueued_events`."""
         at_once = EVENTS_AT_ONCE if stream.lasting else _EVENTS_OF_OTHERS
         found = StreamEvents(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
         return EnqueuedEvents(BRANCH, RECORD, FOLLOW, found.address, found, found.take, self._failed)
@@ -179,38 +169,31 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         raise told(self.runtime.failure(code), self.runtime.kind, self.index)
 
     def peer_memory(self) -> PeerMemory:
-        """See `SupportsPeerMemory.peer_memory`."""
         return self._peers
 
     @on_device
     def export_memory(self, nbytes: int) -> ExportedMemory:
-        """See `SupportsPeerMemory.export_memory`."""
         return self._shared.export_memory(nbytes)
 
     def reclaim(self, exported: ExportedMemory, returned: Callable[[], bool]) -> None:
-        """See `SupportsPeerMemory.reclaim`."""
         self._shared.reclaim(exported, returned)
 
     @on_device
     def import_memory(self, handle: bytes) -> int:
-        """See `SupportsPeerMemory.import_memory`."""
         return self._shared.import_memory(handle)
 
     @on_device
     def release_import(self, address: int) -> None:
-        """See `SupportsPeerMemory.release_import`."""
         self._shared.release_import(address)
 
     @on_device
     def reduce(
         self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0
     ) -> None:
-        """See `Device.reduce`."""
         self._kernels.reduce(dst, srcs, count, dtype, op, cast(GpuStream, stream).handle, divisor)
 
     @on_device
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
-        """See `Device.scale`."""
         self._kernels.scale(dst, src, count, dtype, factor, divisor, cast(GpuStream, stream).handle)
 
 

@@ -212,7 +212,6 @@ class GpuStream(Stream):
 
     @on_device
     def record_event(self) -> Event:
-        """See `Stream.record_event`."""
         return self._start() or self._newest_event()
 
     def _newest_event(self) -> Event:
@@ -229,7 +228,6 @@ class GpuStream(Stream):
 
     @on_device
     def wait(self, event: object) -> None:
-        """See `Stream.wait`."""
         self._start()
         self.runtime.wait(self._handle, cast(Event, event).handle)
         self.enqueued()
@@ -243,14 +241,12 @@ class GpuStream(Stream):
             raise told(error, self.runtime.kind, self.index) from error
 
     def capturing(self) -> bool:
-        """See `Stream.capturing`."""
         try:
             return self.runtime.capture(self._handle) != 0
         except VendorError as error:
             raise told(error, self.runtime.kind, self.index) from error
 
     def together(self) -> None:
-        """See `Stream.together`."""
         if self._together is None:
             self._together = []
 

@@ -24,7 +24,6 @@ class HostBackend(Backend):
         return None
 
     def device(self, config: Config) -> Device:
-        """See `Backend.device`."""
         from xvcomm.backends.host.device import HostDevice
 
         return HostDevice(config)
@@ -32,7 +31,6 @@ class HostBackend(Backend):
     def collective(
         self, config: Config, job: str, me: int, members: int, name: str, store: Store, deadline: Deadline
     ) -> Collective:
-        """See `Backend.collective`."""
         from xvcomm.backends.host.collective import HostCollective
 
         return HostCollective(config, job, me, members, name, store, deadline)

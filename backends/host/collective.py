@@ -135,7 +135,6 @@ class HostCollective(Collective, SupportsPartialSums):
             self._segment.unlink()
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
-        """See `Collective.all_reduce`."""
         if op.op is ReduceOp.PREMUL_SUM:
             with _Scaled(src, dst, count, count, dtype, op.factor) as (src, dst, dtype):
                 self.all_reduce(src, dst, count, dtype, _SUM, stream)
@@ -144,7 +143,6 @@ class HostCollective(Collective, SupportsPartialSums):
         self._run(plan, src, dst, stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
-        """See `Collective.reduce`."""
         if op.op is ReduceOp.PREMUL_SUM:
             with _Scaled(src, dst, count, count if self._me == root else 0, dtype, op.factor) as (src, dst, dtype):
                 self.reduce(src, dst, count, dtype, _SUM, root, stream)
@@ -154,7 +152,6 @@ class HostCollective(Collective, SupportsPartialSums):
     def reduce_scatter(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        """See `Collective.reduce_scatter`."""
         if op.op is ReduceOp.PREMUL_SUM:
             with _Scaled(src, dst, sum(counts), counts[self._me], dtype, op.factor) as (src, dst, dtype):
                 self.reduce_scatter(src, dst, counts, dtype, _SUM, stream)
@@ -164,29 +161,23 @@ class HostCollective(Collective, SupportsPartialSums):
     def partial_sums(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        """See `SupportsPartialSums.partial_sums`."""
         self._run(self._reduce_scatter(counts, dtype, op, rounds=False), src, dst, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
-        """See `Collective.all_gather`."""
         self._run(self._all_gather(counts, dtype), src, dst, stream)
 
     def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.broadcast`."""
         self._run(self._broadcast(count, dtype, root, in_place=src == dst), src, dst, stream)
 
     def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.gather`."""
         self._run(self._gather(counts, dtype, root), src, dst, stream)
 
     def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """See `Collective.scatter`."""
         self._run(self._scatter(counts, dtype, root), src, dst, stream)
 
     def all_to_all(
         self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
     ) -> None:
-        """See `Collective.all_to_all`."""
         self._run(self._all_to_all(counts, recv_counts, dtype), src, dst, stream)
 
     def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
@@ -273,18 +264,15 @@ class HostCollective(Collective, SupportsPartialSums):
         return self._exchange(parts, self._ranks)
 
     def abort(self, word: int) -> None:
-        """See `Collective.abort`."""
         if self._arena:
             cell = ctypes.c_int64.from_address(self._arena + ABORT)
             if not cell.value:
                 cell.value = word
 
     def error(self) -> int:
-        """See `Collective.error`."""
         return ctypes.c_int64.from_address(self._arena + ABORT).value if self._arena else 0
 
     def close(self) -> None:
-        """See `Collective.close`."""
         if self._arena:
             self._segment.unlink()  # without this member it is useless to members that have not mapped it yet
             self._arena = 0

@@ -68,7 +68,6 @@ class HostStream(Stream):
         return self.batch.generation, len(self.batch), self.lane
 
     def wait(self, event: object) -> None:
-        """See `Stream.wait`."""
         generation, length, lane = cast(tuple[int, int, int], event)
         if generation == self.batch.generation and length:
             gates = list(self.gates)
@@ -93,7 +92,6 @@ class HostStream(Stream):
             self.batch.finish(self.deadline)
 
     def flush(self) -> Future[None]:
-        """See `Stream.flush`."""
         if self.batch.nbytes <= EAGER_BYTES and self.batch.move_ready():
             done: Future[None] = Future()
             done.set_result(None)
@@ -101,7 +99,6 @@ class HostStream(Stream):
         return self._engine.submit(self.batch, self.deadline)
 
     def discard(self) -> None:
-        """See `Stream.discard`."""
         self.batch.discard()
 
 
@@ -116,16 +113,13 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
         self._scratch = np.empty(BLOCK * 16, np.uint8)
 
     def capabilities(self) -> DeviceCapabilities:
-        """See `Device.capabilities`."""
         return DeviceCapabilities("host", platform.machine(), "host")
 
     def empty(self, nbytes: int) -> Allocation:
-        """See `Device.empty`."""
         memory = np.empty(nbytes + 64, np.uint8)
         return Allocation(-(-memory.ctypes.data // 64) * 64, nbytes, memory)
 
     def streams(self, count: int) -> tuple[HostStream, ...]:
-        """See `Device.streams`."""
         assert count <= MAX_STREAMS
         batch = Batch(self._spins, self._process_memory)
         return tuple(HostStream(batch, lane, self._engine) for lane in range(count))
@@ -137,12 +131,10 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
         return self.streams(1)[0]
 
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
-        """See `Device.copy`."""
         stream.synchronize()
         ctypes.memmove(dst, src, nbytes)
 
     def put(self, end: RingEnd, src: int, message: Message, stream: Stream) -> None:
-        """See `Device.put`."""
         assert isinstance(stream, HostStream)
         stream.batch.add(_PUT, end, src, message, lane=stream.lane, gates=stream.gates)
 
@@ -150,7 +142,6 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
         self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
         *, remote_first: bool = False,
     ) -> None:  # fmt: skip
-        """See `Device.get`."""
         assert isinstance(stream, HostStream)
         kind, itemsize, combine = _GET, 1, 0
         if op is not None:
@@ -159,13 +150,11 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
         stream.batch.add(kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates)
 
     def message_mover(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostMessageMover:
-        """See `SupportsMessageMovers.message_mover`."""
         return HostMessageMover(end, op, recorder, communicator, stop, self._spins, self._process_memory)
 
     def reduce(
         self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0
     ) -> None:
-        """See `Device.reduce`."""
         stream.synchronize()
         k = kit(dtype, op)
         numbers = (k.pair, k.first, k.more, k.last)
@@ -175,13 +164,11 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
         reduce_local(numbers, finishes, dst, table, len(srcs), count, dtype.itemsize, divisor, scratch)
 
     def scale(self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream) -> None:
-        """See `Device.scale`."""
         stream.synchronize()
         scale(scaler(dtype), dst, src, count, factor, divisor)
 
     def convert(
         self, dst: int, src: int, count: int, dtype: DType, factor: float, divisor: int, stream: Stream, *, widens: bool
     ) -> None:
-        """See `SupportsConversion.convert`."""
         stream.synchronize()
         scale(widener(dtype) if widens else finisher(dtype), dst, src, count, factor, divisor)

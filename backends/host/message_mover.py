@@ -100,19 +100,16 @@ class HostMessageMover(MessageMover):
 
     @property
     def record(self) -> int:
-        """See `MessageMover.record`."""
         number: int = self._record.record
         return max(number, ~number)
 
     def begin(self, collective: int, data: int, dtype: int, nbytes: int, tag: int, call_site: int) -> bool:
-        """See `MessageMover.begin`."""
         code = _begin_kernel(self._address, collective, data, dtype, nbytes, tag, call_site)
         if code > PENDING:
             raise self._stopped()
         return bool(code == READY)
 
     def finish(self, deadline: Deadline) -> None:
-        """See `MessageMover.finish`."""
         while not self.advance():
             if deadline.expired():
                 raise RingStalled([self.end])
@@ -132,7 +129,6 @@ class HostMessageMover(MessageMover):
         return RingStopped(self.end, self.end.abort_word(), self._record.row.sequence)
 
     def discard(self) -> bool:
-        """See `MessageMover.discard`."""
         if self._record.record < 0:
             return False
         self.end.give_up()

@@ -29,7 +29,6 @@ class RocmBackend(GpuBackend):
 
     @classmethod
     def serves(cls, library: ModuleType) -> bool:
-        """See `Backend.serves`."""
         if library.__name__ == "torch":
             return library.version.hip is not None
         return library.__name__ == "cupy" and bool(library.cuda.runtime.is_hip)
@@ -53,19 +52,16 @@ class RocmBackend(GpuBackend):
         return None
 
     def runtime(self) -> HipRuntime:
-        """See `GpuBackend.runtime`."""
         from xvcomm.backends.rocm.runtime import HipRuntime
 
         return HipRuntime()
 
     def library(self, architecture: str) -> Library:
-        """See `GpuBackend.library`."""
         from xvcomm.backends.rocm.library import RcclLibrary
 
         return RcclLibrary()
 
     def bus(self, index: int) -> str:
-        """See `GpuBackend.bus`."""
         return self.runtime().bus(index)
 
 

@@ -43,28 +43,22 @@ class RcclLibrary(Library):
         self._ops: dict[int, Any] = {int(member): member for member in _O}
 
     def version(self) -> int:
-        """See `Library.version`."""
         return int(_checked(rccl.ncclGetVersion))
 
     def dtypes(self) -> Mapping[str, int]:
-        """See `Library.dtypes`."""
         return _DTYPES
 
     def ops(self) -> Mapping[ReduceOp, int]:
-        """See `Library.ops`."""
         return _OPS
 
     def explain(self, code: int, comm: int) -> str:
-        """See `Library.explain`."""
         last = str(rccl.ncclGetLastError(self._comms[comm])[1] or "")
         return ": ".join(filter(None, (_words(code), last)))
 
     def path(self) -> str:
-        """See `Library.path`."""
         return os.fsdecode(get_library_path("rccl"))
 
     def unique_id(self) -> bytes:
-        """See `Library.unique_id`."""
         return bytes(_checked(rccl.ncclGetUniqueId).internal)
 
     def join(self, unique_id: bytes, members: int, me: int) -> int:
@@ -74,21 +68,17 @@ class RcclLibrary(Library):
         return int(comm)
 
     def state(self, comm: int) -> int:
-        """See `Library.state`."""
         code = ctypes.c_int()
         _checked(rccl.ncclCommGetAsyncError, self._comms[comm], ctypes.addressof(code))
         return code.value
 
     def abort(self, comm: int) -> None:
-        """See `Library.abort`."""
         _checked(rccl.ncclCommAbort, self._comms.pop(comm))
 
     def destroy(self, comm: int) -> None:
-        """See `Library.destroy`."""
         _checked(rccl.ncclCommDestroy, self._comms.pop(comm))
 
     def premul_sum(self, factor: float, dtype: int, comm: int) -> int:
-        """See `Library.premul_sum`."""
         scalar, op = np.full(1, factor, BY_NAME[_NAMES[dtype]].numpy), ctypes.c_int()
         residence = rccl.ncclScalarResidence_t.ncclScalarHostImmediate
         where = ctypes.addressof(op), scalar.ctypes.data
@@ -97,44 +87,34 @@ class RcclLibrary(Library):
         return op.value
 
     def free_op(self, op: int, comm: int) -> None:
-        """See `Library.free_op`."""
         _checked(rccl.ncclRedOpDestroy, self._ops[op], self._comms[comm])
 
     def group_start(self) -> int:
-        """See `Library.group_start`."""
         return _coded(rccl.ncclGroupStart)
 
     def group_end(self) -> int:
-        """See `Library.group_end`."""
         return _coded(rccl.ncclGroupEnd)
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, comm: int, stream: int) -> int:
-        """See `Library.all_reduce`."""
         return _coded(rccl.ncclAllReduce, src, dst, count, _MEMBERS[dtype], self._ops[op], self._comms[comm], stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int) -> int:
-        """See `Library.reduce`."""
         return _coded(rccl.ncclReduce, src, dst, count, _MEMBERS[dtype], self._ops[op], root, self._comms[comm], stream)
 
     def reduce_scatter(self, src: int, dst: int, count: int, dtype: int, op: int, comm: int, stream: int) -> int:
-        """See `Library.reduce_scatter`."""
         kind, what, whose = _MEMBERS[dtype], self._ops[op], self._comms[comm]
         return _coded(rccl.ncclReduceScatter, src, dst, count, kind, what, whose, stream)
 
     def all_gather(self, src: int, dst: int, count: int, dtype: int, comm: int, stream: int) -> int:
-        """See `Library.all_gather`."""
         return _coded(rccl.ncclAllGather, src, dst, count, _MEMBERS[dtype], self._comms[comm], stream)
 
     def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, comm: int, stream: int) -> int:
-        """See `Library.broadcast`."""
         return _coded(rccl.ncclBroadcast, src, dst, count, _MEMBERS[dtype], root, self._comms[comm], stream)
 
     def send(self, src: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
-        """See `Library.send`."""
         return _coded(rccl.ncclSend, src, count, _MEMBERS[dtype], peer, self._comms[comm], stream)
 
     def recv(self, dst: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
-        """See `Library.recv`."""
         return _coded(rccl.ncclRecv, dst, count, _MEMBERS[dtype], peer, self._comms[comm], stream)
 
 

@@ -149,11 +149,9 @@ class HipRuntime(Runtime):
         return Addresses(*_addresses(*names))
 
     def failure(self, code: int) -> VendorError:
-        """See `Runtime.failure`."""
         return _failure("hipModuleLaunchKernel", code)
 
     def recorded(self, event: int, stream: int) -> None:
-        """See `Runtime.recorded`."""
         self._streams[event] = stream
 
     def architecture(self, index: int) -> str:
@@ -161,28 +159,23 @@ class HipRuntime(Runtime):
         return _text(self._properties(index).gcnArchName).partition(":")[0]
 
     def bus(self, index: int) -> str:
-        """See `Runtime.bus`."""
         found = self._properties(index)
         return f"{found.pciDomainID:04x}:{found.pciBusID:02x}:{found.pciDeviceID:02x}"
 
     def export(self, address: int) -> bytes:
-        """See `Runtime.export`."""
         made = self._export(address)
         return ctypes.string_at(int(made), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
-        """See `Runtime.open`."""
         made = hip.hipIpcMemHandle_t()
         ctypes.memmove(int(made), handle, _HANDLE_BYTES)
         return int(self._open(made))
 
     def register(self, address: int, nbytes: int) -> int:
-        """See `Runtime.register`."""
         self._register(address, nbytes)
         return int(self._mapped(address))
 
     def locate(self, address: int) -> int | None:
-        """See `Runtime.locate`."""
         try:
             found = self._attributes(address)
         except VendorError as error:
@@ -196,7 +189,6 @@ class HipRuntime(Runtime):
         return int(self._capture_info(stream)) if stream != 0 and self._capturing(stream) else 0
 
     def record(self, event: int, stream: int) -> None:
-        """See `Runtime.record`."""
         self._record(event, stream)
         self.recorded(event, stream)
 
@@ -208,11 +200,9 @@ class HipRuntime(Runtime):
         return bool(code == SUCCESS)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """See `Runtime.copy`."""
         self._copy(dst, src, nbytes, _ANY_DIRECTION, stream)
 
     def zero(self, address: int, nbytes: int, stream: int) -> None:
-        """See `Runtime.zero`."""
         self._set(address, 0, nbytes, stream)
 
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
@@ -236,9 +226,7 @@ class HipRuntime(Runtime):
             self._destroy(program.createRef())
 
     def function(self, module: int, name: str) -> int:
-        """See `Runtime.function`."""
         return int(self._function(module, name.encode()))
 
     def launch(self, function: int, blocks: int, threads: int, params: int, stream: int) -> None:
-        """See `Runtime.launch`."""
         self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, params)

@@ -30,14 +30,12 @@ class ShmTransport(Transport):
         self._host = host
 
     def capabilities(self) -> Capabilities:
-        """See `Transport.capabilities`."""
         return Capabilities("shm", self._host, rank_order=0)
 
     def open_ring(
         self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
         job: str,
     ) -> RingEnd:  # fmt: skip
-        """See `Transport.open_ring`."""
         if store.add(name + "/ends", 1, deadline) > 1:
             made = store.get(name, deadline).decode()
             try:

@@ -43,12 +43,13 @@ def documented_methods(trees: dict[Path, ast.Module]) -> dict[str, tuple[set[str
     return classes
 
 
-def inherits_docstring(owner: str, method: str, classes: dict[str, tuple[set[str], set[str]]]) -> bool:
-    """Whether a base class of `owner` documents `method`."""
+def inherits_docstring(owner: str, method: str, classes: dict[str, tuple[set[str], set[str]]], *below: str) -> bool:
+    """Whether a base class of `owner` documents `method`; `below`: the classes that led to it, since two may share a name."""
+    below = (owner, *below)
     return any(
-        method in classes[base][1] or inherits_docstring(base, method, classes)
+        method in classes[base][1] or inherits_docstring(base, method, classes, *below)
         for base in classes[owner][0]
-        if base in classes and base != owner
+        if base in classes and base not in below
     )
 
 

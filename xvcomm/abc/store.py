@@ -50,7 +50,7 @@ class Store(ABC):
 
     @abstractmethod
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back.
+        """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back; `get` returns its decimal digits.
 
         Raises:
             DeadlineExceeded: the store did not answer in time.
@@ -72,17 +72,13 @@ class PrefixStore(Store):
         self._store = store
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`."""
         self._store.set(self._prefix + key, value, deadline)
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """See `Store.get`."""
         return self._store.get(self._prefix + key, deadline)
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`."""
         self._store.wait([self._prefix + key for key in keys], deadline)
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`."""
         return self._store.add(self._prefix + key, amount, deadline)

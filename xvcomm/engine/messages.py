@@ -164,7 +164,6 @@ class HostTransfers(Transfers):
         self._fail([t], error)
 
     def run(self, transfers: Sequence[MessageRequest]) -> None:
-        """See `Transfers.run`."""
         stream = self._take_stream()
         try:
             self._enqueue_all(transfers, stream)
@@ -176,12 +175,10 @@ class HostTransfers(Transfers):
         self._complete(transfers)
 
     def work(self, t: MessageRequest) -> Work:
-        """See `Transfers.work`."""
         t.deferred = ProcessFuture()
         return Work(t.deferred, f"{t.name} with rank {t.peer}")
 
     def start(self, transfers: Sequence[MessageRequest]) -> None:
-        """See `Transfers.start`."""
         stream = self._take_stream()
         try:
             self._enqueue_all(transfers, stream)
@@ -196,7 +193,6 @@ class HostTransfers(Transfers):
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
 
     def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
-        """See `Transfers.copy`."""
         for pair in pairs:
             sent, received = pair
             stream = self._take_stream()
@@ -212,7 +208,6 @@ class HostTransfers(Transfers):
             self._complete(pair)
 
     def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
-        """See `Transfers.give_up`."""
         for t in transfers:
             if t.deferred is not None and not t.deferred.done():
                 t.deferred.set_exception(error)

@@ -143,7 +143,6 @@ class Started(Work):
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> Any:
-        """See `Work.wait`."""
         view = self._view()
         if view is not None and view.staged:
             return self.synchronize(timeout)
@@ -151,7 +150,6 @@ class Started(Work):
         return self._result()
 
     def order(self, stream: int | None) -> None:
-        """See `Work.order`."""
         if self._beside.context.lifecycle.word() and self.done():
             self._raise()
         if not self._well:
@@ -161,7 +159,6 @@ class Started(Work):
             self._group.keep.pop(self._key, None)
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        """See `Work.synchronize`."""
         deadline, spins = Deadline.after(timeout), 0
         while not self.done():
             if deadline.expired():
@@ -174,7 +171,6 @@ class Started(Work):
     result = synchronize
 
     def done(self) -> bool:
-        """See `Work.done`."""
         if self._well or self._error is not None:
             return True
         together = self._group.batch
@@ -196,11 +192,9 @@ class Started(Work):
         return True
 
     def exception(self) -> BaseException | None:
-        """See `Work.exception`."""
         return self._error if self.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
-        """See `refuse_callback`."""
         refuse_callback(str(self._operation()))
 
     def _at_home(self, stream: int | None) -> bool:
@@ -243,7 +237,6 @@ class StartedCollective(Started):
         self._call = call
 
     def order(self, stream: int | None) -> None:
-        """See `Work.order`."""
         super().order(stream)
         if self._call.dst is not None and self._at_home(stream):
             self._call.src = None  # it may be large, and nothing else may hold its memory
@@ -274,7 +267,6 @@ class StartedMessage(Started):
         self._transfer, self._come = t, come
 
     def order(self, stream: int | None) -> None:
-        """See `Work.order`."""
         self._come(self.done, NEVER)
         super().order(stream)
 

@@ -48,7 +48,6 @@ class StreamTransfers(Transfers):
         context.lifecycle.on_close(self._admission.close)
 
     def run_alone(self, t: MessageRequest) -> None:
-        """See `Transfers.run_alone`."""
         handle = t.stream
         if handle is None or t.view.staged:
             self.run([t])
@@ -162,7 +161,6 @@ class StreamTransfers(Transfers):
             self._admission.see_through(ends, deadline)
 
     def work(self, t: MessageRequest) -> Work:
-        """See `Transfers.work`."""
         t.deferred = deferred = DeferredWork(_what(t))
         return deferred
 
@@ -255,12 +253,10 @@ class StreamTransfers(Transfers):
                 self._become(t, batch)
 
     def settle(self, peers: Collection[int], channel: int) -> None:
-        """See `Transfers.settle`."""
         if self._admission:
             self._admission.let_go_to(peers, channel)
 
     def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
-        """See `Transfers.give_up`."""
         for t in transfers:
             if t.deferred is not None:
                 t.deferred.give_up(error)

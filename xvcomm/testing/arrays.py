@@ -67,19 +67,15 @@ class HostArrays(Arrays):
     asynchronous = False
 
     def put(self, x: Array) -> Array:
-        """See `Arrays.put`."""
         return x.copy()
 
     def get(self, x: Any) -> Array:
-        """See `Arrays.get`."""
         return np.asarray(x)
 
     def fill(self, x: Any, values: Array) -> None:
-        """See `Arrays.fill`."""
         x[...] = values
 
     def copy(self, dst: Any, src: Any) -> None:
-        """See `Arrays.copy`."""
         dst[...] = src
 
     def synchronize(self) -> None:
@@ -112,13 +108,11 @@ class DeviceArrays(Arrays):
         return DeviceArray(self, memory, memory.address, shape, row_major(shape), dtype)
 
     def put(self, x: Array) -> DeviceArray:
-        """See `Arrays.put`."""
         made = self.empty(x.shape, from_numpy(x.dtype))
         self.fill(made, x)
         return made
 
     def get(self, x: DeviceArray) -> Array:
-        """See `Arrays.get`."""
         assert x.contiguous
         host = np.empty(x.shape, x.dtype.numpy)
         if host.nbytes:
@@ -143,12 +137,10 @@ class DeviceArrays(Arrays):
         self.device.copy(x.address, self._bridge.address, source.nbytes, self.stream)
 
     def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """See `Arrays.copy`."""
         assert dst.contiguous and src.contiguous and dst.nbytes == src.nbytes
         self.device.copy(dst.address, src.address, src.nbytes, self.stream)
 
     def synchronize(self) -> None:
-        """See `Arrays.synchronize`."""
         _ = self.handle
         self.stream.deadline = Deadline.after(SECONDS)
         self.stream.synchronize()

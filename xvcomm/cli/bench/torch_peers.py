@@ -114,7 +114,6 @@ class Gloo(TorchLibrary):
         super().__init__("gloo", "gloo", ranks)
 
     def bind(self, case: Case, buffers: Buffers) -> Call:
-        """See `Contender.bind`."""
         if buffers.memory.kind == "host":
             src, dst = (self._tensor(case, array) for array in (buffers.src, buffers.dst))
             return self._calls(src, src if buffers.dst is buffers.src else dst)[case.op]

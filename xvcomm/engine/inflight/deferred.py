@@ -31,32 +31,26 @@ class DeferredWork(Work):
             self._error = error
 
     def wait(self, timeout: float | None = None) -> Any:
-        """See `Work.wait`."""
         work, left = self._started(timeout)
         return work.wait(left)
 
     def order(self, stream: int | None) -> None:
-        """See `Work.order`."""
         work, _ = self._started(None)
         work.order(stream)
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        """See `Work.synchronize`."""
         work, left = self._started(timeout)
         return work.synchronize(left)
 
     result = synchronize
 
     def done(self) -> bool:
-        """See `Work.done`."""
         return self._error is not None or (self.work is not None and self.work.done())
 
     def exception(self) -> BaseException | None:
-        """See `Work.exception`."""
         return self._error or (self.work.exception() if self.work is not None else None)
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
-        """See `refuse_callback`."""
         refuse_callback(self._what)
 
     def _started(self, timeout: float | None) -> tuple[Work, float | None]:

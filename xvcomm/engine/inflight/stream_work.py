@@ -33,20 +33,17 @@ class StreamWork(Work):
         self._what, self._batch = what, batch
 
     def wait(self, timeout: float | None = None) -> Any:
-        """See `Work.wait`."""
         if self._now is None:
             return self.synchronize(timeout)
         self.order(self._now())
         return self._finish()
 
     def order(self, stream: int | None) -> None:
-        """See `Work.order`."""
         self._tracker.poll()
         self._raise()
         self._tracker.follow(stream, self._batch)
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        """See `Work.synchronize`."""
         batch = self._batch
         if batch.event.captured:
             raise ArgumentError(f"{self._what} went into a graph: only wait() orders it; synchronize with the graph")
@@ -58,16 +55,13 @@ class StreamWork(Work):
     result = synchronize
 
     def done(self) -> bool:
-        """See `Work.done`."""
         self._tracker.poll()
         return self._batch.over or self._batch.error is not None
 
     def exception(self) -> BaseException | None:
-        """See `Work.exception`."""
         return self._batch.error if self.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> NoReturn:
-        """See `refuse_callback`."""
         refuse_callback(self._what)
 
     def _raise(self) -> None:

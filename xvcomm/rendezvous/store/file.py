@@ -67,12 +67,10 @@ class FileStore(PollingStore):
         return f"the store in {self._folder}"
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`."""
         with self._reported(f"set {key!r} in"):
             self._write(key, value)
 
     def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
-        """See `PollingStore.look`."""
         with self._reported(f"get {key!r} from"):
             try:
                 return self._path(key).read_bytes()
@@ -80,7 +78,6 @@ class FileStore(PollingStore):
                 return None
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` returns the sum in decimal digits."""
         with self._reported(f"add to {key!r} in"), (self._folder / folder.LOCK).open("ab") as lock:
             folder.hold(self._folder, lock.fileno(), deadline)
             try:

@@ -18,18 +18,15 @@ class MemoryStore(Store):
         self._changed = threading.Condition()
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """See `Store.get`."""
         self.wait([key], deadline)
         return self._values[key]
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`."""
         missing = set(keys)
         with self._changed:
             while missing := missing - self._values.keys():
@@ -39,7 +36,6 @@ class MemoryStore(Store):
                 self._changed.wait(None if math.isinf(left) else left)
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` returns the sum in decimal digits."""
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = b"%d" % total

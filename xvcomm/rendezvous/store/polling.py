@@ -23,14 +23,12 @@ class PollingStore(Store):
         """
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """See `Store.get`."""
         found = poll(partial(self.look, key, deadline), deadline)
         if found is None:
             raise NotSet(f"{key!r} was not set in {self} in time; a rank is late or missing")
         return found
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`."""
         missing = [key for key in keys if poll(partial(self.look, key, deadline), deadline) is None]
         if missing:
             names = ", ".join(map(repr, missing[:8])) + (", ..." if len(missing) > 8 else "")

@@ -64,11 +64,9 @@ class TcpStore(Store):
         self._idle: list[_Link] = [self._connect(deadline, patient=True)]
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`."""
         self._call(wire.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """See `Store.get`."""
         reply = self._call(wire.Get(key, _seconds(deadline)), deadline, f"get {key!r}")
         assert isinstance(reply, wire.Value)
         return reply.value
@@ -78,7 +76,6 @@ class TcpStore(Store):
         self._call(wire.Wait(list(keys), _seconds(deadline)), deadline, "wait")
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` returns the sum in decimal digits."""
         reply = self._call(wire.Add(key, amount), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"add to {key!r}")
         assert isinstance(reply, wire.Total)
         return reply.total

@@ -101,12 +101,10 @@ class TorchStore(_LibraryStore):
         return f"torch's {type(self._store).__name__}"
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`."""
         with _reported(self):
             self._ask(partial(self._store.set, key, value), f"set {key!r}", deadline)
 
     def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
-        """See `PollingStore.look`."""
         with _reported(self):
             return self._ask(partial(self._look, key), f"get {key!r}", deadline)
 
@@ -114,7 +112,6 @@ class TorchStore(_LibraryStore):
         return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` returns the sum in decimal digits."""
         with _reported(self):
             return int(self._ask(partial(self._store.add, key, amount), f"add to {key!r}", deadline))
 
@@ -134,14 +131,12 @@ class JaxStore(_LibraryStore):
         return "JAX's coordination service"
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """See `Store.set`."""
         with _reported(self):
             self._ask(
                 partial(self._client.key_value_set_bytes, key, value, allow_overwrite=True), f"set {key!r}", deadline
             )
 
     def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
-        """See `PollingStore.look`."""
         with _reported(self):
             try:
                 return bytes(self._ask(partial(self._client.key_value_try_get_bytes, key), f"get {key!r}", deadline))
@@ -151,7 +146,6 @@ class JaxStore(_LibraryStore):
                 raise
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """See `Store.add`. `get` returns the sum in decimal digits."""
         with _reported(self):
             if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
                 return int(
