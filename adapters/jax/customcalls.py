@@ -33,7 +33,6 @@ class CustomCall(ABC):
     """One operation of a compiled program. Several threads may run it concurrently.
 
     Attributes:
-        spec: the operation.
         reads, writes: whether it has an input, and an output, in memory.
         device: index of the only device that takes part, if it is `lone`.
         text, number: identify it in compiled programs.
@@ -201,7 +200,6 @@ def prepared(spec: Spec, arrays: Sequence[Any], device: int | None = None) -> Cu
     """The call for a spec and its operands; the same object for the same text.
 
     Args:
-        spec: the operation.
         arrays: operands, or objects that define shape and dtype of each.
         device: index of the device that takes part, for a `lone` operation.
     """

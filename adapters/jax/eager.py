@@ -32,9 +32,7 @@ def evaluate(arrays: Sequence[Any], tokens: Sequence[Any], spec: Spec) -> list[A
     """Run an operation of a rank on host memory; blocks until it is complete.
 
     Args:
-        arrays: concrete arrays.
         tokens: tokens that it is ordered after; the first is returned, if the operation is carried.
-        spec: the operation.
 
     Raises:
         ArrayError: an array is on another device, or on several devices and the operation does not work on parts.

@@ -28,7 +28,6 @@ class Spec(ABC):
     """One operation of one communicator. Equal specs on equal arrays are the same code in a program.
 
     Attributes:
-        comm: the communicator.
         carried: whether it has a token as operand, after the arrays, and as last result.
         linked: whether it has another token as last operand, which it is also ordered after.
         ordered: whether JAX orders it by an effect.
@@ -100,7 +99,6 @@ class CollectiveSpec(Spec):
     """A collective.
 
     Attributes:
-        op: which collective.
         reduction: for reductions.
         root: for collectives with a root.
         rows: rows per rank along axis 0 of the array that contains all ranks' rows.

@@ -222,7 +222,6 @@ def block(spec: Any, ranks: int = 0) -> Block:
     """Parse a specification in which every rank has the same number of elements.
 
     Args:
-        spec: see the module.
         ranks: number of ranks that share the buffer if no count is given; 0 or 1 if it belongs to one rank.
 
     Raises:

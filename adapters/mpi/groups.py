@@ -13,7 +13,6 @@ class Group:
     """An ordered list of ranks of the whole job; local to this process.
 
     Attributes:
-        ranks: its members.
         mine: this process's rank in the whole job.
     """
 

@@ -42,12 +42,8 @@ class Send:
     """A send that was started.
 
     Args:
-        matcher: of its communicator.
         work: of the transfer; None if it is complete.
         key: if the receiver must acknowledge the message; else None.
-
-    Attributes:
-        timeout: in seconds.
     """
 
     def __init__(self, matcher: Matcher, work: Work | None, key: control.Key | None) -> None:

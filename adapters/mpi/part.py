@@ -22,12 +22,7 @@ _INSIDE = 2  # minimum depth of xvcomm's own frames when `start` looks up the ca
 
 
 class Part:
-    """The MPI state of one communicator.
-
-    Attributes:
-        comm: the communicator.
-        matcher: of its messages.
-    """
+    """The MPI state of one communicator."""
 
     def __init__(self, communicator: Communicator) -> None:
         if communicator.device != "host":

@@ -52,8 +52,6 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, late: Callable[[], 
     """Block until `done` relooks True, and match messages meanwhile.
 
     Args:
-        done: the condition.
-        deadline: when to stop waiting.
         late: called when the deadline has passed; it should raise.
     """
     looks, pause = 0, _SHORTEST

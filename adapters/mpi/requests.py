@@ -75,12 +75,9 @@ class Receiving(Started):
     """A receive.
 
     Args:
-        matcher: of its communicator.
-        receive: the posted receive.
         read: converts the received message to an object.
 
     Attributes:
-        timeout: in seconds.
         late: called when it has passed; raises.
     """
 

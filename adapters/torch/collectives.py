@@ -27,7 +27,6 @@ def on_any(operation: Operation, plane: Plane, tensors: Sequence[Tensor], how: O
 
     Args:
         operation: one of these functions.
-        plane: of the tensors.
         tensors: the output, and the input if that is a different tensor.
         how: options of the call.
     """

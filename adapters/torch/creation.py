@@ -32,7 +32,6 @@ def make(store: Any, rank: int, size: int, timeout: timedelta | None, backend: s
     """Create a group for the current call of `torch.distributed`; blocks until all its ranks call it.
 
     Args:
-        store: torch's, of this group.
         rank, size: in the group.
         timeout: of its operations; None for the default.
         backend: the backend name that the program passed.

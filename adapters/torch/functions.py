@@ -29,7 +29,6 @@ def all_reduce(x: Tensor, comm: Communicator, op: Op = "sum") -> Tensor:
 
     Args:
         x: any shape.
-        comm: the communicator.
         op: for gradients a sum: `"sum"`, `"avg"` or `premul_sum`.
 
     Raises:
@@ -58,8 +57,6 @@ def all_gather(x: Tensor, comm: Communicator, counts: Sequence[int] | None = Non
     """Concatenate the blocks of all ranks along axis 0; the transpose is `reduce_scatter`.
 
     Args:
-        x: this rank's rows.
-        comm: the communicator.
         counts: rows per rank, if they differ.
     """
     return _AllGather.apply(x, comm, counts)

@@ -48,9 +48,11 @@ class ProcessGroup(Identity):
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        """See `allreduce`."""
         return self.allreduce(tensors, opts)
 
     def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Work:
+        """See `allreduce`."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:

@@ -18,7 +18,6 @@ class Identity(dist.ProcessGroup):
     """Names, numbers and capabilities of a group, and its communicators.
 
     Attributes:
-        planes: its communicators.
         options: what torch reads of a backend's options.
     """
 

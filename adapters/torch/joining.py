@@ -29,7 +29,6 @@ class Planes:
 
     Attributes:
         comms: its communicators: `main` for the ranks' devices, and `host` if these are all GPUs.
-        name: name of the group.
         host, gpu: planes for tensors in host memory, and on a GPU; None if this rank has none.
     """
 
@@ -73,7 +72,6 @@ def join(store: Any, rank: int, size: int, timeout: float, making: Making) -> Pl
     """Create planes for a group that torch is about to create; blocks until all its ranks have called this.
 
     Args:
-        store: torch's, of this group.
         rank, size: in the group.
         timeout: seconds to join, and the default timeout of operations.
         making: the group that torch has been asked to create.

@@ -17,7 +17,6 @@ def monitored_barrier(store: Any, rank: int, size: int, number: int, seconds: fl
     """Block until all ranks are here. Rank 0 watches, through torch's store, as Gloo's does with messages.
 
     Args:
-        store: the group's.
         rank, size: in the group.
         number: sequence number of this barrier in the group.
         seconds: timeout of rank 0.

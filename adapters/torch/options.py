@@ -35,7 +35,6 @@ class Options(msgspec.Struct, frozen=True):
     """Options of one call.
 
     Attributes:
-        op: the reduction.
         root: rank in the group.
         timeout: in seconds; None for the group's default.
         waits: whether the caller waits for the result before anything else, so that no Work is needed.

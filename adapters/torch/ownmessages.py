@@ -21,11 +21,7 @@ from xvcomm.errors import ArgumentError, ArrayError, ClosedError
 
 
 class Carrier(Protocol):
-    """What a message of a rank to itself needs of its plane.
-
-    Attributes:
-        comm: the communicator.
-    """
+    """What a message of a rank to itself needs of its plane."""
 
     comm: Communicator
 
@@ -85,10 +81,7 @@ class OwnMessages:
         """Send a tensor to this rank itself, or receive it.
 
         Args:
-            carrier: the plane.
             tensor: to send or to receive into.
-            tag: of the message.
-            sends: whether this is the send.
             waits: whether the caller blocks, so that the other end must have been called before.
 
         Raises:

@@ -42,7 +42,6 @@ class Plane(ABC):
     """One communicator, and how a group's operations run on it.
 
     Attributes:
-        comm: the communicator.
         own: messages of this rank to itself.
         device: device to which tensors must be copied before they are passed to it; None if they are there already.
     """
@@ -73,8 +72,6 @@ class Plane(ABC):
         """Run `job(self)`, which calls the communicator's blocking operations, in order with the group's other jobs.
 
         Args:
-            job: the function.
-            tensors: the results.
             what: name for errors.
             waits: whether the caller waits for it at once.
             inputs: further tensors that it uses.
@@ -93,8 +90,6 @@ class Plane(ABC):
         """A Work for one of the communicator's asynchronous operations.
 
         Args:
-            work: the communicator's Work.
-            tensors: the results.
             what: name for errors.
             source: rank that a message comes from, or -1.
             then: called once it is complete.
@@ -211,7 +206,6 @@ class StreamPlane(Plane):
     """Tensors on a GPU: on the current stream, or concurrently on a stream of the group. The host never waits.
 
     Args (of the constructor):
-        device: the GPU.
         bring: whether tensors are elsewhere, and must be copied to the GPU.
         stream: the communicator's stream for operations, instead of the current stream.
     """

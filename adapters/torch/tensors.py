@@ -26,7 +26,6 @@ def view(x: Tensor, kind: str, stream: int | None = None) -> ArrayView:
     The core could create it through DLPack, which takes three times as long.
 
     Args:
-        x: the tensor.
         kind: device type of its device in xvcomm.
         stream: handle of the current stream there.
 

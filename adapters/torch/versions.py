@@ -23,7 +23,6 @@ class Making(NamedTuple):
 
     Attributes:
         ranks: the group's ranks in the default group; empty for the default group itself.
-        name: name of the group.
         device: the GPU that the user bound the default group to.
     """
 

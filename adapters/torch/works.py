@@ -149,11 +149,7 @@ class HostWork(Work):
 
 
 class Place(Protocol):
-    """What an operation on a GPU needs of its plane.
-
-    Attributes:
-        place: the GPU.
-    """
+    """What an operation on a GPU needs of its plane."""
 
     place: torch.device
 
@@ -174,7 +170,6 @@ class StreamWork(Work):
     """Several steps enqueued on a GPU stream; the host has not waited for them.
 
     Args (of the constructor):
-        place: its plane.
         event: recorded on `stream`, after the operation.
         used: tensors that the stream uses; kept until another stream waits for it.
     """
@@ -246,8 +241,6 @@ class StreamOperation(Work):
     """One of the communicator's operations on a GPU; the host has not waited for it.
 
     Args (of the constructor):
-        place: its plane.
-        work: the communicator's.
         then: called once after it, on the first stream that waits.
     """
 

@@ -126,9 +126,7 @@ def prepared(
     Args:
         state: address of the communicator's `STATE`.
         ask: the vendor's function that tells whether a stream is being captured; see `Runtime.addresses`.
-        calls: the calls.
         address: returns the address of a function of the library.
-        comm: handle of the library's communicator.
     """
     records = (_Call * len(calls))()
     for record, (name, places, rest) in zip(records, calls, strict=True):

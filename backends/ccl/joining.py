@@ -24,7 +24,6 @@ class Member(msgspec.Struct, frozen=True):
     """Properties of a member, compared before the library is called, which would block or print on differences.
 
     Attributes:
-        who: name for error messages.
         dtypes: dtypes that its library can reduce on its GPU.
         gpu: equal for two members exactly if they use the same GPU.
         obstacle: why it cannot take part; otherwise empty.

@@ -127,7 +127,6 @@ class Calls:
     """Creates the calls for one member's operations: several are made as a group, empty blocks are skipped.
 
     Args:
-        me, members: index of the member, and their number.
         raw: the library's number of a dtype of one byte.
     """
 

@@ -45,12 +45,7 @@ class _Adopted(threading.local):
 
 
 class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, SupportsPeerMemory):
-    """One GPU of this process. Thread-safe; each stream may be used by one thread at a time.
-
-    Attributes:
-        runtime: the vendor's functions.
-        index: index of the device.
-    """
+    """One GPU of this process. Thread-safe; each stream may be used by one thread at a time."""
 
     def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
         self.runtime, self.index = runtime, index
@@ -201,8 +196,6 @@ def choose(config: Config, count: int, current: int) -> int:
     """Select one of `count` devices for a rank: the configured one, else the thread's, else by the local rank.
 
     Args:
-        config: settings.
-        count: number of devices.
         current: the thread's current device. Device 0 does not count as selected, because every thread starts with it.
 
     Raises:

@@ -101,9 +101,6 @@ class StreamEvents:
     """Events on one stream, for compiled code. Created while the device is current on the thread.
 
     Args:
-        runtime: the vendor's functions.
-        index: index of the device.
-        stream: the stream's handle.
         place: see `Kernels.place`.
         at_once: number of events to create when the pool is empty.
 

@@ -16,12 +16,7 @@ _MISSING = (-1, 34, 35, 36, 500)  # a library or function that is missing, or to
 
 
 class OnDevice(Protocol):
-    """An object that belongs to one device.
-
-    Attributes:
-        runtime: the vendor's functions.
-        index: index of the device.
-    """
+    """An object that belongs to one device."""
 
     runtime: Runtime
     index: int

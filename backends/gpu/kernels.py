@@ -95,12 +95,10 @@ class Transfer(NamedTuple):
     """One message through one ring end, as a kernel needs it; addresses are those of the device.
 
     Attributes:
-        ring: the ring's memory.
         slots: memory of its slots if they are in a GPU; 0 if they follow the ledger.
         state: STATE_BYTES of this end.
         geometry: as in `RingEnd.geometry`.
         producer: whether this end is the producer.
-        data: the array.
         message: what both ends say of it.
         peer: the rank at the other end, for the abort word of a mismatch.
         op: reduce into the array instead of copying.
@@ -197,7 +195,6 @@ class Prepared:
 
     Attributes:
         address: argument of `start`, for a single transfer.
-        blocks: of its launch.
     """
 
     __slots__ = ("_arguments", "_record", "address", "blocks")

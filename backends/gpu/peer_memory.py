@@ -18,13 +18,7 @@ _REMEDY = "set XVCOMM_PEER_MEMORY=0 on all ranks to use rings in host memory"
 
 
 def reached(runtime: Runtime, index: int, wanted: bool) -> PeerMemory:
-    """The devices that a device has peer access to.
-
-    Args:
-        runtime: the vendor's functions.
-        index: index of the device.
-        wanted: whether the user permits it.
-    """
+    """The devices that a device has peer access to."""
     names = {n: runtime.bus(n) for n in range(runtime.count())}
     others = [n for n in names if n != index and _reaches(runtime, index, n)]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

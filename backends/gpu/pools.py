@@ -19,7 +19,6 @@ class Event:
     """An event on a stream. Its handle returns to the pool when the object is freed.
 
     Attributes:
-        handle: the vendor's handle.
         captured: number of the capture, if it is part of a graph and so cannot be queried; else 0.
     """
 
@@ -36,7 +35,6 @@ class EventPool:
     """Creates events, and reuses their handles. Thread-safe; the events' device must be current on the thread.
 
     Args:
-        runtime: the vendor's functions.
         stream: handle of the stream on which compiled code will record all of them; None if they are not for compiled code.
         at_once: number of handles to create when none is free.
 
@@ -88,7 +86,6 @@ class Memory:
     Returning it to the vendor would wait for all kernels, which may wait for a peer that waits for this rank.
 
     Args:
-        runtime: the vendor's functions.
         points: returns events after all work that is on the device's streams now.
     """
 

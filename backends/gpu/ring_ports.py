@@ -34,7 +34,6 @@ class Port:
     """A ring end as its device uses it. Its transfers are ordered, whichever streams they are on.
 
     Attributes:
-        end: the ring end.
         ring: address of the ring's memory for the device.
         state: device memory in which kernels keep their position.
         queue, event: stream of the last transfer (with its capture), and the event after it.

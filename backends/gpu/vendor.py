@@ -44,10 +44,6 @@ class Addresses(NamedTuple):
     """Addresses of the vendor's functions that compiled code calls.
 
     Attributes:
-        capturing: whether a stream is being captured.
-        launch: launch a kernel.
-        record: record an event on a stream.
-        wait: make a stream wait for an event.
         current: the thread's current device or context, written to the address in its only argument.
     """
 

@@ -43,8 +43,6 @@ class Plan(NamedTuple):
     """A collective of one shape, for any addresses.
 
     Attributes:
-        kernel: the compiled kernel.
-        address: of its record.
         record: a `kernels.PLAN`.
         parts: a `kernels.PART` per rank, which the record points to.
     """

@@ -308,7 +308,6 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
 
     Args:
         rows: address of the rows.
-        count: number of rows.
         wake: address of a word; `drive` returns early once it differs from `seen`, or any row completes. 0: neither.
         seen: last value of that word.
         spins: tries before yielding the core.

@@ -86,9 +86,7 @@ def copy(
     Args:
         write: copy to the other process.
         access: this process's `ACCESS`.
-        pid: of the other process.
         mine, theirs: addresses of the two arrays.
-        count: bytes.
         touch: this process's `TOUCH`.
         offer: address of a word that is `least` or more while the other process offers its array.
         least: see `offer`.

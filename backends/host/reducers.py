@@ -252,10 +252,7 @@ def reduce_many(
 
     Args:
         kit: (pair, first, more, last), as in `Kit`.
-        dst: address of the result.
         sources: addresses; `dst` may be one of them.
-        ways: number of sources.
-        count: elements.
         itemsize, result_size: bytes per element of the sources, and of `dst`.
         scratch: address of BLOCK accumulator elements.
     """

@@ -164,9 +164,7 @@ def propose(address: int, data: int, nbytes: int, theirs: Any, sequence: int, ca
 
     Args:
         address: of this end's `STATE`, or 0.
-        data, nbytes: the array.
         theirs: the receiver's entry.
-        sequence: number of the message.
         capacity: bytes that fit the ring.
 
     Returns:

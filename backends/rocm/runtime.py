@@ -78,13 +78,7 @@ def _answer(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _bound(function: Callable[..., Any], *last: Any, give: Callable[[Any], Any] | None = None) -> Any:
-    """A method that calls a function of hip-python, and returns the result after the code.
-
-    Args:
-        function: of hip-python.
-        last: constant arguments.
-        give: converts the result.
-    """
+    """A method that calls a function of hip-python, and returns the result after the code."""
 
     def method(*args: Any) -> Any:
         results = _answer(function, *args, *last)

@@ -9,11 +9,7 @@ from xvcomm.types.deadline import Deadline
 
 
 class MessageMover(ABC):
-    """Moves single messages of one ring end for a caller that waits: one at a time, in fewer steps than a stream.
-
-    Attributes:
-        end: the ring end.
-    """
+    """Moves single messages of one ring end for a caller that waits: one at a time, in fewer steps than a stream."""
 
     end: RingEnd
 

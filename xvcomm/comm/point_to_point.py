@@ -87,7 +87,6 @@ class PointToPoint:
 
         Args:
             buf: the array to receive into, with the shape and dtype that are sent; if immutable, it only defines them.
-            src: rank that sends.
             tag: must equal the sender's.
             channel: 0 to 31.
             timeout, stream: see `Communicator`.

@@ -44,7 +44,6 @@ class Context:
         index, recorder: number of this rank's device, as DLPack has it; the rank's flight recorder.
         asynchronous: whether the host enqueues operations without waiting; `tracker` has those under way.
         sequence, place: number of the next collective; address of the contract check, see `ContractCheck.place`.
-        launches: what compiled code runs, by shape.
         lifecycle: whether operations may begin, and what stops them.
     """
 

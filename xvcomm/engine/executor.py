@@ -146,9 +146,6 @@ class Executor:
 
         What compiled code or a graph was given before stays theirs; memory at least doubles where it does not suffice.
         A graph captured from a stream that has none uses another stream's: whoever launches it orders it with all calls.
-
-        Args:
-            queue: the stream's `Stream.queue`.
         """
         if not nbytes:
             return 0
@@ -170,7 +167,6 @@ class Executor:
         They use what `serial_scratch` gives.
 
         Args:
-            message: what all ranks must agree on.
             in_place: whether input and output are the same array.
         """
         if not self._fits(plan):

@@ -50,7 +50,6 @@ class EnqueuedStep(NamedTuple):
     """One step for compiled code: a native call, a copy, a scaling, or messages that start together.
 
     Attributes:
-        call: the function that is called.
         places: what a collective's step reads and what it writes; for its messages the array of each. Empty for a user's
             messages, whose arrays differ from call to call.
         rings: for messages their ring ends.
@@ -213,7 +212,6 @@ class Launch:
     """A collective of fixed shape, or a user's messages of fixed shapes that start together, on one stream.
 
     Args (of the constructor):
-        operations: the collective, or the messages.
         steps: they follow one another on the stream; for messages a single one.
         scratch: gives the address of a stream's scratch memory, by its handle; None if the steps need none.
 
@@ -268,7 +266,6 @@ class Launch:
             log: `LaunchGate.place` of the stream.
             until: `Deadline.at`.
             call_site: where the user called it; of messages, those that do not say so themselves.
-            src, dst: addresses of a collective's arrays.
             items: of each message the array's address, the tag and the call site, or 0.
             branch: the stream, if it is one of xvcomm's; None for the user's.
 

@@ -23,13 +23,9 @@ class Plan:
     """What one rank does for one request.
 
     Attributes:
-        request: the collective.
-        rank: whose plan.
         nbytes: size of the whole array.
         segment, short: how it is carried out; see `schedule.build`.
-        schedule: the steps.
         runs: of one segment the same, messages that may start together as one.
-        lanes: those that the steps are on.
         messages: the most that one rank is sent.
     """
 
@@ -59,8 +55,6 @@ class Planner:
     """Makes the plans of one rank. Thread-safe; equal requests get the same Plan.
 
     Args:
-        topology: the ranks and their islands.
-        rank: whose plans.
         config: settings; all ranks must have equal ones.
         gpus: whether any of the ranks has one.
     """

@@ -38,10 +38,7 @@ class Probe(NamedTuple):
     """A message that can be received.
 
     Attributes:
-        src: rank that sent it.
         tag: as the sender gave it.
-        nbytes: its length.
-        dtype: of its elements.
     """
 
     src: int

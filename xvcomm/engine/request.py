@@ -127,7 +127,6 @@ class MessageRequest(msgspec.Struct, eq=False):
 
     Attributes:
         stream: handle of the stream that it is ordered on; None if it is unknown.
-        channel: which of the pair's rings it uses.
         deferred: its Work, if it has one.
         call_site: the call site, if the thread that enqueues it is not the user's; see `trace.callsite`.
         operation, end: its operation and its ring end, once it is enqueued.

@@ -48,13 +48,8 @@ class Beside:
 
     One call at a time: the admission queue sees to it for messages, and the caller for collectives.
 
-    Args (of the constructor):
-        device: of the stream.
-        stream: the stream.
-
     Attributes:
         branch: arguments of the latest operation's launch.
-        event: the event after the latest operation.
     """
 
     def __init__(self, context: Context, device: SupportsEnqueuedEvents, gate: LaunchGate, stream: Stream) -> None:
@@ -258,7 +253,6 @@ class StartedMessage(Started):
     """The Work of such a message.
 
     Args (of the constructor):
-        end: its ring end.
         following: number of the ring end's next message.
     """
 

@@ -36,10 +36,8 @@ def _see(tensor: int, stream: int, x: int, out: int, known: int) -> int:
     """Have a framework describe an array, and say on which stream it works.
 
     Args:
-        x: the object's address.
         out: of a DLTensor, whose offset is made part of its address; behind it come the stream or NOWHERE, the number of
             elements, whether they lie one after the other, and a capsule's flags.
-        known: `Known.address`.
 
     Returns:
         The number of a known array that differs in its address alone, or UNKNOWN; FAILED if the framework raised something.

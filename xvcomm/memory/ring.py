@@ -223,13 +223,10 @@ class RingEnd:
     """One end of a ring in this process.
 
     Attributes:
-        peer: rank at the other end.
-        producer: whether this end fills the ring.
         channel: which of the pair's channels of messages it is, as `Rings` opened it.
         counter: address of the number of the next message, for compiled code; `sequence` in memory.
         geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
         slots: where this process's device sees the slots, if they are apart; else 0.
-        made: whether this end made the ring.
         stuck: whether something on the device may still use the ring when it is closed.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
         replayed: whether graphs have messages of it, which count when they run: `sequence` may then be too low.

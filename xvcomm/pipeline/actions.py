@@ -51,7 +51,6 @@ class Message(Action):
     Attributes:
         sends: whether it is a send.
         gradient: whether it carries a gradient, or an activation.
-        peer: the other rank.
     """
 
     sends: ClassVar[bool]
@@ -117,7 +116,6 @@ class Value(NamedTuple):
     Attributes:
         gradient: True for the gradient.
         stage: the virtual stage that computes it.
-        micro_batch: its micro-batch.
     """
 
     gradient: bool
@@ -200,12 +198,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Schedule(Layout):
-    """A pipeline schedule: the actions of every rank in one step, in order.
-
-    Attributes:
-        name: name for error messages.
-        programs: one per rank.
-    """
+    """A pipeline schedule: the actions of every rank in one step, in order."""
 
     name: str
     programs: tuple[Program, ...]

@@ -53,7 +53,6 @@ def check(schedule: Schedule, specs: Sequence[StageSpec] | None = None) -> Repor
     at a time, and therefore also with more buffering or overlap.
 
     Args:
-        schedule: the schedule to check.
         specs: of every virtual stage, in order; by default shapes and dtypes are not checked.
 
     Returns:

@@ -51,7 +51,6 @@ class Pipeline:
     """One rank's part of a pipeline, checked once and run for any number of steps.
 
     Attributes:
-        schedule: the schedule that it runs.
         report: resource use of the schedule, from `check`.
     """
 

@@ -136,8 +136,6 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedu
 
     Args:
         name: `"gpipe"`, `"1f1b"`, `"interleaved"` or `"zero-bubble"`.
-        stages: ranks in the pipeline.
-        micro_batches: micro-batches per step.
         chunks: virtual stages per rank; more than one requires `"interleaved"`.
 
     Raises:

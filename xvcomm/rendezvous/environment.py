@@ -18,8 +18,6 @@ class LauncherEnvironment:
     """Place of this process among the processes of the job.
 
     Attributes:
-        rank: number of this process, 0 to size - 1.
-        size: number of processes.
         local_rank: number among the processes of this host; None if the launcher does not provide it.
         local_size: number of processes on this host; None if the launcher does not provide it.
         name: of the launcher: `explicit`, `torchrun`, `mpi`, `slurm`, `jax` or `single`.

@@ -47,8 +47,6 @@ def build(
 
     Args:
         request: the collective; the same on all ranks, except for the counts of an all_to_all.
-        topology: the ranks and their islands.
-        rank: rank whose schedule is built.
         segment: elements per segment, rounded up to 16 bytes; 0 for one segment.
         short: prefer fewer steps to fewer bytes between islands. Rings must be able to buffer every message whole.
         wide: whether partial results of low-precision dtypes may be stored and sent as float32 until they are rounded.

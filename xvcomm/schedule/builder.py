@@ -49,8 +49,6 @@ class Builder:
 
     Attributes:
         request, topology, rank: arguments of `build`.
-        island: this rank's island.
-        local: this rank's index in it.
         scale_before: factor for each rank's input, or None.
         scale_after: factor for the result, or None.
         wide: whether partial results are in WIDE and only the final result is rounded.

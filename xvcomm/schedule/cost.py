@@ -53,7 +53,6 @@ class Prediction:
 
     Attributes:
         seconds: until the slowest rank has finished.
-        rank: that rank.
         busy: seconds for which each of its lanes works.
     """
 

@@ -13,8 +13,6 @@ class Packed:
     """An island's blocks in one span: in the caller's array if they are contiguous there, otherwise in scratch memory.
 
     Attributes:
-        span: the packed blocks.
-        count: total number of elements.
         members: division of the span into the blocks of the island's members.
     """
 

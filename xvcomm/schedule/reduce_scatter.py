@@ -19,7 +19,6 @@ class _Share:
     Attributes:
         owners: division of the packed blocks among the other island's ranks.
         begin: start of the share in the packed blocks.
-        span: memory of the share.
     """
 
     owners: Cut

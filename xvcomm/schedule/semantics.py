@@ -34,8 +34,6 @@ class Memory:
     """IN, OUT, TMP and WIDE of one rank, and which elements have been written.
 
     Args:
-        request: the collective on this rank.
-        rank: this rank.
         given: contents of IN.
         scratch, wide: elements of TMP and of WIDE.
         shared: whether IN and OUT are in one array, as in an in-place call; in a broadcast they always are.

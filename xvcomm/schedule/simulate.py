@@ -58,8 +58,6 @@ def run(
 
     Args:
         requests: one per rank; they differ in an all_to_all only.
-        schedules: one per rank.
-        topology: the ranks and their islands.
         inputs: one-dimensional contents of IN, one per rank; empty if the rank has no input.
         op: the element-wise reduction, without scaling.
         factors: multiplier of `Factor.PREMUL` on each rank; default 1.

@@ -30,9 +30,6 @@ def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_on
     """Choose the tuning of a collective; the same on all ranks.
 
     Args:
-        op: the collective.
-        nbytes: bytes of the whole array.
-        topology: the ranks and their islands.
         link_bytes: bytes of a segment on each link between two equal islands: enough to hide the cost of a call, few enough for
             the stages to overlap. A segment is divided among all ranks, so its size grows with their number.
         at_once: bytes of a message that an empty ring can buffer whole.

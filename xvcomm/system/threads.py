@@ -15,10 +15,6 @@ class Daemon(threading.Thread):
     Python runs signal handlers in the main thread, also inside `Thread.start`. If one raises there, `threading` forgets the
     thread that it has started, and both threads end with KeyError. Therefore a helper thread, where no signal handler runs,
     calls `Thread.start`.
-
-    Args:
-        name: name of the thread.
-        run: function that the thread runs.
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:

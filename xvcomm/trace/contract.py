@@ -126,7 +126,6 @@ class ContractCheck:
         """Take part; the last rank to come unlinks the segment.
 
         Args:
-            recorder: flight recorder of the collectives.
             communicator: its number there.
         """
         self._segment, self._recorder = segment, recorder  # compiled code knows them by address

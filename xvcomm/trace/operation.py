@@ -17,7 +17,6 @@ class Operation(msgspec.Struct, eq=False, gc=False):
     """An operation that a rank is in.
 
     Attributes:
-        name: which one.
         sequence: number of this collective in its communicator; of the next one, for point-to-point; -1 before any.
         message: what the ranks must agree on.
         peer: the rank at the other end of a point-to-point operation, or ANY_PEER; else NO_PEER.

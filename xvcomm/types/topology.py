@@ -17,7 +17,6 @@ class RankInfo:
         rank: number in the communicator, 0 to size - 1.
         host: identifies the host: boot id and shared-memory namespace.
         hostname: host name for messages.
-        pid: process id on that host.
         device: device type: `host`, `cuda` or `rocm`.
         island: label of the island; ranks with equal labels form one island.
         rehearsal: whether the user gave the label; False if it was detected.

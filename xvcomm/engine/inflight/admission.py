@@ -40,7 +40,6 @@ class Start(Generic[T]):
 
     Attributes:
         behind: events on the arrays' streams that the launch waits for.
-        ends: the ring ends that they use.
         deadline: the earliest of their deadlines.
     """
 

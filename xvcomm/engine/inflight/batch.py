@@ -22,7 +22,6 @@ class Contents:
     Attributes:
         operations: those that Python has begun.
         deadline: the earliest of their deadlines.
-        ends: see `Ends`.
         logged: those that compiled code has begun.
         error: the error that they raise.
     """
@@ -76,7 +75,6 @@ class Batch(Contents):
         blocking: whether the calls were blocking ones, which have no Work.
         keep: arrays that must live until the end.
         on_end: called at the end, also after a failure.
-        over: whether the batch has ended.
     """
 
     _: KW_ONLY

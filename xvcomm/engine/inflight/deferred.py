@@ -15,7 +15,6 @@ class DeferredWork(Work):
     """The Work of a message that starts later. Once the message has started, it delegates to that message's own Work.
 
     Attributes:
-        work: the Work of the started message.
         come: blocks until the message may start and has ended, or a deadline has passed; see `AdmissionQueue.come`.
     """
 

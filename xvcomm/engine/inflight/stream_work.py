@@ -18,7 +18,6 @@ class StreamWork(Work):
 
     Args (of the constructor):
         now: gives the handle of the framework's current stream; None where that is not known, so that the host waits.
-        finish: gives the result array.
     """
 
     def __init__(

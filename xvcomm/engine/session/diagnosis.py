@@ -22,11 +22,8 @@ class Diagnosis:
     """Converts abort words into errors. It reads the contract check, the rings' ledgers and this host's flight recorders.
 
     Args:
-        session: of this process.
         ranks: the communicator's ranks as ranks of the whole job.
-        rank: this process's rank in the communicator.
         ident: the communicator's number in flight recorders.
-        rings: of the communicator.
 
     Attributes:
         contract: the communicator's contract check, once it is mapped.

@@ -19,7 +19,6 @@ class Joining(msgspec.Struct, frozen=True):
     """What a rank publishes when it joins.
 
     Attributes:
-        info: identity of the rank.
         offers: capabilities of its transports.
         job: prefix of the names of its shared memory, unique to this session.
         processes: its PID namespace.

@@ -54,7 +54,6 @@ class PeerRings:
         """Allocate or import the slots of a ring end whose layout has them in GPU memory.
 
         Args:
-            end: the ring end.
             peer: the other end's rank in the whole job.
             store: through which the memory handle is sent.
             name: key of the ring in the store.
@@ -116,7 +115,6 @@ class _ExportedSlots:
 
     Args:
         segment: the ring's shared memory; unmapped when the slots are returned.
-        producer: whether this end was the producer.
         gone: whether the other end's rank has died or left.
     """
 

@@ -39,7 +39,6 @@ class Found:
         usable: whether it works.
         reason: why it does not work; otherwise empty.
         remedy: how to fix that.
-        load: returns the class.
     """
 
     name: str

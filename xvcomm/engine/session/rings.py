@@ -40,8 +40,6 @@ class Member(NamedTuple):
 
     Attributes:
         rank: rank in the whole job.
-        offers: capabilities of its transports.
-        kind: device type.
         island: equal for ranks of one island.
         memory: which devices its device has peer access to.
     """
@@ -77,13 +75,8 @@ class Rings:
     """Opens, keeps and closes ring ends.
 
     Args:
-        config: settings.
         job: prefix of the names of the shared memory.
         store: of the communicator; waits in it end when the communicator does.
-        rank: this rank in the communicator.
-        transports: of this rank.
-        peer_rings: of this process.
-        members: all ranks, in order.
 
     Attributes:
         gpu_collective_layout: layout of collectives' rings between islands with a GPU at one or both ends.

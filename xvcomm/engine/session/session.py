@@ -50,7 +50,6 @@ class Session:
     """A process's membership in one job.
 
     Attributes:
-        rank, size: in the whole job.
         infos: every rank's RankInfo, in rank order.
         journal: the flight recorders of this host's ranks.
         peer_rings: exports and imports of GPU memory for rings.
@@ -195,9 +194,6 @@ class Session:
 
     def attach(self, place: GuardedStore, key: str, maker: int, deadline: Deadline) -> Segment:
         """Map a segment whose name another rank publishes in the store.
-
-        Args:
-            maker: the rank that creates the segment.
 
         Raises:
             PeerLost, Aborted: that rank is gone, and the segment's name with it.

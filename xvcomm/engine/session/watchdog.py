@@ -19,7 +19,6 @@ class WatchedProcess(NamedTuple):
     """A rank of this host whose process is watched.
 
     Attributes:
-        rank: its rank.
         pid: its process id; None if it is in another PID namespace.
         byte: byte that its process has locked; see `Presence`.
     """
@@ -45,7 +44,6 @@ class Watchdog:
     watched by its lock, which is checked ten times per second.
 
     Args:
-        peers: the processes to watch.
         presence: this process's lock, with which those of the others are checked.
         on_exit: called once for each rank whose process has ended.
         look: called ten times per second, because writes to shared memory wake no thread. It must not wait for the device,

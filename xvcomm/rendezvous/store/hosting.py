@@ -90,7 +90,6 @@ def meet(bootstrap: Store, rank: int, host: str, deadline: Deadline, secret: str
     Args:
         bootstrap: that other store, which rank 0 closes. It must be new: a rank that finds an old address in it tries that
             until the deadline.
-        rank: of this process.
         host: see `invite`; read on rank 0 only.
         deadline: for all of it.
         secret: XVCOMM_SECRET. Without it, everyone who can read the bootstrap store learns the store's secret.

@@ -39,9 +39,6 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
     another.
 
     Args:
-        store: shared by the ranks.
-        rank: of this process.
-        size: number of ranks.
         info: bytes that this rank sends to the others.
         deadline: of this rank; the earliest deadline of all ranks applies.
 

@@ -46,7 +46,6 @@ class TcpServer:
             host: a loopback address serves this host only; any other name serves on all interfaces, because the name by which
                 others reach this host may resolve to loopback here.
             port: 0 for any free port.
-            secret: of the job; not empty.
             epoch: serve only clients with this number; None serves all. Ranks that meet repeatedly at a fixed address count up,
                 so that they do not join a server that is about to close.
 

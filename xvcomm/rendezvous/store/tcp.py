@@ -46,7 +46,6 @@ class TcpStore(Store):
         """Connect, retrying until the deadline, because the server may start later.
 
         Args:
-            host, port: address of the server.
             secret: of the job.
             deadline: for the first connection.
             epoch: see `TcpServer`.
