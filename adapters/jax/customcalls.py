@@ -76,14 +76,15 @@ class CollectiveCall(CustomCall):
     def __init__(self, spec: CollectiveSpec, arrays: Sequence[Any], device: int | None, text: str, number: int) -> None:
         super().__init__(spec, arrays, device, text, number)
         self._arrays = [(tuple(x.shape), x.dtype) for x in arrays]
-        self._caller, self._timeout = spec.comm.collectives, spec.comm.timeout
+        self._collectives, self._timeout = spec.comm.collectives, spec.comm.timeout
         self._spare: list[CollectiveRequest] = []
         self._asked = False
         self._prepared: PreparedCall | None = None
 
     def run(self, src: int, dst: int, stream: int | None) -> None:
         call = self._aimed(src, dst)
-        self._caller.run(call, Deadline.after(self._timeout), stream)
+        call.deadline, call.stream = Deadline.after(self._timeout), stream
+        self._collectives.run(call)
         self._spare.append(call)
 
     def prepare(self) -> None:
@@ -93,7 +94,7 @@ class CollectiveCall(CustomCall):
                 return
             self._asked = True
             call = self._aimed(compiled.ARGUMENT, compiled.RESULT)
-            self._prepared = self._caller.prepare(call)
+            self._prepared = self._collectives.prepare(call)
             if self._prepared is not None:
                 compiled.add(self.number, self._prepared.address, *_addresses(call))
 
@@ -116,7 +117,7 @@ class CollectiveCall(CustomCall):
     def _make(self) -> CollectiveRequest:
         spec, call_site = self.spec, ctypes.addressof(self.call_site)
         if not self._arrays:
-            token = self._caller.token()
+            token = self._collectives.token()
             return CollectiveRequest(spec.op, token, token, UINT8, _BARRIER, count=1, call_site=call_site)
         (shape, dtype), *_ = self._arrays
         rank, root = spec.comm.rank, spec.root

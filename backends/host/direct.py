@@ -20,6 +20,7 @@ from numba.extending import register_jitable
 
 from xvcomm.backends.host.kernels import Mode, arrive, combine, meet, member, parts_of, plan_at, reduce
 from xvcomm.backends.host.processes import ACCESS, copy, entered, exposed, reachable, revoke, verified
+from xvcomm.backends.host.tuning import NEVER, TUNING, next_try, note_try
 from xvcomm.jit.atomics import READY, await_word, load_acquire, monotonic, store_release, usleep
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.record import address_of, compiled_at, python_type
@@ -29,25 +30,9 @@ from xvcomm.memory.segment import PAGE
 LEAST = 256 << 10
 """Minimum total bytes of all shares for this method; below, the additional barrier costs more than it saves."""
 
-TRIES = 4
-"""Tries of each method per size class; more until they took long enough that no short disturbance can have affected all of
-them.
-"""
-_TRIAL_NS = 20_000_000
-_CHOSEN = -1
 _PIECE = 256 << 10
 """Compared with 128 and 512 KiB by measurement."""
 _PATIENCE_US, _PAUSE_US = 1_000_000, 100
-NEVER = np.iinfo(np.int64).max
-
-
-TUNING = np.dtype([
-    ("trials", "i8"),  # number of tries begun; -1 once a method is chosen
-    ("took", "i8"),  # nanoseconds of this member's last try
-    ("spent", "i8"),  # nanoseconds of the slowest member in all tries
-    ("best", "i8", 2),  # nanoseconds of the slowest member in the best staged try, in the best direct one
-])  # fmt: skip
-"""The two ways at arrays of about one size, the same on all members except for `took`."""
 
 
 class Step(enum.IntEnum):
@@ -82,7 +67,7 @@ def room(ranks: int) -> np.ndarray:
 
 
 def tuning() -> Any:
-    """A `TUNING` for a size class."""
+    """A `TUNING` for a size class, the same on all members except for `took`: the slowest of them counts."""
     return _Tuning(best=(NEVER, NEVER))
 
 
@@ -127,17 +112,14 @@ def _choose(p: Any) -> int:
             return _STAGED
         slowest = max(slowest, member(p, r).took)
     tuning = _tuning_at(p.tuning)
-    trials = tuning.trials
-    if trials > 0:
-        way = (trials - 1) % 2
-        tuning.best[way] = min(tuning.best[way], slowest)
-        tuning.spent += slowest
-    if trials >= 0 and (trials % 2 == 1 or trials < 2 * TRIES or tuning.spent < _TRIAL_NS):
-        tuning.trials = trials + 1
+    if tuning.trials > 0:
+        note_try(tuning, (tuning.trials - 1) % 2, slowest)
+    way = next_try(tuning)
+    if way >= 0:
         p.began = monotonic()
-        return _DIRECT if trials % 2 == 1 else _STAGED
-    tuning.trials = _CHOSEN
-    return _DIRECT if tuning.best[1] < tuning.best[0] else _STAGED
+    else:
+        way = 1 if tuning.best[1] < tuning.best[0] else 0
+    return _DIRECT if way == 1 else _STAGED
 
 
 @register_jitable

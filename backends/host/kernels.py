@@ -68,7 +68,7 @@ PLAN = np.dtype([
     ("step", "i8"),  # from here on for `direct`: state of a call; 0 between calls
     ("began", "i8"),  # start time in nanoseconds
     ("access", "i8"),  # address of a `processes.ACCESS`
-    ("tuning", "i8"),  # address of the `direct.TUNING` for this size class
+    ("tuning", "i8"),  # address of the `TUNING` for this size class
     ("room", "i8"),  # address of memory for a piece of each other member
 ])  # fmt: skip
 

@@ -24,6 +24,7 @@ from numba.extending import register_jitable
 
 from xvcomm.backends.host import processes
 from xvcomm.backends.host.processes import ACCESS, PROCESS, TOUCH, copy, entered, exposed, reachable, revoke, verified
+from xvcomm.backends.host.tuning import NEVER, TUNING, next_try, note_try
 from xvcomm.jit.atomics import compare_and_swap, load_acquire, monotonic, store_release, usleep
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.record import address_of, compiled_at, python_type
@@ -33,16 +34,10 @@ from xvcomm.memory.segment import PAGE
 LEAST = 512 << 10
 """Minimum bytes of a message for direct copies; below, both methods take as long in a ping-pong between processes."""
 
-TRIES = 4
-"""Tries of each method per size class; more until they took long enough that no short disturbance can have affected all of
-them.
-"""
-_TRIAL_NS = 20_000_000
 PATIENCE_NS = 50_000
 """How long a message that fits the ring waits for its receiver."""
 _MARGIN = 8
 _GIVE_UP_US, _PAUSE_US = 1_000_000, 100
-_NEVER = int(np.iinfo(np.int64).max)
 _LEAST_CHUNK, _MOST_CHUNK = 128 << 10, 512 << 10
 _MOST_CHUNKS = 4095
 _CLASSES = 24
@@ -58,13 +53,6 @@ END_LINE = np.dtype([
 ])  # fmt: skip
 """An end's line in page 0 of the ring."""
 
-TUNING = np.dtype([
-    ("trials", "i8"),  # number of tries begun; -1 once a method is chosen
-    ("spent", "i8"),  # nanoseconds of all tries
-    ("best", "i8", 2),  # nanoseconds of the best staged try, of the best direct one
-])  # fmt: skip
-"""The two ways at messages of about one size; the sender's."""
-
 STATE = np.dtype([
     ("access", ACCESS),
     ("mine", "i8"),  # addresses of the two lines
@@ -77,7 +65,7 @@ STATE = np.dtype([
     ("last_trial", "i8"),  # the same for the previous large message
     ("willing", "i8"),  # whether the receiver had offered its array when the previous large message was complete
     ("aside", ACCESS),  # for a thread that gives up, while another one may be copying
-    ("tunings", TUNING, _CLASSES),
+    ("tunings", TUNING, _CLASSES),  # the sender's
 ])  # fmt: skip
 """Private to an end; functions for other modules take its address, 0 if messages are never copied directly."""
 
@@ -140,12 +128,10 @@ def _choose(state: Any, nbytes: int) -> bool:
     """Whether a message is copied directly."""
     size_class = _size_class(nbytes)
     tuning = state.tunings[size_class]
-    trials = tuning.trials
-    if trials >= 0 and (trials % 2 == 1 or trials < 2 * TRIES or tuning.spent < _TRIAL_NS):
-        tuning.trials = trials + 1
-        state.trial = 2 * (1 + size_class) + trials % 2
-        return trials % 2 == 1
-    tuning.trials = -1
+    way = next_try(tuning)
+    if way >= 0:
+        state.trial = 2 * (1 + size_class) + way
+        return way == 1
     staged, straight = tuning.best[0], tuning.best[1]
     return straight < staged - staged // _MARGIN
 
@@ -199,9 +185,7 @@ def learn(address: int, nbytes: int, theirs: Any, sequence: int) -> None:
     state = _state_at(address)
     there = load_acquire(address_of(theirs, "number")) == sequence + 1
     if there and state.last_trial != 0:
-        tuning, way, spent = state.tunings[(state.last_trial >> 1) - 1], state.last_trial & 1, theirs.took
-        tuning.best[way] = min(tuning.best[way], spent)
-        tuning.spent += spent
+        note_try(state.tunings[(state.last_trial >> 1) - 1], state.last_trial & 1, theirs.took)
     willing = there and theirs.offer != 0
     state.willing = willing
     # If the receiver has not come, or offers nothing, its next time belongs to another message.
@@ -315,7 +299,7 @@ def _introduce(end: RingEnd) -> Any:
     turn = end.address + TURNS + (LINE if end.producer else 0)
     state = _State(mine=mine, theirs=theirs, ring=end.address, their_turn=turn)
     for tuning in state.tunings:
-        tuning.best[:] = _NEVER, _NEVER
+        tuning.best[:] = NEVER, NEVER
     processes.introduce(_Line.from_address(mine).process, state.access, True)
     end.gave_up = partial(await_untouched, ctypes.addressof(state))
     return state

@@ -14,7 +14,7 @@ import numpy as np
 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.context import Context
-from xvcomm.engine.stream_collectives import StreamCaller
+from xvcomm.engine.stream_collectives import StreamCollectives
 from xvcomm.testing.arrays import Array, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits
 from xvcomm.types.dtype import BY_NAME, premul_sum
@@ -229,7 +229,7 @@ def check_forms_repeated(comm: Communicator, count: int) -> None:
         y = x if form.in_place else a.put(np.zeros(count if form.wide else block, BY_NAME[form.dtype].numpy))
         with (
             begun_by_python(comm) as begun,
-            patch.object(StreamCaller, "run", autospec=True, side_effect=StreamCaller.run) as run,
+            patch.object(StreamCollectives, "run", autospec=True, side_effect=StreamCollectives.run) as run,
         ):
             for number in range(_TIMES):
                 if number == _WARM:

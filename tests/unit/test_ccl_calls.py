@@ -42,7 +42,8 @@ class Caller:
     def __init__(self) -> None:
         self._contract = ContractCheck(Segment.create("/dev/shm", "ccl", ContractCheck.size(1)), (0,), 0, _nobody(), 0)
         self.log, self.ended, self.seals = LaunchLog({}), list[Operation](), list[int]()
-        self._launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True)
+        logs = SimpleNamespace(get=lambda handle: self.log.address)
+        self._launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True, logs=logs)
         self._context: Any = SimpleNamespace(
             place=self._contract.place, sequence=0, lifecycle=SimpleNamespace(word=self._contract.abort_word),
             end_all=lambda operations, state=0: self.ended.extend(operations), fail=_fail,
@@ -62,7 +63,7 @@ class Caller:
         made = Launch(self._context, self._launch_gate, [operation], steps)
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:
-            assert made.run(self.log.address, stream, Deadline.after(seconds).at, 0, src, dst), "refused"
+            assert made.run(stream, Deadline.after(seconds).at, 0, src, dst), "refused"
 
         return call
 
@@ -248,7 +249,7 @@ def test_two_that_both_find_the_last_entry_free_are_both_logged(caller: Caller) 
     for _ in range(ROOM - 1):
         call(16, 32)
     assert caller.seals == []
-    caller._launch_gate = SimpleNamespace(lock=threading.Lock(), open=True)
+    caller._launch_gate = SimpleNamespace(lock=threading.Lock(), open=True, logs=caller._launch_gate.logs)
     other.append(caller.prepare(comm, OpCode.ALL_REDUCE))
     call(16, 32)
     assert caller.seals == [99, 99] and len(caller.taken()) == ROOM + 1

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.backends.host import rendezvous
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.host.message_mover import HostMessageMover
 from xvcomm.backends.host.rendezvous import END_LINE, LEAST, chunk_bytes
+from xvcomm.backends.host.tuning import NEVER, TRIES
 from xvcomm.config import Config
 from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import CLAIMS, LINE, MEETING, Message, Reason, RingEnd, RingLayout
@@ -238,7 +238,7 @@ def test_a_sender_does_not_wait_for_a_reducing_receiver_again(pair: Pair) -> Non
 def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
     """After sufficiently long trials of each way."""
     tuning = pair.source.end.kept.tunings[0]
-    tuning.trials, tuning.spent, tuning.best[:] = 0, 0, (rendezvous._NEVER, rendezvous._NEVER)
+    tuning.trials, tuning.spent, tuning.best[:] = 0, 0, (NEVER, NEVER)
     target, sent = np.zeros(LEAST, np.uint8), 0
     while tuning.trials >= 0:
         data = pattern(LEAST, sent)
@@ -246,8 +246,8 @@ def test_the_sender_chooses_what_was_faster(pair: Pair) -> None:
         assert (target == data).all()
         sent += 1
     staged, straight = tuning.best
-    assert sent >= 2 * rendezvous.TRIES and tuning.spent >= 20_000_000
-    assert 0 < staged < rendezvous._NEVER and 0 < straight < rendezvous._NEVER
+    assert sent >= 2 * TRIES and tuning.spent >= 20_000_000
+    assert 0 < staged < NEVER and 0 < straight < NEVER
     before = pair.source.line.done >> 24
     pair.pass_on(data, target)
     assert (pair.source.line.done >> 24 != before) == (straight < staged - staged // 8)

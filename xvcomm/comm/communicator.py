@@ -26,13 +26,13 @@ from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
 from xvcomm.comm.subgroups import Meetings, subgroups
 from xvcomm.config import Config
-from xvcomm.engine.collectives import Caller
+from xvcomm.engine.collectives import Collectives, HostCollectives
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.request import CollectiveRequest, Key
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.staging import Staging
-from xvcomm.engine.stream_collectives import StreamCaller
+from xvcomm.engine.stream_collectives import StreamCollectives
 from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.memory import array
 from xvcomm.memory.array_view import ArrayView
@@ -65,7 +65,8 @@ class Communicator(PointToPoint, Objects):
 
     def __init__(self, context: Context, timeout: float) -> None:
         self._context = context
-        self.collectives = StreamCaller(context) if context.asynchronous else Caller(context)
+        made = StreamCollectives if context.asynchronous else HostCollectives
+        self.collectives: Collectives = made(context)
         self._staging = Staging(context.device)
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
@@ -396,9 +397,10 @@ class Communicator(PointToPoint, Objects):
         return Deadline.after(self.timeout if timeout is None else timeout)
 
     def _call(self, call: CollectiveRequest, async_op: bool, timeout: float | None, stream: Any) -> Any:
-        deadline = Deadline(monotonic() + (self.timeout if timeout is None else checked(timeout)))
-        handle = None if stream is None else array.stream_handle(stream)
-        return (self.collectives.start if async_op else self.collectives.run)(call, deadline, handle)
+        call.deadline = Deadline(monotonic() + (self.timeout if timeout is None else checked(timeout)))
+        if stream is not None:
+            call.stream = array.stream_handle(stream)
+        return self.collectives.start(call) if async_op else self.collectives.run(call)
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -420,6 +422,13 @@ class Communicator(PointToPoint, Objects):
 
 def _key(op: OpCode, how: object, src: ArrayView, dst: ArrayView | None, special: bool) -> Key | None:
     """Key of a repeated collective for the compiled call; None if it is asynchronous, uneven, or allocates its output."""
-    if special or not src.kind or dst is None or not dst.kind:
+    if special or dst is None:
         return None
-    return op, how, src.kind, 0 if dst is src else dst.kind
+    kind = src.kind or _host_kind(src)
+    other = 0 if dst is src else dst.kind or _host_kind(dst)
+    return (op, how, kind, other) if kind and other is not None else None
+
+
+def _host_kind(x: ArrayView) -> tuple[int, tuple[int, ...]] | None:
+    """The same as `ArrayView.kind` for an array in host memory that can be filled."""
+    return (x.dtype.code, x.shape) if x.device == "host" and not x.immutable else None

@@ -3,82 +3,136 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from xvcomm.abc.device import Stream
+from xvcomm.abc.device import Event, Stream
 from xvcomm.engine.context import Context
-from xvcomm.engine.executor import Buffers, Executor
+from xvcomm.engine.executor import Executor
+from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.inflight.work import OrderedWorker, Work
-from xvcomm.engine.prepared import BUSY, Gate, PreparedCall
+from xvcomm.engine.planner import Plan
+from xvcomm.engine.prepared import HostGate, PreparedCall
 from xvcomm.engine.request import CollectiveRequest, Key
-from xvcomm.jit.atomics import READY
+from xvcomm.engine.staging import Staging
 from xvcomm.memory import array
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.operation import Operation
-from xvcomm.types.deadline import Deadline
 
 _CLOSE_SECONDS = 2.0
-_INSIDE_RUN, _INSIDE_START = 3, 4
-"""Functions of xvcomm that are under way at the least when a collective asks for the call site: blocking, asynchronous."""
+_INSIDE, _INSIDE_AGAIN = 3, 2
+"""Functions of xvcomm that are under way at the least when a collective asks for the call site."""
 
 
-class Caller:
-    """Runs a communicator's collectives in order: in the calling thread, or behind asynchronous ones on its worker."""
+class Collectives(ABC):
+    """Runs the collectives of one communicator, in order. The launch of a shape is found, else the collective is planned."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._gate = Gate(context)
-        self._find: Callable[[Hashable], PreparedCall | None] = context.launches.find
-        self._worker = OrderedWorker(f"xvcomm-{context.path}")
         self._native_only = context.topology.homogeneous and context.topology.size > 1
         self._alone = context.topology.size == 1
         self._executor = Executor(context)
-        self._stream = context.device.streams(1)[0]
-        self._token = array.view(np.zeros(1, np.uint8))
-        context.lifecycle.on_close(self._close)
+        self._token = array.view(Staging(context.device).up(np.zeros(1, np.uint8)))
 
     def token(self) -> ArrayView:
         """One byte for operations that carry no data."""
         return self._token
 
+    @abstractmethod
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
-        """Run a blocking collective that has run before with arrays of these kinds; False if nothing has begun."""
-        return False
+        """Run a blocking collective that has run before with arrays of these kinds; False if nothing has begun.
 
-    def run(self, call: CollectiveRequest, deadline: Deadline, stream: int | None = None) -> Any:
-        """Run a collective and give the result array.
-
-        Args:
-            stream: handle of the stream that it is ordered on, where the user gave one.
+        It makes no request, which would take as long as the rest of the call.
         """
+
+    @abstractmethod
+    def run(self, call: CollectiveRequest) -> Any:
+        """Run a collective and give the result array."""
+
+    @abstractmethod
+    def start(self, call: CollectiveRequest) -> Work:
+        """Run a collective behind those that were started before."""
+
+    @abstractmethod
+    def prepare(self, call: CollectiveRequest) -> Any:
+        """The launch of the same collective, on any addresses; None before one has run, or if compiled code cannot run it."""
+
+    @abstractmethod
+    def _carry_out(
+        self, plan: Plan, call: CollectiveRequest, operation: Operation, on: Stream
+    ) -> tuple[Event | None, Ends]:
+        """Run a plan; gives the event after it, if there is one, and the ring ends that it uses."""
+
+    def _launch_of(self, call: CollectiveRequest) -> Any:
+        """What `prepare` has given for this shape; asks for it when the shape comes for the second time."""
+        launches, shape = self._context.launches, call.shape()
+        return launches.find(shape) or launches.prepare(shape, partial(self.prepare, call))
+
+    def _perform(self, call: CollectiveRequest, on: Stream) -> tuple[Operation, Event | None, Ends]:
+        """Begin a collective and run it by Python; gives the operation, and what `_carry_out` gives."""
+        context = self._context
+        operation = context.begin(call.op, call.message(), call_site=call.call_site)
+        event, ends = None, list[Any]()
+        try:
+            if self._native_only:
+                native, on.deadline = context.native(call.deadline), call.deadline
+                native.run(call.form(), array.address(call.src), array.address(call.dst), on)
+            elif not (self._alone and call.idle()):
+                event, ends = self._carry_out(context.planner.plan(call.request()), call, operation, on)
+        except BaseException as error:
+            context.fail(error, operation)
+        return operation, event, ends
+
+
+class HostCollectives(Collectives):
+    """On host memory: in the calling thread, or behind asynchronous collectives in a thread of the communicator."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._gate = HostGate(context)
+        self._worker = OrderedWorker(f"xvcomm-{context.path}")
+        self._stream = context.device.streams(1)[0]
+        context.lifecycle.on_close(self._close)
+
+    def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
+        ready: PreparedCall | None = self._context.launches.find(key)
+        if ready is None or not self._worker.idle:
+            return False
+        return ready.run(src.address, dst.address, find_call_site(_INSIDE_AGAIN), monotonic() + timeout)
+
+    def run(self, call: CollectiveRequest) -> Any:
         self._admit(call)
         if not self._worker.idle:
-            return Work(self._submit(call, deadline), str(call.op)).wait()
-        prepared = None
-        if self._native_only:
-            shape = call.shape()
-            prepared = self._find(shape) or self._context.launches.prepare(shape, partial(self.prepare, call))
-        if prepared is not None:
-            src, dst = array.address(call.src), array.address(call.dst)
-            code = prepared.run(src, dst, call.call_site or find_call_site(_INSIDE_RUN))
-            if code != BUSY:
-                if code != READY:
-                    prepared.finish(src, dst, deadline)
+            return self._submit(call).result()
+        ready: PreparedCall | None = self._launch_of(call) if self._native_only else None
+        if ready is not None:
+            addresses = array.address(call.src), array.address(call.dst)
+            if ready.run(*addresses, call.call_site or find_call_site(_INSIDE), call.deadline.at):
+                if call.key is not None:
+                    self._context.launches.alias(call.key, ready)
                 return call.result()
         self._context.lifecycle.ensure_open(call.op)  # in a forked child the gate may stay closed for ever
-        with self._gate:
-            return self._run(call, deadline)
+        return self._run(call)
 
-    def start(self, call: CollectiveRequest, deadline: Deadline, stream: int | None = None) -> Work:
-        """Run a collective behind those that were started before."""
+    def start(self, call: CollectiveRequest) -> Work:
         self._admit(call)
-        return Work(self._submit(call, deadline), str(call.op))
+        return Work(call, future=self._submit(call))
+
+    def prepare(self, call: CollectiveRequest) -> PreparedCall | None:
+        native = self._context.joined_native()
+        if native is None or not self._native_only or not self._context.launches.enabled:
+            return None
+        found = native.prepare(call.form())
+        if found is None:
+            return None
+        self._gate.admit(call.op)
+        return PreparedCall(self._context, self._gate, call, found)
 
     def _admit(self, call: CollectiveRequest) -> None:
         kind, src, dst = self._context.kind, call.src, call.dst
@@ -87,48 +141,26 @@ class Caller:
         if dst is not None and dst is not src and (dst.device != kind or kind != "host"):
             self._context.admit(dst)
 
-    def _submit(self, call: CollectiveRequest, deadline: Deadline) -> Future[Any]:
-        def locked() -> Any:
+    def _submit(self, call: CollectiveRequest) -> Future[Any]:
+        def run() -> Any:
             try:
-                with self._gate:
-                    return self._run(call, deadline)
+                return self._run(call)
             finally:
                 self._gate.queue(-1)
 
         self._context.lifecycle.ensure_open(call.op)
         self._gate.queue(1)
-        return self._worker.submit(locked, call.call_site or find_call_site(_INSIDE_START))
+        return self._worker.submit(run, call.call_site or find_call_site(_INSIDE + 1))
 
-    def prepare(self, call: CollectiveRequest) -> PreparedCall | None:
-        """The same collective for compiled code, on any addresses; None before one has run, or if compiled code cannot."""
-        native = self._context.joined_native()
-        if native is None or not self._native_only or not self._context.launches.enabled:
-            return None
-        found = native.prepare(call.form())
-        return self._gate.admit(call.op, call.message(), call.call_site, found) if found is not None else None
+    def _run(self, call: CollectiveRequest) -> Any:
+        with self._gate:
+            operation, _, _ = self._perform(call, self._stream)
+            self._context.end(operation)
+            return call.result()
 
-    def _run(self, call: CollectiveRequest, deadline: Deadline) -> Any:
-        context = self._context
-        operation = context.begin(call.op, call.message(), call_site=call.call_site)
-        try:
-            if self._native_only:
-                self._native(call, deadline, self._stream)
-            elif not (self._alone and call.idle()):
-                self._scheduled(call, operation, deadline)
-        except BaseException as error:
-            context.fail(error, operation)
-        context.end(operation)
-        return call.result()
-
-    def _native(self, call: CollectiveRequest, deadline: Deadline, stream: Stream) -> None:
-        native = self._context.native(deadline)
-        stream.deadline = deadline
-        native.run(call.form(), array.address(call.src), array.address(call.dst), stream)
-
-    def _scheduled(self, call: CollectiveRequest, operation: Operation, deadline: Deadline) -> None:
-        plan = self._context.planner.plan(call.request())
-        src, dst = array.address(call.src), array.address(call.dst)
-        self._executor.run(plan.schedule, Buffers(src, dst), call.dtype, call.how(), operation, deadline)
+    def _carry_out(self, plan: Plan, call: CollectiveRequest, operation: Operation, on: Stream) -> tuple[None, Ends]:
+        self._executor.run(plan, call, operation)
+        return None, []
 
     def _close(self) -> None:
         """End the worker; what it still runs was stopped by the context."""

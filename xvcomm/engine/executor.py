@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from xvcomm.abc.collective import CollectiveForm
@@ -14,7 +13,9 @@ from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.launch import EnqueuedStep, Place
 from xvcomm.engine.planner import Plan
+from xvcomm.engine.request import CollectiveRequest
 from xvcomm.engine.session.rings import Use
+from xvcomm.memory import array
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.schedule.steps import (
     Buf,
@@ -33,7 +34,6 @@ from xvcomm.schedule.steps import (
     Step,
 )
 from xvcomm.trace.operation import Operation
-from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import FLOAT32, DType, Reduction
 from xvcomm.types.opcode import OpCode
 
@@ -42,18 +42,6 @@ _ALIGN = 64
 
 SERIAL_BYTES = 4 << 20
 """Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """Addresses of input and output; 0 where this rank has none."""
-
-    src: int
-    dst: int
-
-    def bases(self, scratch: int, wide: int = 0) -> dict[Buf, int]:
-        """Where everything lies that spans speak of."""
-        return {Buf.IN: self.src, Buf.OUT: self.dst, Buf.TMP: scratch, Buf.WIDE: wide}
 
 
 class Executor:
@@ -69,31 +57,21 @@ class Executor:
         self._captured: set[Allocation | None] = set()
         self._serial: dict[Queue, list[Allocation]] = {}
 
-    def run(
-        self,
-        schedule: Schedule,
-        buffers: Buffers,
-        dtype: DType,
-        op: Reduction,
-        operation: Operation,
-        deadline: Deadline,
-    ) -> None:
+    def run(self, plan: Plan, call: CollectiveRequest, operation: Operation) -> None:
         """Run all steps and wait for them.
 
         Raises:
             RingStopped, RingStalled, CollectiveStopped, CollectiveStalled: for `Context.fail`.
         """
-        narrow = -(-schedule.scratch * dtype.itemsize // _ALIGN) * _ALIGN
-        scratch = self._scratch_address(narrow + schedule.wide * FLOAT32.itemsize)
-        bases = buffers.bases(scratch, scratch + narrow)
-        self._enqueue(schedule, bases, dtype, op, operation, deadline)
+        narrow = -(-plan.schedule.scratch * call.dtype.itemsize // _ALIGN) * _ALIGN
+        scratch = self._scratch_address(narrow + plan.schedule.wide * FLOAT32.itemsize)
+        self._enqueue(plan.schedule, call, operation, scratch, scratch + narrow)
         for stream in self._streams.values():
             stream.synchronize()
 
     def launch(
-        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
-        user: Stream,
-    ) -> tuple[Event | None, Ends]:  # fmt: skip
+        self, plan: Plan, call: CollectiveRequest, operation: Operation, user: Stream
+    ) -> tuple[Event | None, Ends]:
         """Enqueue all steps behind what `user` holds, which goes on behind them.
 
         Returns:
@@ -103,26 +81,24 @@ class Executor:
             CollectiveStopped, CollectiveStalled: the native library cannot be joined, or was stopped.
         """
         enqueue = self._enqueue_serially if self._fits(plan) else self._enqueue_on_lanes
-        event, ends = enqueue(plan, buffers, dtype, op, operation, deadline, user)
+        event, ends = enqueue(plan, call, operation, user)
         return event, [(end, sequence, operation) for end, sequence in ends.items()]
 
     def _enqueue_serially(
-        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
-        user: Stream,
-    ) -> tuple[None, dict[RingEnd, int]]:  # fmt: skip
-        bases = buffers.bases(self.serial_scratch(plan.schedule.scratch * dtype.itemsize, user.queue))
-        run = _Run(self._context, dict.fromkeys(_LANES, user), bases, dtype, op, operation, deadline)
-        user.deadline = deadline
+        self, plan: Plan, call: CollectiveRequest, operation: Operation, user: Stream
+    ) -> tuple[None, dict[RingEnd, int]]:
+        scratch = self.serial_scratch(plan.schedule.scratch * call.dtype.itemsize, user.queue)
+        run = _Run(self._context, dict.fromkeys(_LANES, user), call, operation, scratch)
+        user.deadline = call.deadline
         for steps in plan.runs:
             run.steps(steps, user)
         return None, run.ends
 
     def _enqueue_on_lanes(
-        self, plan: Plan, buffers: Buffers, dtype: DType, op: Reduction, operation: Operation, deadline: Deadline,
-        user: Stream,
-    ) -> tuple[Event | None, dict[RingEnd, int]]:  # fmt: skip
-        nbytes, captured = plan.schedule.scratch * dtype.itemsize, user.capturing()
-        bases = buffers.bases(self._scratch_address(nbytes))
+        self, plan: Plan, call: CollectiveRequest, operation: Operation, user: Stream
+    ) -> tuple[Event | None, dict[RingEnd, int]]:
+        nbytes, captured = plan.schedule.scratch * call.dtype.itemsize, user.capturing()
+        scratch = self._scratch_address(nbytes)
         # A graph's events mean nothing outside it; replays are ordered by the stream that they are launched on.
         last = None if captured or self._user is user else self._last
         lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
@@ -131,7 +107,7 @@ class Executor:
             stream.wait(begin)
             if last is not None:
                 stream.wait(last)
-        ends = self._enqueue(plan.schedule, bases, dtype, op, operation, deadline)
+        ends = self._enqueue(plan.schedule, call, operation, scratch)
         for stream in lanes:
             user.wait(stream.record_event())
         if nbytes and captured:
@@ -159,20 +135,15 @@ class Executor:
         self._serial.setdefault(queue, kept).append(self._device.empty(max([nbytes, *(2 * m.nbytes for m in kept)])))
         return kept[-1].address
 
-    def enqueued(
-        self, plan: Plan, dtype: DType, op: Reduction, message: Message, in_place: bool, deadline: Deadline
-    ) -> list[EnqueuedStep] | None:
+    def enqueued(self, plan: Plan, call: CollectiveRequest) -> list[EnqueuedStep] | None:
         """The steps of a plan that `launch` has run before, for compiled code; None if not all of them are for that.
 
         They use what `serial_scratch` gives.
-
-        Args:
-            in_place: whether input and output are the same array.
         """
         if not self._fits(plan):
             return None
-        runs = [steps for steps in plan.runs if not (in_place and _moves_nothing(steps[0]))]
-        run = _Run(self._context, {}, {}, dtype, op, Operation(OpCode.INIT, 0, message), deadline)
+        runs = [steps for steps in plan.runs if not (call.src is call.dst and _moves_nothing(steps[0]))]
+        run = _Run(self._context, {}, call, call.described(0))
         found = [run.enqueued(steps) for steps in runs]
         complete = [step for step in found if step is not None]
         # Messages look at the stream before anything is enqueued, and so does a native call, but only for itself.
@@ -185,14 +156,13 @@ class Executor:
         return not plan.segment and plan.nbytes <= min(SERIAL_BYTES, layout.at_once(plan.messages))
 
     def _enqueue(
-        self, schedule: Schedule, bases: dict[Buf, int], dtype: DType, op: Reduction, operation: Operation,
-        deadline: Deadline,
-    ) -> dict[RingEnd, int]:  # fmt: skip
+        self, schedule: Schedule, call: CollectiveRequest, operation: Operation, scratch: int, wide: int = 0
+    ) -> dict[RingEnd, int]:
         """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
         streams = self._streams
-        run = _Run(self._context, streams, bases, dtype, op, operation, deadline)
+        run = _Run(self._context, streams, call, operation, scratch, wide)
         for stream in streams.values():
-            stream.deadline = deadline
+            stream.deadline = call.deadline
         awaited = {earlier for step in schedule.steps for earlier in step.after}
         events: dict[int, object] = {}
         for index, step in enumerate(schedule.steps):
@@ -216,16 +186,16 @@ def _moves_nothing(step: Step) -> bool:
 
 
 class _Run:
-    """One run of one schedule."""
+    """One run of one schedule; `scratch` and `wide` are addresses of memory for `Buf.TMP` and `Buf.WIDE`."""
 
     def __init__(
-        self, context: Context, streams: dict[Lane, Stream], bases: dict[Buf, int], dtype: DType, op: Reduction,
-        operation: Operation, deadline: Deadline,
+        self, context: Context, streams: dict[Lane, Stream], call: CollectiveRequest, operation: Operation,
+        scratch: int = 0, wide: int = 0,
     ) -> None:  # fmt: skip
-        self._context, self._device = context, context.device
-        self._streams, self._bases = streams, bases
-        self._dtype, self._op = dtype, op
-        self._operation, self._deadline = operation, deadline
+        self._context, self._device, self._streams = context, context.device, streams
+        src, dst = array.address(call.src), array.address(call.dst)
+        self._bases = {Buf.IN: src, Buf.OUT: dst, Buf.TMP: scratch, Buf.WIDE: wide}
+        self._dtype, self._op, self._deadline, self._operation = call.dtype, call.how(), call.deadline, operation
         self.ends: dict[RingEnd, int] = {}
 
     def step(self, step: Step) -> None:

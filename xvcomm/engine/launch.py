@@ -16,14 +16,15 @@ from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped
 from xvcomm.abc.launch import CAPTURED, ITEM, EnqueuedCall, EnqueuedEvents, EnqueuedMessages
+from xvcomm.engine.branch import BRANCH, Branch
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
-from xvcomm.engine.inflight.log import ROOM, fits, log_operation, record_event
+from xvcomm.engine.inflight.log import ENTRY, ROOM, fits, log_operations, record_event
 from xvcomm.jit.atomics import load
 from xvcomm.jit.ccall import bits_of, call_3, call_5
 from xvcomm.jit.compile import brief, compiling
-from xvcomm.jit.record import address_of, compiled_at, python_type
-from xvcomm.memory.ring import MESSAGE, Message, RingEnd
+from xvcomm.jit.record import compiled_at, python_type
+from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.schedule.steps import Buf
 from xvcomm.trace.contract import aborted, note_message, post
 from xvcomm.trace.format import State
@@ -31,7 +32,6 @@ from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.types.opcode import OpCode
 
 _FAILED, _FULL, _UNREADY = -1, -3, -4
-_NO_BRANCH = 0, 0, 0
 
 
 class Place(NamedTuple):
@@ -71,7 +71,7 @@ class EnqueuedOperation(NamedTuple):
 _LAUNCH = np.dtype([
     ("place", "i8"),  # `Context.place`
     ("collective", "i8"),  # whether it is a collective, which the contract check compares; else messages
-    ("operations", "i8"),  # address of `_OPERATION` records: what is logged
+    ("operations", "i8"),  # address of `ENTRY` records: what is logged
     ("operation_count", "i8"),
     ("steps", "i8"),  # address of `_STEP` records
     ("step_count", "i8"),
@@ -80,14 +80,6 @@ _LAUNCH = np.dtype([
     ("scratch", "i8"),
     ("result", "i8"),  # return code of the function that failed
     ("failed_step", "i8"),  # index of its step; after the last step, the recording of the event
-])  # fmt: skip
-_OPERATION = np.dtype([
-    ("name", "i8"),
-    ("peer", "i8"),
-    ("channel", "i8"),
-    ("counter", "i8"),  # `RingEnd.counter` of the ring end that it uses; else 0
-    ("record", "i8"),  # number in the flight recorder; inverted if the communicator was aborted
-    ("message", MESSAGE),
 ])  # fmt: skip
 _STEP = np.dtype([
     ("ready", "i8"),  # for messages see `EnqueuedMessages`; else 0
@@ -101,36 +93,14 @@ _PLACE = np.dtype([
     ("base", "i8"),  # address of the word that holds the address of its memory
     ("offset", "i8"),
 ])  # fmt: skip
-_BRANCH = np.dtype([("branch", "i8"), ("record", "i8"), ("argument", "i8")])  # see `EnqueuedEvents`
 
 _Launch, _launch_at = python_type(_LAUNCH), compiled_at(_LAUNCH)
-_Operation, _operation_at = python_type(_OPERATION), compiled_at(_OPERATION)
+_Entry, _operation_at = python_type(ENTRY), compiled_at(ENTRY)
 _Step, _step_at = python_type(_STEP), compiled_at(_STEP)
 _Place, _place_at = python_type(_PLACE), compiled_at(_PLACE)
-_Branch, _branch_at = python_type(_BRANCH), compiled_at(_BRANCH)
+_branch_at = compiled_at(BRANCH)
 _Item, _item_at = python_type(ITEM), compiled_at(ITEM)
 _BASES = {Buf.IN: _Launch.input.offset, Buf.OUT: _Launch.output.offset, Buf.TMP: _Launch.scratch.offset}
-
-
-class Branch:
-    """A stream of xvcomm's for asynchronous operations. One call at a time.
-
-    Attributes:
-        failed: see `EnqueuedEvents`.
-        arguments: those of compiled code for the next operation.
-        sequence: number of the latest collective; for messages of the next collective.
-        ends: ring ends of the latest operation, each with the number of its next message.
-    """
-
-    def __init__(self, events: EnqueuedEvents) -> None:
-        self._functions, self.failed = _Branch(events.branch, events.record, events.argument), events.failed
-        self._address = ctypes.addressof(self._functions)
-        self.arguments = _NO_BRANCH
-        self.sequence, self.ends = -1, list[tuple[RingEnd, int]]()
-
-    def between(self, user: int, event: int) -> None:
-        """Set the stream that the next operation waits for, and the event recorded after the operation."""
-        self.arguments = self._address, user, event
 
 
 @register_jitable
@@ -196,12 +166,7 @@ def _launch(call, log, sequence, call_site, src, dst, stream, deadline, branch, 
     if code != 0:
         launch.result, launch.failed_step = code, at
         return CAPTURED if code == CAPTURED else _FAILED
-    entries = 0
-    for i in range(launch.operation_count):
-        one = _operation_at(launch.operations, i)
-        told = address_of(one, "message")
-        entries = log_operation(log, one.record, sequence, one.name, one.peer, one.channel, one.counter, told, deadline)
-    return entries
+    return log_operations(log, launch.operations, launch.operation_count, sequence, deadline)
 
 
 with compiling():
@@ -216,7 +181,7 @@ class Launch:
         scratch: gives the address of a stream's scratch memory, by its handle; None if the steps need none.
 
     Attributes:
-        rings: the ring ends that it uses, in order.
+        rings: the ring ends that it uses.
     """
 
     def __init__(
@@ -225,16 +190,15 @@ class Launch:
     ) -> None:  # fmt: skip
         self._context, self._launch_gate, self._scratch = context, gate, scratch
         self._calls = [step.call for step in steps]  # compiled code knows them by address
-        self.rings = rings = [ring for step in steps for ring in step.rings]
+        self._rings = rings = [ring for step in steps for ring in step.rings]
+        self.rings = frozenset(rings)
         context.tracker.rings.update((ring.counter, ring) for ring in rings)
         self._collective = operations[0].end is None
-        logged = [
-            (name, NO_PEER, 0, 0, 0, message) if end is None else (name, end.peer, end.channel, end.counter, 0, message)
-            for name, message, end in operations
-        ]
+        logged = [(name, *_end_of(end), 0, 0, 0, message) for name, message, end in operations]
         if self._collective:  # its messages through ring ends are logged with it
-            logged += [(*logged[0][:3], ring.counter, *logged[0][4:]) for ring in rings]
-        self._operations = (_Operation * len(logged))(*logged)
+            name, message, _ = operations[0]
+            logged += [(name, NO_PEER, 0, ring.counter, 0, 0, 0, message) for ring in rings]
+        self._operations = (_Entry * len(logged))(*logged)
         self._most = ROOM - len(logged)
         self._launch = _Launch(context.place, self._collective)
         self._address = ctypes.addressof(self._launch)
@@ -247,7 +211,7 @@ class Launch:
         """The steps for compiled code, their places, and the items of their messages."""
         packed = (_Step * len(steps))()
         places = [(self._address + _BASES[buf], offset) for step in steps for buf, offset in step.places]
-        where, items = (_Place * len(places))(*places), (_Item * len(self.rings))()
+        where, items = (_Place * len(places))(*places), (_Item * len(self._rings))()
         place, item = ctypes.addressof(where), ctypes.addressof(items)
         for record, (call, among, rings) in zip(packed, steps, strict=True):
             record.ready = call.ready if isinstance(call, EnqueuedMessages) else 0
@@ -257,17 +221,16 @@ class Launch:
         return packed, where, items
 
     def run(
-        self, log: int, handle: int, until: float, call_site: int, src: int = 0, dst: int = 0,
-        items: list[int] | None = None, branch: Branch | None = None,
+        self, handle: int, until: float, call_site: int, src: int = 0, dst: int = 0, items: list[int] | None = None,
+        branch: Branch | None = None,
     ) -> bool:  # fmt: skip
-        """Enqueue it on a stream.
+        """Enqueue it on a user's stream, or on a branch after what the user's stream holds now.
 
         Args:
-            log: `LaunchGate.place` of the stream.
+            handle: of the user's stream.
             until: `Deadline.at`.
             call_site: where the user called it; of messages, those that do not say so themselves.
             items: of each message the array's address, the tag and the call site, or 0.
-            branch: the stream, if it is one of xvcomm's; None for the user's.
 
         Returns:
             False if nothing has begun, and Python must run it.
@@ -276,7 +239,13 @@ class Launch:
             MismatchError, PeerLost, DeadlineExceeded, Aborted: as operations of the communicator do.
         """
         context, gate = self._context, self._launch_gate
-        beside, user, event = _NO_BRANCH if branch is None else branch.arguments
+        if branch is None:
+            log, beside, user, event = gate.logs.get(handle) or gate.log(handle), 0, 0, 0
+            if not log:
+                return False
+        else:
+            log, beside, user, event = branch.log, branch.address, handle, branch.take_event()
+            handle = branch.handle
         with gate.lock:
             if not gate.open:
                 return False
@@ -297,7 +266,7 @@ class Launch:
             if code < 0:
                 self._end(sequence, code, branch or context.tracker.events(handle))
             if branch is not None:
-                branch.sequence, branch.ends = sequence, [(ring, ring.sequence) for ring in self.rings]
+                branch.sequence, branch.ends = sequence, [(ring, ring.sequence) for ring in self._rings]
         if code > self._most:
             context.tracker.seal(handle)
         return True
@@ -320,6 +289,11 @@ class Launch:
             [*self._calls, events or self._calls[-1]][launch.failed_step].failed(launch.result)
         except BaseException as error:
             context.fail(error, first)
+
+
+def _end_of(end: RingEnd | None) -> tuple[int, int, int]:
+    """Peer, channel and counter of an operation's ring end, as in `ENTRY`."""
+    return (NO_PEER, 0, 0) if end is None else (end.peer, end.channel, end.counter)
 
 
 def _message(record: Any) -> Message:

@@ -12,7 +12,6 @@ from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.request import MessageRequest
 from xvcomm.engine.session.rings import Use
-from xvcomm.memory import array
 from xvcomm.memory.ring import RingEnd
 from xvcomm.system.forking import ProcessFuture
 from xvcomm.trace.callsite import find_call_site
@@ -28,11 +27,13 @@ _SEND, _P2P = OpCode.SEND, Use.POINT_TO_POINT
 _INSIDE = 2  # functions of xvcomm that are under way when `run_alone` asks for the call site
 
 
-class Transfers(ABC):
+class Messages(ABC):
     """Moves the messages of one communicator."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
+        self._free: list[Stream] = []
 
     @abstractmethod
     def run_alone(self, t: MessageRequest) -> None:
@@ -42,9 +43,10 @@ class Transfers(ABC):
     def run(self, transfers: Sequence[MessageRequest]) -> None:
         """Move messages at the same time; returns when their arrays may be used."""
 
-    @abstractmethod
     def work(self, t: MessageRequest) -> Work:
         """The Work of a message that will be started or given up."""
+        t.work = work = Work(t)
+        return work
 
     def start_alone(self, t: MessageRequest) -> Work:
         """Move one message without waiting for it; gives its Work."""
@@ -74,13 +76,22 @@ class Transfers(ABC):
     def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
         """Copy messages of this rank to itself, each a pair of send and receive. They have Works if `waits` is False."""
 
-    @abstractmethod
     def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
         """Give the Works of messages that will never move the error to raise."""
+        for t in transfers:
+            if t.work is not None:
+                t.work.give_up(error)
+                t.work = None
 
     @abstractmethod
     def settle(self, peers: Collection[int], channel: int) -> None:
         """Launch all posted receives of a channel, so that a following probe does not see their messages."""
+
+    def _take_stream(self) -> Stream:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._context.device.streams(1)[0]
 
     def _begin(self, t: MessageRequest) -> RingEnd:
         """Begin the operation of one message; gives its ring end."""
@@ -122,18 +133,16 @@ class Transfers(ABC):
             raise
 
 
-class HostTransfers(Transfers):
+class HostMessages(Messages):
     """On host memory the thread that waits for a message moves it, and a thread of the device moves the others."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        # Streams that no call uses at the moment: each takes one for itself, so that threads do not wait for another.
-        self._free: list[Stream] = []
-        # The same of message movers, for each direction, peer and channel.
+        # Message movers that no call uses at the moment, for each direction, peer and channel.
         self._message_movers: dict[tuple[OpCode, int, int], list[MessageMover]] = defaultdict(list)
 
     def run_alone(self, t: MessageRequest) -> None:
-        """See `Transfers.run_alone`; by message mover, but the first message of a ring end, which makes it."""
+        """See `Messages.run_alone`; by message mover, but the first message of a ring end, which makes it."""
         context, view, message_movers = self._context, t.view, self._message_movers[t.name, t.peer, t.channel]
         if not message_movers:
             self.run([t])
@@ -175,8 +184,8 @@ class HostTransfers(Transfers):
         self._complete(transfers)
 
     def work(self, t: MessageRequest) -> Work:
-        t.deferred = ProcessFuture()
-        return Work(t.deferred, f"{t.name} with rank {t.peer}")
+        t.work = work = Work(t, future=ProcessFuture())
+        return work
 
     def start(self, transfers: Sequence[MessageRequest]) -> None:
         stream = self._take_stream()
@@ -189,7 +198,8 @@ class HostTransfers(Transfers):
         self._free.append(stream)
         if isinstance(pending, ProcessFuture):
             for t in transfers:
-                t.deferred.help = pending.help
+                if t.work is not None and isinstance(t.work.future, ProcessFuture):
+                    t.work.future.help = pending.help
         pending.add_done_callback(lambda done: self._end(transfers, done.exception()))
 
     def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
@@ -207,19 +217,8 @@ class HostTransfers(Transfers):
             self._free.append(stream)
             self._complete(pair)
 
-    def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
-        for t in transfers:
-            if t.deferred is not None and not t.deferred.done():
-                t.deferred.set_exception(error)
-
     def settle(self, peers: Collection[int], channel: int) -> None:
-        """See `Transfers.settle`: they are counted when they are posted."""
-
-    def _take_stream(self) -> Stream:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._context.device.streams(1)[0]
+        """See `Messages.settle`: they are counted when they are posted."""
 
     def _enqueue_all(self, transfers: Sequence[MessageRequest], stream: Stream) -> None:
         stream.deadline = min((t.deadline for t in transfers), key=lambda d: d.at)
@@ -242,5 +241,6 @@ class HostTransfers(Transfers):
             assert t.operation is not None
             self._context.end(t.operation)
         for t in transfers:
-            if t.deferred is not None:
-                t.deferred.set_result(array.finish(t.view))
+            if t.work is not None:
+                t.work.complete()
+                t.work = None

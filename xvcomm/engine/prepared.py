@@ -20,22 +20,22 @@ from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped, PreparedCollective
 from xvcomm.engine.context import Context
+from xvcomm.engine.gate import CLOSE_SECONDS, LaunchGate
+from xvcomm.engine.request import CollectiveRequest
 from xvcomm.jit.atomics import READY, STOPPED, as_pointer, compare_and_swap, load_acquire, store_release
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.jit.record import address_of, compiled_at, python_type
-from xvcomm.memory.ring import MESSAGE, Message
+from xvcomm.memory.ring import MESSAGE
 from xvcomm.trace.contract import end, post
 from xvcomm.trace.operation import Operation
 from xvcomm.trace.recorder import hooks
 from xvcomm.types.deadline import NEVER, Deadline
-from xvcomm.types.opcode import OpCode
 
 BUSY = 3
 """What `run` gives beside READY, PENDING and STOPPED: it has begun nothing, and Python must run the collective."""
 
 _PAUSE_SECONDS = 0.00002
-_CLOSE_SECONDS = 1.0
 _FREE, _TAKEN = 0, 1
 _python_list_size = types.ExternalFunction("PyList_Size", types.intp(types.voidptr))
 
@@ -102,71 +102,56 @@ with compiling():
     _run_kernel = kernel("int64(int64, int64, int64, int64)")(run)
 
 
-class Gate:
+class HostGate(LaunchGate):
     """A lock that lets one collective of a communicator run at a time. Compiled code takes it too, once it is open to it."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
-        self._lock, self._counting = threading.Lock(), threading.Lock()
+        super().__init__(context, threading.Lock())
+        self._counting = threading.Lock()
         self._record = _Gate()
         self.address = ctypes.addressof(self._record)
-        self._open = False
-        # While the gate is open, compiled code may be inside at any time: an operation that keeps memory mapped.
-        self._standing = Operation(OpCode.INIT, -1, Message(0, 0, 0, 0))
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        if self._open:
+        self.lock.acquire()
+        if self.open:
             try:
                 self._take(NEVER)
             except BaseException:
-                self._lock.release()
+                self.lock.release()
                 raise
             self._context.sequence = self._record.sequence
 
     def __exit__(self, *error: object) -> None:
-        if self._open:
+        if self.open:
             self.free(self._context.sequence)
-        self._lock.release()
+        self.lock.release()
 
     def queue(self, change: int) -> None:
         """Count an asynchronous collective that was queued (1) or has ended (-1), so that compiled code overtakes none."""
         with self._counting:
             self._record.queued += change
 
-    def admit(self, op: OpCode, message: Message, call_site: int, prepared: PreparedCollective) -> PreparedCall:
-        """Make a collective for compiled code, and open the gate to it.
-
-        Raises:
-            ClosedError: this rank has closed the communicator.
-        """
-        with self._lock:
-            if not self._open:
-                self._context.lifecycle.enter(self._standing, op)
-                self._record.sequence = self._context.sequence
-                self._record.place, self._record.hooks = self._context.place, id(hooks)
-                self._context.lifecycle.on_close(self._close)
-                self._open = True
-        return PreparedCall(self._context, self, op, message, call_site, prepared)
-
     def free(self, sequence: int) -> None:
         """Release the gate."""
         self._record.sequence = sequence
         self._record.state = _FREE
 
+    def _opened(self) -> None:
+        self._record.sequence, self._record.place = self._context.sequence, self._context.place
+        self._record.hooks = id(hooks)
+
     def _take(self, deadline: Deadline) -> bool:
         """Wait until compiled code holds the gate no more; False if it still does, or if the gate was closed."""
-        while self._open and not _take_gate(self.address):
+        while self.open and not _take_gate(self.address):
             if deadline.expired():
                 return False
             time.sleep(_PAUSE_SECONDS)
-        return self._open
+        return self.open
 
     def _close(self) -> None:
-        """Close the gate to compiled code. Memory stays mapped if a compiled call does not return."""
-        if self._take(Deadline.after(_CLOSE_SECONDS)):
+        if self._take(Deadline.after(CLOSE_SECONDS)):
             self._context.lifecycle.users.discard(self._standing)
-        self._open = False
+        self.open = False
 
 
 class PreparedCall:
@@ -176,18 +161,29 @@ class PreparedCall:
         address: what `run` takes.
     """
 
-    def __init__(
-        self, context: Context, gate: Gate, op: OpCode, message: Message, call_site: int, prepared: PreparedCollective
-    ) -> None:
-        self._context, self._gate, self._op, self._message, self._prepared = context, gate, op, message, prepared
-        self._record = _Call(gate.address, tuple(message), call_site, prepared.function, prepared.argument)
+    def __init__(self, context: Context, gate: HostGate, call: CollectiveRequest, prepared: PreparedCollective) -> None:
+        self._context, self._gate, self._op, self._message, self._prepared = (
+            context,
+            gate,
+            call.op,
+            call.message(),
+            prepared,
+        )
+        self._record = _Call(gate.address, tuple(self._message), call.call_site, prepared.function, prepared.argument)
         self.address = ctypes.addressof(self._record)
         self._stream = context.device.streams(1)[0]
 
-    def run(self, src: int, dst: int, call_site: int) -> int:
-        """`run` for Python."""
-        code: int = _run_kernel(self.address, src, dst, call_site)
-        return code
+    def run(self, src: int, dst: int, call_site: int, until: float) -> bool:
+        """Run it on these addresses until `until`, see `Deadline.at`; False if nothing has begun, and Python must run it.
+
+        Raises as `finish` does.
+        """
+        code = _run_kernel(self.address, src, dst, call_site)
+        if code == BUSY:
+            return False
+        if code != READY:
+            self.finish(src, dst, Deadline(until))
+        return True
 
     def finish(self, src: int, dst: int, deadline: Deadline) -> None:
         """End the collective that `run` has begun on these addresses and could not end. Blocks.

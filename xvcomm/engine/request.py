@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from xvcomm.abc.collective import CollectiveForm
+from xvcomm.engine.inflight.work import Work
 from xvcomm.memory import array
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.schedule.steps import Collective as Op
 from xvcomm.schedule.steps import Request
 from xvcomm.trace.operation import Operation, pack_detail
-from xvcomm.types.deadline import Deadline
+from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.dtype import DType, ReduceOp, Reduction
 from xvcomm.types.opcode import OpCode
 
@@ -27,9 +29,9 @@ _REQUESTS = {
 }  # fmt: skip
 
 
-Key = tuple[OpCode, object, int, int]
-"""A blocking collective of equal counts: root, or the reduction as the user gave it, and `ArrayView.kind` of input and output,
-0 for an output that is the input."""
+Key = tuple[OpCode, object, Hashable, Hashable]
+"""A blocking collective of equal counts: root, or the reduction as the user gave it, and what `ArrayView.kind` says of input
+and output, 0 for an output that is the input."""
 
 
 Shape = tuple[OpCode, int, int, float, int, tuple[int, ...], tuple[int, ...], int, bool, bool]
@@ -42,8 +44,10 @@ class CollectiveRequest(msgspec.Struct, eq=False, gc=False):
         src, dst: input and output; None where this rank has none.
         counts, recv_counts, root, count: as in `schedule.steps.Request`.
         uneven: whether the user gave counts, so that all ranks must give the same.
+        deadline: for all of it.
+        stream: handle of the stream that it is ordered on, where the user gave one.
         call_site: where the user called it, if that is not the thread's caller; see `trace.callsite`.
-        key: what `Caller.again` is to know it by from now on.
+        key: what `Collectives.again` is to know it by from now on.
     """
 
     op: OpCode
@@ -56,8 +60,15 @@ class CollectiveRequest(msgspec.Struct, eq=False, gc=False):
     recv_counts: tuple[int, ...] = ()
     root: int = -1
     uneven: bool = False
+    deadline: Deadline = NEVER
+    stream: int | None = None
     call_site: int = 0
     key: Key | None = None
+
+    @property
+    def view(self) -> ArrayView | None:
+        """The array whose stream it is ordered on: the output, if there is one."""
+        return self.src if self.dst is None else self.dst
 
     def how(self) -> Reduction:
         """The reduction, for operations that do not care which."""
@@ -81,6 +92,11 @@ class CollectiveRequest(msgspec.Struct, eq=False, gc=False):
             and (how is None or how.op is not ReduceOp.PREMUL_SUM)
         )
 
+    def release(self) -> None:
+        """Let go of an input that is not needed any more: it may be large, and nothing else may hold its memory."""
+        if self.dst is not None:
+            self.src = None
+
     def result(self) -> Any:
         """The user's result array, once it is there."""
         dst = self.dst
@@ -94,6 +110,10 @@ class CollectiveRequest(msgspec.Struct, eq=False, gc=False):
         """What all ranks must agree on."""
         how = self.reduction.op if self.reduction is not None else 0
         return _collective_description(self.op, self.dtype, how, self.count, self.counts, self.root, self.uneven)
+
+    def described(self, sequence: int) -> Operation:
+        """As an operation with this number, for error messages."""
+        return Operation(self.op, sequence, self.message())
 
     def form(self) -> CollectiveForm:
         """The same for the native library."""
@@ -127,7 +147,8 @@ class MessageRequest(msgspec.Struct, eq=False):
 
     Attributes:
         stream: handle of the stream that it is ordered on; None if it is unknown.
-        deferred: its Work, if it has one.
+        channel: which of the pair's rings it uses.
+        work: its Work, if it has one, until it starts or is given up.
         call_site: the call site, if the thread that enqueues it is not the user's; see `trace.callsite`.
         operation, end: its operation and its ring end, once it is enqueued.
     """
@@ -139,7 +160,7 @@ class MessageRequest(msgspec.Struct, eq=False):
     deadline: Deadline
     stream: int | None = None
     channel: int = 0
-    deferred: Any = None
+    work: Work | None = None
     call_site: int = 0
     operation: Operation | None = None
     end: RingEnd | None = None
@@ -151,6 +172,17 @@ class MessageRequest(msgspec.Struct, eq=False):
     def message(self) -> Message:
         """The description that both ends must agree on."""
         return _message_description(self.view.dtype, self.view.nbytes, self.tag)
+
+    def described(self, sequence: int) -> Operation:
+        """As an operation, for error messages."""
+        return Operation(self.name, sequence, self.message(), self.peer, channel=self.channel)
+
+    def release(self) -> None:
+        """Does nothing: a message has one array."""
+
+    def result(self) -> Any:
+        """The user's array, once the message is through."""
+        return array.finish(self.view)
 
 
 @lru_cache(maxsize=1024)

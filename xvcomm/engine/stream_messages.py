@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from xvcomm.abc.device import Event, Stream
 from xvcomm.abc.launch import MessageForm, SupportsEnqueuedEvents, SupportsEnqueuedMessages
+from xvcomm.engine.branch import Branch, Launched
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.admission import AdmissionQueue, Start
 from xvcomm.engine.inflight.batch import Batch
-from xvcomm.engine.inflight.deferred import DeferredWork
 from xvcomm.engine.inflight.log import Ends
-from xvcomm.engine.inflight.stream_work import StreamWork
-from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.inflight.tracker import Tracked
+from xvcomm.engine.inflight.work import Completion
 from xvcomm.engine.launch import EnqueuedOperation, EnqueuedStep, Launch
-from xvcomm.engine.messages import Transfers
+from xvcomm.engine.messages import Messages
 from xvcomm.engine.request import MessageRequest
-from xvcomm.engine.started import Beside
 from xvcomm.memory import array
 from xvcomm.memory.ring import RingEnd
 from xvcomm.trace.callsite import find_call_site
@@ -34,58 +33,50 @@ _RING_STREAMS = 64
 """Rings, and sets of them, that keep a stream: a device has only so many that were made before anything ran."""
 
 
-class StreamTransfers(Transfers):
+class StreamMessages(Messages):
     """Blocking messages run on their arrays' stream, asynchronous ones through the admission queue on a stream of xvcomm's."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._free: list[Stream] = []
         self._of_rings: dict[frozenset[RingEnd], Stream] = {}
-        self._besides: dict[frozenset[RingEnd], Beside] = {}
+        self._branches: dict[frozenset[RingEnd], Branch] = {}
         self._launch_gate = LaunchGate(context, context.enqueueing)
-        self._launches = context.launches
+        self._find: Callable[[Hashable], Launch | None] = context.launches.find
         self._admission = AdmissionQueue(context.tracker, self._go)
         context.lifecycle.on_close(self._admission.close)
 
     def run_alone(self, t: MessageRequest) -> None:
-        handle = t.stream
-        if handle is None or t.view.staged:
-            self.run([t])
-            return
-        view, key = t.view, _key([t])
-        user = None if view.trusted or not view.count else self._context.device.adopt(handle, view.address)
-        call: Launch | None = self._launches.find(key)
-        if call is not None and not self._admission:
-            place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
-            items, call_site = [view.address, t.tag, 0], t.call_site or find_call_site(_INSIDE)
-            if place and call.run(place, handle, t.deadline.at, call_site, items=items):
-                return
-        self._run_alone(t, handle, user or self._context.device.adopt(handle))
-        if call is None:
+        view, handle, key, launch = t.view, t.stream, (t.shape(),), None
+        ordered = handle is not None and not view.staged
+        if handle is not None and ordered:
+            launch = self._find(key)
+            if launch is not None and not self._admission:
+                if view.count and not view.trusted:
+                    self._context.device.adopt(handle, view.address)
+                call_site = t.call_site or find_call_site(_INSIDE)
+                if launch.run(handle, t.deadline.at, call_site, items=[view.address, t.tag, 0]):
+                    return
+        self._run([t])
+        if ordered and launch is None:
             self._prepare([t], key)
 
-    def _run_alone(self, t: MessageRequest, handle: int, user: Stream) -> None:
-        """Enqueue one message on its array's stream."""
-        context = self._context
-        try:
-            end = self._begin(t)
-            waiting = bool(self._admission)
-            if waiting:
-                self._make_way([end], t.deadline, user)
-            context.tracker.seal_if_deadline_differs(handle, t.deadline)
-            with context.enqueueing:
-                self._enqueue(t, user)
-                following = end.sequence
-        except BaseException as error:
-            user.discard()
-            self._fail([t], error)
-        assert t.operation is not None
-        if user.capturing():
-            context.end(t.operation)
-        else:
-            context.tracker.add_blocking([t.operation], handle, t.deadline, [(end, following, t.operation)])
-            if waiting:
-                self._admission.see_through([end], t.deadline)
+    def run(self, transfers: Sequence[MessageRequest]) -> None:
+        """See `Messages.run`; the host waits if an array's stream is unknown, and for results in temporary memory."""
+        if len(transfers) == 1:
+            self.run_alone(transfers[0])
+            return
+        handle, key, launch = transfers[0].stream, _key(transfers), None
+        ordered = handle is not None and all(t.stream == handle and not t.view.staged for t in transfers)
+        if handle is not None and ordered:
+            launch = self._find(key)
+            if launch is not None and not self._admission:
+                self._check(transfers, handle)
+                call_site = transfers[0].call_site or find_call_site(_INSIDE)
+                if launch.run(handle, _soonest(transfers).at, call_site, items=_items(transfers)):
+                    return
+        self._run(transfers)
+        if ordered and launch is None and len({t.channel for t in transfers}) == 1:
+            self._prepare(transfers, key)
 
     def _make_way(self, ends: Collection[RingEnd], deadline: Deadline, user: Stream) -> None:
         """Launch queued messages of these rings first; before a capture at once."""
@@ -96,7 +87,7 @@ class StreamTransfers(Transfers):
 
     def _prepare(self, transfers: Sequence[MessageRequest], key: Hashable) -> None:
         """Let compiled code launch further messages of these shapes, if the device supports it."""
-        self._launches.prepare(key, partial(self._compile, transfers))
+        self._context.launches.prepare(key, partial(self._compile, transfers))
 
     def _compile(self, transfers: Sequence[MessageRequest]) -> Launch | None:
         """The compiled launch of messages that have run, each through a ring end of its own; None if there is none."""
@@ -108,36 +99,12 @@ class StreamTransfers(Transfers):
         found = device.enqueued_messages([MessageForm(*form) for form in zip(ends, messages, strict=True)])
         if found is None:
             return None
-        with self._context.enqueueing:
-            self._launch_gate.admit(transfers[0].name)
+        self._launch_gate.admit(transfers[0].name)
         names = [t.name for t in transfers]
         operations = [EnqueuedOperation(*operation) for operation in zip(names, messages, ends, strict=True)]
         return Launch(self._context, self._launch_gate, operations, [EnqueuedStep(found, rings=ends)])
 
-    def run(self, transfers: Sequence[MessageRequest]) -> None:
-        """See `Transfers.run`; the host waits if an array's stream is unknown, and for results in temporary memory."""
-        handle = transfers[0].stream
-        if handle is None or not all(t.stream == handle and not t.view.staged for t in transfers):
-            self._run_together(transfers)
-            return
-        if len(transfers) == 1:
-            self.run_alone(transfers[0])
-            return
-        key = _key(transfers)
-        call: Launch | None = self._launches.find(key)
-        if call is not None and not self._admission:
-            unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
-            if unknown:
-                self._context.device.adopt(handle, *unknown)
-            place = self._launch_gate.places.get(handle) or self._launch_gate.place(handle)
-            call_site = transfers[0].call_site or find_call_site(_INSIDE)
-            if place and call.run(place, handle, _soonest(transfers).at, call_site, items=_items(transfers)):
-                return
-        self._run_together(transfers)
-        if call is None and len({t.channel for t in transfers}) == 1:
-            self._prepare(transfers, key)
-
-    def _run_together(self, transfers: Sequence[MessageRequest]) -> None:
+    def _run(self, transfers: Sequence[MessageRequest]) -> None:
         """Enqueue messages on one of their arrays' streams, ordered with the other arrays' streams."""
         user, *others = self._streams(transfers)
         self._begin_all(transfers)
@@ -160,45 +127,37 @@ class StreamTransfers(Transfers):
         if waiting and not batch.event.captured:
             self._admission.see_through(ends, deadline)
 
-    def work(self, t: MessageRequest) -> Work:
-        t.deferred = deferred = DeferredWork(_what(t))
-        return deferred
-
-    def start_alone(self, t: MessageRequest) -> Work:
-        """See `Transfers.start_alone`; by compiled code, if it need not wait for its turn."""
-        started = self._start_at_once([t], t.call_site or find_call_site(_INSIDE_START))
-        if started is not None:
-            return started[0]
-        work = self.work(t)
-        self._start_in_turn([t])
-        return work
-
     def start(self, transfers: Sequence[MessageRequest]) -> None:
-        """See `Transfers.start`; the same for each channel's."""
-        started = self._start_at_once(transfers, 0)
-        if started is None:
-            self._start_in_turn(transfers)
-            return
-        for t, work in zip(transfers, started, strict=True):
-            t.deferred.work = work
+        """See `Messages.start`; by compiled code, if they need not wait for their turn."""
+        handle, launch = transfers[0].stream, self._find(_key(transfers))
+        if handle is not None and launch is not None and all(t.stream == handle for t in transfers):
+            branch = self._branches.get(launch.rings)
+            if branch is not None:
+                self._check(transfers, handle)
+                call_site = transfers[0].call_site or find_call_site(_INSIDE_START)
+                go = partial(self._branch_off, transfers, launch, branch, handle, call_site)
+                if self._admission.at_once(launch.rings, go):
+                    return
+        self._start_in_turn(transfers)
 
-    def _start_at_once(self, transfers: Sequence[MessageRequest], call_site: int) -> Sequence[Work] | None:
-        """Let compiled code launch messages if none of them must be queued; None if it has not."""
-        handle = transfers[0].stream
-        call: Launch | None = self._launches.find(_key(transfers))
-        if handle is None or call is None or not all(t.stream == handle for t in transfers):
-            return None
-        ends = frozenset(call.rings)
-        beside = self._besides.get(ends)
-        if beside is None:
-            return None
-        unknown = [t.view.address for t in transfers if t.view.count and not t.view.trusted]
+    def _branch_off(
+        self, transfers: Sequence[MessageRequest], launch: Launch, branch: Branch, handle: int, call_site: int
+    ) -> bool:
+        """Let compiled code launch messages on a branch; False if it has not begun anything."""
+        until, items = _soonest(transfers).at, _items(transfers)
+        if not launch.run(handle, until, call_site, items=items, branch=branch):
+            return False
+        for t, end in zip(transfers, branch.ends, strict=True):
+            if t.work is not None:
+                t.work.come = partial(self._admission.come, launch.rings)
+            _begun(t, Launched(branch, t, [end]))
+        return True
+
+    def _check(self, transfers: Sequence[MessageRequest], handle: int) -> None:
+        """Let the device check the arrays' memory where the framework does not guarantee it."""
+        unknown = array.untrusted(*[t.view for t in transfers])
         if unknown:
             self._context.device.adopt(handle, *unknown)
-        come, items = partial(self._admission.come_behind, ends), _items(transfers)
-        return self._admission.at_once(
-            ends, partial(beside.move, call, transfers, items, call_site, _soonest(transfers), handle, come)
-        )
 
     def _start_in_turn(self, transfers: Sequence[MessageRequest]) -> None:
         """Pass messages through the admission queue; those that are captured in a graph start at once."""
@@ -211,20 +170,21 @@ class StreamTransfers(Transfers):
             self._go(launch)
             return
         for t in transfers:
-            t.deferred.come = partial(self._admission.come, ends)
+            if t.work is not None:
+                t.work.come = partial(self._admission.come, ends)
         self._admission.add(launch)
-        if all(t.deferred.work is not None for t in transfers):  # else not all rings may be pinned yet
+        if all(t.work is None for t in transfers):  # else they have not started, and not all rings may be pinned
             self._know(transfers, ends)
 
     def _know(self, transfers: Sequence[MessageRequest], ends: frozenset[RingEnd]) -> None:
         """Let compiled code launch further messages of these shapes."""
         device, stream, key = self._context.device, self._of_rings.get(ends), _key(transfers)
-        if stream is not None and ends not in self._besides and isinstance(device, SupportsEnqueuedEvents):
-            self._besides[ends] = Beside(self._context, device, self._launch_gate, stream)
+        if stream is not None and ends not in self._branches and isinstance(device, SupportsEnqueuedEvents):
+            self._branches[ends] = Branch(self._context, device, stream)
         self._prepare(transfers, key)
 
     def copy(self, pairs: Sequence[tuple[MessageRequest, MessageRequest]], *, waits: bool) -> None:
-        """See `Transfers.copy`; on the arrays' stream also those that have Works."""
+        """See `Messages.copy`; on the arrays' stream also those that have Works."""
         context = self._context
         for pair in pairs:
             sent, received = pair
@@ -250,24 +210,18 @@ class StreamTransfers(Transfers):
             if waits and any(t.stream is None or t.view.staged for t in pair):
                 context.tracker.wait_for(batch)
             for t in pair:
-                self._become(t, batch)
+                _begun(t, Tracked(self._context.tracker, batch))
 
     def settle(self, peers: Collection[int], channel: int) -> None:
         if self._admission:
             self._admission.let_go_to(peers, channel)
-
-    def give_up(self, transfers: Sequence[MessageRequest], error: BaseException) -> None:
-        for t in transfers:
-            if t.deferred is not None:
-                t.deferred.give_up(error)
 
     def _streams(self, transfers: Sequence[MessageRequest]) -> list[Stream]:
         """The arrays' streams, each once."""
         adopt = self._context.device.adopt
         found = {}
         for t in transfers:
-            look = () if t.view.trusted or not t.view.count else (t.view.address,)
-            found[adopt(t.stream, *look)] = t
+            found[adopt(t.stream, *array.untrusted(t.view))] = t
         return list(found)
 
     def _begin_all(self, transfers: Sequence[MessageRequest]) -> None:
@@ -276,9 +230,6 @@ class StreamTransfers(Transfers):
                 self._begin(t)
         except BaseException as error:
             self._fail(transfers, error)
-
-    def _take_stream(self) -> Stream:
-        return self._free.pop() if self._free else self._context.device.streams(1)[0]
 
     def _go(self, launch: Start[MessageRequest]) -> None:
         """Launch asynchronous messages."""
@@ -338,15 +289,8 @@ class StreamTransfers(Transfers):
                 used.discard()
             self._fail(transfers, error)
         for t in transfers:
-            self._become(t, batch)
+            _begun(t, Tracked(self._context.tracker, batch))
         return batch
-
-    def _become(self, t: MessageRequest, batch: Batch) -> None:
-        """Give a message's Work, if it has one, the batch that it waits for."""
-        if t.deferred is not None:
-            now = None if t.view.staged else partial(array.stream_now, t.view, t.stream)
-            finish = partial(array.finish, t.view)
-            t.deferred.work = StreamWork(self._context.tracker, now, finish, _what(t), batch)
 
     @staticmethod
     def _batch(
@@ -369,8 +313,10 @@ def _items(transfers: Sequence[MessageRequest]) -> list[int]:
     return [word for t in transfers for word in (t.view.address, t.tag, t.call_site)]
 
 
-def _what(t: MessageRequest) -> str:
-    return f"{t.name} with rank {t.peer}"
+def _begun(t: MessageRequest, completion: Completion) -> None:
+    """Tell the Work of a message, if it has one, how it ends."""
+    if t.work is not None:
+        t.work.completion, t.work = completion, None
 
 
 def _ends(transfers: Sequence[MessageRequest]) -> frozenset[RingEnd]:

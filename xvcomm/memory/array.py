@@ -111,6 +111,11 @@ def stream_now(x: ArrayView | None, given: int | None) -> int | None:
     return given if now is None else now
 
 
+def untrusted(*views: ArrayView | None) -> list[int]:
+    """Addresses of those arrays whose memory the device must check."""
+    return [v.address for v in views if v is not None and v.count and not v.trusted]
+
+
 def stream_handle(stream: Any) -> int:
     """The vendor's handle of a stream: an integer, or a stream object of torch, CuPy, or with `__cuda_stream__`.
 

@@ -30,7 +30,7 @@ def checked(timeout: float) -> float:
     raise ArgumentError(f"timeout={timeout!r}: expected seconds, 0 or more")
 
 
-class Deadline(msgspec.Struct, eq=False, gc=False):
+class Deadline(msgspec.Struct, eq=False, gc=False, frozen=True):
     """A point in time of `time.monotonic`; `math.inf` means no deadline."""
 
     # A Struct, because every call creates one, and a dataclass takes twice as long to create.

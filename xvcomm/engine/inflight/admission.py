@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from xvcomm.abc.device import Event
-from xvcomm.engine.inflight.work import Work
 from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
@@ -80,13 +79,13 @@ class AdmissionQueue(Generic[T]):
             self._thread.start()
             self._arrived.notify()
 
-    def at_once(self, ends: Collection[RingEnd], go: Callable[[], Sequence[Work] | None]) -> Sequence[Work] | None:
-        """Launch messages by `go` if the queue is empty and their rings are free; its result, or None if it was not called."""
+    def at_once(self, ends: Collection[RingEnd], go: Callable[[], bool]) -> bool:
+        """Launch messages by `go` if the queue is empty and their rings are free; whether `go` was called and has done so."""
         if self._queue:
-            return None
+            return False
         with self._arrived:
-            started = go() if not self._queue and self._ready(ends) else None
-            if started is not None:
+            started = not self._queue and self._ready(ends) and go()
+            if started:
                 self._under_way.update(dict.fromkeys(ends))
             return started
 
@@ -103,6 +102,8 @@ class AdmissionQueue(Generic[T]):
 
     def come(self, ends: Collection[RingEnd], over: Callable[[], bool], deadline: Deadline) -> None:
         """Block while messages of other rings are queued, until `over`; then, or at the deadline, launch those of these rings."""
+        if not self._queue:
+            return
         rings = set(ends)
         while not deadline.expired():
             with self._arrived:
@@ -114,11 +115,6 @@ class AdmissionQueue(Generic[T]):
             self._tracker.poll()
             time.sleep(_PAUSE_SECONDS)
         self.let_go(rings)
-
-    def come_behind(self, ends: Collection[RingEnd], over: Callable[[], bool], deadline: Deadline) -> None:
-        """As `come`, for messages that were launched at once: returns immediately if the queue is empty."""
-        if self._queue:
-            self.come(ends, over, deadline)
 
     def come_next(self, ends: Collection[RingEnd], deadline: Deadline) -> None:
         """As `come`, until no message of these rings is queued: called before a message is launched at once."""

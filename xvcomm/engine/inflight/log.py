@@ -35,16 +35,16 @@ _ENTRIES = 2 * ROOM
 
 
 ENTRY = np.dtype([
-    ("record", "i8"),  # number in the flight recorder
-    ("sequence", "i8"),
     ("name", "i8"),
     ("peer", "i8"),
     ("channel", "i8"),
     ("counter", "i8"),  # `RingEnd.counter` of the ring end that it uses; else 0
+    ("record", "i8"),  # number in the flight recorder; inverted if the communicator was aborted
+    ("sequence", "i8"),
     ("following", "i8"),  # number of the next message of that ring end
     ("message", MESSAGE),
 ])  # fmt: skip
-"""An operation in the log."""
+"""An operation, in the log or before."""
 
 _LOG = np.dtype([
     ("function", "i8"),  # records the event; 0 if Python does
@@ -55,8 +55,6 @@ _LOG = np.dtype([
     ("entries", ENTRY, (_ENTRIES,)),
 ])  # fmt: skip
 _Log, _log_at, _entry_at = python_type(_LOG), compiled_at(_LOG), compiled_at(ENTRY)
-_DEADLINE = _Log.deadline.offset
-_MESSAGE_BYTES = MESSAGE.itemsize
 _ENTRY_BYTES = ENTRY.itemsize
 
 
@@ -84,22 +82,21 @@ def record_event(log: int, stream: int) -> int:
 
 
 @register_jitable
-def log_operation(log, record, sequence, name, peer, channel, counter, message, deadline):  # type: ignore[no-untyped-def]
-    """Append an operation; the caller has checked that it `fits`. Returns the number of entries.
+def log_operations(log, entries, count, sequence, deadline):  # type: ignore[no-untyped-def]
+    """Append operations with this number; the caller has checked that they fit. Returns the number of entries.
 
     Args:
-        counter: `RingEnd.counter` of its ring end, or 0.
-        message: address of a `MESSAGE` record.
+        entries: address of `count` records of dtype `ENTRY`.
         deadline: `Deadline.at`.
     """
     head = _log_at(log)
-    entry = _entry_at(address_of(head, "entries"), head.count)
-    entry.record, entry.sequence, entry.name = record, sequence, name
-    entry.peer, entry.channel, entry.counter = peer, channel, counter
-    entry.following = load(counter) if counter != 0 else 0
-    copy_bytes(address_of(entry, "message"), message, _MESSAGE_BYTES)
+    first = address_of(head, "entries") + head.count * _ENTRY_BYTES
+    copy_bytes(first, entries, count * _ENTRY_BYTES)
+    for i in range(count):
+        entry = _entry_at(first, i)
+        entry.sequence, entry.following = sequence, load(entry.counter) if entry.counter != 0 else 0
     head.deadline = min(head.deadline, deadline)
-    head.count += 1
+    head.count += count
     return head.count
 
 
@@ -149,7 +146,7 @@ class LoggedOperations:
         """The operations as Python objects."""
         return [
             Operation(OpCode(name), sequence, Message(*message), peer, record, channel)
-            for record, sequence, name, peer, channel, _, _, message in self._entries.tolist()
+            for name, peer, channel, _, record, sequence, _, message in self._entries.tolist()
         ]
 
     def ends(self) -> Ends:

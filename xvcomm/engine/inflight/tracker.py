@@ -21,6 +21,8 @@ from xvcomm.abc.launch import EnqueuedEvents, SupportsEnqueuedEvents
 from xvcomm.engine.inflight.batch import Batch, Contents
 from xvcomm.engine.inflight.log import APART, ROOM, Ends, LaunchLog, LoggedOperations
 from xvcomm.engine.inflight.owner import Owner
+from xvcomm.engine.inflight.work import Completion, Request
+from xvcomm.errors import ArgumentError
 from xvcomm.memory.ring import RingEnd
 from xvcomm.trace.format import DONE, FAILED
 from xvcomm.trace.operation import NO_PEER, Operation
@@ -35,7 +37,6 @@ _HELD_UP_SECONDS = 0.25
 _TURN_SECONDS = 0.05
 """Seconds to wait for a lock: bounded, because a signal handler may close the communicator while its thread holds the lock."""
 
-_SPINS = 200
 _PAUSE_SECONDS = 0.00005
 
 
@@ -43,14 +44,14 @@ class AsyncGroup:
     """Asynchronous operations that end as one batch.
 
     Attributes:
-        keep: objects that must live until the batch ends, by a key for each operation.
+        keep: their requests, which must live until the batch ends.
         batch: the batch, once it is sealed. It may contain one more operation, which was logged while it was sealed.
     """
 
     __slots__ = ("batch", "keep")
 
     def __init__(self) -> None:
-        self.keep: dict[object, Any] = {}
+        self.keep: set[object] = set()
         self.batch: Batch | None = None
 
 
@@ -355,8 +356,8 @@ class Tracker:
     def wait_for(self, batch: Batch) -> None:
         """Block until a batch has ended, and raise its error."""
         if not batch.event.captured:
-            self.finish(batch, NEVER)
-        if batch.error is not None:
+            Tracked(self, batch).block(NEVER)
+        elif batch.error is not None:
             raise batch.error
 
     def follow(self, handle: int | None, batch: Batch) -> None:
@@ -364,13 +365,32 @@ class Tracker:
         if not batch.over:
             self._owner.device.adopt(handle).wait(batch.event)
 
-    def finish(self, batch: Batch, deadline: Deadline) -> bool:
-        """Block until a batch has ended or failed; False if the deadline passes first."""
-        spins = 0
-        while not batch.over and batch.error is None:
-            self.poll()
-            if deadline.expired():
-                return False
-            spins += 1
-            time.sleep(0 if spins < _SPINS else _PAUSE_SECONDS)
-        return True
+
+class Tracked(Completion):
+    """By the end of the batch."""
+
+    def __init__(self, tracker: Tracker, batch: Batch) -> None:
+        self._tracker, self._batch = tracker, batch
+
+    def done(self) -> bool:
+        """See `Completion.done`."""
+        self._tracker.poll()
+        return self._batch.over or self._batch.error is not None
+
+    def exception(self) -> BaseException | None:
+        """See `Completion.exception`."""
+        return self._batch.error
+
+    def order(self, stream: int | None) -> None:
+        """See `Completion.order`."""
+        self._tracker.poll()
+        if self._batch.error is not None:
+            raise self._batch.error
+        self._tracker.follow(stream, self._batch)
+
+    def result(self, request: Request, deadline: Deadline) -> Any:
+        """See `Completion.result`."""
+        if self._batch.event.captured:
+            what = request.described(-1)
+            raise ArgumentError(f"{what} went into a graph: only wait() orders it; synchronize with the graph")
+        return super().result(request, deadline)

@@ -4,30 +4,111 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 from xvcomm.errors import ArgumentError, ClosedError, DeadlineExceeded
+from xvcomm.memory import array
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.system.forking import FORKED, ProcessFuture, forks
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.callsite import called_at
+from xvcomm.trace.operation import Operation
+from xvcomm.types.deadline import NEVER, Deadline
+
+_SPINS = 200
+_PAUSE_SECONDS = 0.00005
+
+
+class Request(Protocol):
+    """What a Work must know of its operation.
+
+    Attributes:
+        stream: handle of the stream that the operation follows; None if only the array's framework knows it.
+    """
+
+    stream: int | None
+
+    @property
+    def view(self) -> ArrayView | None:
+        """The array whose stream waits for the operation."""
+
+    def described(self, sequence: int) -> Operation:
+        """The operation for error messages; its number is -1 if it is not known."""
+
+    def result(self) -> Any:
+        """The user's result array."""
+
+
+class Completion(ABC):
+    """How the end of an operation on a device's stream is found.
+
+    Attributes:
+        sequence: number of a collective; -1 if it is not known.
+    """
+
+    sequence = -1
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not. Never blocks."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """What the operation raised; called when it is done."""
+
+    @abstractmethod
+    def order(self, stream: int | None) -> None:
+        """Let later work of a stream wait for the operation. Raises its error if that is known."""
+
+    def block(self, deadline: Deadline) -> None:
+        """Block the host until the operation is done, and raise its error, or TimeoutError if the deadline passes first."""
+        spins = 0
+        while not self.done():
+            if deadline.expired():
+                raise TimeoutError
+            spins += 1
+            time.sleep(0 if spins < _SPINS else _PAUSE_SECONDS)
+        error = self.exception()
+        if error is not None:
+            raise error
+
+    def result(self, request: Request, deadline: Deadline) -> Any:
+        """The user's result array; blocks as `block` does."""
+        self.block(deadline)
+        return request.result()
 
 
 class Work:
-    """An operation under way. Keeps its arrays alive until it is done, or until what their framework does comes behind it."""
+    """An operation under way. Keeps its arrays alive until it is done, or until what their framework does comes behind it.
 
-    def __init__(self, future: Future[Any], what: str) -> None:
-        self._future = future
-        self._what = what
+    Attributes:
+        completion: of an operation on a device's stream; None as long as it has not started: a message in a `group()`, or in
+            the admission queue.
+        future: ends with an operation on host memory, or fails if an operation was given up; else None.
+        come: blocks until a message may start and has ended, or a deadline has passed; see `AdmissionQueue.come`.
+    """
 
-    @classmethod
-    def completed(cls, result: Any, what: str) -> Work:
-        """A Work that is done."""
-        future: Future[Any] = Future()
-        future.set_result(result)
-        return cls(future, what)
+    def __init__(
+        self, request: Request, completion: Completion | None = None, future: Future[Any] | None = None
+    ) -> None:
+        self._request, self.completion, self.future = request, completion, future
+        self.come: Callable[[Callable[[], bool], Deadline], None] | None = None
+
+    def complete(self) -> None:
+        """Tell that an operation on host memory has ended well."""
+        assert self.future is not None
+        self.future.set_result(self._request.result())
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell that the operation has failed, if it has not started or is on host memory."""
+        if self.completion is None:
+            self.future = self.future or Future()
+            if not self.future.done():
+                self.future.set_exception(error)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Order what comes next after the operation, and give its result array.
@@ -38,46 +119,75 @@ class Work:
             XvcommError: what the operation raised.
             DeadlineExceeded: it was not done after `timeout` seconds; it goes on, and can be waited for again.
         """
+        if self.future is None:
+            view = self._request.view
+            if view is None or not view.staged:
+                self._started(Deadline.after(timeout)).order(array.stream_now(view, self._request.stream))
+                return self._request.result()
         return self.synchronize(timeout)
 
     def order(self, stream: int | None) -> None:
         """As `wait`, for who knows by its handle which stream is the current one; None for the default stream."""
-        self.synchronize()
+        if self.future is not None:
+            self.future.result()
+        else:
+            self._started(NEVER).order(stream)
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """Block the host until the operation is done, and give its result array. Raises as `wait` does."""
         try:
-            return self._future.result(timeout)
-        except FutureTimeout:
-            if self._future.done():  # the operation itself raised a TimeoutError
+            if self.future is not None:
+                return self.future.result(timeout)
+            deadline = Deadline.after(timeout)
+            return self._started(deadline).result(self._request, deadline)
+        except TimeoutError as error:
+            if self.exception() is error:  # the operation itself raised it
                 raise
-            raise DeadlineExceeded(f"{self._what} was not done after {timeout} s; wait longer, or abort()") from None
+            what = self._request.described(-1 if self.completion is None else self.completion.sequence)
+            raise DeadlineExceeded(f"{what} was not done after {timeout} s; wait longer, or abort()") from None
 
-    result = wait
+    result = synchronize
 
     def help(self, timeout: float | None) -> bool:
         """Do in this thread what its future waits for, for at most `timeout` seconds; see `ProcessFuture`."""
-        return isinstance(self._future, ProcessFuture) and self._future.help is not None and self._future.help(timeout)
+        return isinstance(self.future, ProcessFuture) and self.future.help is not None and self.future.help(timeout)
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
-        return self._future.done()
+        how = self.future or self.completion
+        return how is not None and how.done()
 
     def exception(self) -> BaseException | None:
         """What it raised, or None; None too while it is under way. Never blocks."""
-        return self._future.exception() if self._future.done() else None
+        how = self.future or self.completion
+        return how.exception() if how is not None and how.done() else None
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
         """Call `callback` with a future that holds result or error, once the operation has ended on host memory.
 
         It runs in the thread that ends the operation, at once if that was before; it must not block.
+
+        Raises:
+            ArgumentError: the operation is on a device's stream: no thread of the host is there when it ends.
         """
-        self._future.add_done_callback(callback)
+        if self.future is None:
+            what = self._request.described(-1)
+            raise ArgumentError(
+                f"{what} is on a device's stream, which tells nobody when it is done: wait() orders the stream"
+            )
+        self.future.add_done_callback(callback)
 
-
-def refuse_callback(what: str) -> NoReturn:
-    """Refuse `add_done_callback` on a device: no thread of the host is there when the operation ends."""
-    raise ArgumentError(f"{what} is on a device's stream, which tells nobody when it is done: wait() orders the stream")
+    def _started(self, deadline: Deadline) -> Completion:
+        """How it ends, once the messages before it have started."""
+        if self.come is not None:
+            self.come(self.done, deadline)
+        if self.future is not None:
+            self.future.result()
+        if self.completion is None:
+            raise ArgumentError(
+                f"{self._request.described(-1)} starts at the end of its group(): wait for it behind that"
+            )
+        return self.completion
 
 
 class OrderedWorker:

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
+from xvcomm.engine.branch import Branch, Launched
 from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.tracker import AsyncGroup
+from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.request import CollectiveRequest, MessageRequest
-from xvcomm.engine.started import Beside, StartedCollective, StartedMessage
 from xvcomm.errors import ArgumentError, DeadlineExceeded, PeerLost
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Reason, RingEnd
@@ -56,8 +57,8 @@ class Job:
         self.tracker, self.handle, self.event, self.companions = self, 48, None, AsyncGroup()
         view, part = (self.view() for _ in range(2))
         self.call = CollectiveRequest(OpCode.ALL_GATHER, part, view, view.dtype, count=3)
-        self.branch = SimpleNamespace(sequence=7, ends=[(cast(RingEnd, End(self)), 1)])
-        self.work = StartedCollective(cast(Beside, self), self.call, None)
+        self.sequence, self.ends = 7, [(cast(RingEnd, End(self)), 1)]
+        self.work = Work(self.call, Launched(cast(Branch, self), self.call, self.ends))
 
     @staticmethod
     def view() -> ArrayView:
@@ -67,14 +68,13 @@ class Job:
         assert handle == self.handle
         return self.companions
 
-    def message(self) -> StartedMessage:
+    def message(self) -> Work:
         """The Work of a message, which records in `followed` that it was waited for."""
         view = self.view()
         transfer = MessageRequest(OpCode.RECV, view, 1, 5, NEVER, HOME, 2)
-        ((end, following),) = self.branch.ends
-        return StartedMessage(
-            cast(Beside, self), transfer, end, following, lambda over, deadline: self.followed.append(None)
-        )
+        work = Work(transfer, Launched(cast(Branch, self), transfer, self.ends))
+        work.come = lambda over, deadline: self.followed.append(None)
+        return work
 
     def word(self) -> int:
         return self.stop
@@ -146,7 +146,7 @@ def test_a_departure_does_not_fail_operations_that_the_rank_joined(job: Job) -> 
 
 def test_arrays_are_released_when_their_stream_waits(job: Job) -> None:
     job.work.order(ELSEWHERE)
-    assert job.companions.keep == {7: job.call}
+    assert job.companions.keep == {job.call}
     assert job.call.src is not None
     job.work.order(HOME)
     assert not job.companions.keep and job.call.src is None and job.followed == [ELSEWHERE, HOME]
@@ -156,7 +156,7 @@ def test_arrays_with_unknown_stream_are_kept(job: Job) -> None:
     assert job.call.dst is not None
     job.call.dst.stream = None
     job.work.order(None)
-    assert job.companions.keep == {7: job.call} and job.call.src is not None
+    assert job.companions.keep == {job.call} and job.call.src is not None
 
 
 def test_callbacks_are_refused(job: Job) -> None:
@@ -174,6 +174,6 @@ def test_a_message_is_complete_with_its_ring(job: Job) -> None:
 
 def test_waiting_for_a_message_releases_earlier_ones(job: Job) -> None:
     message = job.message()
-    assert set(job.companions.keep) == {job.branch.ends[0], 7}
+    assert len(job.companions.keep) == 2
     message.order(HOME)
-    assert job.followed == [None, HOME] and set(job.companions.keep) == {7}
+    assert job.followed == [None, HOME] and job.companions.keep == {job.call}
