@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from numba.extending import register_jitable
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.engine.session.rings import Use
-from xvcomm.jit.atomics import PENDING, READY, STOPPED, full_fence, load, load_acquire, relax, store
+from xvcomm.jit.atomics import PENDING, READY, STOPPED, full_fence, load_acquire, relax
 from xvcomm.jit.compile import compiling, kernel
-from xvcomm.memory.ring import ABORT, CONSUMED, ENTRY, LEDGER, Message, Reason, RingEnd
+from xvcomm.jit.record import address_of, compiled_at, python_type
+from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, LEDGER_ENTRY, MESSAGE, Message, Reason, RingEnd
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.format import State
 from xvcomm.trace.operation import ANY_PEER, Operation
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
 _GONE = 3  # beside READY, PENDING and STOPPED: nothing is there, and nothing will come
 _LEFT = int(Reason.LEFT)
-_FIELDS = 5
-_ROW_BYTES = 24
 _BUDGET = 20_000_000  # nanoseconds that compiled code may be off the core before Python looks at signals and deadlines
 _SPINS_PER_US = 100  # a look costs about 10 ns; the figure needs no precision
 _ONCE = -1
@@ -47,24 +47,34 @@ class Probe(NamedTuple):
     dtype: DType
 
 
+_ROW = np.dtype([
+    ("ring", "i8"),  # its address
+    ("ledger", "i8"),  # address of its producer's entries
+    ("counter", "i8"),  # address of the number of receives posted
+])  # fmt: skip
+_Row, _row_at = python_type(_ROW), compiled_at(_ROW)
+_Description, _description_at = python_type(MESSAGE), compiled_at(MESSAGE)
+_entry_at = compiled_at(LEDGER_ENTRY)
+
+
 @register_jitable
-def _next(row: int) -> int:
+def _next(row: Any) -> int:
     """Number of the first message without a posted receive. Receives in a graph count once they have run."""
-    return max(load_acquire(load(row + 16)), load_acquire(load(row) + CONSUMED))
+    return max(load_acquire(row.counter), load_acquire(row.ring + CONSUMED))
 
 
 @register_jitable
-def _look(row: int, found: int) -> int:
+def _look(row: Any, found: int) -> int:
     """Look at one ring; if it has a message, write its description to `found`."""
-    word = load_acquire(load(row) + ABORT)  # first: what was published before it is still delivered
+    word = load_acquire(row.ring + ABORT)  # first: what was published before it is still delivered
     if word & 0xFF != 0 and word & 0xFF != _LEFT:
         return STOPPED
     number = _next(row)
-    entry = load(row + 8) + number % LEDGER * ENTRY
-    if load_acquire(entry) != number + 1:
+    entry = _entry_at(row.ledger, number % LEDGER)
+    if load_acquire(address_of(entry, "number")) != number + 1:
         return PENDING if word == 0 else _GONE
-    for i in range(_FIELDS):
-        store(found + 8 * i, load(entry + 8 + 8 * i))
+    described, message = _description_at(found), entry.message
+    described.dtype, described.nbytes, described.tag = message.dtype, message.nbytes, message.tag
     full_fence()
     # A receive of another thread may have taken it meanwhile, and a later one be written in its place.
     return READY if _next(row) == number else PENDING
@@ -74,8 +84,8 @@ def _await(rows: int, count: int, first: int, found: int, spins: int, budget: in
     """Look at rings in turn, from row `first` on, until one has a message.
 
     Args:
-        rows: address of `count` rows: addresses of the ring, its producer's ledger, and the counter of receives posted.
-        found: address of five words for the description.
+        rows: address of `count` records of `_ROW`.
+        found: address of a `MESSAGE` for the description.
         spins: rounds before yielding the core.
         budget: nanoseconds off the core in all before coming back; one round only if negative.
 
@@ -87,7 +97,7 @@ def _await(rows: int, count: int, first: int, found: int, spins: int, budget: in
         gone = 0
         for i in range(count):
             at = (first + i) % count
-            code = _look(rows + _ROW_BYTES * at, found)
+            code = _look(_row_at(rows, at), found)
             if code == READY or code == STOPPED:
                 return code | at << 8
             gone += code == _GONE
@@ -103,16 +113,13 @@ with compiling():
     _await_kernel = kernel("int64(int64, int64, int64, int64, int64, int64)")(_await)
 
 
-_Description = ctypes.c_int64 * _FIELDS
-
-
 class Sources:
     """Consumer ends of rings that are probed together, in turn, so that none starves the others. Thread-safe."""
 
     def __init__(self, ends: Sequence[RingEnd], spin_us: float) -> None:
         self.ends = tuple(ends)
-        words = [w for end in ends for w in (end.address, end.address + end.layout.ledger, end.counter)]
-        self._rows = (ctypes.c_int64 * len(words))(*words)
+        rows = [(end.address, end.address + end.layout.ledger, end.counter) for end in ends]
+        self._rows = (_Row * len(rows))(*rows)
         self._address = ctypes.addressof(self._rows)
         self._spins = int(spin_us * _SPINS_PER_US) // len(ends)
         self._first = 0
@@ -132,8 +139,7 @@ class Sources:
         if code & 0xFF == STOPPED:
             raise RingStopped(end, end.abort_word(), end.sequence)
         self._first = (at + 1) % len(self.ends)
-        _, dtype, nbytes, tag, _ = found
-        return Probe(end.peer, tag, nbytes, BY_CODE[dtype])
+        return Probe(end.peer, found.tag, found.nbytes, BY_CODE[found.dtype])
 
 
 class Probing:

@@ -6,21 +6,42 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from xvcomm.jit.atomics import copy_bytes, load, store
+from xvcomm.jit.atomics import copy_bytes, load
 from xvcomm.jit.ccall import call_11
 from xvcomm.jit.compile import brief, compiling
+from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.dlpack import CPU, Tensor, Versioned
 
 UNKNOWN, FAILED = -1, -2
 NOWHERE = -1
 """In place of a stream's handle: host memory, or a framework that does not say on which it works."""
 
-SEEN_WORDS = ctypes.sizeof(Tensor) // 8 + 4
+# Words, because they are compared as such, and Python reads plain words: two of a DLTensor's hold several of its fields.
+SEEN = np.dtype([
+    ("data", "i8"),  # from here to `offset` a DLTensor, whose offset is made part of the address of its data
+    ("place", "i8"),  # device type and device id
+    ("what", "i8"),  # number of dimensions, dtype
+    ("shape", "i8"),
+    ("strides", "i8"),
+    ("offset", "i8"),
+    ("stream", "i8"),  # or NOWHERE
+    ("count", "i8"),  # of elements
+    ("contiguous", "i8"),  # whether they lie one after the other
+    ("flags", "i8"),  # of a capsule
+])  # fmt: skip
 _KNOWN, _AXES = 64, 5
-_KNOWN_WORDS = 3 + _AXES
+_ARRAY = np.dtype([("place", "i8"), ("what", "i8"), ("stream", "i8"), ("shape", "i8", _AXES)])
+_ARRAYS = np.dtype([("count", "i8"), ("first", _ARRAY, _KNOWN)])
+_seen_at, _array_at, _arrays_at, _Arrays = (
+    compiled_at(SEEN),
+    compiled_at(_ARRAY),
+    compiled_at(_ARRAYS),
+    python_type(_ARRAYS),
+)
 _TENSOR_BYTES, _INNER, _FLAGS = ctypes.sizeof(Tensor), Versioned.tensor.offset, Versioned.flags.offset
 _PLAIN, _VERSIONED = (ctypes.create_string_buffer(name) for name in (b"dltensor", b"dltensor_versioned"))
 _names = (ctypes.c_int64 * 2)(ctypes.addressof(_PLAIN), ctypes.addressof(_VERSIONED))
@@ -36,8 +57,8 @@ def _see(tensor: int, stream: int, x: int, out: int, known: int) -> int:
     """Have a framework describe an array, and say on which stream it works.
 
     Args:
-        out: of a DLTensor, whose offset is made part of its address; behind it come the stream or NOWHERE, the number of
-            elements, whether they lie one after the other, and a capsule's flags.
+        out: address of a `SEEN`.
+        known: `Known.address`.
 
     Returns:
         The number of a known array that differs in its address alone, or UNKNOWN; FAILED if the framework raised something.
@@ -45,14 +66,14 @@ def _see(tensor: int, stream: int, x: int, out: int, known: int) -> int:
     if call_11(tensor, x, out, 0, 0, 0, 0, 0, 0, 0, 0, 0) != 0:
         _clear()
         return FAILED
-    place = load(out + 8)
-    store(out + 48, NOWHERE)
+    seen = _seen_at(out)
+    seen.stream, place = NOWHERE, seen.place
     if stream != 0 and place & 0xFFFFFFFF != CPU:
-        code = call_11(stream, place & 0xFFFFFFFF, place >> 32, out + 48, 0, 0, 0, 0, 0, 0, 0, 0)
+        code = call_11(stream, place & 0xFFFFFFFF, place >> 32, address_of(seen, "stream"), 0, 0, 0, 0, 0, 0, 0, 0)
         if code != 0:  # the framework has no streams there: the memory is not a GPU's
             _clear()
-            store(out + 48, NOWHERE)
-    return _measured(out, known)
+            seen.stream = NOWHERE
+    return _measured(seen, known)
 
 
 def _look(capsule: int, names: int, stream: int, out: int, known: int) -> int:
@@ -66,37 +87,35 @@ def _look(capsule: int, names: int, stream: int, out: int, known: int) -> int:
     else:
         return FAILED
     copy_bytes(out, tensor, _TENSOR_BYTES)
-    store(out + 48, stream)
-    store(out + 72, flags)
-    return _measured(out, known)
+    seen = _seen_at(out)
+    seen.stream, seen.flags = stream, flags
+    return _measured(seen, known)
 
 
 @register_jitable
-def _measured(out, known):  # type: ignore[no-untyped-def]
-    """Complete what was seen at `out`, and find it."""
-    ndim, shape, strides = load(out + 16) & 0xFFFFFFFF, load(out + 24), load(out + 32)
-    store(out, load(out) + load(out + 40))
+def _measured(seen: Any, known: int) -> int:
+    """Complete what was seen, and find it."""
+    ndim, strides = seen.what & 0xFFFFFFFF, seen.strides
+    seen.data += seen.offset
     count, contiguous = 1, 1
     for axis in range(ndim - 1, -1, -1):
-        n = load(shape + 8 * axis)
+        n = load(seen.shape + 8 * axis)
         if strides != 0 and n != 1 and load(strides + 8 * axis) != count:
             contiguous = 0
         count *= n
-    store(out + 56, count)
-    store(out + 64, contiguous if count > 1 else 1)
-    return _find(known, out) if load(out + 64) == 1 else UNKNOWN
+    seen.count, seen.contiguous = count, contiguous if count > 1 else 1
+    return _find(_arrays_at(known), seen, ndim) if seen.contiguous == 1 else UNKNOWN
 
 
 @register_jitable
-def _find(known, out):  # type: ignore[no-untyped-def]
-    """The number of what is known as it was seen at `out`: place, dtype and shape, stream."""
-    ndim, shape = load(out + 16) & 0xFFFFFFFF, load(out + 24)
-    for number in range(load(known)):
-        entry = known + 8 * (1 + number * _KNOWN_WORDS)
-        same = load(entry) == load(out + 8) and load(entry + 8) == load(out + 16) and load(entry + 16) == load(out + 48)
+def _find(known: Any, seen: Any, ndim: int) -> int:
+    """The number of what is known as it was seen: place, dtype and shape, stream."""
+    for number in range(known.count):
+        entry = _array_at(address_of(known, "first"), number)
+        same = entry.place == seen.place and entry.what == seen.what and entry.stream == seen.stream
         axis = 0
         while same and axis < ndim:
-            same = load(entry + 24 + 8 * axis) == load(shape + 8 * axis)
+            same = entry.shape[axis] == load(seen.shape + 8 * axis)
             axis += 1
         if same:
             return number
@@ -117,8 +136,8 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._words = (ctypes.c_int64 * (1 + _KNOWN * _KNOWN_WORDS))()
-        self.address = ctypes.addressof(self._words)
+        self._arrays = _Arrays()
+        self.address = ctypes.addressof(self._arrays)
         self.seen: list[Any] = []
 
     def full(self) -> bool:
@@ -134,7 +153,6 @@ class Known:
         """Know an array from now on, of few dimensions. One thread at a time; any may look meanwhile."""
         if not self.takes(shape):
             return
-        first = 1 + len(self.seen) * _KNOWN_WORDS
-        self._words[first : first + 3 + len(shape)] = [place, what, stream, *shape]
+        self._arrays.first[len(self.seen)] = place, what, stream, (*shape, *[0] * (_AXES - len(shape)))
         self.seen.append(made)
-        self._words[0] = len(self.seen)
+        self._arrays.count = len(self.seen)

@@ -19,18 +19,20 @@ from xvcomm.errors import ArrayError
 from xvcomm.memory import vendors
 from xvcomm.memory.array_view import ArrayView, new_kind
 from xvcomm.memory.dlpack import READ_ONLY, ExchangeAPI, name_of, pointer_of
-from xvcomm.memory.dlpack_reader import FAILED, NAMES, NOWHERE, SEEN_WORDS, UNKNOWN, Known, look, see
+from xvcomm.memory.dlpack_reader import FAILED, NAMES, NOWHERE, SEEN, UNKNOWN, Known, look, see
 from xvcomm.types import dtype as dtypes
 from xvcomm.types.dtype import DType
 
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
+_FIELDS = tuple(SEEN.fields or ())
+_FLAGS = _FIELDS.index("flags")
 
 
 class _Scratch(threading.local):
-    """Where a thread lets C functions write; see `see`."""
+    """Where a thread lets C functions write a `SEEN`."""
 
     def __init__(self) -> None:
-        self.words = (ctypes.c_int64 * (SEEN_WORDS))()
+        self.words = (ctypes.c_int64 * len(_FIELDS))()
         self.both = self.words, ctypes.addressof(self.words)
 
 
@@ -38,7 +40,6 @@ _scratch = _Scratch()
 _Kept = tuple[tuple[int, ...], DType, int, int, str, int, int | None, int]
 """What is known of arrays that differ in their addresses alone: `shape` to `stream` of ArrayView, but its user's, and `kind`."""
 
-_FLAGS = SEEN_WORDS - 1
 _KINDS_KEPT = 1000
 Reader = Callable[[Any], ArrayView]
 READERS: dict[type, Reader] = {}

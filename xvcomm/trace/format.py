@@ -1,24 +1,20 @@
 """The flight recorder's memory format, and how to read it: without numba, so also from a file of a process that has died.
 
 A region belongs to one rank: a header of 128 bytes (word 0: `Life`, word 1: number of records written so far), then records
-of 128 bytes each in a circle. A record is ten words of 64 bits, `Record`'s fields in order, and the text of its call site.
+in a circle: `Record`'s fields in order, words of 64 bits and the text of the call site.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from xvcomm.types.dtype import BY_CODE
 from xvcomm.types.opcode import OpCode
 
-RECORD = 128
-HEADER = 128
+HEADER_BYTES = 128
 CALL_SITE_BYTES = 48
-STATE_WORD, ENDED_WORD, CALL_SITE_WORD = 7, 9, 10
-"""Words of a record."""
-_FORMAT = struct.Struct(f"<10q{CALL_SITE_BYTES}s")
 
 
 class State(enum.IntEnum):
@@ -34,7 +30,7 @@ POSTED, DONE, FAILED = (int(state) for state in State)
 
 
 class Life(enum.IntEnum):
-    """How far a rank got; word 0 of its region."""
+    """How far a rank got."""
 
     JOINING = 0
     RUNNING = 1
@@ -67,18 +63,23 @@ class Record:
         return f"{OpCode(self.op)} #{self.sequence}{peer}{of} at {self.call_site} ({state})"
 
 
+_RECORD = struct.Struct(f"<{len(fields(Record)) - 1}q{CALL_SITE_BYTES}s")
+
+
 def region_bytes(records: int) -> int:
     """Bytes a rank needs."""
-    return HEADER + records * RECORD
+    return HEADER_BYTES + records * _RECORD.size
+
+
+def capacity(memory: memoryview) -> int:
+    """Number of records that a region keeps."""
+    return (len(memory) - HEADER_BYTES) // _RECORD.size
 
 
 def read_record(memory: memoryview, number: int) -> Record:
     """One record of a rank's region."""
-    capacity = (len(memory) - HEADER) // RECORD
-    *numbers, call_site = _FORMAT.unpack_from(memory, HEADER + number % capacity * RECORD)
-    sequence, communicator, op, dtype, nbytes, peer, tag, state, posted, ended = numbers
-    text = call_site.rstrip(b"\0").decode(errors="replace")
-    return Record(sequence, communicator, op, dtype, nbytes, peer, tag, state, posted, ended, text)
+    *numbers, call_site = _RECORD.unpack_from(memory, region_bytes(number % capacity(memory)))
+    return Record(*(*numbers, call_site.rstrip(b"\0").decode(errors="replace")))
 
 
 def read_life(memory: memoryview) -> Life:
@@ -95,5 +96,4 @@ def last_record(memory: memoryview) -> Record | None:
 def read_history(memory: memoryview) -> list[Record]:
     """All records kept in a region, oldest first."""
     count = memory.cast("q")[1]
-    capacity = (len(memory) - HEADER) // RECORD
-    return [read_record(memory, n) for n in range(max(0, count - capacity), count)]
+    return [read_record(memory, n) for n in range(max(0, count - capacity(memory)), count)]

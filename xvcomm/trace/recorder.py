@@ -9,22 +9,22 @@ import ctypes
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
+import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.jit.atomics import clock, copy_bytes, load, store, store_release
+from xvcomm.jit.atomics import clock, copy_bytes, load, store_release
 from xvcomm.jit.compile import brief, compiling
+from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.trace.format import (
     CALL_SITE_BYTES,
-    CALL_SITE_WORD,
     DONE,
-    ENDED_WORD,
-    HEADER,
+    HEADER_BYTES,
     POSTED,
-    RECORD,
-    STATE_WORD,
     Life,
     Record,
+    capacity,
     read_history,
     read_record,
 )
@@ -32,6 +32,15 @@ from xvcomm.trace.format import (
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
 
+_WRITER = np.dtype([
+    ("region", "i8"),  # its address; 0 once closed
+    ("capacity", "i8"),  # records that it keeps
+    ("number", "i8"),  # of the next record
+])  # fmt: skip
+_HEADER = np.dtype([("life", "i8"), ("written", "i8")])  # see `format`
+_RECORD = np.dtype([(f.name, "i8") for f in fields(Record)[:-1]] + [("call_site", f"S{CALL_SITE_BYTES}")])
+_Writer, _writer_at = python_type(_WRITER), compiled_at(_WRITER)
+_header_at, _record_at = compiled_at(_HEADER), compiled_at(_RECORD)
 
 _nanoseconds = clock(time.CLOCK_REALTIME)  # as `time.time_ns()` has them
 
@@ -39,26 +48,28 @@ _nanoseconds = clock(time.CLOCK_REALTIME)  # as `time.time_ns()` has them
 @register_jitable
 def note(handle, communicator, sequence, op, dtype, nbytes, peer, tag, call_site):  # type: ignore[no-untyped-def]
     """Write the record of an operation that starts, with a `Recorder.handle`; gives its number."""
-    region, capacity, number = load(handle), load(handle + 8), load(handle + 16)
+    writer = _writer_at(handle)
+    region, number = writer.region, writer.number
     if region != 0:
-        record = region + HEADER + number % capacity * RECORD
-        words = (sequence, communicator, op, dtype, nbytes, peer, tag, POSTED, _nanoseconds(), 0)
-        for i, value in enumerate(words):
-            store(record + 8 * i, value)
-        copy_bytes(record + 8 * CALL_SITE_WORD, call_site, CALL_SITE_BYTES)
-        store(handle + 16, number + 1)
-        store_release(region + 8, number + 1)
+        record = _record_at(region + HEADER_BYTES, number % writer.capacity)
+        record.sequence, record.communicator, record.op, record.dtype = sequence, communicator, op, dtype
+        record.nbytes, record.peer, record.tag, record.state = nbytes, peer, tag, POSTED
+        record.posted, record.ended = _nanoseconds(), 0
+        copy_bytes(address_of(record, "call_site"), call_site, CALL_SITE_BYTES)
+        writer.number = number + 1
+        store_release(address_of(_header_at(region), "written"), number + 1)
     return number
 
 
 @register_jitable
 def note_end(handle, number, state):  # type: ignore[no-untyped-def]
     """Note the end of an operation, unless its record was overwritten since."""
-    region, capacity = load(handle), load(handle + 8)
-    if region != 0 and load(handle + 16) - number <= capacity:
-        record = region + HEADER + number % capacity * RECORD
-        store(record + 8 * ENDED_WORD, _nanoseconds())
-        store_release(record + 8 * STATE_WORD, state)
+    writer = _writer_at(handle)
+    region = writer.region
+    if region != 0 and writer.number - number <= writer.capacity:
+        record = _record_at(region + HEADER_BYTES, number % writer.capacity)
+        record.ended = _nanoseconds()
+        store_release(address_of(record, "state"), state)
 
 
 def _note_ends(handle: int, numbers: int, count: int, state: int) -> None:
@@ -77,15 +88,14 @@ class Recorder:
     """Writes one rank's region.
 
     Attributes:
-        handle: address of what compiled code needs to write: where the region lies (0 once closed), records that it
-            holds, number of the next one. No lock guards it but the interpreter's.
+        handle: address of a `_WRITER`, by which compiled code writes. No lock guards it but the interpreter's.
     """
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._words = memory.cast("q")
         region = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._writer = (ctypes.c_int64 * 3)(region, (len(memory) - HEADER) // RECORD, 0)
+        self._writer = _Writer(region, capacity(memory), 0)
         self.handle = ctypes.addressof(self._writer)
 
     def live(self, state: Life) -> None:
@@ -132,6 +142,6 @@ class Recorder:
 
     def close(self) -> None:
         """Let go of the memory; what begins or ends later is not noted. Idempotent."""
-        self._writer[0] = 0
+        self._writer.region = 0
         self._words.release()
         self._memory.release()
