@@ -6,158 +6,55 @@ raise MismatchError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
-from xvcomm.adapters.mpi.ops import NAMED, Op
 from xvcomm.adapters.mpi.part import Part
 from xvcomm.adapters.mpi.plans import Plan, Plans
 from xvcomm.adapters.mpi.requests import Queued, Request
 
-SUM = NAMED["SUM"]
+_Arguments = ParamSpec("_Arguments")
+
+
+def _both(
+    plan: Callable[Concatenate[Plans, _Arguments], Plan],
+) -> tuple[
+    Callable[Concatenate[Collectives, _Arguments], None], Callable[Concatenate[Collectives, _Arguments], Request]
+]:
+    """The method that runs a plan, and the one that starts it without waiting."""
+
+    @wraps(plan)
+    def run(self: Collectives, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        part = self._part
+        part.run(plan(Plans(part.comm), *args, **kwargs))
+
+    @wraps(plan)
+    def start(self: Collectives, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Request:
+        part = self._part
+        return Request(Queued(part.start(plan(Plans(part.comm), *args, **kwargs))))
+
+    return run, start
 
 
 class Collectives:
-    """Part of Comm."""
+    """Part of Comm. Arguments are those of the plans."""
 
     _part: Part
 
-    @property
-    def _plans(self) -> Plans:
-        return Plans(self._part.comm)
-
-    def _run(self, plan: Plan) -> None:
-        self._part.run(plan)
-
-    def _begin(self, plan: Plan) -> Request:
-        return Request(Queued(self._part.start(plan)))
-
-    def Barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        self._run(self._plans.barrier())
-
-    def Ibarrier(self) -> Request:
-        """`Barrier` without waiting."""
-        return self._begin(self._plans.barrier())
-
-    def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Copy the root's buffer to every rank."""
-        self._run(self._plans.bcast(buf, root))
-
-    def Ibcast(self, buf: Any, root: int = 0) -> Request:
-        """`Bcast` without waiting."""
-        return self._begin(self._plans.bcast(buf, root))
-
-    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Concatenate equal blocks of all ranks on the root."""
-        self._run(self._plans.gather(sendbuf, recvbuf, root))
-
-    def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """`Gather` without waiting."""
-        return self._begin(self._plans.gather(sendbuf, recvbuf, root))
-
-    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Gather blocks of different length on the root, which alone passes counts and displacements."""
-        self._run(self._plans.gatherv(sendbuf, recvbuf, root))
-
-    def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """`Gatherv` without waiting."""
-        return self._begin(self._plans.gatherv(sendbuf, recvbuf, root))
-
-    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Send an equal block of the root's buffer to every rank."""
-        self._run(self._plans.scatter(sendbuf, recvbuf, root))
-
-    def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """`Scatter` without waiting."""
-        return self._begin(self._plans.scatter(sendbuf, recvbuf, root))
-
-    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Send a block of different length to every rank; only the root passes counts and displacements."""
-        self._run(self._plans.scatterv(sendbuf, recvbuf, root))
-
-    def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """`Scatterv` without waiting."""
-        return self._begin(self._plans.scatterv(sendbuf, recvbuf, root))
-
-    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Concatenate equal blocks of all ranks on every rank."""
-        self._run(self._plans.allgather(sendbuf, recvbuf))
-
-    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """`Allgather` without waiting."""
-        return self._begin(self._plans.allgather(sendbuf, recvbuf))
-
-    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Gather blocks of different length of all ranks on every rank."""
-        self._run(self._plans.allgatherv(sendbuf, recvbuf))
-
-    def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """`Allgatherv` without waiting."""
-        return self._begin(self._plans.allgatherv(sendbuf, recvbuf))
-
-    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Send an equal block to every rank, and receive one from each."""
-        self._run(self._plans.alltoall(sendbuf, recvbuf))
-
-    def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """`Alltoall` without waiting."""
-        return self._begin(self._plans.alltoall(sendbuf, recvbuf))
-
-    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Send a block of different length to every rank, and receive one from each."""
-        self._run(self._plans.alltoallv(sendbuf, recvbuf))
-
-    def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """`Alltoallv` without waiting."""
-        return self._begin(self._plans.alltoallv(sendbuf, recvbuf))
-
-    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
-        """Reduce over all ranks; only the root gets the result."""
-        self._run(self._plans.reduce(sendbuf, recvbuf, op, root))
-
-    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:
-        """`Reduce` without waiting."""
-        return self._begin(self._plans.reduce(sendbuf, recvbuf, op, root))
-
-    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over all ranks; every rank gets bitwise equal results."""
-        self._run(self._plans.allreduce(sendbuf, recvbuf, op))
-
-    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """`Allreduce` without waiting."""
-        return self._begin(self._plans.allreduce(sendbuf, recvbuf, op))
-
-    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over all ranks, and give every rank an equal block of the result."""
-        self._run(self._plans.reduce_scatter_block(sendbuf, recvbuf, op))
-
-    def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """`Reduce_scatter_block` without waiting."""
-        return self._begin(self._plans.reduce_scatter_block(sendbuf, recvbuf, op))
-
-    def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM) -> None:
-        """Reduce over all ranks, and give every rank a block of different length."""
-        self._run(self._plans.reduce_scatter(sendbuf, recvbuf, recvcounts, op))
-
-    def Ireduce_scatter(
-        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
-    ) -> Request:
-        """`Reduce_scatter` without waiting."""
-        return self._begin(self._plans.reduce_scatter(sendbuf, recvbuf, recvcounts, op))
-
-    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over the ranks up to this one. Gathers all buffers on every rank, so it is meant for small ones."""
-        self._run(self._plans.scan(sendbuf, recvbuf, op, inclusive=True))
-
-    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """`Scan` without waiting."""
-        return self._begin(self._plans.scan(sendbuf, recvbuf, op, inclusive=True))
-
-    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Reduce over the ranks before this one; rank 0's buffer is unchanged. Gathers all buffers like `Scan`."""
-        self._run(self._plans.scan(sendbuf, recvbuf, op, inclusive=False))
-
-    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """`Exscan` without waiting."""
-        return self._begin(self._plans.scan(sendbuf, recvbuf, op, inclusive=False))
+    Barrier, Ibarrier = _both(Plans.barrier)
+    Bcast, Ibcast = _both(Plans.bcast)
+    Gather, Igather = _both(Plans.gather)
+    Gatherv, Igatherv = _both(Plans.gatherv)
+    Scatter, Iscatter = _both(Plans.scatter)
+    Scatterv, Iscatterv = _both(Plans.scatterv)
+    Allgather, Iallgather = _both(Plans.allgather)
+    Allgatherv, Iallgatherv = _both(Plans.allgatherv)
+    Alltoall, Ialltoall = _both(Plans.alltoall)
+    Alltoallv, Ialltoallv = _both(Plans.alltoallv)
+    Reduce, Ireduce = _both(Plans.reduce)
+    Allreduce, Iallreduce = _both(Plans.allreduce)
+    Reduce_scatter_block, Ireduce_scatter_block = _both(Plans.reduce_scatter_block)
+    Reduce_scatter, Ireduce_scatter = _both(Plans.reduce_scatter)
+    Scan, Iscan = _both(Plans.scan)
+    Exscan, Iexscan = _both(Plans.exscan)

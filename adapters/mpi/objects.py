@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from xvcomm.adapters.mpi.messages import ANY_SOURCE, ANY_TAG, scratch
-from xvcomm.adapters.mpi.ops import NAMED, Op
+from xvcomm.adapters.mpi.ops import SUM, Op
 from xvcomm.adapters.mpi.part import Part
 from xvcomm.adapters.mpi.pointtopoint import NOTHING, PROC_NULL, Message, PointToPoint, pickled, unpickled
 from xvcomm.adapters.mpi.requests import Both, Done, Receiving, Request, Sending, Started
 from xvcomm.adapters.mpi.status import Status
 from xvcomm.errors import ArgumentError
-
-SUM = NAMED["SUM"]
 
 
 class Objects(PointToPoint):

@@ -143,6 +143,7 @@ NAMED = {
         Op("NO_OP", lambda x, y: x, ufunc=lambda x, y: x),
     )
 }
+SUM = NAMED["SUM"]
 
 
 def _named(name: str) -> Op:

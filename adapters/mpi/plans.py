@@ -13,33 +13,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xvcomm.adapters.mpi.buffers import IN_PLACE, Blocks, block, blocks, carried, vector
-from xvcomm.adapters.mpi.ops import NAMED, Op
+from xvcomm.adapters.mpi.ops import SUM, Op
 from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError
 
 Array = NDArray[Any]
 Plan = Callable[[], Any]
-SUM = NAMED["SUM"]
 
 
 class Plans:
-    """Creates the plans of one communicator's collectives."""
+    """Creates the plans of one communicator's collectives; `Comm` has methods of the same arguments."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._rank, self._size = comm.rank, comm.size
 
     def barrier(self) -> Plan:
-        """Plan of `Barrier`."""
+        """Wait until all ranks have called this."""
         return self._comm.barrier
 
-    def bcast(self, buf: Any, root: int) -> Plan:
-        """Plan of `Bcast`."""
+    def bcast(self, buf: Any, root: int = 0) -> Plan:
+        """Copy the root's buffer to every rank."""
         x = carried(vector(buf))
         return lambda: self._comm.broadcast(x, root)
 
-    def gather(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Plan of `Gather`."""
+    def gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Plan:
+        """Concatenate equal blocks of all ranks on the root."""
         if self._rank != root:
             x = carried(vector(sendbuf))
             return lambda: self._comm.gather(x, root)
@@ -49,8 +48,8 @@ class Plans:
         _check_equal("Gather", mine, out, self._size)
         return lambda: self._comm.gather(mine, root, out=out)
 
-    def gatherv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Plan of `Gatherv`; the root, which alone knows the counts, broadcasts them first."""
+    def gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Plan:
+        """Gather blocks of different length on the root, which alone passes counts and displacements; it broadcasts them first."""
         if self._rank != root:
             x = carried(vector(sendbuf))
             return lambda: self._comm.gather(x, root, counts=self._told(None, root))
@@ -64,8 +63,8 @@ class Plans:
 
         return run
 
-    def scatter(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Plan of `Scatter`."""
+    def scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Plan:
+        """Send an equal block of the root's buffer to every rank."""
         if self._rank != root:
             out = carried(vector(recvbuf))
             return lambda: self._comm.scatter(None, root, out=out)
@@ -74,8 +73,8 @@ class Plans:
         _check_equal("Scatter", room, source, self._size)
         return lambda: self._comm.scatter(source, root, out=room)
 
-    def scatterv(self, sendbuf: Any, recvbuf: Any, root: int) -> Plan:
-        """Plan of `Scatterv`; the root, which alone knows the counts, broadcasts them first."""
+    def scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Plan:
+        """Send a block of different length to every rank; the root alone passes counts and displacements, as in `gatherv`."""
         if self._rank != root:
             out = carried(vector(recvbuf))
             return lambda: self._comm.scatter(None, root, out=out, counts=self._told(None, root))
@@ -85,14 +84,14 @@ class Plans:
         return lambda: self._comm.scatter(x, root, out=carried(mine), counts=self._told(_lengths(source), root))
 
     def allgather(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Plan of `Allgather`."""
+        """Concatenate equal blocks of all ranks on every rank."""
         out = carried(block(recvbuf, self._size).flat(self._size))
         x = _own(out, self._rank, self._size) if _in_place(sendbuf) else carried(vector(sendbuf))
         _check_equal("Allgather", x, out, self._size)
         return lambda: self._comm.all_gather(x, out=out)
 
     def allgatherv(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Plan of `Allgatherv`."""
+        """Gather blocks of different length of all ranks on every rank."""
         target = blocks(recvbuf, self._size)
         x = target.part(self._rank).copy() if _in_place(sendbuf) else vector(sendbuf)
         room = target.room()
@@ -104,14 +103,14 @@ class Plans:
         return run
 
     def alltoall(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Plan of `Alltoall`."""
+        """Send an equal block to every rank, and receive one from each."""
         out = carried(block(recvbuf, self._size).flat(self._size))
         x = out.copy() if _in_place(sendbuf) else carried(block(sendbuf, self._size).flat(self._size))
         _check_equal("Alltoall", x, out, 1)
         return lambda: self._comm.all_to_all(x, out=out)
 
     def alltoallv(self, sendbuf: Any, recvbuf: Any) -> Plan:
-        """Plan of `Alltoallv`."""
+        """Send a block of different length to every rank, and receive one from each."""
         target = blocks(recvbuf, self._size)
         source = target if _in_place(sendbuf) else blocks(sendbuf, self._size)
         x = carried(source.gathered())
@@ -125,8 +124,8 @@ class Plans:
 
         return run
 
-    def reduce(self, sendbuf: Any, recvbuf: Any, op: Op, root: int) -> Plan:
-        """Plan of `Reduce`."""
+    def reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Plan:
+        """Reduce over all ranks; only the root gets the result."""
         if self._rank != root:
             x = vector(sendbuf)
             return lambda: self._reduce(x, None, op, root)
@@ -135,15 +134,15 @@ class Plans:
         _check_equal("Reduce", x, out, 1)
         return lambda: self._reduce(x, out, op, root)
 
-    def allreduce(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
-        """Plan of `Allreduce`."""
+    def allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Plan:
+        """Reduce over all ranks; every rank gets bitwise equal results."""
         out = vector(recvbuf)
         x = out if _in_place(sendbuf) else vector(sendbuf)
         _check_equal("Allreduce", x, out, 1)
         return lambda: self._allreduce(x, out, op)
 
-    def reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
-        """Plan of `Reduce_scatter_block`."""
+    def reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Plan:
+        """Reduce over all ranks, and give every rank an equal block of the result."""
         if _in_place(sendbuf):
             x = vector(recvbuf)
             if x.size % self._size:
@@ -154,8 +153,8 @@ class Plans:
         _check_equal("Reduce_scatter_block", out, x, self._size)
         return lambda: self._reduce_scatter(x, out, op, (out.size,) * self._size)
 
-    def reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None, op: Op) -> Plan:
-        """Plan of `Reduce_scatter`; without counts the ranks exchange the sizes of their blocks."""
+    def reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM) -> Plan:
+        """Reduce over all ranks, and give every rank a block of different length: without counts that of its buffer."""
         out = vector(recvbuf)
         x = out if _in_place(sendbuf) else vector(sendbuf)
         if recvcounts is None and x is out:
@@ -170,14 +169,22 @@ class Plans:
 
         return run
 
-    def scan(self, sendbuf: Any, recvbuf: Any, op: Op, *, inclusive: bool) -> Plan:
-        """Plan of `Scan` (inclusive) and `Exscan`. Gathers the buffers of all ranks on every rank."""
+    def scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Plan:
+        """Reduce over the ranks up to this one. Gathers all buffers on every rank, so it is meant for small ones."""
+        return self._scan(sendbuf, recvbuf, op, self._rank + 1)
+
+    def exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Plan:
+        """Reduce over the ranks before this one; rank 0's buffer is unchanged. Gathers all buffers like `scan`."""
+        return self._scan(sendbuf, recvbuf, op, self._rank)
+
+    def _scan(self, sendbuf: Any, recvbuf: Any, op: Op, ranks: int) -> Plan:
+        """Reduce over the first ranks."""
         out = vector(recvbuf)
         x = out if _in_place(sendbuf) else vector(sendbuf)
         _check_equal("Scan", x, out, 1)
 
         def run() -> None:
-            rows = self._gathered(x)[: self._rank + inclusive]
+            rows = self._gathered(x)[:ranks]
             if len(rows):
                 out[...] = op.fold(rows)
 
