@@ -49,7 +49,7 @@ class Plans:
         return lambda: self._comm.gather(mine, root, out=out)
 
     def gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Plan:
-        """Gather blocks of different length on the root, which alone passes counts and displacements; it broadcasts them first."""
+        """Gather blocks of different length on the root, which alone passes counts and displacements, and broadcasts them."""
         if self._rank != root:
             x = carried(vector(sendbuf))
             return lambda: self._comm.gather(x, root, counts=self._told(None, root))

@@ -198,11 +198,8 @@ class Communicator(PointToPoint, Objects):
         """
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         key = _key(_REDUCE_SCATTER, op, src, given, async_op or counts is not None)
-        if (
-            key
-            and given
-            and self.collectives.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
-        ):
+        seconds = self.timeout if timeout is None else checked(timeout)
+        if key and given and self.collectives.again(key, src, given, seconds, stream):
             return given.array
         how = reduction_on(op, src.dtype)
         rows, elements = blocks(src, counts, self.size, self.rank)
@@ -225,11 +222,8 @@ class Communicator(PointToPoint, Objects):
         """
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         key = _key(_ALL_GATHER, None, src, given, async_op or counts is not None)
-        if (
-            key
-            and given
-            and self.collectives.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
-        ):
+        seconds = self.timeout if timeout is None else checked(timeout)
+        if key and given and self.collectives.again(key, src, given, seconds, stream):
             return given.array
         rows, elements = own_block(src, counts, self.size, self.rank)
         dst = self._output(src, given, rows, sum(elements))
@@ -295,11 +289,8 @@ class Communicator(PointToPoint, Objects):
         src, given = array.view(x), None if out is None else array.view(out, output=True)
         special = async_op or send_counts is not None or (given is not None and given.address == src.address)
         key = _key(_ALL_TO_ALL, None, src, given, special)
-        if (
-            key
-            and given
-            and self.collectives.again(key, src, given, self.timeout if timeout is None else checked(timeout), stream)
-        ):
+        seconds = self.timeout if timeout is None else checked(timeout)
+        if key and given and self.collectives.again(key, src, given, seconds, stream):
             return given.array
         _, elements = blocks(src, send_counts, self.size, self.rank)
         rows, back = src.shape[0], elements
