@@ -3,6 +3,8 @@
 import contextlib
 import os
 import secrets
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +19,20 @@ def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+ENTER = 'mount --bind "$1" /etc/hosts && mount --bind "$2" /dev/shm && hostname "$3" && shift 3 && exec "$@"'
+"""Gives a process shared memory, a table of hosts and a host name of its own, and executes the rest."""
+
+
 class TwoHosts:
     """Two network namespaces, joined by two pairs of virtual interfaces."""
 
     def __init__(self):
         self.tag = secrets.token_hex(3)
+        self.begun = []
+        self.folder = Path("/dev/shm", self.tag)
+        for name in "ab":
+            (self.folder / name).mkdir(parents=True)
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
         self.names = [f"xv{self.tag}{side}" for side in "ab"]
         for name in self.names:
             ip("netns", "add", name)
@@ -36,6 +47,56 @@ class TwoHosts:
     def link(self, link, state):
         """Cut a link, or bring it back: `down` or `up`."""
         ip("-n", self.names[0], "link", "set", f"v{self.tag}a{link}", state)
+
+    def inside(self, side, *command):
+        """The command line that runs a command on host `side`, 0 or 1, with its own shared memory and its name, `a` or `b`.
+
+        What runs on one host shares memory, and nothing else does.
+        """
+        name = "ab"[side]
+        enter = (
+            "unshare",
+            "--mount",
+            "--uts",
+            "sh",
+            "-ec",
+            ENTER,
+            "sh",
+            self.folder / "hosts",
+            self.folder / name,
+            name,
+        )
+        return ["ip", "netns", "exec", self.names[side], *map(str, (*enter, *command))]
+
+    def begin(self, side, *command, env=None):
+        """Start a command on a host, as in `inside`, without variables of launchers."""
+        launchers = (
+            "XVCOMM_",
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_",
+            "MASTER_",
+            "OMPI_",
+            "PMI",
+            "SLURM_",
+            "JAX_",
+            "TORCHELASTIC_",
+        )
+        base = {k: v for k, v in os.environ.items() if not k.startswith(launchers) or k == "XVCOMM_KERNEL_CACHE"}
+        job = {"XVCOMM_DEVICE": "host", "XVCOMM_TIMEOUT": "60", "XVCOMM_SECRET": self.tag, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            self.inside(side, *command), env={**base, **job, **(env or {})}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
+        )  # fmt: skip
+        self.begun.append(process)
+        return process
+
+    @staticmethod
+    def outputs(processes):
+        """What processes of `begin` have printed; all must end, and well."""
+        printed = [process.communicate(timeout=120)[0] for process in processes]
+        assert not any(process.returncode for process in processes), "\n---\n".join(printed)
+        return printed
 
     def start(self, *arguments, env=None):
         """Start `ranks.py` with these arguments on both hosts, one rank each."""
@@ -64,9 +125,17 @@ class TwoHosts:
         return [out for out, _ in outputs]
 
     def close(self):
+        """Remove the hosts, where no shared memory may be left."""
+        for process in self.begun:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        left = list(self.folder.glob("*/xvcomm-*"))
+        shutil.rmtree(self.folder)
         for name in self.names:
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "del", name)
+        assert not left
 
 
 @pytest.fixture

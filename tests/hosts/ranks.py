@@ -1,5 +1,9 @@
 """What a rank of a test between hosts does: `ranks.py ACTION [ARGUMENT]`."""
 
+import contextlib
+import os
+import signal
+import socket
 import sys
 import time
 
@@ -48,8 +52,6 @@ def die(comm):
     x = np.zeros(10)
     comm.all_reduce(x)
     if comm.rank == 1:
-        import os
-
         os._exit(0)
     began = time.monotonic()
     try:
@@ -57,6 +59,25 @@ def die(comm):
     except xvcomm.PeerLost as error:
         assert time.monotonic() - began < 5, time.monotonic() - began
         print(error)
+
+
+def outlive(comm):
+    """Rank 0, which serves the store, is killed while rank 1 waits for rank 2: neither has a wire to rank 0."""
+    comm.store.add("ready", 1)
+    if comm.rank == 0:
+        while comm.store.add("ready", 0) < comm.size:
+            time.sleep(0.01)
+        with contextlib.suppress(
+            ConnectionRefusedError
+        ):  # the store listens on the address that it was given, and on no other
+            socket.create_connection(("10.77.1.1", 29711))
+            raise AssertionError
+        print("ready", time.monotonic(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.recv(np.zeros(10), 3 - comm.rank)
+    except xvcomm.PeerLost as error:
+        print(time.monotonic(), error.peer, error)
 
 
 def differ(comm):

@@ -16,6 +16,31 @@ class NotSet(DeadlineExceeded):
     """Nobody set a key in time; the store itself did answer. Callers that know who should have set it name that rank."""
 
 
+class Notices(ABC):
+    """The notices that processes post in one place of a store, as one of them follows them."""
+
+    @abstractmethod
+    def next(self) -> bytes:
+        """The next notice of anyone, oldest first, this process's own among them; blocks.
+
+        Raises:
+            StoreError: the process that serves the store has ended, or this one has left.
+        """
+
+    @abstractmethod
+    def post(self, notice: bytes, deadline: Deadline) -> None:
+        """Add a notice, which everyone reads.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Stop following, so that the end of this process is no news any more. Idempotent."""
+
+
 class Store(ABC):
     """A map from text to bytes that every rank of a job sees. Thread-safe. Never on a hot path."""
 
@@ -57,6 +82,21 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
+    def notices(self, place: str, will: bytes) -> Notices | None:
+        """Follow the notices in `place`, where the store posts `will` once this process ends without `Notices.leave`.
+
+        None if the store does not notice that a process ends.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+        return None
+
+    @property
+    def served_here(self) -> bool:
+        """Whether the store ends with this process."""
+        return False
+
     def settle(self) -> None:  # noqa: B027 - most stores know nothing of ranks
         """Call where something is missing that a key names: raises if a rank that is gone explains it. May take a second."""
 
@@ -82,3 +122,10 @@ class PrefixStore(Store):
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         return self._store.add(self._prefix + key, amount, deadline)
+
+    def notices(self, place: str, will: bytes) -> Notices | None:
+        return self._store.notices(self._prefix + place, will)
+
+    @property
+    def served_here(self) -> bool:
+        return self._store.served_here

@@ -24,6 +24,7 @@ class Joining(msgspec.Struct, frozen=True):
         processes: its PID namespace.
         byte: byte that its process has locked; see `Presence`.
         memory: which devices its device has peer access to.
+        serves: whether the job's store ends with its process.
     """
 
     info: RankInfo
@@ -32,6 +33,7 @@ class Joining(msgspec.Struct, frozen=True):
     processes: str
     byte: int
     memory: PeerMemory | None
+    serves: bool
 
 
 def host_identity(folder: str, label: str | None = None) -> str:

@@ -19,6 +19,7 @@ from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Membership, Transport, choose
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
+from xvcomm.engine.session.elsewhere import Elsewhere
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.peer_rings import PeerRings
@@ -103,7 +104,7 @@ class Session:
         memory = self.device.peer_memory() if isinstance(self.device, SupportsPeerMemory) else None
         return Joining(
             self._describe(host), [t.capabilities() for t in self.transports], self.job,
-            os.readlink("/proc/self/ns/pid"), self._presence.byte, memory,
+            os.readlink("/proc/self/ns/pid"), self._presence.byte, memory, self.store.served_here,
         )  # fmt: skip
 
     def _start(self, mine: Joining, deadline: Deadline) -> None:
@@ -114,6 +115,8 @@ class Session:
         try:
             with self.telling(following), limits.told("join the job"):
                 self._join_transports()
+                if len(self.neighbours) < self.size:
+                    self._cleanup.callback(self._hear_from_elsewhere().close)
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
                 watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
@@ -140,6 +143,10 @@ class Session:
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
                 transport.join(membership)
+
+    def _hear_from_elsewhere(self) -> Elsewhere:
+        """Begin to listen for deaths of ranks on other hosts."""
+        return Elsewhere(self.store, self.rank, self.neighbours, self._joined[0].serves, self._lose_elsewhere)
 
     @staticmethod
     def _watched(other: Joining, mine: Joining) -> WatchedProcess:
@@ -303,7 +310,7 @@ class Session:
     def _lose_elsewhere(self, rank: int, why: str) -> None:
         """A process of another host has ended or cannot be reached: stop every communicator that contains it."""
         with self._lock:
-            self._lost[rank] = why
+            self._lost.setdefault(rank, why)
         self._lose(rank)
 
     def _on_left(self, rank: int) -> None:

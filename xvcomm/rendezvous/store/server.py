@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import secrets
 import socket
 import threading
 from typing import cast
 
-from xvcomm.errors import StoreError
 from xvcomm.rendezvous.store import processes, wire
+from xvcomm.rendezvous.store.listening import SERVING, close, listen
 from xvcomm.system import forking, limits
 from xvcomm.system.threads import Daemon
 
-_SERVING = "serve the store"
 _LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
 """File descriptors that an event loop opens, and that a client in this process adds: both ends of its connection."""
-_BACKLOG = 4096
 _ACCEPT_PAUSE = 0.1
 _UNAUTHENTICATED = 256
 """Maximum number of connections that have not proved the secret."""
@@ -27,7 +24,6 @@ _CROWDED_PAUSE = 0.02
 _STILL_SECONDS, _LOOK_SECONDS = 1.0, 0.1
 """How long the server waits for clients that are all stopped, and how often it checks whether they are."""
 _UNKNOWN = "unknown"
-_LOOPBACK = ("localhost", "::1")
 
 
 class TcpServer:
@@ -43,8 +39,8 @@ class TcpServer:
         """Bind the port and start to serve.
 
         Args:
-            host: a loopback address serves this host only; any other name serves on all interfaces, because the name by which
-                others reach this host may resolve to loopback here.
+            host: the server listens on the addresses of this name alone, on loopback for this host only. If it resolves to
+                loopback or to another host's address here, which others may see differently, it listens on all interfaces.
             port: 0 for any free port.
             epoch: serve only clients with this number; None serves all. Ranks that meet repeatedly at a fixed address count up,
                 so that they do not join a server that is about to close.
@@ -55,22 +51,22 @@ class TcpServer:
             ResourceError: too many files are open.
         """
         wire.need_secret(secret)
-        listener = _listen(host, port)
+        listeners = listen(host, port)
         self.host = host
-        self.port: int = listener.getsockname()[1]
+        self.port: int = listeners[0].getsockname()[1]
         self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
         self._clients = _Clients(secret, epoch)
-        self._listener = listener
+        self._listeners = listeners
         self._grace = 0.0
         self._open = True
         self._stop = asyncio.Event()
         self._closing = threading.Lock()
         try:
-            with limits.told(_SERVING):
-                _need(listener, _LOOP_FILES + _FIRST_CLIENT_FILES)
+            with limits.told(SERVING):
+                _need(listeners[0], _LOOP_FILES + _FIRST_CLIENT_FILES)
                 self._loop = asyncio.new_event_loop()
         except BaseException:
-            listener.close()
+            close(listeners)
             raise
         self._thread = Daemon("xvcomm-store", self._run)
         forking.register(self)
@@ -93,7 +89,7 @@ class TcpServer:
         """Stop serving in the child, so that clients notice the parent's death, and the port is free after it."""
         self._closing = threading.Lock()  # the copied lock may be held by a thread that the child does not have
         for descriptor in (
-            self._listener.fileno(),
+            *(listener.fileno() for listener in self._listeners),
             *(connection.descriptor() for connection in self._clients.connections),
         ):
             if descriptor >= 0:
@@ -101,18 +97,19 @@ class TcpServer:
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve(self._listener))
+            self._loop.run_until_complete(self._serve())
         finally:
             self._loop.close()
 
-    async def _serve(self, listener: socket.socket) -> None:
-        accepting = self._loop.create_task(self._accept(listener))
+    async def _serve(self) -> None:
+        accepting = [self._loop.create_task(self._accept(listener)) for listener in self._listeners]
         await self._stop.wait()
         await self._clients.drain(self._grace)
         self._open = False
-        _shutdown(listener)
-        await accepting
-        listener.close()
+        for listener in self._listeners:
+            _shutdown(listener)
+        await asyncio.gather(*accepting)
+        close(self._listeners)
         for connection in list(self._clients.connections):
             connection.end()
         await asyncio.sleep(0)
@@ -204,6 +201,11 @@ class _Clients:
         self.put(key, b"%d" % total)
         return wire.Total(total)
 
+    def execute(self, will: wire.Will) -> None:
+        """Post what a client left for the case that its connection is closed."""
+        if will.unless not in self.values and isinstance(number := self.add(will.key, 1), wire.Total):
+            self.put(f"{will.key}/{number.total}", will.value)
+
 
 class _Connection(asyncio.Protocol):
     """One client. It sends a request and waits for the reply before it sends the next."""
@@ -218,6 +220,7 @@ class _Connection(asyncio.Protocol):
         self._ours: wire.Seal | None = None
         self._missing: set[str] = set()
         self._wanted: str | None = None
+        self._will: wire.Will | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -248,6 +251,9 @@ class _Connection(asyncio.Protocol):
         if self._trusted:
             self._trusted = False
             self._clients.leave()
+        # A process that ends closes its connections. A failure of the network proves nothing.
+        if self._will is not None and (exc is None or isinstance(exc, ConnectionError)):
+            self._clients.execute(self._will)
 
     def descriptor(self) -> int:
         """File descriptor of the socket; negative once it is closed."""
@@ -257,6 +263,7 @@ class _Connection(asyncio.Protocol):
     def end(self) -> None:
         """Close the connection, including copies of its socket in forked processes."""
         self._clients.unauthenticated.pop(self, None)
+        self._will = None
         _shutdown(self._transport.get_extra_info("socket"))
         self._transport.abort()
 
@@ -315,6 +322,9 @@ class _Connection(asyncio.Protocol):
                 self._park([key], key, seconds)
             case wire.Wait(keys, seconds):
                 self._park(keys, None, seconds)
+            case wire.Will():
+                self._will = request
+                self._send(wire.Done())
 
     def _park(self, keys: list[str], wanted: str | None, seconds: float | None) -> None:
         self._wanted = wanted
@@ -367,26 +377,6 @@ def _need(sock: socket.socket, files: int) -> None:
     finally:
         for copy in copies:
             copy.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port < 1 << 16:
-        raise StoreError(f"cannot serve on port {port}: ports lie between 0 and 65535")
-    try:
-        if host in _LOOPBACK or host.startswith("127."):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-        return socket.create_server(("", port), backlog=_BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise StoreError(
-                f"port {port} of {host} is in use by another job or program; choose another port in "
-                f"XVCOMM_STORE (`ss -ltnp 'sport = :{port}'` shows which)"
-            ) from None
-        what = f"cannot serve on {host}:{port}: {error.strerror}; choose another address or port"
-        raise limits.reached(error, _SERVING) or StoreError(what) from None
 
 
 def _shutdown(sock: socket.socket) -> None:

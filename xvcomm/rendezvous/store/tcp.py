@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
-from xvcomm.abc.store import ANSWER_SECONDS, NotSet, Store
+from xvcomm.abc.store import ANSWER_SECONDS, Notices, NotSet, Store
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
 from xvcomm.rendezvous.store import processes, wire
 from xvcomm.rendezvous.store.server import TcpServer
@@ -20,6 +21,7 @@ __all__ = ["TcpServer", "TcpStore"]
 
 _REPLY_SECONDS = 1.0
 """Seconds after the deadline for which a reply may still arrive."""
+_LEAVE_SECONDS = 2.0
 _LEAST_SECONDS = 0.01
 """Minimum timeout of an attempt to connect; a timeout of 0 would make the socket non-blocking."""
 _CONNECTING = "connect to the store"
@@ -79,6 +81,19 @@ class TcpStore(Store):
         assert isinstance(reply, wire.Total)
         return reply.total
 
+    def notices(self, place: str, will: bytes) -> Notices:
+        """See `Store.notices`; uses a connection of its own."""
+        deadline = Deadline.after(ANSWER_SECONDS)
+        link = self._take(deadline, "follow notices")
+        link.outlast_the_network()
+        following = _TcpNotices(self, partial(self._ask, link), link.hang_up, place)
+        self._ask(link, wire.encode(wire.Will(place, will, following.left)), deadline, "leave a will")
+        return following
+
+    @property
+    def served_here(self) -> bool:
+        return self._on_close is not None
+
     def close(self) -> None:
         """Close all connections; calls in progress in other threads raise StoreError."""
         with self._lock:
@@ -102,8 +117,21 @@ class TcpStore(Store):
             )
         until = Deadline(deadline.at + _REPLY_SECONDS)
         link = self._take(until, what)
+        reply = self._ask(link, payload, until, what)
+        self._give_back(link)
+        if isinstance(reply, wire.Missing):
+            keys = ", ".join(map(repr, reply.keys[:8])) + (", ..." if len(reply.keys) > 8 else "")
+            raise NotSet(
+                f"{keys} was not set in the store at {self._host}:{self._port} in time; a rank is late or missing"
+            )
+        if isinstance(reply, wire.Failed):
+            raise StoreError(f"{what}: {reply.reason}")
+        return reply
+
+    def _ask(self, link: _Link, payload: bytes, until: Deadline, what: str) -> wire.Reply:
+        """Send an encoded request on a connection and return the reply; closes a connection that fails."""
         try:
-            reply = link.ask(payload, until)
+            return link.ask(payload, until)
         except (wire.Forged, wire.Malformed):
             self._discard(link)
             raise AuthenticationError(
@@ -122,15 +150,6 @@ class TcpStore(Store):
         except BaseException:
             self._discard(link)
             raise
-        self._give_back(link)
-        if isinstance(reply, wire.Missing):
-            keys = ", ".join(map(repr, reply.keys[:8])) + (", ..." if len(reply.keys) > 8 else "")
-            raise NotSet(
-                f"{keys} was not set in the store at {self._host}:{self._port} in time; a rank is late or missing"
-            )
-        if isinstance(reply, wire.Failed):
-            raise StoreError(f"{what}: {reply.reason}")
-        return reply
 
     def _silent(self, what: str) -> DeadlineExceeded:
         return DeadlineExceeded(
@@ -193,6 +212,37 @@ class TcpStore(Store):
         raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
 
 
+class _TcpNotices(Notices):
+    """Notices under the keys `place/1`, `place/2` and so on; `place` counts them.
+
+    Attributes:
+        left: key that cancels this process's will.
+    """
+
+    def __init__(
+        self, store: TcpStore, ask: Callable[[bytes, Deadline, str], wire.Reply], hang_up: Callable[[], None], place: str
+    ) -> None:  # fmt: skip
+        self.left = f"{place}/left/{secrets.token_hex(8)}"
+        self._store, self._ask, self._hang_up, self._place = store, ask, hang_up, place
+        self._read = 0
+
+    def next(self) -> bytes:
+        reply = self._ask(wire.encode(wire.Get(f"{self._place}/{self._read + 1}", None)), NEVER, "read a notice")
+        assert isinstance(reply, wire.Value)
+        self._read += 1
+        return reply.value
+
+    def post(self, notice: bytes, deadline: Deadline) -> None:
+        self._store.set(f"{self._place}/{self._store.add(self._place, 1, deadline)}", notice, deadline)
+
+    def leave(self) -> None:
+        try:
+            self._store.set(self.left, b"", Deadline.after(_LEAVE_SECONDS))
+        except (StoreError, DeadlineExceeded):
+            pass  # nobody is left to read a will
+        self._hang_up()
+
+
 class _NotYet(Exception):
     """The server that answers is not the one of this communicator yet."""
 
@@ -231,6 +281,10 @@ class _Link:
     def after_fork(self) -> None:
         """Close the child's copy; requests of a forked child fail."""
         self._sock.close()
+
+    def outlast_the_network(self) -> None:
+        """Stay open while the other host cannot be reached: only the end of a process closes the connection."""
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
 
     def hang_up(self) -> None:
         """Shut down the connection, also while a thread waits on it."""

@@ -87,6 +87,14 @@ class Add(Message, frozen=True):
     amount: int
 
 
+class Will(Message, frozen=True):
+    """Client: once this connection is closed, add 1 to `key` and set `key/SUM` to `value`, unless `unless` is set."""
+
+    key: str
+    value: bytes
+    unless: str
+
+
 class Done(Message, frozen=True):
     """Server: success, for requests without a result."""
 
@@ -115,7 +123,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Request = Set | Get | Wait | Add
+Request = Set | Get | Wait | Add | Will
 Reply = Done | Value | Total | Missing | Failed
 
 
