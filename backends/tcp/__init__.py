@@ -15,7 +15,6 @@ from xvcomm.backends.tcp import interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
 from xvcomm.memory.ring import RingEnd, RingLayout
-from xvcomm.memory.segment import Segment
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -80,14 +79,7 @@ class TcpTransport(Transport):
             made = _Made(secrets.randbits(62), layout.lanes, layout.slots, layout.slot_bytes)
             store.set(name, msgspec.msgpack.encode(made), deadline)
         half = RingLayout(made.lanes, made.slots, made.slot_bytes)
-        segment = Segment.anonymous(half.size)
-        try:
-            end = RingEnd.create(segment, half, peer=peer, producer=producer)
-            self._network.mirror(member, made.name, end)
-        except BaseException:
-            segment.close()
-            raise
-        return end
+        return self._network.open_ring(member, made.name, half, peer=peer, producer=producer)
 
     def _host_layout(self) -> RingLayout:
         return RingLayout(self._config.ring_lanes, self._config.ring_slots, self._config.ring_slot_bytes)

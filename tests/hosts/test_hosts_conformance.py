@@ -2,7 +2,7 @@
 
 import pytest
 
-from xvcomm.testing import World, collectives, pointtopoint
+from xvcomm.testing import World, channels, collectives, pointtopoint, refusals
 from xvcomm.testing.cases import reductions
 from xvcomm.types.dtype import DTYPES
 
@@ -59,6 +59,8 @@ def test_others(world, check):
         pointtopoint.check_small_send_returns,
         pointtopoint.check_beside_collectives,
         pointtopoint.check_objects,
+        *channels.CHECKS,
+        refusals.check_messages_refused,
     ],
 )
 def test_messages(world, check):

@@ -15,7 +15,7 @@ from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
 from xvcomm.wire import records
 from xvcomm.wire.frames import FRAME
-from xvcomm.wire.progress import detach, lose, progress_address, put, run
+from xvcomm.wire.progress import detach, lose, progress_address, put, run, take
 from xvcomm.wire.records import KNOWN, SINK_BYTES, UP, Link, Rail, Wire
 from xvcomm.wire.sockets import POLLED
 
@@ -30,16 +30,16 @@ class WireEnd:
         record: see `records.WIRE`.
     """
 
-    def __init__(self, index: int, link: int, name: int, end: RingEnd) -> None:
+    def __init__(self, index: int, link: int, name: int, end: RingEnd, there: int) -> None:
         ring = end.layout
         self.index = index
         self._end = end  # which owns the counter that compiled code reads
         self._owners = np.zeros(ring.lanes * ring.slots, np.int64)
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
         self.record = Wire(
-            link=link, name=name, there=-1, producer=end.producer, ring=end.address, geometry=end.geometry,
-            counter=end.counter, turn=end.turn, open=2, owners=self._owners.ctypes.data, frames=self._frames.ctypes.data,
-            entries=-1,
+            link=link, name=name, there=there, producer=end.producer, ring=end.address, geometry=end.geometry,
+            counter=end.counter, turn=end.turn, open=2 if there < 0 else 1, owners=self._owners.ctypes.data,
+            frames=self._frames.ctypes.data, entries=-1,
         )  # fmt: skip
 
     def settled(self) -> bool:
@@ -52,7 +52,7 @@ class Carrier:
 
     Attributes:
         address: of the record that movers call `progress` with.
-        news: eventfd that is ready when a rail was lost, a process has left, or a ring was stopped.
+        news: eventfd that is ready when a rail was lost, a process has left, or a ring was offered or stopped.
     """
 
     def __init__(self, spins: int) -> None:
@@ -64,10 +64,11 @@ class Carrier:
         self._sink = np.zeros(SINK_BYTES, np.uint8)
         self._poll = np.zeros(1 + _RAILS, POLLED)
         self._wake, self.news = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
+        self._offers = np.zeros(records.OFFERS, records.OFFER)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
             progress=progress_address, wake=self._wake, news=self.news, spins=spins, sink=self._sink.ctypes.data,
-            poll=self._poll.ctypes.data, one=1, **tables,
+            poll=self._poll.ctypes.data, offers=self._offers.ctypes.data, one=1, **tables,
         )  # fmt: skip
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
@@ -130,10 +131,15 @@ class Carrier:
         with self._lock:
             self._put(self.rails[index], "state", records.UNUSED)
 
-    def add_wire(self, link: int, name: int, end: RingEnd) -> WireEnd:
-        """Mirror a ring end by the ring of this name in the process at the other end of a link."""
+    def offers(self) -> np.ndarray[Any, Any]:
+        """The rings that other processes fill and that this one has not opened, since the last call; see `records.OFFER`."""
+        found = np.zeros(records.OFFERS, records.OFFER)
+        return found[: take(self.address, found.ctypes.data)]
+
+    def add_wire(self, link: int, name: int, end: RingEnd, there: int = -1) -> WireEnd:
+        """Mirror a ring end by the ring of this name in the process at the other end of a link; `there`: its index, if known."""
         with self._lock:
-            wire = WireEnd(int(self._record.wire_count), link, name, end)
+            wire = WireEnd(int(self._record.wire_count), link, name, end, there)
             self._append("wires", "wire_count", wire.record)
             self._kept.append(wire)
             of_link = self._links[link]

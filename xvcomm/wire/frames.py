@@ -4,7 +4,7 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 
 | kind | number | payload |
 | --- | --- | --- |
-| OPEN | name of the wire; `slot` is the sender's index of it | the ring's lanes, slots and slot bytes |
+| OPEN | name of the wire; `slot` is the sender's index of it | lanes, slots, slot bytes of the ring; whether it is the producer |
 | SLOT | number of the slot in its lane | the slot, as long as it is filled; the header has its message's description |
 | ENTRY | none | none: the description of a message without slots |
 | CREDIT | messages consumed | slots consumed, of each lane |
@@ -51,5 +51,7 @@ FRAME = np.dtype([
 HEADER = FRAME.itemsize
 CONTROL_BYTES = 8 * MAX_LANES
 """Most bytes of the payload of any frame but SLOT."""
+OPEN_WORDS = 4
+"""Words of the payload of OPEN."""
 
 assert np.little_endian

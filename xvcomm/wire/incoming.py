@@ -19,17 +19,19 @@ from xvcomm.jit.atomics import (
 )
 from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER
-from xvcomm.wire.frames import CONTROL_BYTES, HEADER, Kind
+from xvcomm.wire.frames import CONTROL_BYTES, HEADER, OPEN_WORDS, Kind
 from xvcomm.wire.outgoing import entry_of, head_of, tail_of
 from xvcomm.wire.records import (
     ARRIVED,
     EAGER,
     KNOWN,
     NOBODY,
+    OFFERS,
     SINK_BYTES,
     TOLD,
     frame_at,
     link_at,
+    offer_at,
     rail_at,
     wire_at,
 )
@@ -180,24 +182,30 @@ def _stop(wire: Any, frame: Any) -> bool:
 
 
 @register_jitable
-def _open(carrier: Any, rail: Any, frame: Any) -> bool:
-    """Remember the other side's index of a wire that this side has opened as well; else it will ask later."""
-    if frame.length != 24:
-        return False
+def _open(carrier: Any, rail: Any, frame: Any) -> int:
+    """Remember the other side's index of a wire that this side has opened as well; else let Python open a consumer's half."""
+    if frame.length != 8 * OPEN_WORDS:
+        return REFUSED
     link = link_at(load(carrier.links + 8 * rail.link))
     for i in range(link.wire_count):
         wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
         if wire.ring != 0 and wire.name == frame.number:
             ring = wire.geometry
             if _word(frame, 0) != ring.lanes or _word(frame, 1) != ring.slots or _word(frame, 2) != ring.slot_bytes:
-                return False
+                return REFUSED
             wire.there = frame.slot
             if frame.wire != 0 and wire.open != 2:
                 wire.open = 1
             elif frame.wire == 0:
                 wire.open = 0
-            break
-    return True
+            return 0
+    if _word(frame, 3) == 0 or carrier.offer_count == OFFERS:
+        return 0  # this side sends OPEN when it opens the ring
+    offer = offer_at(carrier.offers, carrier.offer_count)
+    offer.link, offer.name, offer.there = rail.link, frame.number, frame.slot
+    offer.lanes, offer.slots, offer.slot_bytes = _word(frame, 0), _word(frame, 1), _word(frame, 2)
+    carrier.offer_count += 1
+    return NEWS
 
 
 @register_jitable
@@ -214,7 +222,7 @@ def _handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
         link_at(load(carrier.links + 8 * rail.link)).left = 1
         return NEWS
     if kind == _OPEN:
-        return 0 if _open(carrier, rail, frame) else REFUSED
+        return _open(carrier, rail, frame)
     if frame.wire < 0 or frame.wire >= carrier.wire_count:
         return REFUSED
     wire = wire_at(load(carrier.wires + 8 * frame.wire))

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from xvcomm.errors import AuthenticationError
-from xvcomm.memory.ring import RingEnd
-from xvcomm.memory.segment import Segment
+from xvcomm.errors import AuthenticationError, ResourceError
+from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
+from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
 from xvcomm.system.threads import Daemon
@@ -36,6 +36,8 @@ _STALL_SECONDS = 0.6
 _STRANGERS = 64
 """Most connections that have not proved the key; further ones wait in the listener's queue."""
 _LINGER_SECONDS, _FLUSH_SECONDS = 10.0, 1.0
+_EARLY_BYTES = 1 << 30
+"""Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled."""
 _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
 
@@ -100,6 +102,9 @@ class Network:
         self._peers: dict[int, _Peer] = {}
         self._lock = threading.Lock()
         self._lingering: list[tuple[WireEnd, _Peer, Segment, float]] = []
+        self._opening = threading.Lock()
+        self._known: set[int] = set()
+        self._early: dict[int, RingEnd] = {}
         self._refused = 0
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
@@ -109,13 +114,51 @@ class Network:
         self._thread = Daemon("xvcomm-network", self._run)
         self._thread.start()
 
-    def mirror(self, peer: int, name: int, end: RingEnd) -> None:
-        """Mirror a ring end by the one of the same name in the process of rank `peer`; the link is made on first use."""
-        found = self._peer(peer)
+    def open_ring(self, rank: int, name: int, layout: RingLayout, *, peer: int, producer: bool) -> RingEnd:
+        """This process's half of a ring, mirrored by the one of the same name in the process of a rank.
+
+        The link is made on first use. A half that was made when the producer's offer came may have messages already.
+
+        Args:
+            peer: the rank's number in the communicator.
+
+        Raises:
+            ResourceError: its memory cannot be had.
+        """
+        found = self._peer(rank)
         self._loop.call_soon_threadsafe(self._keep, found)
-        wire = self.carrier.add_wire(found.link, name, end)
+        with self._opening:
+            self._known.add(name)
+            end = self._early.pop(name, None)
+        if end is not None:
+            end.peer = peer
+            return end
+        return self._mirror(found, name, layout, peer=peer, producer=producer, there=-1)
+
+    def _mirror(self, found: _Peer, name: int, layout: RingLayout, *, peer: int, producer: bool, there: int) -> RingEnd:
+        segment = Segment.anonymous(layout.size)
+        try:
+            end = RingEnd.create(segment, layout, peer=peer, producer=producer)
+            wire = self.carrier.add_wire(found.link, name, end, there)
+        except BaseException:
+            segment.close()
+            raise
         end.carrier = self.carrier.address
         end.dispose = partial(self._linger, wire, found)
+        return end
+
+    def _accept_offers(self) -> None:
+        """Make this side's half of each ring that a producer has begun to fill, so that its messages need not wait."""
+        links = {peer.link: peer for peer in list(self._peers.values())}
+        for link, name, there, *shape in self.carrier.offers().tolist():
+            layout = RingLayout(*shape)
+            with self._opening:
+                held = sum(end.layout.size for end in self._early.values())
+                if name in self._known or not _sound(layout) or held + layout.size > _EARLY_BYTES:
+                    continue
+                self._known.add(name)
+                with contextlib.suppress(ResourceError):  # then it is made when it is opened
+                    self._early[name] = self._mirror(links[link], name, layout, peer=-1, producer=False, there=there)
 
     def close(self) -> None:
         """Wait until the others have what was sent to them, and leave. Idempotent."""
@@ -132,6 +175,8 @@ class Network:
             time.sleep(0.001)
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
+        for end in self._early.values():
+            end.close()
         self._sweep(at_once=True)
         self.carrier.close()
         for peer in self._peers.values():
@@ -346,6 +391,7 @@ class Network:
             elif not peer.rails and not peer.gone:
                 peer.seen = time.monotonic()
                 self._keep(peer)
+        self._accept_offers()
         self._sweep()
 
     def _look(self) -> None:
@@ -364,6 +410,13 @@ class Network:
                     self.carrier.drop(index)
         self.carrier.wake()
         self._sweep()
+
+
+def _sound(layout: RingLayout) -> bool:
+    """Whether a ring may have a shape that another process wants."""
+    return (
+        0 < layout.lanes <= MAX_LANES and layout.slots > 0 and layout.slot_bytes > 0 and layout.slot_bytes % PAGE == 0
+    )
 
 
 def _ends(connection: socket.socket) -> tuple[str, str]:

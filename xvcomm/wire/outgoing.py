@@ -24,7 +24,7 @@ from xvcomm.memory.ring import (
     lanes_used,
     part_bytes,
 )
-from xvcomm.wire.frames import HEADER, Kind
+from xvcomm.wire.frames import HEADER, OPEN_WORDS, Kind
 from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
 from xvcomm.wire.sockets import BLOCKED, send
 
@@ -84,7 +84,8 @@ def _control(rail: Any, kind: int, wire: int, number: int, words: int) -> Any:
 def _send_open(rail: Any, wire: Any, index: int) -> None:
     ring = wire.geometry
     rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
-    frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, 3)
+    rail.payload[3] = wire.producer
+    frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, OPEN_WORDS)
     frame.slot = index
     wire.open = 0
 

@@ -12,6 +12,7 @@ from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import (
     compare_and_swap,
+    copy_bytes,
     fetch_add,
     full_fence,
     load,
@@ -29,6 +30,7 @@ from xvcomm.wire.records import (
     AGAIN,
     DOWN,
     NOBODY,
+    OFFER_BYTES,
     TOLD,
     UNTOLD,
     UP,
@@ -92,11 +94,22 @@ def _carry(carrier: Any, idle: bool) -> bool:
 
 
 @register_jitable
+def _lock(carrier: Any) -> None:
+    while compare_and_swap(address_of(carrier, "lock"), 0, 1) != 0:
+        sched_yield()
+
+
+@register_jitable
+def _unlock(carrier: Any) -> None:
+    store_release(address_of(carrier, "lock"), 0)
+
+
+@register_jitable
 def _try(carrier: Any, idle: bool) -> bool:
     if compare_and_swap(address_of(carrier, "lock"), 0, 1) != 0:
         return False
     moved = _carry(carrier, idle)
-    store_release(address_of(carrier, "lock"), 0)
+    _unlock(carrier)
     return moved
 
 
@@ -196,34 +209,40 @@ def _run(address: int) -> int:
 
 def _put(address: int, place: int, value: int) -> int:
     """Store a word between two rounds of the threads that carry; returns what was there."""
-    lock = address_of(carrier_at(address), "lock")
-    while compare_and_swap(lock, 0, 1) != 0:
-        sched_yield()
+    carrier = carrier_at(address)
+    _lock(carrier)
     before = load(place)
     store(place, value)
-    store_release(lock, 0)
+    _unlock(carrier)
     return before
+
+
+def _take(address: int, target: int) -> int:
+    """Move the offers to `target`, which has room for OFFERS of them; how many there are."""
+    carrier = carrier_at(address)
+    _lock(carrier)
+    count = carrier.offer_count
+    copy_bytes(target, carrier.offers, count * OFFER_BYTES)
+    carrier.offer_count = 0
+    _unlock(carrier)
+    return count
 
 
 def _drop(address: int, index: int) -> int:
     """Lose a rail that is in use because Python says so."""
     carrier = carrier_at(address)
-    lock = address_of(carrier, "lock")
-    while compare_and_swap(lock, 0, 1) != 0:
-        sched_yield()
+    _lock(carrier)
     rail = rail_at(load(carrier.rails + 8 * index))
     if rail.state == UP:
         _lose(carrier, rail, index, 0)
-    store_release(lock, 0)
+    _unlock(carrier)
     return 0
 
 
 def _detach(address: int, index: int) -> int:
     """Take a wire out of use; 1 while a rail still sends from its memory, which must stay mapped."""
     carrier = carrier_at(address)
-    lock = address_of(carrier, "lock")
-    while compare_and_swap(lock, 0, 1) != 0:
-        sched_yield()
+    _lock(carrier)
     wire, sending = wire_at(load(carrier.wires + 8 * index)), 0
     wire.ring = 0
     last = wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
@@ -233,7 +252,7 @@ def _detach(address: int, index: int) -> int:
             rail.slot_data = 0
         if rail.state == UP and wire.frames <= rail.out and rail.out < last:
             sending = 1
-    store_release(lock, 0)
+    _unlock(carrier)
     return sending
 
 
@@ -241,5 +260,6 @@ with compiling():
     progress_address = native("int64(int64, int64, int64)", _progress)
     run = kernel("int64(int64)")(_run)
     put = kernel("int64(int64, int64, int64)")(_put)
+    take = kernel("int64(int64, int64)")(_take)
     lose = kernel("int64(int64, int64)")(_drop)
     detach = kernel("int64(int64, int64)")(_detach)

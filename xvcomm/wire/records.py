@@ -95,6 +95,13 @@ UNTOLD, TOLD, KNOWN = 0, 1, 2
 # words at WIRE.owners: the sender's rail that carries a slot, or the receiver's that receives it, as 1 + its index
 NOBODY, AGAIN, ARRIVED = 0, -1, -2
 
+OFFERS = 256
+"""Rings that the other sides have opened and this one has not, until Python looks at them."""
+
+OFFER = np.dtype([(name, "i8") for name in ("link", "name", "there", "lanes", "slots", "slot_bytes")])
+"""What a producer says of its half in OPEN: name and shape of the ring, and its index of the wire."""
+OFFER_BYTES = OFFER.itemsize
+
 CARRIER = np.dtype([
     ("progress", "i8"),  # address of the function that movers call; see `carrier`
     ("lock", "i8"),
@@ -111,6 +118,8 @@ CARRIER = np.dtype([
     ("link_count", "i8"),
     ("rail_count", "i8"),
     ("wire_count", "i8"),
+    ("offers", "i8"),  # address of OFFERS offers, and how many there are
+    ("offer_count", "i8"),
     ("sink", "i8"),  # where bytes go that are not wanted
     ("poll", "i8"),  # address of struct pollfd[1 + number of rails]
     ("has_news", "i8"),  # whether Python should look at links and wires
@@ -120,6 +129,7 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What a process has once: the tables of the others, and the state of its threads."""
 
-frame_at, rail_at, link_at, wire_at, carrier_at = (compiled_at(kind) for kind in (FRAME, RAIL, LINK, WIRE, CARRIER))
-Rail, Link, Wire, Carrier = (python_type(kind) for kind in (RAIL, LINK, WIRE, CARRIER))
+_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, CARRIER)
+frame_at, rail_at, link_at, wire_at, offer_at, carrier_at = map(compiled_at, _KINDS)
+_, Rail, Link, Wire, _, Carrier = map(python_type, _KINDS)
 SINK_BYTES = 1 << 16
