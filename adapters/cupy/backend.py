@@ -264,9 +264,7 @@ class NCCLBackend:
         found.extend(parts.matrix(in_matrix) for parts in rooms)
 
     def _reduce_sparse(self, in_matrix: Any, out_matrix: Any, root: int, op: str, stream: Any) -> None:
-        """Reduce in rank order. `prod` is the operator `*`, as in cupyx: elementwise for sparse arrays, a matrix product for
-        sparse matrices.
-        """
+        """Reduce in rank order. `prod` is `*`, as in cupyx: elementwise for sparse arrays, a product for sparse matrices."""
         if op not in ("sum", "prod"):
             raise ArgumentError(f"op {op!r}: sparse matrices support 'sum' and 'prod'")
         if self.rank == root and in_matrix.format != out_matrix.format:

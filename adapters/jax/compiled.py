@@ -22,9 +22,7 @@ from xvcomm.jit.atomics import READY, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling, native
 
 ROOM = 1 << 16
-"""Entries of the table: number and address of a prepared call. At most half of them are used; further
-operations run in Python.
-"""
+"""Entries of the table: number and address of a prepared call. At most half are used; further operations run in Python."""
 
 ARGUMENT, RESULT = -1, -2
 """In place of an address: the data of the first operand, and of the first result."""

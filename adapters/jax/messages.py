@@ -1,6 +1,4 @@
-"""send, recv and sendrecv. Cotangents of a message travel in the opposite direction: send and recv are each
-other's transpose.
-"""
+"""send, recv and sendrecv. Cotangents travel in the opposite direction: send and recv are each other's transpose."""
 
 from __future__ import annotations
 
@@ -168,9 +166,7 @@ def _jvp_recv(primals: Sequence[Any], tangents: Sequence[Any], *, spec: MessageS
 
 
 def _transpose_recv(cotangents: Sequence[Any], *operands: Any, spec: MessageSpec) -> list[Any]:
-    """Send the array's cotangent. The cotangent of `like` is zero, computed from the receipt so that the message is not
-    eliminated.
-    """
+    """Send the array's cotangent. That of `like` is zero, computed from the receipt so that the message is kept."""
     x, *token = cotangents_of(cotangents)
     other = spec.reversed().tagged(_COTANGENT).but(carried=True)
     (receipt,) = bind(send_p, x, *(token or [make_token()]), *links(spec, operands), spec=other)

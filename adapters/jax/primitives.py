@@ -197,9 +197,7 @@ def unbatched_tokens(spec: Spec, operands: Sequence[Any], dims: Sequence[Any]) -
 
 
 def _kept(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
-    """Make `jax.checkpoint` save results and tokens instead of repeating the communication, which would break the order of
-    operations.
-    """
+    """Make `jax.checkpoint` save results and tokens: to repeat the communication would break the order of operations."""
     count = len(equation.outvars)
     if not any(unknown):
         return equation, None, [False] * count, [False] * count, []

@@ -1,6 +1,4 @@
-"""Explicit tokens, which order operations by data dependencies: the fast path, and for releases of JAX
-without ordered effects.
-"""
+"""Explicit tokens, which order operations by data: the fast path, and for releases of JAX without ordered effects."""
 
 from __future__ import annotations
 

@@ -210,9 +210,7 @@ def _split(spec: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _pair(counts: Any) -> tuple[Any, Any]:
-    """Split `(counts, displacements)`. It is distinguished from counts alone by its contents: two sequences, or a sequence and
-    a number.
-    """
+    """Split `(counts, displacements)`, which two sequences, or a sequence and a number, are; else it is counts alone."""
     if isinstance(counts, tuple) and len(counts) == 2:
         return counts
     return counts, None

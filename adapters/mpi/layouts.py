@@ -61,9 +61,7 @@ class Layout(NamedTuple):
             start += layout.size
 
     def _copy(self, outer: tuple[_Starts, ...], memory: NDArray[Any], x: NDArray[Any], *, out: bool) -> None:
-        """Copy the elements at each combination of `outer` between `memory` and `x`, whose last axis has
-        one entry per element.
-        """
+        """Copy the elements at each combination of `outer` between `memory` and `x`, one entry of its last axis per element."""
         if not x.size:
             return
         levels = (*outer, self.starts)

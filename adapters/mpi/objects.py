@@ -1,6 +1,4 @@
-"""The lower-case operations: Python objects, with pickle. Collectives are xvcomm's own; messages are matched like those of
-buffers.
-"""
+"""The lower-case operations: Python objects, with pickle. Messages are matched like those of buffers."""
 
 from __future__ import annotations
 

@@ -106,9 +106,7 @@ def _open_monitored_barrier() -> None:
 
 
 def _give_reducers_a_work_of_cpp() -> None:
-    """Give DDP's reducer a C++ Work. `join` passes it a Work without keeping it; C++ waits for it when its
-    Python part is gone.
-    """
+    """Give DDP's reducer a C++ Work: it waits for the one that `join` passes when the Python part is gone."""
     theirs = dist.Reducer._set_forward_pass_work_handle
 
     def set_forward_pass_work_handle(reducer: Any, work: Any, static_world_size: bool) -> None:

@@ -26,9 +26,7 @@ def __getattr__(name: str) -> Any:
 
 
 def as_torch(error: BaseException) -> BaseException:
-    """Convert an error of xvcomm to one that is also a `torch.distributed.DistBackendError`; other errors are returned
-    unchanged.
-    """
+    """Convert an error of xvcomm to one that is also a `DistBackendError`; other errors are returned unchanged."""
     if not isinstance(error, XvcommError) or isinstance(error, dist.DistBackendError):
         return error
     kind: Any = type(error)

@@ -297,9 +297,7 @@ class ProcessGroup(Identity):
         return self._on(self._plane((*results, *inputs)), what, results, how, job, inputs or results)
 
     def _run_one(self, what: str, operation: Operation, tensors: Tensors, how: Options) -> Work:
-        """Run a collective of one output, which comes first, and at most one input: the most frequent case, with the least
-        overhead.
-        """
+        """Run a collective of one output, which comes first, and at most one input: the usual case, with the least overhead."""
         if profiling():
             with recorded(self._backend, what, tensors[-1:]):
                 return self._one(what, operation, tensors, how)

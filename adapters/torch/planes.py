@@ -148,9 +148,7 @@ class HostPlane(Plane):
     def run(
         self, job: Job, tensors: Sequence[Tensor], what: str, *, waits: bool, inputs: Sequence[Tensor] = ()
     ) -> Work:
-        """See `Plane.run`. Runs in the calling thread if the caller waits and nothing is in progress, or if there is no other
-        rank.
-        """
+        """See `Plane.run`. Runs in the calling thread if the caller waits and nothing is in progress, or for a single rank."""
         alone = self.comm.size == 1
         if not (waits or alone):
             return HostWork(self._worker.submit(partial(job, self), find_call_site(_INSIDE_RUN)), tensors, what)

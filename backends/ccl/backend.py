@@ -36,10 +36,6 @@ class GpuBackend(Backend):
     def library(self, architecture: str) -> Library:
         """Load and return the vendor's collective library, for GPUs of one architecture."""
 
-    @abstractmethod
-    def bus(self, index: int) -> str:
-        """See `Runtime.bus`."""
-
     def devices(self) -> int:
         return self.runtime().count()
 
@@ -72,7 +68,7 @@ class GpuBackend(Backend):
         device = self._device
         assert device is not None
         with self._loading():
-            library, bus = self.library(device.capabilities().architecture), self.bus(device.index)
+            library, bus = self.library(device.capabilities().architecture), device.runtime.bus(device.index)
         return CclCollective(config, me, members, name, store, deadline, library, device.runtime, device, bus)
 
     @contextlib.contextmanager

@@ -113,9 +113,7 @@ def _enqueue(address: int, src: int, dst: int, stream: int, deadline: int) -> in
 
 with compiling():
     ENQUEUE = native("int64(int64, int64, int64, int64, int64)", _enqueue)
-    """Address of the function that makes `prepared` calls. Arguments: their address, input and output, a stream, the bits of a
-    deadline.
-    """
+    """Address of the function that makes `prepared` calls, of: their address, input, output, stream, the bits of a deadline."""
 
 
 def prepared(

@@ -35,9 +35,7 @@ from xvcomm.types.dtype import DTYPES, DType, ReduceOp, Reduction
 from xvcomm.types.opcode import OpCode
 
 _STAGE_BYTES = 32 << 20
-"""Scratch memory for reductions that the library does not support, whose data members exchange; longer arrays are processed in
-pieces.
-"""
+"""Scratch memory for reductions that the library does not support; longer arrays are processed in pieces."""
 
 _ALIGN = 64
 _REMOTE_ERROR = 6
@@ -96,9 +94,7 @@ class CclCollective(Collective):
             raise BackendUnavailable(f"{error}; {library.debug_hint}") from error
 
     def _prepare(self, reducible: Collection[str]) -> None:
-        """Look up once what reductions need: the library's dtype and op, elements per element, and whether
-        a division remains.
-        """
+        """Look up once what reductions need: the library's dtype and op, elements per element, whether a division remains."""
         numbers, ops = self._library.dtypes(), self._library.ops()
         self._numbers, self._calls = numbers, Calls(self._me, self._members, numbers["uint8"])
         self._routes: dict[int, Route] = {}
@@ -114,39 +110,36 @@ class CclCollective(Collective):
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is not None:
             self._run(self._calls.all_reduce(count, native), src, dst, stream)
-            if native.divide and count:
-                self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
+            if native.divide:
+                self._divide(dst, count, dtype, stream)
         elif count:
-            with self._room(stream) as room:
-                share = room + self._me * self._share_bytes
-                for offset, counts in self._pieces(count, dtype.itemsize):
-                    self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
-                    self.all_gather(share, dst + offset, counts, dtype, stream)
+            for share, offset, counts in self._shares(src, count, dtype, op, stream):
+                self.all_gather(share, dst + offset, counts, dtype, stream)
 
     def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
         if native is not None:
             self._run(self._calls.reduce(count, native, root), src, dst, stream)
-            if native.divide and count and root == self._me:
-                self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
+            if native.divide:
+                self._divide(dst, count if root == self._me else 0, dtype, stream)
         elif count:
-            with self._room(stream) as room:
-                share = room + self._me * self._share_bytes
-                for offset, counts in self._pieces(count, dtype.itemsize):
-                    self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
-                    self.gather(share, dst + offset, counts, dtype, root, stream)
+            for share, offset, counts in self._shares(src, count, dtype, op, stream):
+                self.gather(share, dst + offset, counts, dtype, root, stream)
 
     def reduce_scatter(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
         native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
-        if native is None:
+        if native is not None:
+            self._run(self._calls.reduce_scatter(counts, dtype.itemsize, native), src, dst, stream)
+            if native.divide:
+                self._divide(dst, counts[self._me], dtype, stream)
+        else:
             self._reduce_blocks(parts(src, counts, dtype.itemsize), dst, dtype, op, stream)
-            return
-        self._run(self._calls.reduce_scatter(counts, dtype.itemsize, native), src, dst, stream)
-        mine = counts[self._me]
-        if native.divide and mine:
-            self._device.scale(dst, dst, mine, dtype, 1.0, self._members, stream)
+
+    def _divide(self, dst: int, count: int, dtype: DType, stream: Stream) -> None:
+        if count:
+            self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
 
     def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
         self._run(self._calls.all_gather(counts, dtype.itemsize), src, dst, stream)
@@ -308,11 +301,20 @@ class CclCollective(Collective):
         if not captured:  # events of a captured graph cannot be waited for outside of it
             self._used = stream.record_event()
 
-    def _pieces(self, count: int, itemsize: int) -> Iterator[tuple[int, list[int]]]:
-        """Pieces of an array that fit the scratch memory: offset in bytes, and elements of each member's share."""
-        most = self._share_bytes // itemsize * self._members
-        for start in range(0, count, most):
-            yield start * itemsize, cut(min(most, count - start), self._members, itemsize)
+    def _shares(
+        self, src: int, count: int, dtype: DType, op: Reduction, stream: Stream
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Reduce an array by pieces that fit the scratch memory: of each the address of this member's share of the result, the
+        piece's offset in bytes, and elements of each member's share.
+        """
+        most = self._share_bytes // dtype.itemsize * self._members
+        with self._room(stream) as room:
+            share = room + self._me * self._share_bytes
+            for start in range(0, count, most):
+                counts = cut(min(most, count - start), self._members, dtype.itemsize)
+                offset = start * dtype.itemsize
+                self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
+                yield share, offset, counts
 
     def _reduce_blocks(self, blocks: list[Part], dst: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """Reduce-scatter for reductions that the library does not support."""

@@ -180,9 +180,7 @@ class Calls:
         return self.exchange(parts(0, counts, itemsize), parts(0, recv_counts, itemsize))
 
     def exchange(self, sends: Sequence[Part], recvs: Sequence[Part]) -> list[LibraryCall]:
-        """Send a part of the input to each member, and receive a part of the output from each; the library copies the member's
-        own.
-        """
+        """Send a part of the input to each member, and receive a part of the output from each; the library copies its own."""
         calls = []
         for peer, ((src, out), (dst, nbytes)) in enumerate(zip(sends, recvs, strict=True)):
             if out:

@@ -57,6 +57,3 @@ class CudaBackend(GpuBackend):
         from xvcomm.backends.cuda.library import NcclLibrary
 
         return NcclLibrary(architecture)
-
-    def bus(self, index: int) -> str:
-        return self.runtime().bus(index)

@@ -90,8 +90,7 @@ def _enqueuing(function: Callable[..., None]) -> Any:
 class NcclLibrary(Library):
     """NCCL on a GPU of one architecture, such as `sm_90`."""
 
-    name, debug_hint = "NCCL", "NCCL_DEBUG=INFO tells more"
-    least_version = 21800
+    name = "NCCL"
 
     def __init__(self, architecture: str) -> None:
         self._capability = int("".join(filter(str.isdigit, architecture)))

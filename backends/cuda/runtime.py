@@ -115,9 +115,7 @@ class CudaRuntime(Runtime):
         self._enter(0 if index < 0 else self._contexts.get(index) or self._primary(index))
 
     def _primary(self, index: int) -> int:
-        """A device's primary context, determined on another thread, because the runtime remembers which device a thread has
-        used.
-        """
+        """A device's primary context, found on another thread: the runtime remembers which device a thread has used."""
 
         def find() -> int:
             runtime.setDevice(index)

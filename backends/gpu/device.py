@@ -18,7 +18,7 @@ from xvcomm.abc.launch import (
 from xvcomm.abc.peer_memory import ExportedMemory, PeerMemory, SupportsPeerMemory
 from xvcomm.backends.gpu.events import BRANCH, FOLLOW, RECORD, StreamEvents
 from xvcomm.backends.gpu.guard import on_device, told
-from xvcomm.backends.gpu.kernels import Kernels
+from xvcomm.backends.gpu.kernels import Kernels, Prepared
 from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LocalCall
 from xvcomm.backends.gpu.messages import LAUNCH, READY
 from xvcomm.backends.gpu.peer_memory import PeerPool, reached
@@ -143,13 +143,15 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         return EnqueuedMessages(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
 
     def enqueued_copy(self, nbytes: int) -> EnqueuedCall:
-        return self._local(LocalCall.copy(self._kernels, nbytes))
+        return self._local(self._kernels.prepare_copy(nbytes), nbytes, 1)
 
     def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall:
-        return self._local(LocalCall.scale(self._kernels, count, dtype, factor, divisor))
+        prepared = self._kernels.prepare_scale(count, dtype, factor, divisor)
+        return self._local(prepared, count, dtype.itemsize, scales=True)
 
     def enqueued_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool) -> EnqueuedCall:
-        return self._local(LocalCall.reduce(self._kernels, count, dtype, op, divisor, src_first=src_first))
+        prepared = self._kernels.prepare_reduce(count, dtype, op, divisor)
+        return self._local(prepared, count, dtype.itemsize, src=0 if src_first else 1)
 
     @on_device
     def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
@@ -157,7 +159,10 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         found = StreamEvents(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
         return EnqueuedEvents(BRANCH, RECORD, FOLLOW, found.address, found, found.take, self._failed)
 
-    def _local(self, call: LocalCall) -> EnqueuedCall:
+    def _local(
+        self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False, src: int = 0
+    ) -> EnqueuedCall:
+        call = LocalCall(prepared, count, itemsize, scales=scales, src=src)
         return EnqueuedCall(LAUNCH_LOCAL, call.address, call, self._failed)
 
     def _failed(self, code: int) -> NoReturn:

@@ -221,9 +221,7 @@ class Kernels:
         self._calls, self._where = addresses[:3], addresses.current
 
     def place(self) -> tuple[int, int]:
-        """The vendor's function that returns the current device or context of a thread, and its value on this thread; both as
-        words.
-        """
+        """The vendor's function that gives a thread's current device or context, and its value on this thread; both as words."""
         here = ctypes.c_int64()
         code = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._where)(ctypes.addressof(here))
         if code:

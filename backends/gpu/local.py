@@ -6,11 +6,10 @@ import ctypes
 
 import numpy as np
 
-from xvcomm.backends.gpu.kernels import Kernels, Prepared, first_aligned, launched, prepared_at, scaling_at, terms_at
+from xvcomm.backends.gpu.kernels import Prepared, first_aligned, launched, prepared_at, scaling_at, terms_at
 from xvcomm.jit.ccall import let_go, take_back
 from xvcomm.jit.compile import compiling, native
 from xvcomm.jit.record import compiled_at, python_type
-from xvcomm.types.dtype import DType, ReduceOp
 
 _CALL = np.dtype([
     ("prepared", "i8"),  # address of the `PREPARED` launch
@@ -40,9 +39,7 @@ def _launch(address: int, src: int, dst: int, stream: int, _: int) -> int:
 
 with compiling():
     LAUNCH_LOCAL = native("int64(int64, int64, int64, int64, int64)", _launch)
-    """Address of the function that launches a `LocalCall`. Arguments: its address, input and output, a
-    stream, an unused word.
-    """
+    """Address of the function that launches a `LocalCall`, of: its address, input, output, stream, an unused word."""
 
 
 class LocalCall:
@@ -54,24 +51,7 @@ class LocalCall:
 
     __slots__ = ("_prepared", "_record", "address")
 
-    def __init__(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False, src: int = 0) -> None:
+    def __init__(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool, src: int) -> None:
         self._prepared = prepared
         self._record = _Call(prepared.address, count, itemsize, scales, src)
         self.address = ctypes.addressof(self._record)
-
-    @classmethod
-    def copy(cls, kernels: Kernels, nbytes: int) -> LocalCall:
-        """A copy of `nbytes` bytes."""
-        return cls(kernels.prepare_copy(nbytes), nbytes, 1)
-
-    @classmethod
-    def reduce(
-        cls, kernels: Kernels, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool
-    ) -> LocalCall:
-        """See `SupportsEnqueuedLocal.enqueued_reduce`."""
-        return cls(kernels.prepare_reduce(count, dtype, op, divisor), count, dtype.itemsize, src=0 if src_first else 1)
-
-    @classmethod
-    def scale(cls, kernels: Kernels, count: int, dtype: DType, factor: float, divisor: int) -> LocalCall:
-        """See `Device.scale`."""
-        return cls(kernels.prepare_scale(count, dtype, factor, divisor), count, dtype.itemsize, scales=True)

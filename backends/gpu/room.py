@@ -9,9 +9,7 @@ from xvcomm.backends.gpu.kernels import MOST_BLOCKS
 from xvcomm.backends.gpu.ring_ports import Port
 
 AT_ONCE = 128
-"""While all streams together have fewer blocks of movers than this, launches are not limited; beyond, each gets half of the
-rest.
-"""
+"""Blocks of movers that all streams together may have before launches are limited; beyond, each gets half of the rest."""
 
 
 class Room:

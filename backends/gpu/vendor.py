@@ -33,9 +33,7 @@ class VendorError(Exception):
 
 
 def unknown_code(error: ValueError) -> int:
-    """The code in `99 is not a valid ncclResult_t`, raised by Python bindings that are older than the library; -1 if there is
-    none.
-    """
+    """The code in `99 is not a valid ncclResult_t`, raised by bindings older than the library; -1 if there is none."""
     number = str(error).partition(" ")[0]
     return int(number) if number.isdigit() else -1
 
@@ -206,8 +204,8 @@ class Library(ABC):
     """
 
     name: ClassVar[str]
-    debug_hint: ClassVar[str]
-    least_version: ClassVar[int]
+    debug_hint: ClassVar[str] = "NCCL_DEBUG=INFO tells more"
+    least_version: ClassVar[int] = 21800
 
     @abstractmethod
     def version(self) -> int:

@@ -27,9 +27,7 @@ from xvcomm.types.deadline import NEVER
 from xvcomm.types.dtype import BY_CODE, DType, ReduceOp
 
 EAGER_BYTES = 64 << 10
-"""Up to this total size the caller's thread tries to move transfers before it hands them to the engine's thread: copying them
-takes less time than waking it.
-"""
+"""Up to this total size the caller's thread tries first: copying takes less time than waking the engine's thread."""
 
 
 def _reduce_local(kit, finisher, dst, sources, ways, count, itemsize, divisor, scratch):  # type: ignore[no-untyped-def]

@@ -100,9 +100,7 @@ def _offer(p: Any, src: int, dst: int) -> None:
 
 @register_jitable
 def _choose(p: Any) -> int:
-    """The method for this call, which all members derive from the same words; in the first call, no member
-    has offered arrays.
-    """
+    """The method for this call, by words that are the same for all members; none of them has offered arrays in the first."""
     p.began = 0
     slowest, access = 0, _access_at(p.access)
     for r in range(p.ranks):

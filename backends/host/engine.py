@@ -58,9 +58,7 @@ class Engine:
             self._arrived.notify()
 
     def _help(self, future: Future[None], timeout: float | None) -> bool:
-        """Move a batch that the thread has not started, in a thread that waits for it; the rest is returned to the queue at the
-        timeout.
-        """
+        """Move a batch that the thread has not started, in a thread that waits for it; at the timeout requeue the rest."""
         with self._arrived:
             mine = next((entry for entry in self._incoming if entry[1] is future), None)
             if mine is None:

@@ -54,9 +54,7 @@ MISMATCH, SOME = 3, 4
 """Results of `drive` besides READY, PENDING and STOPPED: descriptions differ; at least one row is complete."""
 
 STREAM_BYTES = 64 << 20
-"""Messages of at least this size exceed the caches and are written with nontemporal stores: 256 MB between two processes 16 ->
-21 GB/s.
-"""
+"""Messages from this size on are written past the caches: 256 MB between two processes took 16, then 21 GB/s."""
 
 
 class Kind(enum.IntEnum):
@@ -257,9 +255,7 @@ def _advance(row: Any) -> int:
 
 @register_jitable
 def _ready(rows: int, row: Any) -> int:
-    """Whether earlier transfers permit the row to begin: those of its ring end, and those of streams that
-    its stream waits for.
-    """
+    """Whether earlier transfers permit the row to begin: of its ring end, and of streams that its stream waits for."""
     turn = load_acquire(row.turn)
     if turn < 0:
         # An earlier transfer was given up. The ring is stopped next, with a reason that is not known before.

@@ -216,9 +216,7 @@ def took(address: int) -> int:
 
 @register_jitable
 def _claim(claims: int, producer: bool, number: int, chunks: int) -> int:
-    """Index of the next chunk for this end, the producer from the first on, the consumer from the last on;
-    -1 if none is left.
-    """
+    """Index of the next chunk for this end: the producer's from the first on, the consumer's from the last on; else -1."""
     while True:
         seen = load_acquire(claims)
         known = seen if seen >> 24 == number else number << 24

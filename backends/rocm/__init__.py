@@ -61,9 +61,6 @@ class RocmBackend(GpuBackend):
 
         return RcclLibrary()
 
-    def bus(self, index: int) -> str:
-        return self.runtime().bus(index)
-
 
 def _installed(module: str) -> bool:
     try:

@@ -35,8 +35,7 @@ _OPS = {
 class RcclLibrary(Library):
     """RCCL."""
 
-    name, debug_hint = "RCCL", "NCCL_DEBUG=INFO tells more"
-    least_version = 21800
+    name = "RCCL"
 
     def __init__(self) -> None:
         self._comms: defaultdict[int, Any] = defaultdict(lambda: rccl.ncclComm(None))

@@ -200,9 +200,7 @@ class HipRuntime(Runtime):
         self._set(address, 0, nbytes, stream)
 
     def compile(self, source: str, names: Sequence[str], architecture: str) -> tuple[bytes, dict[str, str]]:
-        """See `Runtime.compile`; multiplications and additions are not fused, so that results are bitwise
-        equal to the host's.
-        """
+        """See `Runtime.compile`; without fused multiply-add, so that results are bitwise equal to the host's."""
         program = self._create(source.encode(), b"xvcomm.cu", 0, None, None)
         try:
             for name in names:

@@ -57,9 +57,7 @@ class ShmTransport(Transport):
         return end
 
     def _make(self, job: str, layout: RingLayout) -> tuple[Segment, RingLayout]:
-        """Create memory for a ring, with a smaller layout than requested if there is little space, so that
-        other rings fit too.
-        """
+        """Create memory for a ring, smaller than requested if there is little space, so that other rings fit too."""
         total, free = room(self._folder)
         share = (free - min(_KEPT_BYTES, total // 4)) // _RINGS
         while layout.size > share and (smaller := layout.smaller()) is not None:

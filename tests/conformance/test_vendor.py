@@ -58,9 +58,6 @@ class AcmeBackend(GpuBackend):
 
         return AcmeLibrary()
 
-    def bus(self, index):
-        return self.runtime().bus(index)
-
 
 def _passed_on(name):
     return lambda self, *args, **keywords: getattr(self.device, name)(*args, **keywords)

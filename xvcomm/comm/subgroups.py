@@ -1,6 +1,4 @@
-"""Members of new communicators: in a split from the colours and keys of all ranks, in a subgroup from an agreement under its
-name.
-"""
+"""Members of new communicators: of a split by the colours and keys of all ranks, of a subgroup by an agreement under its name."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def _check_types(comm: Objects, choices: list[_Choice]) -> None:
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of an agreement, for all members that came: success, or the reason of the failure; `peer` is the rank that is
-    gone or late.
-    """
+    """Outcome of an agreement for all members that came: success, or why not; `peer` is the rank that is gone or late."""
 
     late: str = ""
     differs: str = ""
@@ -206,9 +202,7 @@ class Meetings:
                 ) from None  # fmt: skip
 
     def _compare(self, mine: _Card, name: str, cards: Store, looks: int) -> None:
-        """Raise MismatchError if a member waits for another group that includes this rank, so that neither
-        group can complete.
-        """
+        """Raise MismatchError if a member waits for another group that includes this rank, since neither can complete then."""
         me, members = self._context.rank, mine.members
         for i in range(min(_LOOKS, len(members))):
             other = members[(looks * _LOOKS + i) % len(members)]

@@ -99,7 +99,6 @@ class Launched(Completion):
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """See `Completion.done`."""
         if self._well or self._error is not None:
             return True
         together = self._group.batch
@@ -123,11 +122,9 @@ class Launched(Completion):
         return True
 
     def exception(self) -> BaseException | None:
-        """See `Completion.exception`."""
         return self._error
 
     def order(self, stream: int | None) -> None:
-        """See `Completion.order`."""
         if self._branch.context.lifecycle.word():
             self.done()
         if not self._well and self._error is None:

@@ -10,9 +10,7 @@ from numba.extending import intrinsic
 
 let_go = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
 take_back = types.ExternalFunction("PyEval_RestoreThread", types.void(types.voidptr))
-"""Release and take the interpreter lock in code that runs with it, around a call that may take long. `take_back` gets the
-result of `let_go`.
-"""
+"""Release and take the interpreter lock around a call that may take long. `take_back` gets the result of `let_go`."""
 
 _WORD = ir.IntType(64)
 

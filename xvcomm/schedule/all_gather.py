@@ -1,6 +1,4 @@
-"""All-gather: native within the island; then its blocks cross the border over the links of all ranks; native in the other
-islands.
-"""
+"""All-gather: native within the island; its blocks cross the border over the links of all ranks; native in the other islands."""
 
 from __future__ import annotations
 

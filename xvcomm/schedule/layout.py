@@ -16,9 +16,7 @@ _ROOTED = frozenset((Collective.REDUCE, Collective.BROADCAST, Collective.GATHER,
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` elements that are contiguous both in the packed blocks (from `packed`) and in the caller's
-    array (from `place`).
-    """
+    """`count` elements that are contiguous in the packed blocks (from `packed`) and in the caller's array (from `place`)."""
 
     packed: int
     place: int

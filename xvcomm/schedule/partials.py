@@ -20,9 +20,7 @@ def island_sum(b: Builder, source: Span, shares: Cut, dst: Span) -> None:
 
 
 def wide_sum(b: Builder, source: Span, shares: Cut, slot: int) -> Span:
-    """This rank's share of the island's sum of `source`, which is part of the input: in WIDE, or `source` itself if the island
-    has one rank.
-    """
+    """This rank's share of the island's sum of `source`, in WIDE; `source` itself if the island has one rank."""
     if b.scale_before is not None:
         scaled = b.scratch(source.count, ("scaled", slot), wide=True)
         b.take(source, scaled)
@@ -42,9 +40,7 @@ def room(b: Builder, other: Island, count: int, slot: object = None) -> Span:
 
 
 def total(b: Builder, own: Span, others: dict[int, Span], slot: object = None) -> Span:
-    """Sum this island's part and those of the others (by island index); return the span of the result:
-    `own`, or one in WIDE.
-    """
+    """Sum this island's part and those of the others (by island index); gives the result's span: `own`, or one in WIDE."""
     spans = {b.island.index: own, **others}
     if not b.wide:
         b.reduce([spans[index] for index in sorted(spans)], own)

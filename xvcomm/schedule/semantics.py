@@ -119,9 +119,7 @@ def scaled(operation: Callable[[Array, Any], Array], values: Array, by: float, w
 
 
 def combine(op: ReduceOp, arrays: Sequence[Array], rounds: bool = True, divisor: int = 1) -> Array:
-    """Reduce arrays in their order and divide by `divisor`; low precision accumulates in float32, and is rounded at the end if
-    `rounds`.
-    """
+    """Reduce arrays in order and divide by `divisor`; low precision accumulates in float32, rounded at the end if `rounds`."""
     dtype = arrays[0].dtype
     wide = np.float32 if from_numpy(dtype).low_precision else dtype
     total = arrays[0].astype(wide)

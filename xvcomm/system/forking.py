@@ -44,18 +44,14 @@ def register(holder: Holder, *, memory: bool = False) -> None:
 
 
 def leave_to_parent(descriptor: int) -> None:
-    """Replace a socket by /dev/null in the child. The descriptor stays valid, because objects copied from the parent will close
-    it.
-    """
+    """Replace a socket by /dev/null in the child. Its descriptor stays valid, because copied objects will close it."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
 
 
 def forks() -> int:
-    """Number of forks between this process and the process that was started. A thread started at a lower number does not exist
-    here.
-    """
+    """Forks between this process and the one that was started. A thread started at a lower number does not exist here."""
     return _forks
 
 

@@ -373,23 +373,19 @@ class Tracked(Completion):
         self._tracker, self._batch = tracker, batch
 
     def done(self) -> bool:
-        """See `Completion.done`."""
         self._tracker.poll()
         return self._batch.over or self._batch.error is not None
 
     def exception(self) -> BaseException | None:
-        """See `Completion.exception`."""
         return self._batch.error
 
     def order(self, stream: int | None) -> None:
-        """See `Completion.order`."""
         self._tracker.poll()
         if self._batch.error is not None:
             raise self._batch.error
         self._tracker.follow(stream, self._batch)
 
     def result(self, request: Request, deadline: Deadline) -> Any:
-        """See `Completion.result`."""
         if self._batch.event.captured:
             what = request.described(-1)
             raise ArgumentError(f"{what} went into a graph: only wait() orders it; synchronize with the graph")

@@ -102,9 +102,7 @@ class PeerRings:
             memory.reclaim(exported, slots.returned)
 
     def linger(self) -> None:
-        """Wait for a bounded time until the other ranks have received the messages in this rank's GPU memory, which is freed at
-        exit.
-        """
+        """Wait, but not for long, until the others have received what lies in this rank's GPU memory, which is freed at exit."""
         deadline = Deadline.after(_LINGER_SECONDS)
         while any(slots.unread() for slots in self._left) and not deadline.expired():
             time.sleep(_PAUSE_SECONDS)

@@ -232,9 +232,7 @@ class Session:
         return GuardedStore(prefix, self.store, check, self._check_server)
 
     def _check_server(self) -> None:
-        """Raise PeerLost if rank 0 is gone, which serves the store unless the launcher does; called when the store cannot be
-        reached.
-        """
+        """Raise PeerLost if rank 0 is gone, which usually serves the store; called when the store cannot be reached."""
         if self.gone(0):
             raise PeerLost(f"{self.server_lost()}; restart the job", rank=self.rank, peer=0)
 
@@ -336,9 +334,7 @@ class Session:
         self._watch_over(lambda context: context.tracker.look())
 
     def _watch_over(self, look: Callable[[Supervised], None]) -> None:
-        """Call `look` for every communicator. If it fails, abort that communicator, whose failures would otherwise go
-        unnoticed.
-        """
+        """Call `look` for every communicator; abort the one for which it fails, or nobody would learn of its failures."""
         for context in self._open_contexts():
             try:
                 look(context)

@@ -27,9 +27,7 @@ T = TypeVar("T")
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error that `fail` was given: its class, one of `_KINDS`, its text, and the rank that it names, numbered in the whole
-    job.
-    """
+    """An error that `fail` was given: its class, one of `_KINDS`, its text, and the rank of the job that it names."""
 
     kind: str
     text: str
@@ -155,9 +153,7 @@ class GuardedStore(PrefixStore):
                     raise
 
     def _reach(self, call: Callable[[], T]) -> T:
-        """Call the store. If it cannot be reached, raise the reason: a process's death becomes known a moment after its socket
-        closes.
-        """
+        """Call the store; if it cannot be reached, raise the reason, which may become known a moment after the socket closes."""
         try:
             return call()
         except StoreError:

@@ -115,9 +115,7 @@ class TcpServer:
         await asyncio.sleep(0)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept clients until the listener is shut down. asyncio's own server may lose clients that connect during its
-        shutdown.
-        """
+        """Accept clients until the listener is shut down. asyncio's server may lose clients that connect during its shutdown."""
         listener.setblocking(False)
         while self._open:
             try:
@@ -162,9 +160,7 @@ class _Clients:
                 first.end()
 
     async def drain(self, grace: float) -> None:
-        """Wait until all clients have left, for at most `grace` seconds, or until the remaining ones have been stopped for a
-        while.
-        """
+        """Wait until all clients have left, for at most `grace` seconds, or until the others have been stopped for a while."""
         loop = asyncio.get_running_loop()
         end, moved = loop.time() + grace, loop.time()
         while self.authenticated and loop.time() < min(end, moved + _STILL_SECONDS):
@@ -367,9 +363,7 @@ class _Rude(Exception):
 
 
 def _need(sock: socket.socket, files: int) -> None:
-    """Raise OSError unless this process can open this many files, because an event loop that fails half-way complains when
-    freed.
-    """
+    """Raise OSError unless this process can open this many files: an event loop that fails half-way complains when freed."""
     copies: list[socket.socket] = []
     try:
         for _ in range(files):
