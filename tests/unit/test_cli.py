@@ -85,7 +85,7 @@ def test_resolve(tmp_path):
 
 
 def test_ranks_keep_what_the_user_set():
-    envs = list(rank_environments({"OMP_NUM_THREADS": "3", "RANK": "9"}, ["a", ""]))
+    envs = list(rank_environments({"OMP_NUM_THREADS": "3", "RANK": "9"}, ["a", ""], 0, 2))
     assert [e["RANK"] for e in envs] == ["0", "1"]
     assert envs[0]["OMP_NUM_THREADS"] == "3"
     assert envs[0]["XVCOMM_ISLAND"] == "a" and "XVCOMM_ISLAND" not in envs[1]

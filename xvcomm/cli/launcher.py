@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this host, forwards their output and signals, and ends all of them when one fails."""
+"""Starts a job's ranks on this host, forwards their output and signals, and ends all of them when one fails."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from xvcomm.cli.output import Outlet, RankStream, outlets, prefixes
 from xvcomm.errors import ResourceError
@@ -43,15 +44,52 @@ class Outcome:
 
     Attributes:
         code: exit code of the launcher: the first failing rank's, or 128 + signal.
-        rank: the rank that failed first, ignoring failures caused by another rank; or None.
+        reason: what failed first, ignoring failures caused by another rank, in words: "rank 1 ended with exit code 2".
         signal: the signal sent to the launcher that ended the job, or None.
-        last_words: the failing rank's last lines on stderr (on stdout if stderr is empty).
+        last_words: the failing rank's last lines on stderr (on stdout if stderr is empty); None if no rank failed.
+        consequence: whether another rank caused the failure.
     """
 
     code: int
-    rank: int | None = None
+    reason: str = ""
     signal: signal.Signals | None = None
-    last_words: tuple[bytes, ...] = ()
+    last_words: tuple[bytes, ...] | None = None
+    consequence: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a launcher ends its ranks: a failure in words, or a signal that it was sent."""
+
+    reason: str
+    signal: signal.Signals | None = None
+
+
+class Others(Protocol):
+    """The launchers of the job's other hosts."""
+
+    @property
+    def news(self) -> int:
+        """A descriptor that is ready when `hear` has something to tell."""
+
+    @property
+    def hostname(self) -> str:
+        """Name of this host."""
+
+    def hear(self) -> Iterable[Stop]:
+        """What ends the job on other hosts; does not block."""
+
+    def stop(self, stop: Stop) -> None:
+        """Tell them that this launcher ends its ranks."""
+
+    def end(self, outcome: Outcome) -> None:
+        """Tell them that the ranks of this launcher have ended."""
+
+    def over(self) -> float:
+        """Until when to wait for their ends, on the monotonic clock; -inf once all have ended."""
+
+    def outcome(self) -> Outcome:
+        """How the whole job ended."""
 
 
 @dataclass(slots=True)
@@ -71,10 +109,15 @@ class Job:
         specs: one per rank, in rank order.
         prefix: whether output lines are prefixed with their rank.
         grace: seconds between the request to end and SIGKILL.
+        first: rank of the first of them.
+        others: the launchers of other hosts, with which this one ends.
     """
 
-    def __init__(self, specs: Sequence[RankSpec], *, prefix: bool = True, grace: float = STOP_GRACE) -> None:
-        self._specs = specs
+    def __init__(
+        self, specs: Sequence[RankSpec], *, prefix: bool = True, grace: float = STOP_GRACE, first: int = 0,
+        others: Others | None = None,
+    ) -> None:  # fmt: skip
+        self._specs, self._first, self._others = specs, first, others
         self._prefix = prefix
         self._grace = grace
         self._ranks: list[_Rank] = []
@@ -82,7 +125,9 @@ class Job:
         self._open: dict[int, RankStream] = {}
         self._paused = False
         self._outlets: tuple[Outlet, Outlet] = outlets(os.environ)
+        self._failing = False
         self._failed: list[int] = []
+        self._last_read = math.inf
         self._signal: signal.Signals | None = None
         self._plan: list[tuple[float, signal.Signals]] = []
         self._handlers: dict[signal.Signals, object] = {}
@@ -95,6 +140,8 @@ class Job:
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1])
         self._selector.register(self._wake[0], selectors.EVENT_READ)
+        if self._others is not None:
+            self._selector.register(self._others.news, selectors.EVENT_READ, self._others)
         try:
             self._start()
         except BaseException:
@@ -120,7 +167,7 @@ class Job:
     def _start(self) -> None:
         labels = [spec.label for spec in self._specs]
         blank = [b""] * len(labels)
-        out, err = (prefixes(labels, o.colour) if self._prefix else blank for o in self._outlets)
+        out, err = (prefixes(labels, o.colour, self._first) if self._prefix else blank for o in self._outlets)
         for number, spec in enumerate(self._specs):
             streams = RankStream(self._outlets[0], out[number]), RankStream(self._outlets[1], err[number])
             process = self._spawn(number, spec)
@@ -155,21 +202,32 @@ class Job:
 
         If a rank fails, the others get 3 seconds to raise their own errors, then SIGTERM, then SIGKILL.
         """
-        drained = math.inf
-        while True:
-            now = time.monotonic()
-            if all(rank.code is not None for rank in self._ranks):
-                drained = min(drained, now + _DRAIN)
-            if now >= drained or (drained < math.inf and not self._open):
-                break
+        self._go_on(self._drained)
+        self._reap()
+        if self._others is not None:
+            self._others.end(self._outcome())
+            self._go_on(self._others.over)
+        self._flush()
+        if self._others is not None and self._signal is None:
+            return self._others.outcome()
+        return self._outcome()
+
+    def _go_on(self, until: Callable[[], float]) -> None:
+        """Forward output and signals until a time on the monotonic clock, which may change meanwhile."""
+        while (end := until()) > (now := time.monotonic()):
             self._follow_plan(now)
             for outlet in self._outlets:
                 if now >= outlet.redraw_at:
                     outlet.redraw()
-            due = min([when for when, _ in self._plan] + [drained] + [o.redraw_at for o in self._outlets])
+            due = min([when for when, _ in self._plan] + [end] + [o.redraw_at for o in self._outlets])
             self._turn(None if due == math.inf else max(0.0, due - now))
-        self._finish()
-        return self._outcome()
+
+    def _drained(self) -> float:
+        """Until when to read what the ranks have written: they have ended, but what they have started may hold the pipes."""
+        if any(rank.code is None for rank in self._ranks):
+            return math.inf
+        self._last_read = min(self._last_read, time.monotonic() + _DRAIN)
+        return self._last_read if self._open else -math.inf
 
     def _turn(self, timeout: float | None) -> None:
         self._choose()
@@ -179,6 +237,9 @@ class Job:
                     self._on_signal(signal.Signals(number))
             elif isinstance(key.data, Outlet):
                 self._write(key.data)
+            elif self._others is not None and key.data is self._others:
+                for stop in self._others.hear():
+                    self._stop_with(stop)
             else:
                 self._read(key.fd)
 
@@ -221,8 +282,7 @@ class Job:
         except OSError:
             outlet.discard()
             if self._signal is None:
-                self._signal = signal.SIGPIPE
-                self._end(signal.SIGTERM)
+                self._end_job(Stop("", signal.SIGPIPE))
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGCHLD:
@@ -233,8 +293,7 @@ class Job:
         elif number in _PASSED_ON:
             self._signal_all(number)
         elif self._signal is None:
-            self._signal = number
-            self._end(number)
+            self._end_job(Stop("", number))
         else:
             self._signal_all(signal.SIGKILL)
 
@@ -256,28 +315,42 @@ class Job:
                 self._note_failure(number)
 
     def _note_failure(self, number: int) -> None:
-        if not self._failed:
-            start = time.monotonic() + FAILURE_GRACE
-            self._plan = [(start, signal.SIGTERM), (start + self._grace, signal.SIGKILL)]
-            if any(rank.code is None for rank in self._ranks):
-                self.say(f"{self.describe(number)}; the others have {FAILURE_GRACE:g} s to end")
+        if not self._failing:
+            self._end_job(Stop(self._describe(number)))
         if len(self._plan) == 2:
             self._failed.append(number)
 
-    def describe(self, number: int) -> str:
+    def _end_job(self, stop: Stop) -> None:
+        """Begin to end the ranks of all hosts."""
+        if self._others is not None:
+            self._others.stop(stop)
+        self._stop_with(stop)
+
+    def _stop_with(self, stop: Stop) -> None:
+        """Begin to end the ranks of this host, unless that has begun for a signal, or for a failure as well."""
+        if self._signal is not None:
+            return
+        if stop.signal is not None:
+            self._signal = stop.signal
+            self._signal_all(stop.signal if stop.signal in _ENDING else signal.SIGTERM)
+            self._plan = [(time.monotonic() + self._grace, signal.SIGKILL)]
+        elif not self._failing:
+            self._failing = True
+            start = time.monotonic() + FAILURE_GRACE
+            self._plan = [(start, signal.SIGTERM), (start + self._grace, signal.SIGKILL)]
+            if any(rank.code is None for rank in self._ranks):
+                self.say(f"{stop.reason}; the others have {FAILURE_GRACE:g} s to end")
+
+    def _describe(self, number: int) -> str:
         """How a rank ended, as text."""
         code = self._ranks[number].code or 0
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
-        label = self._specs[number].label
-        return f"rank {number}{f' ({label})' if label else ''} {how}"
+        label, where = self._specs[number].label, f" on {self._others.hostname}" if self._others is not None else ""
+        return f"rank {self._first + number}{f' ({label})' if label else ''}{where} {how}"
 
     def say(self, text: str) -> None:
         """Print a line of the launcher among the ranks' lines on stderr."""
         self._outlets[1].add(None, f"xvcomm run: {text}\n".encode(), b"")
-
-    def _end(self, number: signal.Signals) -> None:
-        self._signal_all(number)
-        self._plan = [(time.monotonic() + self._grace, signal.SIGKILL)]
 
     def _follow_plan(self, now: float) -> None:
         while self._plan and now >= self._plan[0][0]:
@@ -296,8 +369,8 @@ class Job:
             except ProcessLookupError:
                 pass
 
-    def _finish(self) -> None:
-        """Kill what the ranks left running, read the last output, and wait until it is written."""
+    def _reap(self) -> None:
+        """Kill what the ranks left running, and read the last output."""
         for rank in self._ranks:
             self._signal_group(rank, signal.SIGKILL)
             rank.process.wait()
@@ -310,6 +383,9 @@ class Job:
                 pass
             stream.feed(b"")
             self._close(fd)
+
+    def _flush(self) -> None:
+        """Wait until the output is written."""
         for outlet in set(self._outlets):
             outlet.restore()
         # A reader that has stopped must not delay an interrupt.
@@ -326,11 +402,15 @@ class Job:
             return Outcome(0)
         words = {n: self._ranks[n].err.last or self._ranks[n].out.last for n in self._failed}
         # The rank that caused the failure may take longer to end than the ranks that noticed it.
-        cause = next(
-            (n for n in self._failed if not any(c in w for c in _CONSEQUENCES for w in words[n])), self._failed[0]
+        causes = [n for n in self._failed if not any(c in w for c in _CONSEQUENCES for w in words[n])]
+        first = (causes or self._failed)[0]
+        code = self._ranks[first].code or 0
+        return Outcome(
+            code if code >= 0 else 128 - code,
+            self._describe(first),
+            last_words=tuple(words[first]),
+            consequence=not causes,
         )
-        code = self._ranks[cause].code or 0
-        return Outcome(code if code >= 0 else 128 - code, cause, last_words=tuple(words[cause]))
 
 
 def signal_name(number: int) -> str:

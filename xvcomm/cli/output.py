@@ -162,9 +162,9 @@ class RankStream:
             self.outlet.add(self, whole, self._prefix + unfinished if unfinished else b"")
 
 
-def prefixes(labels: Sequence[str], colour: bool) -> list[bytes]:
-    """Line prefix of each rank, `[2 rocm] `, aligned, and coloured by rank if `colour`."""
-    names = [f"[{rank} {label}]" if label else f"[{rank}]" for rank, label in enumerate(labels)]
+def prefixes(labels: Sequence[str], colour: bool, first: int = 0) -> list[bytes]:
+    """Line prefix of each rank from `first` on, `[2 rocm] `, aligned, and coloured by rank if `colour`."""
+    names = [f"[{rank} {label}]" if label else f"[{rank}]" for rank, label in enumerate(labels, first)]
     width = max(len(name) for name in names)
     padded = [name.ljust(width) for name in names]
     if colour:

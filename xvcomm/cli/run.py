@@ -1,4 +1,4 @@
-"""`xvcomm run`: starts the ranks of a job on this host, and ends them together."""
+"""`xvcomm run`: starts the ranks of a job on this host, or its part of them, and ends them together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from xvcomm.cli.launcher import FAILURE_GRACE, STOP_GRACE, Job, Outcome, RankSpec, signal_name
+from xvcomm.cli.nodes import Nodes, Place, join
 from xvcomm.cli.output import prefixes
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
@@ -38,9 +39,17 @@ class Replaceable(enum.StrEnum):
 
 def run(
     command: Annotated[list[str], typer.Argument(help="Script, module (with -m) or program, and its arguments.")],
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", "--nproc-per-node", min=1, help="Number of ranks on this host.")
+    ] = None,
     islands: Annotated[
-        str | None, typer.Option(help="Island labels of the ranks, for instance cuda:2,rocm:2 (a rehearsal).")
+        str | None,
+        typer.Option(help="Island labels of this host's ranks, or of all, for instance cuda:2,rocm:2 (a rehearsal)."),
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts on which this command is started.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Number of this host, counted from 0.")] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Host 0, and a free port there; 29500 if left out.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a Python module, as python -m does.")] = False,
     replace: Annotated[
@@ -54,11 +63,19 @@ def run(
 
     Without -n, --islands determines the number of ranks; without both there is one rank per core. The first rank that fails
     ends the others; its last lines are printed last and its exit code is the command's.
+
+    A job on several hosts is started on each of them, by the same command but for --node-rank and -n.
     """
-    labels = rank_labels(ranks, islands)
-    argv = resolve(command, module)
+    place = Place.parse(nnodes, node_rank, master)
     extra = {} if replace is None else {"XVCOMM_REPLACE": replace.value}
-    raise typer.Exit(launch(argv, labels, prefix=prefix, grace=grace, extra=extra))
+    if place is None:
+        labels = rank_labels(ranks, islands)
+        raise typer.Exit(launch(resolve(command, module), labels, prefix=prefix, grace=grace, extra=extra))
+    argv, labels = resolve(command, module), () if islands is None else parse_islands(islands)
+    count = ranks or len(rank_labels(None, islands))
+    with join(place, count, labels, grace) as nodes:
+        code = launch(argv, nodes.labels, prefix=prefix, grace=grace, extra=extra, nodes=nodes)
+    raise typer.Exit(code)
 
 
 def rank_labels(ranks: int | None, islands: str | None) -> tuple[str, ...]:
@@ -99,7 +116,7 @@ def resolve(command: Sequence[str], module: bool) -> tuple[str, ...]:
 
 def launch(
     argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, grace: float = STOP_GRACE,
-    extra: Mapping[str, str] = MappingProxyType({}),
+    extra: Mapping[str, str] = MappingProxyType({}), nodes: Nodes | None = None,
 ) -> int:  # fmt: skip
     """Run `argv` once for each label, including the store and the removal of shared memory files; blocks.
 
@@ -109,6 +126,7 @@ def launch(
         prefix: whether output lines are prefixed with their rank.
         grace: seconds between the request to end and SIGKILL.
         extra: additional variables for all ranks.
+        nodes: the launchers of the job's other hosts.
 
     Returns:
         Exit code of the command.
@@ -117,61 +135,81 @@ def launch(
         ResourceError: a rank cannot be started.
         StoreError: the store's port is not available.
     """
-    with job_environment() as common:
-        envs = rank_environments({**terminal_environment(labels, prefix), **common, **extra}, labels)
+    first, size = (0, len(labels)) if nodes is None else (nodes.first, nodes.size)
+    with job_environment() if nodes is None else member_environment(nodes.variables) as common:
+        common = {**terminal_environment(labels, prefix), **common, **extra}
+        envs = rank_environments(common, labels, first, size)
         specs = [RankSpec(label, tuple(argv), env) for label, env in zip(labels, envs, strict=True)]
-        with Job(specs, prefix=prefix, grace=grace) as running:
+        with Job(specs, prefix=prefix, grace=grace, first=first, others=nodes) as running:
             outcome = running.run()
-        _report(running, outcome)
+        _report(outcome)
     return outcome.code
 
 
 @contextmanager
 def job_environment() -> Iterator[dict[str, str]]:
-    """Environment that all ranks of a new job share: this process's, and address, secret and name of the job, whose store it
-    serves.
-
-    Leaving it closes the store, and removes shared memory files that killed ranks left.
+    """Environment that all ranks of a new job on this host share, see `member_environment`; serves the job's store.
 
     Raises:
         StoreError: the store's port is not available.
         ConfigError: a variable is invalid.
     """
-    folder = Path(Config.from_env().shm_dir)
-    secret, job = secrets.token_hex(16), f"{os.environ.get('XVCOMM_JOB') or os.getpid()}-{secrets.token_hex(4)}"
-    server = TcpServer(loopback(), 0, secret)
+    secret, local = secrets.token_hex(16), loopback()
+    server = TcpServer(local, 0, secret)
+    variables = {
+        "XVCOMM_STORE": f"{server.address}?hosted=launcher",
+        "XVCOMM_SECRET": secret,
+        "MASTER_ADDR": local,
+        "MASTER_PORT": str(_free_port(local)),
+    }
     try:
-        yield {
-            **os.environ,
-            "XVCOMM_STORE": f"{server.address}?hosted=launcher",
-            "XVCOMM_SECRET": secret,
-            "XVCOMM_JOB": job,
-        }
+        with member_environment(variables) as common:
+            yield common
     finally:
         server.close()
+
+
+@contextmanager
+def member_environment(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Environment that this host's ranks of a job share: this process's, `variables`, and a name for shared memory files.
+
+    Leaving it removes such files that killed ranks left.
+    """
+    folder = Path(Config.from_env().shm_dir)
+    job = f"{os.environ.get('XVCOMM_JOB') or os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        yield {**os.environ, **variables, "XVCOMM_JOB": job}
+    finally:
         for file in folder.glob(f"xvcomm-{job}-*"):
             file.unlink(missing_ok=True)
 
 
-def rank_environments(common: Mapping[str, str], labels: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Environment of each rank: xvcomm's variables, and torchrun's, so that torch.distributed works as well."""
-    size, local = str(len(labels)), loopback()
+def rank_environments(
+    common: Mapping[str, str], labels: Sequence[str], first: int, size: int
+) -> Iterator[dict[str, str]]:
+    """Environment of each rank of this host: xvcomm's variables, and torchrun's, so that torch.distributed works as well.
+
+    Args:
+        common: what they share.
+        labels: of their islands.
+        first: rank of the first of them.
+        size: number of ranks of the job.
+    """
+    local_size = str(len(labels))
     shared = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(labels))),
         **common,
-        "XVCOMM_SIZE": size,
-        "XVCOMM_LOCAL_SIZE": size,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": local,
-        "MASTER_PORT": str(_free_port(local)),
+        "XVCOMM_SIZE": str(size),
+        "XVCOMM_LOCAL_SIZE": local_size,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": local_size,
     }
     for number, label in enumerate(labels):
-        rank = str(number)
-        env = {**shared, "XVCOMM_RANK": rank, "XVCOMM_LOCAL_RANK": rank, "RANK": rank, "LOCAL_RANK": rank}
+        rank, local = str(first + number), str(number)
+        env = {**shared, "XVCOMM_RANK": rank, "XVCOMM_LOCAL_RANK": local, "RANK": rank, "LOCAL_RANK": local}
         if label:
             env["XVCOMM_ISLAND"] = label
-        if number > 0:
+        if first + number > 0:
             env.setdefault("TTY_INTERACTIVE", "0")  # one progress bar is enough
         yield env
 
@@ -192,14 +230,13 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _report(job: Job, outcome: Outcome) -> None:
+def _report(outcome: Outcome) -> None:
     """Print the reason of a failure to stderr, after all other output."""
     if outcome.signal is not None:
         print(f"xvcomm run: ended by {signal_name(outcome.signal)}", file=sys.stderr)
-    elif outcome.rank is not None:
-        words = "its last lines:" if outcome.last_words else "it wrote nothing"
-        print(
-            f"{'-' * 80}\nxvcomm run: failed because {job.describe(outcome.rank)}; {words}", file=sys.stderr, flush=True
-        )
-        sys.stderr.buffer.write(b"".join(line + b"\n" for line in outcome.last_words))
+    elif outcome.code:
+        words = outcome.last_words
+        tail = "" if words is None else "; its last lines:" if words else "; it wrote nothing"
+        print(f"{'-' * 80}\nxvcomm run: failed because {outcome.reason}{tail}", file=sys.stderr, flush=True)
+        sys.stderr.buffer.write(b"".join(line + b"\n" for line in words or ()))
         sys.stderr.flush()

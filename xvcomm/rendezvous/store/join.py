@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,6 +17,23 @@ _VERDICT = "verdict"
 _SETTLE_SECONDS = 5.0
 _SIZE_SHIFT = 32
 """The counter of joined ranks has the sum of their sizes above this bit, so that one request returns both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noun:
+    """How errors call those who join.
+
+    Attributes:
+        noun: what each of them is.
+        number, count: where the user sets its number, and how many they are.
+    """
+
+    noun: str
+    number: str
+    count: str
+
+
+_RANK = Noun("rank", "XVCOMM_RANK (or the launcher's variable)", "XVCOMM_SIZE (or the launcher's variable)")
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -31,7 +49,9 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     failed: str = ""
 
 
-def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Deadline) -> list[bytes]:
+def join_barrier(
+    store: Store, rank: int, size: int, info: bytes, deadline: Deadline, *, noun: Noun = _RANK
+) -> list[bytes]:
     """Wait until all ranks have joined, and exchange a few bytes among them.
 
     One rank decides the outcome for all: the last rank to join that all are here, the first rank whose deadline passes who is
@@ -41,6 +61,7 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
     Args:
         info: bytes that this rank sends to the others.
         deadline: of this rank; the earliest deadline of all ranks applies.
+        noun: for errors.
 
     Returns:
         The bytes of every rank, in rank order.
@@ -54,13 +75,13 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
     if store.add(f"rank/{rank}", 1, deadline) > 1:
-        raise _twice(store, rank, deadline)
+        raise _twice(store, rank, deadline, noun)
     store.set(f"info/{rank}", msgspec.msgpack.encode(_Entry(_who(), info, size)), deadline)
     joined = store.add("joined", (size << _SIZE_SHIFT) + 1, deadline)
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
         # Ranks with a smaller size may have started without this one, which cannot join them.
-        wrong = _sizes(store, rank, size)
+        wrong = _sizes(store, rank, size, noun)
         raise ConfigError(_decide(store, _Verdict(wrong=wrong)).wrong or wrong, rank=rank)
     if count == size:
         verdict = _decide(store, _Verdict([_entry(store, r, deadline).info for r in range(size)]))
@@ -68,7 +89,7 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
         try:
             verdict = _read(store, deadline)
         except DeadlineExceeded:
-            verdict = _give_up(store, size)
+            verdict = _give_up(store, size, noun)
     if verdict.wrong:
         raise ConfigError(verdict.wrong, rank=rank)
     if verdict.failed:
@@ -78,9 +99,9 @@ def join_barrier(store: Store, rank: int, size: int, info: bytes, deadline: Dead
     return verdict.infos
 
 
-def refuse(store: Store, rank: int, error: Exception) -> None:
+def refuse(store: Store, rank: int, error: BaseException, *, noun: Noun = _RANK) -> None:
     """Make the ranks that wait in `join_barrier` fail: this rank cannot take part, because of `error`."""
-    text = f"rank {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
+    text = f"{noun.noun} {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
     with contextlib.suppress(XvcommError):
         _decide(store, _Verdict(failed=text))
 
@@ -89,30 +110,30 @@ def _who() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _sizes(store: Store, rank: int, size: int) -> str:
+def _sizes(store: Store, rank: int, size: int, noun: Noun) -> str:
     """The error text that names a rank whose size differs from this rank's."""
     for other in range(max(size, rank)):
         with contextlib.suppress(DeadlineExceeded):
             entry = _entry(store, other, Deadline.after(0))
             if entry.size != size:
-                there = f"rank {other} ({entry.who}) was given {entry.size}"
+                there = f"{noun.noun} {other} ({entry.who}) was given {entry.size}"
                 break
     else:
-        there = "another rank was given another number"
+        there = f"another {noun.noun} was given another number"
     return (
-        f"rank {rank} ({_who()}) was given {size} as the number of ranks, {there}; give all of them the same XVCOMM_SIZE "
-        "(or the launcher's variable)"
+        f"{noun.noun} {rank} ({_who()}) was given {size} as the number of {noun.noun}s, {there}; give all of them the same "
+        f"{noun.count}"
     )
 
 
-def _twice(store: Store, rank: int, deadline: Deadline) -> ConfigError:
+def _twice(store: Store, rank: int, deadline: Deadline, noun: Noun) -> ConfigError:
     try:
         first = _entry(store, rank, Deadline.after(deadline.sooner(_SETTLE_SECONDS))).who
     except DeadlineExceeded:
         first = "another process"
     text = (
-        f"two processes are rank {rank}: {first}, and {_who()}; give each process its own XVCOMM_RANK (or the "
-        "launcher's variable), and each job a store that no other job has used"
+        f"two processes are {noun.noun} {rank}: {first}, and {_who()}; give each process its own {noun.number}, and each job "
+        "a store that no other job has used"
     )
     _decide(store, _Verdict(wrong=text))
     return ConfigError(text, rank=rank)
@@ -146,7 +167,7 @@ def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:
     return msgspec.msgpack.decode(store.get(f"info/{rank}", deadline), type=_Entry)
 
 
-def _give_up(store: Store, size: int) -> _Verdict:
+def _give_up(store: Store, size: int, noun: Noun) -> _Verdict:
     """The verdict of a rank whose deadline has passed."""
     absent = []
     settling = Deadline.after(_SETTLE_SECONDS)
@@ -163,7 +184,7 @@ def _give_up(store: Store, size: int) -> _Verdict:
         return _decided(store)
     names = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
     text = (
-        f"{'rank' if len(absent) == 1 else 'ranks'} {names} of {size} did not join in time; were they started, and do "
+        f"{noun.noun}{'' if len(absent) == 1 else 's'} {names} of {size} did not join in time; were they started, and do "
         "they use the same store? A larger XVCOMM_TIMEOUT gives them more time"
     )
     return _decide(store, _Verdict(late=text))

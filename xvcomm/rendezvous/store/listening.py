@@ -40,8 +40,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StoreError(
-                f"port {port} of {host} is in use by another job or program; choose another port in "
-                f"XVCOMM_STORE (`ss -ltnp 'sport = :{port}'` shows which)"
+                f"port {port} of {host} is in use by another job or program; choose another port for the store "
+                f"(`ss -ltnp 'sport = :{port}'` shows which)"
             ) from None
         what = f"cannot serve on {host}:{port}: {error.strerror}; choose another address or port"
         raise limits.reached(error, SERVING) or StoreError(what) from None
