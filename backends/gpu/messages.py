@@ -16,9 +16,10 @@ import numpy as np
 from xvcomm.abc.launch import ITEM
 from xvcomm.backends.gpu.kernels import Prepared, asked_capturing, fill, launched, prepared_at, recorded
 from xvcomm.jit.atomics import load, store
-from xvcomm.jit.ccall import call_11, let_go, take_back
+from xvcomm.jit.ccall import call_3, call_11, let_go, take_back
 from xvcomm.jit.compile import compiling, native
 from xvcomm.jit.record import address_of, compiled_at, python_type
+from xvcomm.memory.ring import CARRIER
 
 NOBODY = -1
 """In place of a stream's handle: not armed."""
@@ -36,11 +37,12 @@ _MESSAGES = np.dtype([
 ])  # fmt: skip
 _END = np.dtype([
     ("counter", "i8"),  # address of `RingEnd.counter`
+    ("carrier", "i8"),  # `RingEnd.carrier`
     ("armed", "i8"),  # address of the handle of the stream that it is armed for
     ("event", "i8"),  # event recorded after its newest message
 ])  # fmt: skip
 _Messages, _End = python_type(_MESSAGES), python_type(_END)
-_messages_at, _end_at, _item_at = compiled_at(_MESSAGES), compiled_at(_END), compiled_at(ITEM)
+_messages_at, _end_at, _item_at, _carrier_at = (compiled_at(kind) for kind in (_MESSAGES, _END, ITEM, CARRIER))
 
 
 def _ready(address: int, stream: int, _: int) -> int:
@@ -78,8 +80,10 @@ def _launch(address: int, items: int, _: int, stream: int, __: int) -> int:
     take_back(thread)
     if code == 0:
         for i in range(messages.count):
-            counter = _end_at(messages.ends, i).counter
-            store(counter, load(counter) + 1)
+            end = _end_at(messages.ends, i)
+            store(end.counter, load(end.counter) + 1)
+            if end.carrier != 0:
+                call_3(_carrier_at(end.carrier).wake, end.carrier, 0, 0)
     return code
 
 
@@ -92,8 +96,8 @@ class ArmedMessages:
     """Messages that compiled code launches together.
 
     Args:
-        ends: for each message's ring end: the address of `RingEnd.counter`, and that of the handle that it is armed for, or of
-            NOBODY.
+        ends: for each message's ring end: the address of `RingEnd.counter`, its carrier, and the address of the handle that it
+            is armed for, or of NOBODY.
         room: address of the version of `Room`.
         where: address of the vendor's function that returns the current device or context of a thread; see `Runtime.addresses`.
         here: its value for the rings' device.
@@ -104,7 +108,7 @@ class ArmedMessages:
 
     __slots__ = ("_ends", "_prepared", "_record", "address")
 
-    def __init__(self, ends: Sequence[tuple[int, int]], room: int, where: int, here: int) -> None:
+    def __init__(self, ends: Sequence[tuple[int, int, int]], room: int, where: int, here: int) -> None:
         self._ends = (_End * len(ends))(*ends)
         self._record = _Messages(0, NOBODY, room, where, here, 0, len(ends), ctypes.addressof(self._ends))
         self.address = ctypes.addressof(self._record)

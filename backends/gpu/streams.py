@@ -78,7 +78,7 @@ class Engine:
         kept = key[0][0].messages
         found = kept.get(key)
         if found is None and len(kept) < _SHAPES:
-            ends = [(port.end.counter, ctypes.addressof(port.armed)) for port, _ in key]
+            ends = [(port.end.counter, port.end.carrier, ctypes.addressof(port.armed)) for port, _ in key]
             found = kept[key] = ArmedMessages(ends, ctypes.addressof(self.room.version), *self._place)
         return found
 
@@ -308,6 +308,8 @@ class GpuStream(Stream):
         if port.end.replayed:
             end.sequence = max(end.sequence, end.finished()[0])
         end.sequence += 1
+        if end.begun is not None:
+            end.begun()
         if port not in self._transfers and len(self._transfers) >= _KEPT:
             self._transfers = {p: n for p, n in self._transfers.items() if p.finished()[0] < n}
         self._transfers[port] = end.sequence

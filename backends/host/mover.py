@@ -36,6 +36,7 @@ from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.memory.ring import (
     ABORT,
+    CARRIER,
     CONSUMED,
     COUNTERS,
     LEDGER,
@@ -89,7 +90,7 @@ ROW = np.dtype([
 ])  # fmt: skip
 
 NEW, POSTED, MOVING, STRAIGHT, DONE = 0, 1, 2, 3, 4
-_row_at, _entry_at = compiled_at(ROW), compiled_at(LEDGER_ENTRY)
+_row_at, _entry_at, _carrier_at = compiled_at(ROW), compiled_at(LEDGER_ENTRY), compiled_at(CARRIER)
 # Plain integers: numba treats an enum's members as constants only if they are globals.
 _PUT, _GET, _MISMATCH_REASON = int(Kind.PUT), int(Kind.GET), int(Reason.MISMATCH)
 _NOT_YET = rendezvous.NOT_YET
@@ -317,9 +318,9 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
         carrier = max(carrier, _row_at(rows, i).carrier)
     if carrier == 0:
         return _drive(rows, count, wake, seen, spins, budget, 0)
-    call_3(load(carrier), carrier, 1, 0)
+    call_3(_carrier_at(carrier).progress, carrier, 1, 0)
     result = _drive(rows, count, wake, seen, spins // _TRIES_OF_A_CALL, budget, carrier)
-    call_3(load(carrier), carrier, -1, 0)
+    call_3(_carrier_at(carrier).progress, carrier, -1, 0)
     return result
 
 
@@ -344,7 +345,7 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
         if wake != 0 and (finished or load_acquire(wake) != seen):
             return SOME
         if carrier != 0:
-            progress = call_3(load(carrier), carrier, 0, 0) != 0 or progress
+            progress = call_3(_carrier_at(carrier).progress, carrier, 0, 0) != 0 or progress
         if progress:
             idle = slept = 0
             continue

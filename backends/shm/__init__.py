@@ -30,7 +30,7 @@ class ShmTransport(Transport):
         self._host = host
 
     def capabilities(self) -> Capabilities:
-        return Capabilities("shm", self._host, rank_order=0)
+        return Capabilities("shm", self._host, rank_order=0, shared=True)
 
     def open_ring(
         self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,

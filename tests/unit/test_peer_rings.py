@@ -87,7 +87,9 @@ class Pair:
         self.renew()
 
     def _rings(self, rank: int) -> Rings:
-        members = [Member(10 + n, [Capabilities("shm", "here", 0)], "counting", "a", MEMORY) for n in range(2)]
+        members = [
+            Member(10 + n, [Capabilities("shm", "here", 0, shared=True)], "counting", "a", MEMORY) for n in range(2)
+        ]
         transport = ShmTransport(Config(), "here")
         return Rings(Config(), JOB, self.store, rank, [transport], self.peer_rings[rank], members)
 

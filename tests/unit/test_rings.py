@@ -18,7 +18,7 @@ from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store.memory import MemoryStore
 from xvcomm.types.deadline import NEVER, Deadline
 
-OFFERS = [Capabilities("own", "here", 0)]
+OFFERS = [Capabilities("own", "here", 0, shared=True)]
 FIRST = PeerMemory("cuda", "here", "bus 0", ("bus 0", "bus 1"))
 PEER_RINGS = PeerRings(None, lambda rank: False)
 SECOND = replace(FIRST, device="bus 1", reaches=("bus 1", "bus 0"))

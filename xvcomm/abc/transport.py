@@ -22,11 +22,13 @@ class Capabilities:
         scheme: `shm`, `tcp`, `rdma`; equal schemes can talk.
         reach: ranks with equal reach can use it together: a host's identity for `shm`, a fabric's name otherwise.
         rank_order: the lower is taken where several would do.
+        shared: whether both ends map the same memory. Only then may a ring's slots lie in a GPU's memory that both reach.
     """
 
     scheme: str
     reach: str
     rank_order: int
+    shared: bool = False
 
 
 def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capabilities:

@@ -219,6 +219,13 @@ def ledger_at(address: int) -> np.ndarray[Any, Any]:
     return np.ndarray(LEDGER, LEDGER_ENTRY, memoryview((ctypes.c_byte * (LEDGER * ENTRY)).from_address(address)))
 
 
+CARRIER = np.dtype([
+    ("progress", "i8"),  # function that carries frames while a mover waits
+    ("wake", "i8"),  # function that lets the carrier's thread look at the rings, for movers that do not carry
+])  # fmt: skip
+"""What movers call of the process's carrier, see `wire.progress`: its record begins with this, and is the first argument."""
+
+
 class RingEnd:
     """One end of a ring in this process.
 
@@ -229,10 +236,10 @@ class RingEnd:
         slots: where this process's device sees the slots, if they are apart; else 0.
         stuck: whether something on the device may still use the ring when it is closed.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
-        replayed: whether graphs have messages of it, which count when they run: `sequence` may then be too low.
+        replays: address of the word of `replayed`, for compiled code.
         kept: what the movers of this process's device keep with the end.
-        carrier: address of the record by which movers carry frames while they wait, see `wire.progress`; 0 where both ends map
-            the same memory.
+        carrier: address of the `CARRIER` record of a ring between hosts; 0 where both ends map the same memory.
+        begun: called when a message was enqueued whose mover does not carry frames.
         gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
         closing: called before the memory is unmapped, by whoever pinned it.
         dispose: unmaps it, at once or later.
@@ -249,13 +256,14 @@ class RingEnd:
         self.channel = 0
         self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
         self.slots = 0
-        self._sequence = ctypes.c_int64()
+        self._sequence, self._replayed = ctypes.c_int64(), ctypes.c_int64()
         self.counter = ctypes.addressof(self._sequence)
+        self.replays = ctypes.addressof(self._replayed)
         self.address = segment.address
         self.turn = segment.address + TURNS + (0 if producer else LINE)
         self.kept: Any = None
-        self.replayed = False
         self.carrier = 0
+        self.begun: Callable[[], None] | None = None
         self.gave_up: Callable[[], None] | None = None
         self._leaving = threading.RLock()  # a signal handler may close in the middle of anything
         self.closing: list[Callable[[], None]] = []
@@ -293,6 +301,15 @@ class RingEnd:
     @sequence.setter
     def sequence(self, number: int) -> None:
         self._sequence.value = number
+
+    @property
+    def replayed(self) -> bool:
+        """Whether graphs have messages of it, which count when they run: `sequence` may then be too low."""
+        return bool(self._replayed.value)
+
+    @replayed.setter
+    def replayed(self, value: bool) -> None:
+        self._replayed.value = value
 
     def abort(self, word: int) -> None:
         """Tell both ends to stop; the first reason stays."""

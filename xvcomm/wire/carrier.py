@@ -15,7 +15,7 @@ from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
 from xvcomm.wire import records
 from xvcomm.wire.frames import FRAME
-from xvcomm.wire.progress import detach, lose, progress_address, put, run, take
+from xvcomm.wire.progress import detach, lose, progress_address, put, run, take, wake_address
 from xvcomm.wire.records import KNOWN, SINK_BYTES, UP, Link, Rail, Wire
 from xvcomm.wire.sockets import POLLED
 
@@ -38,7 +38,7 @@ class WireEnd:
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
         self.record = Wire(
             link=link, name=name, there=there, producer=end.producer, ring=end.address, geometry=end.geometry,
-            counter=end.counter, turn=end.turn, open=2 if there < 0 else 1, owners=self._owners.ctypes.data,
+            counter=end.counter, turn=end.turn, replays=end.replays, open=2 if there < 0 else 1, owners=self._owners.ctypes.data,
             frames=self._frames.ctypes.data, entries=-1,
         )  # fmt: skip
 
@@ -67,7 +67,7 @@ class Carrier:
         self._offers = np.zeros(records.OFFERS, records.OFFER)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
-            progress=progress_address, wake=self._wake, news=self.news, spins=spins, sink=self._sink.ctypes.data,
+            movers=(progress_address, wake_address), wake=self._wake, news=self.news, spins=spins, sink=self._sink.ctypes.data,
             poll=self._poll.ctypes.data, offers=self._offers.ctypes.data, one=1, **tables,
         )  # fmt: skip
         self.address = ctypes.addressof(self._record)
@@ -163,8 +163,13 @@ class Carrier:
         self.wake()
 
     def wake(self) -> None:
-        """Let the carrier's thread look at the rings: after an operation was begun whose mover does not carry itself."""
+        """Let the carrier's thread look at links and wires."""
         os.eventfd_write(self._wake, 1)
+
+    def look(self) -> None:
+        """Let the carrier's thread look at the rings, if it sleeps: a message was enqueued whose mover does not carry frames."""
+        if self._record.asleep:
+            self.wake()
 
     def close(self) -> None:
         """End the thread. No ring may be attached, and no connection is closed."""

@@ -143,7 +143,7 @@ class Network:
         except BaseException:
             segment.close()
             raise
-        end.carrier = self.carrier.address
+        end.carrier, end.begun = self.carrier.address, self.carrier.look
         end.dispose = partial(self._linger, wire, found)
         return end
 

@@ -42,8 +42,11 @@ from xvcomm.wire.records import (
 from xvcomm.wire.sockets import POLLIN, POLLOUT, polled_at, raise_event, take_event, wait
 
 _BUSY_YIELDS, _IDLE_YIELDS = 200, 20
-_MEMORY_NS, _DRIVEN_NS, _IDLE_NS = 50_000, 1_000_000, 500_000_000
-"""How long the thread sleeps while operations are under way, whose movers wake nobody; while other threads drive; else."""
+_MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 500_000_000
+"""How long the thread sleeps while operations are under way, whose movers wake nobody; while other threads drive; while graphs
+may be replayed, which begin messages without waking anybody; else."""
+_RECENT = 500
+"""Rounds without work after which a graph is not expected at once."""
 
 
 @register_jitable
@@ -143,6 +146,25 @@ def _progress(address: int, drivers: int, unused: int) -> int:
     return 1 if moved else 0
 
 
+def _wake(address: int, unused: int, unused_too: int) -> int:
+    """Let the carrier's thread look at the rings, if it sleeps; after a message was enqueued whose mover does not carry."""
+    carrier = carrier_at(address)
+    full_fence()
+    if load_acquire(address_of(carrier, "asleep")) != 0:
+        raise_event(carrier.wake, address_of(carrier, "one"))
+    return 0
+
+
+@register_jitable
+def _replays(carrier: Any) -> bool:
+    """Whether graphs have messages, which begin without a word to anybody."""
+    for i in range(carrier.wire_count):
+        wire = wire_at(load(carrier.wires + 8 * i))
+        if wire.ring != 0 and wire.there >= 0 and wire.stop == UNTOLD and load(wire.replays) != 0:
+            return True
+    return False
+
+
 @register_jitable
 def _busy(carrier: Any) -> bool:
     """Whether operations are under way, whose movers publish in memory and wake nobody."""
@@ -151,6 +173,16 @@ def _busy(carrier: Any) -> bool:
         if wire.ring != 0 and wire.there >= 0 and wire.stop == UNTOLD and load_acquire(wire.counter) > finished(wire):
             return True
     return False
+
+
+@register_jitable
+def _patience(carrier: Any, quiet: int) -> int:
+    """How long the thread may sleep after so many rounds without work."""
+    if _busy(carrier):
+        return _MEMORY_NS
+    if _replays(carrier):
+        return _MEMORY_NS if quiet < _RECENT else _REPLAY_NS
+    return _IDLE_NS
 
 
 @register_jitable
@@ -201,7 +233,7 @@ def _run(address: int) -> int:
         store_release(address_of(carrier, "asleep"), 1)
         full_fence()
         # A thread that found the lock taken has counted its call before, and may have left frames to send.
-        if carrier.calls == calls and _sleep(carrier, _MEMORY_NS if busy or _busy(carrier) else _IDLE_NS, True):
+        if carrier.calls == calls and _sleep(carrier, _patience(carrier, quiet), True):
             quiet = 0 if _busy(carrier) else quiet
         store_release(address_of(carrier, "asleep"), 0)
     return 0
@@ -258,6 +290,7 @@ def _detach(address: int, index: int) -> int:
 
 with compiling():
     progress_address = native("int64(int64, int64, int64)", _progress)
+    wake_address = native("int64(int64, int64, int64)", _wake)
     run = kernel("int64(int64)")(_run)
     put = kernel("int64(int64, int64, int64)")(_put)
     take = kernel("int64(int64, int64)")(_take)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from xvcomm.jit.record import compiled_at, python_type
+from xvcomm.memory.ring import CARRIER as MOVERS
 from xvcomm.memory.ring import MAX_LANES
 from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
 
@@ -73,6 +74,7 @@ WIRE = np.dtype([
     ("geometry", [(name, "i8") for name in ("lanes", "slots", "slot_bytes", "ledger", "data")]),
     ("counter", "i8"),  # addresses of the ring end's number of the next message, and of its turn
     ("turn", "i8"),
+    ("replays", "i8"),  # address of the word of `RingEnd.replayed`
     ("open", "i8"),  # whether to send OPEN: 1, 2 with a request for the other side's index
     ("stop", "i8"),  # whether the other side knows the abort word: see below
     ("answer", "i8"),  # whether to send STOPPED
@@ -103,7 +105,7 @@ OFFER = np.dtype([(name, "i8") for name in ("link", "name", "there", "lanes", "s
 OFFER_BYTES = OFFER.itemsize
 
 CARRIER = np.dtype([
-    ("progress", "i8"),  # address of the function that movers call; see `carrier`
+    ("movers", MOVERS),  # first, as movers expect
     ("lock", "i8"),
     ("drivers", "i8"),  # threads that wait for a message and call `progress` meanwhile
     ("calls", "i8"),  # how often they did

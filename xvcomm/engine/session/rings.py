@@ -137,7 +137,8 @@ class Rings:
         if me.kind == other.kind == "host":
             full = self._host_layout
             return RingLayout(full.lanes, max(2, full.slots // 3), full.slot_bytes) if channel else full
-        apart = me.island == other.island and not peer_refusal(me.memory, other.memory)
+        shared = choose(me.offers, other.offers).shared
+        apart = shared and me.island == other.island and not peer_refusal(me.memory, other.memory)
         if use is Use.COLLECTIVE and not apart:
             return self.gpu_collective_layout
         full = self._peer_layout if apart else self._gpu_layout
