@@ -90,10 +90,12 @@ def job(
 ) -> Job:  # fmt: skip
     """Starts ranks on device types, each on its own GPU; skips if there are too few."""
 
-    def start(devices: str, islands: str | None = None, env: Mapping[str, str] | None = None) -> World:
+    def start(
+        devices: str, islands: str | None = None, env: Mapping[str, str] | None = None, hosts: str | None = None
+    ) -> World:
         kinds = places(devices)
         indices = _gpus(kinds, parse_islands(islands) if islands else kinds, gpus)
-        ranks = World(islands=islands, devices=",".join(kinds), env=[
+        ranks = World(islands=islands, devices=",".join(kinds), hosts=hosts, env=[
             {**SMALL_GPU_RINGS, **JAX, **libraries(kind), **indices[rank], **(env or {})}
             for rank, kind in enumerate(kinds)
         ], timeout=60)  # fmt: skip
