@@ -180,13 +180,11 @@ def picture(path: Path, plate: np.ndarray[Any, Any], tiling: Tiling, topology: T
     """Write the plate and its tiles as a PNG file; returns the path, or the reason why there is none."""
     if find_spec("matplotlib") is None:
         return "none; pip install 'xvcomm[plot]' for one"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    figure, axes = pyplot.subplots(figsize=(7, 6), layout="constrained")
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.subplots()
     image = axes.imshow(plate, cmap="inferno", vmin=0, vmax=1)
     for rank in range(topology.size):
         (top, bottom), (left, right) = tiling.spans(rank)
@@ -199,7 +197,6 @@ def picture(path: Path, plate: np.ndarray[Any, Any], tiling: Tiling, topology: T
     figure.colorbar(image, label="temperature", shrink=0.8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return str(path)
 
 

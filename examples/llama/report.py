@@ -118,12 +118,10 @@ def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference:
     """Write the loss curves as a PNG file; returns the path, or the reason why there is none."""
     if find_spec("matplotlib") is None:
         return "none; pip install 'xvcomm[plot]' for one"
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, linewidth=2.5, color="tab:blue", label=f"{len(header['ranks'])} ranks")
     if reference is not None:
@@ -138,7 +136,6 @@ def plot(path: Path, header: dict[str, Any], losses: Sequence[float], reference:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
     return str(path)
 
 
