@@ -11,6 +11,7 @@ failed or was not run, or if two files differ.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import multiprocessing
@@ -186,6 +187,7 @@ def run(arguments: argparse.Namespace) -> Run:
             if not arguments.verbose:  # what ranks print stays beside the outcome of a test that failed
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
+            gc.freeze()  # or each rank would look through all modules, and so copy their pages
             suite.run(Recorder(found, report, output.fileno(), arguments.out, arguments.budget))
     if arguments.out:
         found.write(arguments.out)
