@@ -6,8 +6,8 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 # Test processes at the same time: ranks often wait, so that four end sooner than three, also on two cores. The tests of
-# faults, which look at the clock, and those that leave something behind on purpose run afterwards, in two processes.
-# Each file runs in one process, in the order of tests/conftest.py: the slowest first.
+# faults, which wait the most, and those that leave something behind on purpose run afterwards, beside nothing else.
+# Each file or folder of tests/conftest.py runs in one process, the slowest first.
 JOBS   ?= 4
 LAST   := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
 SPLIT  := --dist loadfile --no-loadscope-reorder
@@ -37,8 +37,9 @@ $(PY):
 	$(PYTHON) -m venv $(VENV) || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install pip; }
 
+# Python compiles a module when it is first imported. pip would compile all 11,000, which takes longer than the rest of its work.
 $(READY): pyproject.toml constraints.txt | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test,dev]'
 	@touch $@
 
 $(READY)-$(GPU): $(READY)
@@ -55,7 +56,7 @@ demo: $(READY)   ## train a small language model over two islands on this machin
 # Both parts run, and it fails if either does.
 test: $(READY)   ## every test that is not slow
 	status=0; $(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT) $(addprefix --ignore=,$(LAST)) || status=1; \
-	$(PY) -m pytest -m "not slow" -n 2 $(SPLIT) $(LAST) || status=1; exit $$status
+	$(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT) $(LAST) || status=1; exit $$status
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest
