@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,18 +82,55 @@ class Belongings:
         return "\n".join(lines)
 
 
+TOGETHER = ("tests/adapters/jax", "tests/adapters/torch")
+"""Folders whose files share ranks: one process runs them all, so that these ranks start once."""
+
 SLOWEST = (
-    "test_rocm.py", "test_train.py", "test_torch_suite.py", "test_collectives.py", "test_torch_fork.py",
-    "test_torch_losses.py", "test_rounding.py", "test_adapter.py", "test_cli_bench.py", "test_torch_functional.py",
+    "tests/adapters/jax", "tests/conformance/test_rocm.py", "tests/adapters/torch",
+    "tests/adapters/torch_suite/test_torch_suite.py", "xvcomm/testing/test_collectives.py",
+    "tests/conformance/test_train.py", "tests/conformance/test_host_direct.py", "xvcomm/testing/test_adapter.py",
+    "tests/conformance/test_rounding.py", "tests/hosts/test_hosts_conformance.py", "tests/conformance/test_cli_bench.py",
 )  # fmt: skip
-"""Files that begin first, so that none of them is left to one process at the end: by their CPU time, see CONTRIBUTING.md."""
+"""What begins first, so that none of it is left to one process at the end: by CPU time, see CONTRIBUTING.md."""
+
+
+def _portion(nodeid: str) -> str:
+    """What one process runs in whole: a folder of `TOGETHER`, or a file."""
+    file = nodeid.partition("::")[0]
+    folder = file.rpartition("/")[0]
+    return folder if folder in TOGETHER else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Replace xdist's choice by files with one by portions."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Portions(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _portion(nodeid)
+
+    return Portions(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what is collected out of all garbage collections: they would look at torch's and JAX's modules each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the slowest files begin first; all others keep their order."""
+    """Let the slowest portions begin first; all others keep their order."""
     places = {name: place for place, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    items.sort(key=lambda item: places.get(_portion(item.nodeid), len(places)))
 
 
 @pytest.fixture(scope="session")

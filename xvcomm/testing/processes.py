@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import os
@@ -187,7 +188,11 @@ def _end(process: Any, seconds: float) -> None:
 
 
 def prepare(variables: dict[str, str], path: list[str]) -> None:
-    """Initialize a rank's process: variables, import paths, interrupts that raise, and stack dumps on request."""
+    """Initialize a rank's process: variables, import paths, interrupts that raise, and stack dumps on request.
+
+    Its garbage collections leave out what the server has loaded before the fork.
+    """
+    gc.freeze()
     sys.path[:] = path
     os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)
