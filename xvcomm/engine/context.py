@@ -73,7 +73,7 @@ class Context:
         self.diagnosis = Diagnosis(session, ranks, self.rank, self.ident, self.rings)
         island = self.topology.island_of(self.rank).ranks
         self.lifecycle = Lifecycle(
-            session, ranks, self.rank, island, self.rings, self.tracker, self.diagnosis, self._part
+            session, path, ranks, self.rank, island, self.rings, self.tracker, self.diagnosis, self._part
         )
         self.lifecycle.on_close(lambda: session.remove(self))
         self._users = self.lifecycle.users

@@ -44,7 +44,7 @@ class Failures:
         elif isinstance(error, (RingStopped, CollectiveStopped)):
             # A mismatch says more than that its rank left since.
             differs = isinstance(error, RingStopped) and error.end.mismatch()
-            self._pass_on(Reason.MISMATCH.word(self._rank) if differs else error.word)
+            self._pass_on(+Reason.MISMATCH if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
             late = diagnosis.late(operation, self._suspects(error))
             why = diagnosis.waited(operation, late) if late else f"{operation}: {error}"
@@ -62,13 +62,10 @@ class Failures:
     def _pass_on(self, word: int) -> None:
         """Tell all that a ring, or the native library, was stopped; they were the first to know why."""
         native = self._lifecycle.native
-        if Reason.parse(word)[0] is Reason.MISMATCH:
-            found = self._diagnosis.mismatch()
-            self._lifecycle.abort(Reason.MISMATCH.word(self._rank), found[0] if found else "")
-        elif native is not None and native.failure:
+        if native is not None and native.failure and Reason.parse(word)[0] is not Reason.MISMATCH:
             self._lifecycle.abort(Reason.ABORTED.word(self._rank, self._rank), native.failure)
         else:
-            self._lifecycle.abort(word)
+            self._lifecycle.abort(*self._diagnosis.found(word))
 
     def _suspects(self, error: BaseException) -> list[int]:
         if isinstance(error, RingStalled):

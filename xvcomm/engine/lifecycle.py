@@ -10,6 +10,7 @@ from xvcomm.abc.collective import Collective, CollectiveStopped
 from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.session.diagnosis import Diagnosis
+from xvcomm.engine.session.elsewhere import Stop
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import ClosedError
@@ -39,17 +40,17 @@ class Lifecycle:
     """
 
     def __init__(
-        self, session: Session, ranks: tuple[int, ...], rank: int, island: tuple[int, ...], rings: Rings, tracker: Tracker,
-        diagnosis: Diagnosis, part: str,
+        self, session: Session, path: str, ranks: tuple[int, ...], rank: int, island: tuple[int, ...], rings: Rings,
+        tracker: Tracker, diagnosis: Diagnosis, part: str,
     ) -> None:  # fmt: skip
         """An open communicator.
 
         Args:
-            ranks, rank: its ranks as numbers of the whole job; this process's number in it.
+            path, ranks, rank: see `Context`.
             island: the ranks that join one native library with this rank.
             part: what tells its segments from those of other communicators, see `Session.sweep`.
         """
-        self._session, self._ranks, self._rank, self._island = session, ranks, rank, island
+        self._session, self._path, self._ranks, self._rank, self._island = session, path, ranks, rank, island
         self._rings, self._tracker, self._diagnosis, self._part = rings, tracker, diagnosis, part
         self.lock = threading.RLock()
         self.users: set[Operation | MessageMover] = set()
@@ -138,9 +139,11 @@ class Lifecycle:
         contract = self.contract
         if self.closed or contract is None:
             return False
-        word = contract.abort_word() or self._rings.told()
+        word, why = contract.abort_word(), ""
+        if not word:
+            word, why = self._diagnosis.found(self._rings.told())
         if word and not self._word:
-            self.abort(word)
+            self.abort(word, why)
         if contract.departures() != len(self.departed):
             for rank in contract.departed():
                 self._depart(rank)
@@ -171,7 +174,7 @@ class Lifecycle:
             self.native.abort(word)
 
     def abort(self, word: int, why: str = "") -> None:
-        """Stop the communicator on this rank and on all that share memory with it; the first reason stays.
+        """Stop the communicator on all ranks; of each host the first reason stays.
 
         Without effect after `close`.
 
@@ -182,13 +185,23 @@ class Lifecycle:
         with self.lock:
             if self.closed:
                 return
+            first, tells = not self._word, bool(why) or Reason.parse(word) == (Reason.ABORTED, self._rank)
             if self.contract is not None:
-                if why and not self._word:
+                if why and first:
                     self.contract.explain(why)
                 self.contract.abort(word)
+                tells = tells and word == self.contract.abort_word()
                 word = self.contract.abort_word()
             self._word = self._word or word
-            self._stop(word)
+            abroad, found = self._diagnosis.abroad(word)
+            self._stop(abroad)
+            if first and (tells or found):
+                self._session.announce(Stop(self._path, abroad, why or found), self._ranks)
+
+    def hear(self, world_rank: int, word: int, why: str) -> None:
+        """A rank of another host has stopped the communicator, with the reason in words."""
+        self._diagnosis.hear(self._ranks.index(world_rank), why)
+        self.abort(word)
 
     def _stop(self, word: int) -> None:
         self._rings.abort(word)

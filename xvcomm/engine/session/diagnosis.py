@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from xvcomm.types.opcode import OpCode
 
 _NAMED = 4
 """Maximum number of late ranks whose last operation is named."""
+_HEAR_SECONDS = 0.3
+"""How long an error waits for the reason in words that a rank of another host gives."""
+_UNHEARD = "its reason has not come to this host; see that rank's own error"
+_DIFFERENTLY = "two other ranks described the same message differently"
 
 
 class Diagnosis:
@@ -32,6 +37,29 @@ class Diagnosis:
     def __init__(self, session: Session, ranks: tuple[int, ...], rank: int, ident: int, rings: Rings) -> None:
         self._session, self._ranks, self._rank, self._ident, self._rings = session, ranks, rank, ident, rings
         self.contract: ContractCheck | None = None
+        self._heard: dict[int, str] = {}
+        self._hearing = threading.Condition()
+
+    def hear(self, rank: int, why: str) -> None:
+        """A rank of another host has stopped the communicator, and gives the reason in words."""
+        with self._hearing:
+            self._heard[rank] = why
+            self._hearing.notify_all()
+
+    def found(self, word: int) -> tuple[int, str]:
+        """The abort word of a ring as others need it, and the text that this rank must tell them with it: the compiled code that
+        finds a mismatch does not say whose message it is.
+        """
+        mismatch = self.mismatch() if word and Reason.parse(word)[0] is Reason.MISMATCH else None
+        return (word, "") if mismatch is None else (Reason.MISMATCH.word(self._rank), mismatch[0])
+
+    def abroad(self, word: int) -> tuple[int, str]:
+        """An abort word as ranks of other hosts understand it, and the text that this rank must tell them with it."""
+        found = self.contract.mismatch() if self.contract is not None else None
+        if found is None:
+            return word, ""
+        finder = found[0][0]
+        return Reason.MISMATCH.word(finder), self._calls(*found) if finder == self._rank else ""
 
     def error(self, word: int, operation: Operation) -> XvcommError:
         """The error that an operation raises on a communicator that was stopped for the reason `word`."""
@@ -105,17 +133,27 @@ class Diagnosis:
     def _mismatch(self, about: int) -> tuple[str, int | None]:
         mismatch = self.contract.mismatch() if self.contract is not None else None
         if mismatch is not None:
-            (a, one), (b, other) = mismatch
-            text = f"{self.name(a)} called {describe(one)}; {self.name(b)} called {describe(other)}"
-            return text, {a: b, b: a}.get(self._rank)
+            (a, _), (b, _) = mismatch
+            return self._calls(*mismatch), {a: b, b: a}.get(self._rank)
         own = self.mismatch()
         if own is not None:
             return own
-        return self._told(about) or "two other ranks described the same message differently", None
+        told = self._told(about)
+        return told if told not in ("", _UNHEARD) else _DIFFERENTLY, None
+
+    def _calls(self, one: tuple[int, Message], other: tuple[int, Message]) -> str:
+        """What two ranks called."""
+        return "; ".join(f"{self.name(rank)} called {describe(message)}" for rank, message in (one, other))
 
     def _told(self, rank: int) -> str:
-        """The text that a rank published when it stopped the communicator."""
-        return self.contract.explanation(rank) if self.contract is not None else ""
+        """The text that a rank published when it stopped the communicator; waits for one that comes from another host."""
+        world = self._ranks[rank]
+        if world in self._session.neighbours:
+            return self.contract.explanation(rank) if self.contract is not None else ""
+        patience = _HEAR_SECONDS if self._session.hears(world) else 0
+        with self._hearing:
+            self._hearing.wait_for(lambda: rank in self._heard, patience)
+            return self._heard.setdefault(rank, _UNHEARD)
 
     def _tell(self, end: RingEnd, mine: Message, theirs: Message) -> str:
         me, peer = self.name(self._rank), self.name(end.peer)

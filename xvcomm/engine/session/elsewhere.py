@@ -1,13 +1,15 @@
-"""Deaths of ranks on other hosts, as the job's store tells them: also of ranks to which this one has no wire."""
+"""What the job's store tells of ranks on other hosts, also of those to which this one has no wire: deaths and aborts."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
+from functools import partial
+from queue import SimpleQueue
 
 import msgspec
 
-from xvcomm.abc.store import Store
+from xvcomm.abc.store import Notices, Store
 from xvcomm.errors import StoreError, XvcommError
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
@@ -16,63 +18,100 @@ _WHY = "its process has ended: its connection to the job's store is closed"
 _POST_SECONDS = 2.0
 
 
+class Stop(msgspec.Struct, frozen=True, array_like=True):
+    """A rank has stopped a communicator.
+
+    Attributes:
+        path: of the communicator, see `Context`.
+        word: see `Reason`.
+        why: in words.
+    """
+
+    path: str
+    word: int
+    why: str
+
+
 class _Notice(msgspec.Struct, frozen=True, array_like=True):
-    """A rank has died; or, with `left`, rank 0 has left in good order, and the store will end with it."""
+    """Of a rank: it has stopped a communicator; or, with `left`, it is rank 0, which has left in good order, and the store will
+    end with it; else it has died.
+    """
 
     rank: int
     left: bool = False
+    stop: Stop | None = None
 
 
 class Elsewhere:
-    """A daemon thread that waits for the store's notices that a rank has died.
+    """Follows the store's notices in a daemon thread, and posts this rank's in another one.
 
     A store that does not notice the end of a process, for instance a folder, tells nothing.
 
     Args:
         store: of the job.
         rank: of this process in the whole job, as all ranks here.
-        neighbours: the ranks of this host, which are watched more closely.
+        neighbours: the ranks of this host, which learn of each other in shared memory.
         served_by_first: whether the store ends with rank 0.
         lost: called for a rank of another host that has died, with the reason.
+        stopped: called for a rank of another host that has stopped a communicator.
+
+    Attributes:
+        tells: whether the store does.
     """
 
     def __init__(
         self, store: Store, rank: int, neighbours: Collection[int], served_by_first: bool,
-        lost: Callable[[int, str], None],
+        lost: Callable[[int, str], None], stopped: Callable[[int, Stop], None],
     ) -> None:  # fmt: skip
         self._rank, self._neighbours, self._served_by_first = rank, neighbours, served_by_first
-        self._lost, self._over = lost, False
+        self._lost, self._stopped, self._over = lost, stopped, False
         self._notices = store.notices("deaths", msgspec.msgpack.encode(_Notice(rank)))
-        self._thread = Daemon("xvcomm-elsewhere", self._run)
+        self.tells = self._notices is not None
+        self._outbox: SimpleQueue[_Notice | None] = SimpleQueue()
+        self._threads: list[Daemon] = []
         if self._notices is not None:
-            self._thread.start()
+            for name, work in (("xvcomm-elsewhere", self._follow), ("xvcomm-announcer", self._announce)):
+                self._threads.append(Daemon(name, partial(work, self._notices)))
+                self._threads[-1].start()
 
-    def _run(self) -> None:
-        assert self._notices is not None
+    def post(self, stop: Stop) -> None:
+        """Tell the ranks of all other hosts that this one has stopped a communicator. Does not wait for the store."""
+        self._outbox.put(_Notice(self._rank, stop=stop))
+
+    def _announce(self, notices: Notices) -> None:
+        while (notice := self._outbox.get()) is not None:
+            with contextlib.suppress(XvcommError):
+                notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
+
+    def _follow(self, notices: Notices) -> None:
         store_ends = False
         while True:
             try:
-                notice = msgspec.msgpack.decode(self._notices.next(), type=_Notice)
+                notice = msgspec.msgpack.decode(notices.next(), type=_Notice)
             except XvcommError as error:
                 if isinstance(error, StoreError) and self._served_by_first and not (store_ends or self._over):
-                    self._tell(0)
+                    self._lose(0)
                 return
             if notice.left:
                 store_ends = True
-            else:
-                self._tell(notice.rank)
+            elif notice.stop is None:
+                self._lose(notice.rank)
+            elif notice.rank not in self._neighbours:
+                self._stopped(notice.rank, notice.stop)
 
-    def _tell(self, rank: int) -> None:
+    def _lose(self, rank: int) -> None:
         if rank not in self._neighbours:
             self._lost(rank, _WHY)
 
     def close(self) -> None:
-        """Leave in good order, and end the thread. Idempotent."""
+        """Leave in good order, and end the threads. Idempotent."""
         if self._over or self._notices is None:
             return
         self._over = True
         if self._served_by_first and self._rank == 0:
-            with contextlib.suppress(XvcommError):
-                self._notices.post(msgspec.msgpack.encode(_Notice(0, left=True)), Deadline.after(_POST_SECONDS))
+            self._outbox.put(_Notice(0, left=True))
+        follower, announcer = self._threads
+        self._outbox.put(None)
+        announcer.join()
         self._notices.leave()
-        self._thread.join()
+        follower.join()

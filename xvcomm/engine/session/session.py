@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
@@ -19,7 +20,7 @@ from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Membership, Transport, choose
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
-from xvcomm.engine.session.elsewhere import Elsewhere
+from xvcomm.engine.session.elsewhere import Elsewhere, Stop
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.peer_rings import PeerRings
@@ -45,6 +46,8 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.topology import RankInfo
 
 _LOOK_SECONDS = 0.1
+_STOPS = 256
+"""How many aborts on other hosts are kept, of communicators that this rank may not have made yet."""
 
 
 class Session:
@@ -72,6 +75,8 @@ class Session:
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
         self._lost: dict[int, str] = {}
         self._seen_left: set[int] = set()
+        self._elsewhere: Elsewhere | None = None
+        self._stops: deque[tuple[int, Stop]] = deque(maxlen=_STOPS)
         self.journal = Journal()
         self._closed = False
         self._cleanup = contextlib.ExitStack()
@@ -116,7 +121,8 @@ class Session:
             with self.telling(following), limits.told("join the job"):
                 self._join_transports()
                 if len(self.neighbours) < self.size:
-                    self._cleanup.callback(self._hear_from_elsewhere().close)
+                    self._elsewhere = self._hear_from_elsewhere()
+                    self._cleanup.callback(self._elsewhere.close)
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
                 watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
@@ -145,8 +151,10 @@ class Session:
                 transport.join(membership)
 
     def _hear_from_elsewhere(self) -> Elsewhere:
-        """Begin to listen for deaths of ranks on other hosts."""
-        return Elsewhere(self.store, self.rank, self.neighbours, self._joined[0].serves, self._lose_elsewhere)
+        """Begin to listen for deaths and aborts of ranks on other hosts."""
+        return Elsewhere(
+            self.store, self.rank, self.neighbours, self._joined[0].serves, self._lose_elsewhere, self._on_stop
+        )
 
     @staticmethod
     def _watched(other: Joining, mine: Joining) -> WatchedProcess:
@@ -281,9 +289,12 @@ class Session:
         """Watch a communicator from now on, and close it with the session."""
         with self._lock:
             self._contexts.add(context)
-            gone = [*self._lost, *self._seen_left]
+            gone, stops = [*self._lost, *self._seen_left], list(self._stops)
         for rank in gone:
             context.lifecycle.lose(rank)
+        for rank, stop in stops:
+            if stop.path == context.path:
+                context.lifecycle.hear(rank, stop.word, stop.why)
 
     def remove(self, context: Supervised) -> None:
         """Stop watching a communicator that is closed."""
@@ -317,6 +328,23 @@ class Session:
         with self._lock:
             self._seen_left.add(rank)
         self._lose(rank)
+
+    def announce(self, stop: Stop, ranks: Collection[int]) -> None:
+        """Tell those of a communicator's ranks that are on other hosts that this one has stopped it, if the store can."""
+        if self._elsewhere is not None and not set(self.neighbours).issuperset(ranks):
+            self._elsewhere.post(stop)
+
+    def hears(self, rank: int) -> bool:
+        """Whether announcements of a rank come to this one."""
+        return self._elsewhere is not None and self._elsewhere.tells and rank not in self.neighbours
+
+    def _on_stop(self, rank: int, stop: Stop) -> None:
+        """A rank of another host has stopped a communicator."""
+        with self._lock:
+            self._stops.append((rank, stop))
+        for context in self._open_contexts():
+            if context.path == stop.path:
+                context.lifecycle.hear(rank, stop.word, stop.why)
 
     def _lose(self, rank: int) -> None:
         self._watch_over(lambda context: context.lifecycle.lose(rank))

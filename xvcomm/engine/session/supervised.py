@@ -21,12 +21,18 @@ class Stoppable(Protocol):
     def abort(self, word: int, why: str = "") -> None:
         """Stop it; `word` contains reason and rank."""
 
+    def hear(self, world_rank: int, word: int, why: str) -> None:
+        """Stop it because a rank of another host has, with the reason in words."""
+
     def close(self) -> None:
         """Leave it."""
 
 
 class Supervised(Protocol):
     """A communicator of a session."""
+
+    path: str
+    """Its name, equal on all ranks and used once."""
 
     @property
     def rank(self) -> int:
