@@ -22,6 +22,9 @@ def ip(*words):
 ENTER = 'mount --bind "$1" /etc/hosts && mount --bind "$2" /dev/shm && hostname "$3" && shift 3 && exec "$@"'
 """Gives a process shared memory, a table of hosts and a host name of its own, and executes the rest."""
 
+LAUNCHERS = ("XVCOMM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "JAX_", "TORCHELASTIC_")
+"""Beginnings of the names of their variables."""
+
 
 class TwoHosts:
     """Two network namespaces, joined by two pairs of virtual interfaces."""
@@ -29,14 +32,14 @@ class TwoHosts:
     def __init__(self):
         self.tag = secrets.token_hex(3)
         self.begun = []
-        self.folder = Path("/dev/shm", self.tag)
-        for name in "ab":
-            (self.folder / name).mkdir(parents=True)
-        (self.folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
         self.names = [f"xv{self.tag}{side}" for side in "ab"]
         for name in self.names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
+        self.folder = Path("/dev/shm", self.tag)
+        for name in "ab":
+            (self.folder / name).mkdir(parents=True)
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
         for link in range(2):
             near, far = (f"v{self.tag}{side}{link}" for side in "ab")
             ip("link", "add", near, "netns", self.names[0], "type", "veth", "peer", "name", far, "netns", self.names[1])
@@ -53,36 +56,13 @@ class TwoHosts:
 
         What runs on one host shares memory, and nothing else does.
         """
-        name = "ab"[side]
-        enter = (
-            "unshare",
-            "--mount",
-            "--uts",
-            "sh",
-            "-ec",
-            ENTER,
-            "sh",
-            self.folder / "hosts",
-            self.folder / name,
-            name,
-        )
+        places = (self.folder / "hosts", self.folder / "ab"[side], "ab"[side])
+        enter = ("unshare", "--mount", "--uts", "sh", "-ec", ENTER, "sh", *places)
         return ["ip", "netns", "exec", self.names[side], *map(str, (*enter, *command))]
 
     def begin(self, side, *command, env=None):
         """Start a command on a host, as in `inside`, without variables of launchers."""
-        launchers = (
-            "XVCOMM_",
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_",
-            "MASTER_",
-            "OMPI_",
-            "PMI",
-            "SLURM_",
-            "JAX_",
-            "TORCHELASTIC_",
-        )
-        base = {k: v for k, v in os.environ.items() if not k.startswith(launchers) or k == "XVCOMM_KERNEL_CACHE"}
+        base = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) or k == "XVCOMM_KERNEL_CACHE"}
         job = {"XVCOMM_DEVICE": "host", "XVCOMM_TIMEOUT": "60", "XVCOMM_SECRET": self.tag, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             self.inside(side, *command), env={**base, **job, **(env or {})}, stdin=subprocess.DEVNULL,

@@ -1,11 +1,16 @@
 """What a rank of a test between hosts does: `ranks.py ACTION [ARGUMENT]`."""
 
+import argparse
 import contextlib
+import importlib.metadata
+import importlib.util
+import json
 import os
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -102,6 +107,56 @@ def idle(comm):
     comm.barrier()
 
 
+def told(comm):
+    """An all_reduce; and who this rank is, and in what environment."""
+    x = np.full(1000, comm.rank + 1.0)
+    comm.all_reduce(x)
+    assert (x == 3).all()
+    shade = importlib.metadata.version("shade") if importlib.util.find_spec("shade") else None
+    print(json.dumps([comm.rank, socket.gethostname(), comm.topology.island_of(comm.rank).label, shade]))
+
+
+def jax():
+    """Rank and size from JAX's variables, and an all_reduce of its arrays."""
+    import jax
+    import jax.numpy as jnp
+
+    number, count = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
+    jax.distributed.initialize(num_processes=count, process_id=number)
+    with xvcomm.init() as comm:
+        assert (comm.all_reduce(jnp.full(1000, comm.rank + 1.0)) == 3).all()
+        told(comm)
+    jax.distributed.shutdown()
+
+
+def explicit(number):
+    """Rank, size and store as arguments."""
+    with xvcomm.init(rank=int(number), size=2, store="tcp://10.77.1.1:29711", device="host", timeout=60) as comm:
+        told(comm)
+
+
+def losses(out):
+    """Losses of DDP, and of a pipeline, as examples/torch_ddp.py trains, and those of one process."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import torch
+    import torch_ddp
+    from llama.config import Model
+
+    torch.distributed.init_process_group("xvcomm")
+    model, found = Model(2, 16, 2, 2, 24, 16), {}
+    for mode in ("ddp", "pp"):
+        settings = argparse.Namespace(mode=mode, steps=3, micro_batches=2, sequences=2, seed=0, lr=1e-3, context=16)
+        device, replicas = torch.device("cpu"), torch_ddp.layout(mode, 2)[1]
+        found[mode] = torch_ddp.train(model, settings, device, None)
+        found[f"{mode} alone"] = torch_ddp.train_alone(model, settings, device, replicas)
+    torch.distributed.destroy_process_group()
+    Path(out).write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
-    with xvcomm.init() as communicator:
-        globals()[sys.argv[1]](communicator)
+    action = globals()[sys.argv[1]]
+    if action in (jax, explicit, losses):  # which join by themselves
+        action(*sys.argv[2:])
+    else:
+        with xvcomm.init() as communicator:
+            action(communicator)

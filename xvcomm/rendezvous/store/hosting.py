@@ -6,6 +6,7 @@ import secrets
 import socket
 
 import msgspec
+import psutil
 
 from xvcomm.abc.store import Store
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
@@ -17,6 +18,7 @@ from xvcomm.types.deadline import Deadline
 CLOSE_GRACE = 10.0
 """Seconds for which a closing rank 0 continues to serve ranks that have not closed."""
 _RIVAL_SECONDS = 2.0
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class Invitation(msgspec.Struct, frozen=True):
@@ -202,6 +204,8 @@ def own_address() -> str:
                 found.append(probe.getsockname()[0])
         except OSError as error:
             _pass_over(error)
+    # A host without a route to others than its neighbours, whose name resolves to loopback, still has addresses.
+    found += [of.address for each in psutil.net_if_addrs().values() for of in each if of.family in _FAMILIES]
     for address in map(str, found):
         if not address.startswith(("127.", "::1", "fe80:")):
             return address
