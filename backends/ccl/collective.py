@@ -48,6 +48,7 @@ waited for a message that has been stopped, CUDA still loads the kernel, which t
 _TOLD_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.001
+_REDUCTIONS = (OpCode.ALL_REDUCE, OpCode.BARRIER, OpCode.REDUCE, OpCode.REDUCE_SCATTER)
 
 
 class CclCollective(Collective):
@@ -106,86 +107,54 @@ class CclCollective(Collective):
                     found = Native(numbers[how.native.name], ops[how.op], how.width, how.scale is Scale.AFTER)
                     self._native[dtype.code << 4 | op] = found
 
-    def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
-        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
-        if native is not None:
-            self._run(self._calls.all_reduce(count, native), src, dst, stream)
-            if native.divide:
-                self._divide(dst, count, dtype, stream)
-        elif count:
-            for share, offset, counts in self._shares(src, count, dtype, op, stream):
-                self.all_gather(share, dst + offset, counts, dtype, stream)
-
-    def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
-        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
-        if native is not None:
-            self._run(self._calls.reduce(count, native, root), src, dst, stream)
-            if native.divide:
-                self._divide(dst, count if root == self._me else 0, dtype, stream)
-        elif count:
-            for share, offset, counts in self._shares(src, count, dtype, op, stream):
-                self.gather(share, dst + offset, counts, dtype, root, stream)
-
-    def reduce_scatter(
-        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
-    ) -> None:
-        native = self._native.get(dtype.code << 4 | op.op) or self._premultiplied(dtype, op)
-        if native is not None:
-            self._run(self._calls.reduce_scatter(counts, dtype.itemsize, native), src, dst, stream)
-            if native.divide:
-                self._divide(dst, counts[self._me], dtype, stream)
-        else:
-            self._reduce_blocks(parts(src, counts, dtype.itemsize), dst, dtype, op, stream)
-
-    def _divide(self, dst: int, count: int, dtype: DType, stream: Stream) -> None:
-        if count:
-            self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
-
-    def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
-        self._run(self._calls.all_gather(counts, dtype.itemsize), src, dst, stream)
-
-    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
-        self._run(self._calls.broadcast(count * dtype.itemsize, root), src, dst, stream)
-
-    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        self._run(self._calls.gather(counts, dtype.itemsize, root), src, dst, stream)
-
-    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        self._run(self._calls.scatter(counts, dtype.itemsize, root), src, dst, stream)
-
-    def all_to_all(
-        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
-    ) -> None:
-        self._run(self._calls.all_to_all(counts, recv_counts, dtype.itemsize), src, dst, stream)
+    def run(self, form: CollectiveForm, src: int, dst: int, stream: Stream) -> None:
+        op, counts, _, dtype, reduction, root = form
+        native = None
+        if op in _REDUCTIONS:
+            native = self._native.get(dtype.code << 4 | reduction.op) or self._premultiplied(dtype, reduction)
+            if native is None:
+                self._reduce_apart(form, src, dst, stream)
+                return
+        self._run(self._calls_of(form, native), src, dst, stream)
+        if native is not None and native.divide:
+            count = counts[self._me if op is OpCode.REDUCE_SCATTER else 0]
+            if count and (op is not OpCode.REDUCE or root == self._me):
+                self._device.scale(dst, dst, count, dtype, 1.0, self._members, stream)
 
     def enqueued(self, form: CollectiveForm) -> EnqueuedCall | None:
-        op, counts, recv_counts, dtype, reduction, root = form
-        native, size = self._native.get(dtype.code << 4 | reduction.op), dtype.itemsize
-        calls: list[LibraryCall] = []
-        match op:
-            case OpCode.ALL_GATHER:
-                calls = self._calls.all_gather(counts, size)
-            case OpCode.BROADCAST:
-                calls = self._calls.broadcast(counts[0] * size, root)
-            case OpCode.GATHER:
-                calls = self._calls.gather(counts, size, root)
-            case OpCode.SCATTER:
-                calls = self._calls.scatter(counts, size, root)
-            case OpCode.ALL_TO_ALL:
-                calls = self._calls.all_to_all(counts, recv_counts, size)
-            case _ if native is None or native.divide:
-                return None
-            case OpCode.REDUCE:
-                calls = self._calls.reduce(counts[0], native, root)
-            case OpCode.REDUCE_SCATTER:
-                calls = self._calls.reduce_scatter(counts, size, native)
-            case _:
-                calls = self._calls.all_reduce(counts[0], native)
+        native = self._native.get(form.dtype.code << 4 | form.reduction.op)
+        if form.op in _REDUCTIONS and (native is None or native.divide):
+            return None
+        calls = self._calls_of(form, native)
         if not calls or not self._comm:
             return None
         ask = self._runtime.addresses().capturing
         argument, keep = prepared(ctypes.addressof(self._state), ask, calls, self._library.address, self._comm)
         return EnqueuedCall(ENQUEUE, argument, keep, self._fail)
+
+    def _calls_of(self, form: CollectiveForm, native: Native | None) -> list[LibraryCall]:
+        """The library's calls for an operation; `native` is None exactly if it reduces nothing."""
+        op, counts, recv_counts, dtype, _, root = form
+        size = dtype.itemsize
+        match op:
+            case OpCode.ALL_GATHER:
+                return self._calls.all_gather(counts, size)
+            case OpCode.BROADCAST:
+                return self._calls.broadcast(counts[0] * size, root)
+            case OpCode.GATHER:
+                return self._calls.gather(counts, size, root)
+            case OpCode.SCATTER:
+                return self._calls.scatter(counts, size, root)
+            case OpCode.ALL_TO_ALL:
+                return self._calls.all_to_all(counts, recv_counts, size)
+        assert native is not None
+        match op:
+            case OpCode.REDUCE:
+                return self._calls.reduce(counts[0], native, root)
+            case OpCode.REDUCE_SCATTER:
+                return self._calls.reduce_scatter(counts, size, native)
+            case _:
+                return self._calls.all_reduce(counts[0], native)
 
     def abort(self, word: int) -> None:
         """See `Collective.abort`; if a member merely left, operations in progress continue, but no new ones start."""
@@ -301,20 +270,22 @@ class CclCollective(Collective):
         if not captured:  # events of a captured graph cannot be waited for outside of it
             self._used = stream.record_event()
 
-    def _shares(
-        self, src: int, count: int, dtype: DType, op: Reduction, stream: Stream
-    ) -> Iterator[tuple[int, int, list[int]]]:
-        """Reduce an array by pieces that fit the scratch memory: of each the address of this member's share of the result, the
-        piece's offset in bytes, and elements of each member's share.
-        """
-        most = self._share_bytes // dtype.itemsize * self._members
-        with self._room(stream) as room:
-            share = room + self._me * self._share_bytes
-            for start in range(0, count, most):
-                counts = cut(min(most, count - start), self._members, dtype.itemsize)
-                offset = start * dtype.itemsize
-                self._reduce_parts(parts(src + offset, counts, dtype.itemsize), share, room, dtype, op, stream)
-                yield share, offset, counts
+    def _reduce_apart(self, form: CollectiveForm, src: int, dst: int, stream: Stream) -> None:
+        """A reduction that the library does not support, by pieces that fit the scratch memory."""
+        op, counts, _, dtype, reduction, _ = form
+        if op is OpCode.REDUCE_SCATTER:
+            self._reduce_blocks(parts(src, counts, dtype.itemsize), dst, dtype, reduction, stream)
+        elif counts[0]:
+            collect = OpCode.GATHER if op is OpCode.REDUCE else OpCode.ALL_GATHER
+            most = self._share_bytes // dtype.itemsize * self._members
+            with self._room(stream) as room:
+                share = room + self._me * self._share_bytes
+                for start in range(0, counts[0], most):
+                    piece = cut(min(most, counts[0] - start), self._members, dtype.itemsize)
+                    offset = start * dtype.itemsize
+                    mine = parts(src + offset, piece, dtype.itemsize)
+                    self._reduce_parts(mine, share, room, dtype, reduction, stream)
+                    self.run(form._replace(op=collect, counts=tuple(piece)), share, dst + offset, stream)
 
     def _reduce_blocks(self, blocks: list[Part], dst: int, dtype: DType, op: Reduction, stream: Stream) -> None:
         """Reduce-scatter for reductions that the library does not support."""

@@ -132,85 +132,57 @@ class HostCollective(Collective, SupportsPartialSums):
         if kernels.join(self._arena + _ATTACHED) == ranks - 1:
             self._segment.unlink()
 
-    def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
-        if op.op is ReduceOp.PREMUL_SUM:
-            with _Scaled(src, dst, count, count, dtype, op.factor) as (src, dst, dtype):
-                self.all_reduce(src, dst, count, dtype, _SUM, stream)
-            return
-        plan = self._plans.get((OpCode.ALL_REDUCE, count, dtype.code, op.op)) or self._all_reduce(count, dtype, op)
-        self._run(plan, src, dst, stream)
-
-    def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
-        if op.op is ReduceOp.PREMUL_SUM:
-            with _Scaled(src, dst, count, count if self._me == root else 0, dtype, op.factor) as (src, dst, dtype):
-                self.reduce(src, dst, count, dtype, _SUM, root, stream)
-            return
-        self._run(self._reduce(count, dtype, op, root), src, dst, stream)
-
-    def reduce_scatter(
-        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
-    ) -> None:
-        if op.op is ReduceOp.PREMUL_SUM:
-            with _Scaled(src, dst, sum(counts), counts[self._me], dtype, op.factor) as (src, dst, dtype):
-                self.reduce_scatter(src, dst, counts, dtype, _SUM, stream)
-            return
-        self._run(self._reduce_scatter(counts, dtype, op), src, dst, stream)
+    def run(self, form: CollectiveForm, src: int, dst: int, stream: Stream) -> None:
+        if form.reduction.op is ReduceOp.PREMUL_SUM:
+            count = sum(form.counts)
+            results = count if form.op is not OpCode.REDUCE or form.root == self._me else 0
+            results = form.counts[self._me] if form.op is OpCode.REDUCE_SCATTER else results
+            with _Scaled(src, dst, count, results, form.dtype, form.reduction.factor) as (src, dst, dtype):
+                self.run(form._replace(dtype=dtype, reduction=_SUM), src, dst, stream)
+        else:
+            self._run(self._plan_of(form, in_place=src == dst), src, dst, stream)
 
     def partial_sums(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
         self._run(self._reduce_scatter(counts, dtype, op, rounds=False), src, dst, stream)
 
-    def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
-        self._run(self._all_gather(counts, dtype), src, dst, stream)
-
-    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
-        self._run(self._broadcast(count, dtype, root, in_place=src == dst), src, dst, stream)
-
-    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        self._run(self._gather(counts, dtype, root), src, dst, stream)
-
-    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        self._run(self._scatter(counts, dtype, root), src, dst, stream)
-
-    def all_to_all(
-        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
-    ) -> None:
-        self._run(self._all_to_all(counts, recv_counts, dtype), src, dst, stream)
-
     def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
         """See `Collective.prepare`; None for an operation that scales its input."""
-        op, counts, recv_counts, dtype, reduction, root = form
-        if reduction.op is ReduceOp.PREMUL_SUM:
+        if form.reduction.op is ReduceOp.PREMUL_SUM:
             return None
-        match op:
-            case OpCode.ALL_REDUCE | OpCode.BARRIER:
-                plan = self._all_reduce(counts[0], dtype, reduction)
-            case OpCode.REDUCE:
-                plan = self._reduce(counts[0], dtype, reduction, root)
-            case OpCode.REDUCE_SCATTER:
-                plan = self._reduce_scatter(counts, dtype, reduction)
-            case OpCode.ALL_GATHER:
-                plan = self._all_gather(counts, dtype)
-            case OpCode.BROADCAST:
-                plan = self._broadcast(counts[0], dtype, root, in_place=True)
-            case OpCode.GATHER:
-                plan = self._gather(counts, dtype, root)
-            case OpCode.SCATTER:
-                plan = self._scatter(counts, dtype, root)
-            case OpCode.ALL_TO_ALL:
-                plan = self._all_to_all(counts, recv_counts, dtype)
-            case _:
-                return None
+        plan = self._plan_of(form, in_place=True)
         return PreparedCollective(kernels.address(plan.kernel), plan.address, partial(self._run, plan))
 
+    def _plan_of(self, form: CollectiveForm, *, in_place: bool) -> Plan:
+        op, counts, recv_counts, dtype, reduction, root = form
+        match op:
+            case OpCode.REDUCE:
+                return self._reduce(counts[0], dtype, reduction, root)
+            case OpCode.REDUCE_SCATTER:
+                return self._reduce_scatter(counts, dtype, reduction)
+            case OpCode.ALL_GATHER:
+                return self._all_gather(counts, dtype)
+            case OpCode.BROADCAST:
+                return self._broadcast(counts[0], dtype, root, in_place=in_place)
+            case OpCode.GATHER:
+                return self._gather(counts, dtype, root)
+            case OpCode.SCATTER:
+                return self._scatter(counts, dtype, root)
+            case OpCode.ALL_TO_ALL:
+                return self._all_to_all(counts, recv_counts, dtype)
+            case _:
+                return self._all_reduce(counts[0], dtype, reduction)
+
     def _all_reduce(self, count: int, dtype: DType, op: Reduction) -> Plan:
+        key = (OpCode.ALL_REDUCE, count, dtype.code, op.op)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan
         if count * dtype.itemsize <= min(ONE_SHOT // max(1, self._ranks - 1) ** 2, self._stage):
-            plan = self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op)
-        else:
-            shares = fair_blocks(count, self._ranks, dtype.itemsize)
-            plan = self._shared(shares, Mode.ALL, 0, count, dtype, op)
-        return self._keep((OpCode.ALL_REDUCE, count, dtype.code, op.op), plan)
+            return self._keep(key, self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op))
+        shares = fair_blocks(count, self._ranks, dtype.itemsize)
+        return self._keep(key, self._shared(shares, Mode.ALL, 0, count, dtype, op))
 
     def _reduce(self, count: int, dtype: DType, op: Reduction, root: int) -> Plan:
         shares = fair_blocks(count, self._ranks, dtype.itemsize)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
+from xvcomm.abc.collective import CollectiveForm, CollectiveStalled, CollectiveStopped
 from xvcomm.abc.store import Store
 from xvcomm.backends.ccl.collective import CclCollective
 from xvcomm.backends.ccl.joining import Member, Verdict, join, meet, refusal
@@ -30,6 +30,7 @@ from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.testing.cases import expected, reductions, sample
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
+from xvcomm.types.opcode import OpCode
 
 SOON = 10.0
 WHOLE = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
@@ -258,8 +259,12 @@ def stream(seconds: float = SOON) -> Any:
     return SimpleNamespace(handle=99, deadline=Deadline.after(seconds))
 
 
+def form(op: OpCode, counts: tuple[int, ...], how: Reduction = SUM) -> CollectiveForm:
+    return CollectiveForm(op, counts, (), F32, how, 0)
+
+
 def all_reduce(comm: CclCollective, seconds: float = SOON) -> None:
-    comm.all_reduce(16, 32, 10, F32, SUM, stream(seconds))
+    comm.run(form(OpCode.ALL_REDUCE, (10,)), 16, 32, stream(seconds))
 
 
 class Blocking:
@@ -300,7 +305,7 @@ def test_calls_use_the_librarys_numbers() -> None:
     comm = joined(library)
     all_reduce(comm)
     library.all_reduce.assert_called_once_with(16, 32, 10, PLAIN.index("float32"), 0, 7, 99)
-    comm.all_reduce(16, 32, 0, F32, SUM, stream())
+    comm.run(form(OpCode.ALL_REDUCE, (0,)), 16, 32, stream())
     assert library.all_reduce.call_count == 1
     comm.close()
 
@@ -388,7 +393,8 @@ def test_ops_with_a_factor_are_cached_with_a_limit() -> None:
     comm = joined(library)
     factors = [float(n) for n in range(100)]
     for factor in (*factors, factors[-1]):
-        comm.all_reduce(16, 32, 10, F32, Reduction(ReduceOp.PREMUL_SUM, factor), stream())
+        how = Reduction(ReduceOp.PREMUL_SUM, factor)
+        comm.run(form(OpCode.ALL_REDUCE, (10,), how), 16, 32, stream())
     assert library.premul_sum.call_count == 100
     assert library.all_reduce.call_args.args[4] == 199
     assert library.free_op.call_count == 36
@@ -399,8 +405,8 @@ def test_unequal_blocks_are_a_group_without_the_empty_ones() -> None:
     library = a_library()
     comm = joined(library, members=4)
     u8, f32 = PLAIN.index("uint8"), PLAIN.index("float32")
-    comm.all_gather(1000, 2000, (2, 0, 0, 5), F32, stream())
-    comm.reduce_scatter(1000, 2000, (2, 0, 0, 5), F32, SUM, stream())
+    comm.run(form(OpCode.ALL_GATHER, (2, 0, 0, 5)), 1000, 2000, stream())
+    comm.run(form(OpCode.REDUCE_SCATTER, (2, 0, 0, 5)), 1000, 2000, stream())
     assert library.method_calls[-8:] == [
         call.group_start(),
         call.broadcast(1000, 2000, 8, u8, 0, 7, 99),
@@ -418,6 +424,6 @@ def test_a_group_is_closed_even_if_a_call_in_it_fails() -> None:
     library = a_library(broadcast=3)
     comm = joined(library, members=3)
     with pytest.raises(Aborted):
-        comm.all_gather(16, 32, (4, 0, 8), F32, stream())
+        comm.run(form(OpCode.ALL_GATHER, (4, 0, 8)), 16, 32, stream())
     assert [made[0] for made in library.method_calls[-4:-1]] == ["group_start", "broadcast", "group_end"]
     comm.close()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xvcomm.abc.collective import CollectiveStalled
+from xvcomm.abc.collective import CollectiveForm, CollectiveStalled
 from xvcomm.abc.device import Stream
 from xvcomm.backends.host import direct
 from xvcomm.backends.host.collective import HostCollective, Plan
@@ -24,9 +24,11 @@ from xvcomm.memory.segment import PAGE
 from xvcomm.rendezvous.store.file import FileStore
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import BY_NAME, ReduceOp, Reduction
+from xvcomm.types.opcode import OpCode
 
 FLOAT, SUM = BY_NAME["float32"], Reduction(ReduceOp.SUM)
 COUNT = direct.LEAST // 4
+ALL_REDUCE = CollectiveForm(OpCode.ALL_REDUCE, (COUNT,), (), FLOAT, SUM, 0)
 SECONDS = 20.0
 _NO_RIGHTS = 0
 
@@ -56,7 +58,7 @@ def together(members: list[HostCollective], arrays: list[np.ndarray]) -> None:
 
     def call(me: int) -> None:
         address = arrays[me].ctypes.data
-        members[me].all_reduce(address, address, COUNT, FLOAT, SUM, stream())
+        members[me].run(ALL_REDUCE, address, address, stream())
 
     threads = [threading.Thread(target=call, args=(me,)) for me in range(len(members))]
     for thread in threads:
@@ -92,7 +94,7 @@ def test_giving_up_waits_until_the_arrays_are_not_accessed(members: list[HostCol
 def test_an_expired_deadline_takes_the_offer_back(members: list[HostCollective]) -> None:
     x = np.ones(COUNT, np.float32)
     with pytest.raises(CollectiveStalled) as stalled:
-        members[0].all_reduce(x.ctypes.data, x.ctypes.data, COUNT, FLOAT, SUM, stream(0.05))
+        members[0].run(ALL_REDUCE, x.ctypes.data, x.ctypes.data, stream(0.05))
     assert stalled.value.missing == (1,)
     assert line(members, 0).src == 0
 

@@ -57,62 +57,16 @@ class Collective(ABC):
 
     failure: str = ""
 
+    @abstractmethod
     def run(self, form: CollectiveForm, src: int, dst: int, stream: Stream) -> None:
-        """Call the operation that a form describes."""
-        dtype, counts, root = form.dtype, form.counts, form.root
-        match form.op:
-            case OpCode.ALL_REDUCE | OpCode.BARRIER:
-                self.all_reduce(src, dst, counts[0], dtype, form.reduction, stream)
-            case OpCode.REDUCE:
-                self.reduce(src, dst, counts[0], dtype, form.reduction, root, stream)
-            case OpCode.REDUCE_SCATTER:
-                self.reduce_scatter(src, dst, counts, dtype, form.reduction, stream)
-            case OpCode.ALL_GATHER:
-                self.all_gather(src, dst, counts, dtype, stream)
-            case OpCode.BROADCAST:
-                self.broadcast(src, dst, counts[0], dtype, root, stream)
-            case OpCode.GATHER:
-                self.gather(src, dst, counts, dtype, root, stream)
-            case OpCode.SCATTER:
-                self.scatter(src, dst, counts, dtype, root, stream)
-            case OpCode.ALL_TO_ALL:
-                self.all_to_all(src, dst, counts, form.recv_counts, dtype, stream)
+        """Run an operation: all ranks' blocks lie one after the other; what only the root has counts only there.
 
-    @abstractmethod
-    def all_reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, stream: Stream) -> None:
-        """Everybody gets the reduction of all inputs."""
-
-    @abstractmethod
-    def reduce(self, src: int, dst: int, count: int, dtype: DType, op: Reduction, root: int, stream: Stream) -> None:
-        """Member `root` gets the reduction; `dst` counts only there."""
-
-    @abstractmethod
-    def reduce_scatter(
-        self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
-    ) -> None:
-        """Member i gets the reduction of everybody's i-th block, `counts[i]` elements."""
-
-    @abstractmethod
-    def all_gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, stream: Stream) -> None:
-        """Everybody gets all blocks one after the other; member i puts in `counts[i]` elements."""
-
-    @abstractmethod
-    def broadcast(self, src: int, dst: int, count: int, dtype: DType, root: int, stream: Stream) -> None:
-        """Everybody gets the root's array; `src` counts only there."""
-
-    @abstractmethod
-    def gather(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """The root gets all blocks one after the other; `dst` counts only there."""
-
-    @abstractmethod
-    def scatter(self, src: int, dst: int, counts: Sequence[int], dtype: DType, root: int, stream: Stream) -> None:
-        """Member i gets the i-th block of the root's array; `src` counts only there."""
-
-    @abstractmethod
-    def all_to_all(
-        self, src: int, dst: int, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType, stream: Stream
-    ) -> None:
-        """Member i gets everybody's i-th block; blocks lie one after the other on both sides."""
+        ALL_REDUCE, BARRIER: everybody gets the reduction of all inputs. REDUCE: the root gets it.
+        REDUCE_SCATTER: member i gets the reduction of everybody's i-th block, `counts[i]` elements.
+        ALL_GATHER: everybody gets all blocks; member i puts in `counts[i]` elements. GATHER: the root gets them.
+        BROADCAST: everybody gets the root's array. SCATTER: member i gets the i-th block of the root's array.
+        ALL_TO_ALL: member i gets everybody's i-th block.
+        """
 
     def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
         """An operation for compiled code; None if this library has none."""
