@@ -30,11 +30,12 @@ def register() -> None:
     """
     import torch.distributed as dist
 
+    from xvcomm.adapters.torch.current import device_types
     from xvcomm.config import replacement
 
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=device_types())
     replaced = replacement()
     if replaced:
         from xvcomm.adapters.torch.replace import install, refuse_groups
@@ -53,8 +54,8 @@ def communicator(group: dist.ProcessGroup | None = None, *, device: torch.device
 
     Args:
         group: of torch; None is the default group.
-        device: device type of the tensors, `"cpu"` or `"cuda"`. By default that of the ranks: GPUs if any rank has one, else
-            host memory. If all ranks have GPUs, tensors in host memory use a separate communicator.
+        device: device type of the tensors, such as `"cpu"` or `"cuda"`. By default that of the ranks: GPUs if any rank has one,
+            else host memory. If all ranks have GPUs, tensors in host memory use a separate communicator.
 
     Raises:
         ArgumentError: the group is not of xvcomm, is not initialized, does not contain this rank, or does not serve the device.

@@ -1,18 +1,43 @@
-"""Changes the current stream temporarily."""
+"""The current stream of a device, whichever vendor's it is; for GPUs of CUDA and ROCm in a fraction of the usual time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+_CUDA = 1
+"""Torch's number of the device type `cuda`, which ROCm's GPUs have too."""
 
-class On:
-    """A context manager that changes the current stream, like `torch.cuda.stream` in a sixth of the time.
 
-    Args:
-        stream: of torch.
-    """
+def device_types() -> list[str]:
+    """Types of torch's devices whose tensors are served."""
+    found = torch.accelerator.current_accelerator()
+    return list(dict.fromkeys(["cpu", "cuda", *([] if found is None else [found.type])]))
+
+
+def handle_of(stream: Any) -> int:
+    """The vendor's handle of a stream of torch."""
+    return int(stream.cuda_stream if stream.device_type == _CUDA else stream.native_handle)
+
+
+def current_handle(device: torch.device) -> Callable[[int], int]:
+    """What gives the handle of the current stream of a device of this type, by its index."""
+    if device.type == "cuda":
+        found: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        return found
+    current = torch.get_device_module(device).current_stream
+    return lambda index: handle_of(current(index))
+
+
+def on(stream: Any) -> Any:
+    """A context manager that changes the current stream."""
+    return _On(stream) if stream.device_type == _CUDA else torch.get_device_module(stream.device).stream(stream)
+
+
+class _On:
+    """Like `torch.cuda.stream` in a sixth of the time."""
 
     __slots__ = ("_before", "_device", "_stream")
 

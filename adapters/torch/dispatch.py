@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import _create_work_from_future, _register_work,
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from xvcomm.adapters.torch.current import device_types
 from xvcomm.adapters.torch.group import ProcessGroup
 from xvcomm.adapters.torch.works import Work
 from xvcomm.trace.callsite import skip_folder
@@ -45,8 +46,8 @@ def install() -> None:
     _let_timeouts_be_set()
     _give_builtin_hooks_a_future()
     _give_reducers_a_work_of_cpp()
-    for key in ("CPU", "CUDA"):
-        library.impl(_OPERATION, _all_gather_into_tensor_out, key)
+    for kind in device_types():
+        library.impl(_OPERATION, _all_gather_into_tensor_out, torch._C._dispatch_key_for_device(kind))
 
 
 def _all_gather_into_tensor_out(input: Any, group_size: int, group_name: Any, *, out: Any) -> Any:

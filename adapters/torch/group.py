@@ -379,7 +379,7 @@ def _wait_for(works: Sequence[Work]) -> None:
 
 def _on_gpu(opts: Any) -> bool:
     device = getattr(opts, "device", None)
-    return bool(getattr(opts, "device_ids", None)) or (device is not None and device.type == "cuda")
+    return bool(getattr(opts, "device_ids", None)) or (device is not None and device.type != "cpu")
 
 
 versions.untraced(ProcessGroup, Identity, Work, Done, HostWork, StreamWork, StreamOperation)

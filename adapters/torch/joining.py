@@ -107,16 +107,16 @@ def _meet(store: Any, rank: int, size: int, making: Making, timeout: float) -> P
 def _device(bound: torch.device | None) -> str | None:
     """This rank's device for `init`: torch's current GPU, unless the environment selects another."""
     config = Config.from_env()
-    if not torch.cuda.is_available() or config.device == "host":
+    if not torch.accelerator.is_available() or config.device == "host":
         return config.device or "host"
-    kind = config.device or vendors.kind_in(torch)
-    return f"{kind}:{_index(config) if bound is None else bound.index}"
+    kind = config.device or vendors.kind_where(lambda vendor: vendor.serves(torch))
+    return "host" if kind is None else f"{kind}:{_index(config) if bound is None else bound.index}"
 
 
 def _index(config: Config) -> int:
     """The current GPU; if none has been selected, the launcher's local rank, as in `init_process_group`."""
     if config.device_index is not None:
         return config.device_index
-    current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
+    current, local = torch.accelerator.current_device_index(), os.environ.get("LOCAL_RANK", "")
     guess = config.local_rank if config.local_rank is not None else int(local) if local.isdigit() else 0
-    return guess if current == 0 and guess < torch.cuda.device_count() else current
+    return guess if current == 0 and guess < torch.accelerator.device_count() else current

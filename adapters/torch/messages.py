@@ -62,8 +62,8 @@ def _own(plane: Plane, x: Tensor, tag: int, *, sends: bool) -> Work:
 def _bring_back(buffer: Tensor, x: Tensor) -> None:
     """Run `settle` on the waiting stream, which may differ from the one that the buffer was allocated on."""
     settle(buffer, x)
-    if buffer.is_cuda:
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+    if not buffer.is_cpu:
+        buffer.record_stream(torch.get_device_module(buffer.device).current_stream(buffer.device))
 
 
 def receive_from_any(plane: Plane, tensors: Sequence[Tensor], tag: int) -> Work:

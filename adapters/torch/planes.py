@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xvcomm.adapters.torch.current import On
+from xvcomm.adapters.torch.current import current_handle, handle_of, on
 from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.ownmessages import OwnMessages
@@ -213,8 +213,8 @@ class StreamPlane(Plane):
         self.place = device
         self.device = device if bring else None
         self._kind, self._index, self._bring = comm.device, device.index, bring
-        self._handle = None if stream is None else stream.cuda_stream
-        self._current_stream = torch._C._cuda_getCurrentRawStream
+        self._handle = None if stream is None else handle_of(stream)
+        self._torch, self._current_stream = torch.get_device_module(device), current_handle(device)
         self._side: Any = None
         self._beside: StreamPlane = self
         self._gate = threading.Lock()
@@ -232,11 +232,11 @@ class StreamPlane(Plane):
             return NOTHING_LEFT
         with self._gate, mapped():
             if self._side is None:
-                self._side = torch.cuda.Stream(self.place, priority=-1)
+                self._side = self._torch.Stream(self.place, priority=-1)
                 self._beside = StreamPlane(self.comm, self.place, bring=self._bring, stream=self._side)
             side = self._side
             side.wait_stream(self.current())
-            with On(side):
+            with on(side):
                 job(self._beside)
             return StreamWork(self, side.record_event(), side, tensors, what, used=(*tensors, *inputs))
 
@@ -273,7 +273,7 @@ class StreamPlane(Plane):
 
     def current(self) -> Any:
         """The current stream."""
-        return torch.cuda.current_stream(self.place)
+        return self._torch.current_stream(self.place)
 
     def record_event(self) -> Any:
         return self.current().record_event()

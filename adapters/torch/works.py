@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xvcomm.adapters.torch.current import On
+from xvcomm.adapters.torch.current import on
 from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.options import seconds
 from xvcomm.errors import DeadlineExceeded, XvcommError
@@ -141,7 +141,7 @@ class HostWork(Work):
         """A future of torch that completes with the operation; callbacks run in the thread that completes it."""
         with self._gate:
             if self._torch_future is None:
-                gpus = [x.device for x in self.tensors if x.is_cuda]
+                gpus = [x.device for x in self.tensors if not x.is_cpu]
                 ended: Any = torch.futures.Future(devices=gpus)
                 self._torch_future = ended.then(lambda _: _delivered(self.exception(), self.tensors))
                 self._future.add_done_callback(lambda _: ended.set_result(list(self.tensors) if gpus else None))
@@ -188,7 +188,7 @@ class StreamWork(Work):
 
     def __del__(self) -> None:
         for tensor in self._used:  # never waited for: torch must not reuse the memory until the stream has passed
-            if tensor.is_cuda:
+            if not tensor.is_cpu:
                 tensor.record_stream(self._stream)
 
     def wait(self, timeout: Any = None) -> bool:
@@ -223,7 +223,7 @@ class StreamWork(Work):
         error = self.exception()
         if error is not None:
             return _failed(error)
-        with On(self._stream):
+        with on(self._stream):
             future.set_result(list(self.tensors))
         return future
 
@@ -289,7 +289,7 @@ class StreamOperation(Work):
         """A future of torch that is complete at once, and whose value orders the current stream."""
         device = self._place.place
         future: Any = torch.futures.Future(devices=[device])
-        with On(_beside(device, self.source < 0)):
+        with on(_beside(device, self.source < 0)):
             try:
                 self.wait()
             except XvcommError as error:
@@ -301,7 +301,7 @@ class StreamOperation(Work):
 @cache
 def _beside(device: torch.device, collectives: bool) -> Any:
     """A stream on which futures wait, so that the current one need not, and collectives do not wait for messages."""
-    return torch.cuda.Stream(device)
+    return torch.get_device_module(device).Stream(device)
 
 
 def _delivered(error: BaseException | None, tensors: Sequence[Tensor]) -> list[Tensor]:
