@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from xvcomm.adapters.torch.errors import mapped
-from xvcomm.adapters.torch.planes import Plane
+from xvcomm.adapters.torch.planes import Plane, StreamPlane
 from xvcomm.adapters.torch.tensors import dense, room, settle
 from xvcomm.adapters.torch.versions import waits
 from xvcomm.adapters.torch.works import NOTHING_LEFT, Work
@@ -48,7 +47,7 @@ def receive(plane: Plane, tensors: Sequence[Tensor], src: int, tag: int) -> Work
             settle(buffer, x)
             return NOTHING_LEFT
         work = plane.comm.irecv(plane.view(buffer), src, tag, channel=channel)
-    then = None if buffer is x else partial(_bring_back, buffer, x)
+    then = None if buffer is x else partial(_bring_back, plane, buffer, x)
     return plane.message(work, tensors, f"recv from rank {src}", src, then)
 
 
@@ -59,11 +58,11 @@ def _own(plane: Plane, x: Tensor, tag: int, *, sends: bool) -> Work:
         return plane.own.post(plane, x, tag, sends=sends, waits=blocks)
 
 
-def _bring_back(buffer: Tensor, x: Tensor) -> None:
+def _bring_back(plane: Plane, buffer: Tensor, x: Tensor) -> None:
     """Run `settle` on the waiting stream, which may differ from the one that the buffer was allocated on."""
     settle(buffer, x)
-    if not buffer.is_cpu:
-        buffer.record_stream(torch.get_device_module(buffer.device).current_stream(buffer.device))
+    if isinstance(plane, StreamPlane):
+        buffer.record_stream(plane.current())
 
 
 def receive_from_any(plane: Plane, tensors: Sequence[Tensor], tag: int) -> Work:

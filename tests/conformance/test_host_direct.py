@@ -13,6 +13,7 @@ from tracer import WRITE, hold_in_copy
 
 from xvcomm.backends.host import direct
 from xvcomm.backends.host.kernels import Mode
+from xvcomm.backends.host.tuning import NEVER, TRIES
 from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.testing.cases import reductions
 from xvcomm.testing.world import World
@@ -126,13 +127,13 @@ def test_all_ranks_choose_the_same(ranks):
     first, *others = ranks.run(choices)
     assert all(other == first for other in others)
     for calls, staged, straight in first:
-        assert calls >= 2 * direct.TRIES
-        assert 0 < staged < direct.NEVER and 0 < straight < direct.NEVER
+        assert calls >= 2 * TRIES
+        assert 0 < staged < NEVER and 0 < straight < NEVER
 
 
 def sums(comm):
     """Several large reductions with checked results; returns which ranks offered arrays in the end."""
-    for i in range(2 * direct.TRIES + 2):
+    for i in range(2 * TRIES + 2):
         x = comm.all_reduce(np.full(direct.LEAST, comm.rank + i, np.float32))
         assert (x == sum(range(comm.size)) + comm.size * i).all()
     return native(comm)._access.reach, offers(comm)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from xvcomm.errors import AuthenticationError, StoreError
-from xvcomm.rendezvous.store import TcpServer, TcpStore, wire
+from xvcomm.rendezvous.store import TcpServer, TcpStore, protocol
 from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
@@ -47,7 +47,7 @@ def relay(port: int, to_server: Change = same, to_client: Change = same) -> Iter
         def carry(source: socket.socket, target: socket.socket, change: Change) -> None:
             seen: list[bytes] = []
             try:
-                while head := source.recv(wire.HEADER, socket.MSG_WAITALL):
+                while head := source.recv(protocol.HEADER, socket.MSG_WAITALL):
                     seen.append(head + source.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
                     for frame in change(seen):
                         target.sendall(frame)
@@ -126,17 +126,17 @@ def test_altered_and_repeated_replies_are_not_believed(server: TcpServer, direct
 
 
 def test_messages_count_in_their_order_and_direction_only() -> None:
-    def seal(side: wire.Side, nonce: bytes = b"n") -> wire.Seal:
-        return wire.Seal("secret", side, nonce, b"m")
+    def seal(side: protocol.Side, nonce: bytes = b"n") -> protocol.Seal:
+        return protocol.Seal("secret", side, nonce, b"m")
 
     sender = seal("client")
-    first, second = (sender.frame(text)[wire.HEADER :] for text in (b"1", b"2"))
+    first, second = (sender.frame(text)[protocol.HEADER :] for text in (b"1", b"2"))
     receiver = seal("client")
     assert (receiver.open(first), receiver.open(second)) == (b"1", b"2")
     for wrong, payload in ((seal("client"), second), (seal("server"), first), (seal("client", b"o"), first)):
-        with pytest.raises(wire.Forged):
+        with pytest.raises(protocol.Forged):
             wrong.open(payload)
-    with pytest.raises(wire.Forged):
+    with pytest.raises(protocol.Forged):
         seal("client").open(b"")
 
 
@@ -145,9 +145,9 @@ def test_messages_count_in_their_order_and_direction_only() -> None:
     [
         [b"\0\0\0\x0c" + b"\x92\xa9Challenge\xff"],
         [b"\0\0\0\x04" + b"\x92\xa2\xff\xfe"],
-        [wire.frame(wire.Challenge(b"n" * wire.NONCE)), b"\0\0\0\x08" + b"\x92\xa7Refus\xff"],
-        [wire.frame(wire.Challenge(b"n" * wire.NONCE)), b"\0\0\0\x0c" + b"\x92\xa7Refused\xa2\xff\xfe"],
-        [wire.frame(wire.Challenge(b"n" * wire.NONCE)), (60 << 20).to_bytes(4, "big") + b"x" * 4096],
+        [protocol.frame(protocol.Challenge(b"n" * protocol.NONCE)), b"\0\0\0\x08" + b"\x92\xa7Refus\xff"],
+        [protocol.frame(protocol.Challenge(b"n" * protocol.NONCE)), b"\0\0\0\x0c" + b"\x92\xa7Refused\xa2\xff\xfe"],
+        [protocol.frame(protocol.Challenge(b"n" * protocol.NONCE)), (60 << 20).to_bytes(4, "big") + b"x" * 4096],
     ],
 )
 def test_a_rogue_server_gets_an_error_of_ours_and_little_memory(says: list[bytes]) -> None:

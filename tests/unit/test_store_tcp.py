@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
-from xvcomm.rendezvous.store import TcpServer, TcpStore, open_store, wire
+from xvcomm.rendezvous.store import TcpServer, TcpStore, open_store, protocol
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.testing.signals import await_that
 from xvcomm.types.deadline import NEVER, Deadline
@@ -45,9 +45,9 @@ def test_a_server_without_the_secret_is_not_believed() -> None:
     def impostor() -> None:
         peer, _ = listener.accept()
         with peer:
-            peer.sendall(wire.frame(wire.Challenge(b"n" * wire.NONCE)))
+            peer.sendall(protocol.frame(protocol.Challenge(b"n" * protocol.NONCE)))
             peer.recv(4096)
-            peer.sendall(wire.frame(wire.Welcome(b"p" * 32)))
+            peer.sendall(protocol.frame(protocol.Welcome(b"p" * 32)))
 
     thread = threading.Thread(target=impostor)
     thread.start()
@@ -58,11 +58,11 @@ def test_a_server_without_the_secret_is_not_believed() -> None:
 
 
 def test_a_proof_cannot_be_sent_back() -> None:
-    proof = wire.prove("secret", "server", b"a", b"b", 0)
-    assert wire.proven("secret", "server", b"a", b"b", 0, proof)
-    assert not wire.proven("secret", "client", b"a", b"b", 0, proof)
-    assert not wire.proven("secret", "server", b"b", b"a", 0, proof)
-    assert not wire.proven("secret", "server", b"a", b"b", 1, proof)
+    proof = protocol.prove("secret", "server", b"a", b"b", 0)
+    assert protocol.proven("secret", "server", b"a", b"b", 0, proof)
+    assert not protocol.proven("secret", "client", b"a", b"b", 0, proof)
+    assert not protocol.proven("secret", "server", b"b", b"a", 0, proof)
+    assert not protocol.proven("secret", "server", b"a", b"b", 1, proof)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_a_proof_cannot_be_sent_back() -> None:
         b"\0\0\0\x08" + b"\x94\xa6\xff\xfe\xfd\xfc\xfb\xfa",
         b"\0\0\x03\xff" + b"\x91" * 1023,
         b"\0\0\0\x0e" + b"\x94\xa6Answer\x91\xa2\xff\xfe\xa0\x00",
-        wire.frame(wire.Set("k", b"not allowed yet")),
-        wire.frame(wire.Answer(b"short", b"", 0)),
+        protocol.frame(protocol.Set("k", b"not allowed yet")),
+        protocol.frame(protocol.Answer(b"short", b"", 0)),
         b"\0\0",
     ],
 )
 def test_malformed_data_is_ignored(server: TcpServer, rubbish: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=SOON) as rude:
         rude.sendall(rubbish)
-        if len(rubbish) > wire.HEADER:
+        if len(rubbish) > protocol.HEADER:
             while rude.recv(4096):
                 pass
     store = client(server)
@@ -119,9 +119,9 @@ def test_a_client_that_violates_the_protocol_is_disconnected(server: TcpServer) 
     store = client(server)
     store.set("k", b"1")
     link = store._take(Deadline.after(SOON), "test")
-    link._sock.sendall((wire.FRAME_LIMIT + 1).to_bytes(4, "big"))
+    link._sock.sendall((protocol.FRAME_LIMIT + 1).to_bytes(4, "big"))
     with pytest.raises(ConnectionResetError):
-        link.receive(wire.FRAME_LIMIT, Deadline.after(SOON))
+        link.receive(protocol.FRAME_LIMIT, Deadline.after(SOON))
     store._discard(link)
     assert store.get("k", Deadline.after(SOON)) == b"1"
     store.close()
@@ -130,7 +130,7 @@ def test_a_client_that_violates_the_protocol_is_disconnected(server: TcpServer) 
 def test_too_large_a_value_is_refused_before_it_is_sent(server: TcpServer) -> None:
     store = client(server)
     with pytest.raises(StoreError, match="too many"):
-        store.set("k", b"x" * wire.FRAME_LIMIT)
+        store.set("k", b"x" * protocol.FRAME_LIMIT)
     store.set("k", b"x" * (8 << 20))
     assert len(store.get("k", Deadline.after(SOON))) == 8 << 20
     store.close()
@@ -368,7 +368,7 @@ def test_connections_during_close_are_refused(port: int) -> None:
         done.set()
         for knocker in knocking:
             knocker.result(SOON)
-    assert max(longest) < wire.HANDSHAKE_SECONDS / 2
+    assert max(longest) < protocol.HANDSHAKE_SECONDS / 2
 
 
 def test_two_jobs_do_not_mix() -> None:
@@ -411,10 +411,10 @@ def test_empty_secret() -> None:
 
 def test_messages_keep_their_shape() -> None:
     """Ranks of two versions must not misread each other: this is version 2."""
-    assert msgspec.msgpack.decode(wire.frame(wire.Set("k", b"v"))[4:]) == ["Set", "k", b"v"]
-    assert msgspec.msgpack.decode(wire.frame(wire.Get("k", None))[4:]) == ["Get", "k", None]
-    with pytest.raises(wire.Malformed):
-        wire.decode_request(wire.frame(wire.Done())[4:])
+    assert msgspec.msgpack.decode(protocol.frame(protocol.Set("k", b"v"))[4:]) == ["Set", "k", b"v"]
+    assert msgspec.msgpack.decode(protocol.frame(protocol.Get("k", None))[4:]) == ["Get", "k", None]
+    with pytest.raises(protocol.Malformed):
+        protocol.decode_request(protocol.frame(protocol.Done())[4:])
 
 
 def test_a_forked_child_does_not_keep_the_store() -> None:

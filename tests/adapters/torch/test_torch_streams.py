@@ -50,7 +50,7 @@ class Comm:
 class Memory(torch.Tensor):
     """The parts of a GPU tensor that the plane uses."""
 
-    is_cuda = True
+    is_cpu, is_cuda = False, True
     notes: Notes
 
     def record_stream(self, stream: Any) -> None:

@@ -11,8 +11,8 @@ from xvcomm.errors import ConfigError
 from xvcomm.rendezvous.store.file import FileStore
 from xvcomm.rendezvous.store.join import join_barrier
 from xvcomm.rendezvous.store.memory import MemoryStore
+from xvcomm.rendezvous.store.protocol import need_secret
 from xvcomm.rendezvous.store.tcp import TcpServer, TcpStore
-from xvcomm.rendezvous.store.wire import need_secret
 from xvcomm.types.deadline import Deadline
 
 __all__ = [

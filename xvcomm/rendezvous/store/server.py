@@ -8,7 +8,7 @@ import socket
 import threading
 from typing import cast
 
-from xvcomm.rendezvous.store import processes, wire
+from xvcomm.rendezvous.store import processes, protocol
 from xvcomm.rendezvous.store.listening import SERVING, close, listen
 from xvcomm.system import forking, limits
 from xvcomm.system.threads import Daemon
@@ -50,7 +50,7 @@ class TcpServer:
             ConfigError: the secret is empty.
             ResourceError: too many files are open.
         """
-        wire.need_secret(secret)
+        protocol.need_secret(secret)
         listeners = listen(host, port)
         self.host = host
         self.port: int = listeners[0].getsockname()[1]
@@ -187,19 +187,19 @@ class _Clients:
         for connection in self.waiting.pop(key, ()):
             connection.arrived(key)
 
-    def add(self, key: str, amount: int) -> wire.Reply:
+    def add(self, key: str, amount: int) -> protocol.Reply:
         try:
             total = int(self.values.get(key, b"0")) + amount
         except ValueError:
-            return wire.Failed(f"the value of {key!r} is not an integer; add() needs a key that only add() writes")
+            return protocol.Failed(f"the value of {key!r} is not an integer; add() needs a key that only add() writes")
         if not -(1 << 63) <= total < 1 << 63:
-            return wire.Failed(f"the sum of {key!r} exceeds 64 bits")
+            return protocol.Failed(f"the sum of {key!r} exceeds 64 bits")
         self.put(key, b"%d" % total)
-        return wire.Total(total)
+        return protocol.Total(total)
 
-    def execute(self, will: wire.Will) -> None:
+    def execute(self, will: protocol.Will) -> None:
         """Post what a client left for the case that its connection is closed."""
-        if will.unless not in self.values and isinstance(number := self.add(will.key, 1), wire.Total):
+        if will.unless not in self.values and isinstance(number := self.add(will.key, 1), protocol.Total):
             self.put(f"{will.key}/{number.total}", will.value)
 
 
@@ -209,22 +209,22 @@ class _Connection(asyncio.Protocol):
     def __init__(self, clients: _Clients) -> None:
         self._clients = clients
         self._inbox = bytearray()
-        self._nonce = secrets.token_bytes(wire.NONCE)
+        self._nonce = secrets.token_bytes(protocol.NONCE)
         self._trusted = False
         self.process = ""  # process id that the client sent; empty until it has proved the secret
-        self._theirs: wire.Seal | None = None
-        self._ours: wire.Seal | None = None
+        self._theirs: protocol.Seal | None = None
+        self._ours: protocol.Seal | None = None
         self._missing: set[str] = set()
         self._wanted: str | None = None
-        self._will: wire.Will | None = None
+        self._will: protocol.Will | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(wire.HANDSHAKE_SECONDS, self.end)
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(protocol.HANDSHAKE_SECONDS, self.end)
         self._clients.connections.add(self)
         self._clients.unauthenticated[self] = self._loop.time()
-        self._send(wire.Challenge(self._nonce))
+        self._send(protocol.Challenge(self._nonce))
 
     def data_received(self, data: bytes) -> None:
         self._inbox += data
@@ -233,10 +233,10 @@ class _Connection(asyncio.Protocol):
                 raise _Rude
             if (payload := self._next()) is not None:
                 if self._theirs is not None:
-                    self._handle(wire.decode_request(self._theirs.open(payload)))
+                    self._handle(protocol.decode_request(self._theirs.open(payload)))
                 else:
-                    self._admit(wire.decode_answer(payload))
-        except (wire.Malformed, wire.Forged, _Rude):
+                    self._admit(protocol.decode_answer(payload))
+        except (protocol.Malformed, protocol.Forged, _Rude):
             self.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -270,57 +270,61 @@ class _Connection(asyncio.Protocol):
             self._grant()
 
     def _next(self) -> bytes | None:
-        if len(self._inbox) < wire.HEADER:
+        if len(self._inbox) < protocol.HEADER:
             return None
-        end = wire.HEADER + int.from_bytes(self._inbox[: wire.HEADER], "big")
-        if end > wire.HEADER + (wire.FRAME_LIMIT if self._trusted else wire.HELLO_LIMIT):
+        end = protocol.HEADER + int.from_bytes(self._inbox[: protocol.HEADER], "big")
+        if end > protocol.HEADER + (protocol.FRAME_LIMIT if self._trusted else protocol.HELLO_LIMIT):
             raise _Rude
         if len(self._inbox) < end:
             return None
-        payload = bytes(self._inbox[wire.HEADER : end])
+        payload = bytes(self._inbox[protocol.HEADER : end])
         del self._inbox[:end]
         if self._inbox:
             raise _Rude
         return payload
 
-    def _send(self, message: wire.Message) -> None:
-        self._transport.write(wire.frame(message) if self._ours is None else self._ours.frame(wire.encode(message)))
+    def _send(self, message: protocol.Message) -> None:
+        self._transport.write(
+            protocol.frame(message) if self._ours is None else self._ours.frame(protocol.encode(message))
+        )
 
-    def _admit(self, answer: wire.Answer) -> None:
+    def _admit(self, answer: protocol.Answer) -> None:
         clients = self._clients
-        if len(answer.nonce) != wire.NONCE:
+        if len(answer.nonce) != protocol.NONCE:
             raise _Rude
-        if not wire.proven(clients.secret, "client", self._nonce, answer.nonce, answer.epoch, answer.proof):
-            self._refuse(wire.Refused("secret"))
+        if not protocol.proven(clients.secret, "client", self._nonce, answer.nonce, answer.epoch, answer.proof):
+            self._refuse(protocol.Refused("secret"))
         elif clients.epoch is not None and clients.epoch != answer.epoch:
-            self._refuse(wire.Refused("epoch"))
+            self._refuse(protocol.Refused("epoch"))
         else:
             self._cancel_timer()
             self._trusted, self.process = True, answer.process or _UNKNOWN
             clients.unauthenticated.pop(self, None)
             clients.enter()
-            self._send(wire.Welcome(wire.prove(clients.secret, "server", answer.nonce, self._nonce, answer.epoch)))
-            self._theirs = wire.Seal(clients.secret, "client", self._nonce, answer.nonce)
-            self._ours = wire.Seal(clients.secret, "server", self._nonce, answer.nonce)
+            self._send(
+                protocol.Welcome(protocol.prove(clients.secret, "server", answer.nonce, self._nonce, answer.epoch))
+            )
+            self._theirs = protocol.Seal(clients.secret, "client", self._nonce, answer.nonce)
+            self._ours = protocol.Seal(clients.secret, "server", self._nonce, answer.nonce)
 
-    def _refuse(self, refusal: wire.Refused) -> None:
+    def _refuse(self, refusal: protocol.Refused) -> None:
         self._send(refusal)
         self._transport.close()
 
-    def _handle(self, request: wire.Request) -> None:
+    def _handle(self, request: protocol.Request) -> None:
         match request:
-            case wire.Set(key, value):
+            case protocol.Set(key, value):
                 self._clients.put(key, value)
-                self._send(wire.Done())
-            case wire.Add(key, amount):
+                self._send(protocol.Done())
+            case protocol.Add(key, amount):
                 self._send(self._clients.add(key, amount))
-            case wire.Get(key, seconds):
+            case protocol.Get(key, seconds):
                 self._park([key], key, seconds)
-            case wire.Wait(keys, seconds):
+            case protocol.Wait(keys, seconds):
                 self._park(keys, None, seconds)
-            case wire.Will():
+            case protocol.Will():
                 self._will = request
-                self._send(wire.Done())
+                self._send(protocol.Done())
 
     def _park(self, keys: list[str], wanted: str | None, seconds: float | None) -> None:
         self._wanted = wanted
@@ -336,12 +340,12 @@ class _Connection(asyncio.Protocol):
 
     def _grant(self) -> None:
         self._cancel_timer()
-        self._send(wire.Done() if self._wanted is None else wire.Value(self._clients.values[self._wanted]))
+        self._send(protocol.Done() if self._wanted is None else protocol.Value(self._clients.values[self._wanted]))
 
     def _expire(self) -> None:
         missing = sorted(self._missing)
         self._unpark()
-        self._send(wire.Missing(missing))
+        self._send(protocol.Missing(missing))
 
     def _unpark(self) -> None:
         self._cancel_timer()

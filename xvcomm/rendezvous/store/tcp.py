@@ -12,7 +12,7 @@ from functools import partial
 
 from xvcomm.abc.store import ANSWER_SECONDS, Notices, NotSet, Store
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
-from xvcomm.rendezvous.store import processes, wire
+from xvcomm.rendezvous.store import processes, protocol
 from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.system import forking, limits
 from xvcomm.types.deadline import NEVER, Deadline
@@ -65,20 +65,22 @@ class TcpStore(Store):
         self._idle: list[_Link] = [self._connect(deadline, patient=True)]
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        self._call(wire.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
+        self._call(protocol.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        reply = self._call(wire.Get(key, _seconds(deadline)), deadline, f"get {key!r}")
-        assert isinstance(reply, wire.Value)
+        reply = self._call(protocol.Get(key, _seconds(deadline)), deadline, f"get {key!r}")
+        assert isinstance(reply, protocol.Value)
         return reply.value
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
         """See `Store.wait`; sends one request for all keys."""
-        self._call(wire.Wait(list(keys), _seconds(deadline)), deadline, "wait")
+        self._call(protocol.Wait(list(keys), _seconds(deadline)), deadline, "wait")
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        reply = self._call(wire.Add(key, amount), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"add to {key!r}")
-        assert isinstance(reply, wire.Total)
+        reply = self._call(
+            protocol.Add(key, amount), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"add to {key!r}"
+        )
+        assert isinstance(reply, protocol.Total)
         return reply.total
 
     def notices(self, place: str, will: bytes) -> Notices:
@@ -87,7 +89,7 @@ class TcpStore(Store):
         link = self._take(deadline, "follow notices")
         link.outlast_the_network()
         following = _TcpNotices(self, partial(self._ask, link), link.hang_up, place)
-        self._ask(link, wire.encode(wire.Will(place, will, following.left)), deadline, "leave a will")
+        self._ask(link, protocol.encode(protocol.Will(place, will, following.left)), deadline, "leave a will")
         return following
 
     @property
@@ -109,30 +111,30 @@ class TcpStore(Store):
         if self._on_close is not None:
             self._on_close()
 
-    def _call(self, request: wire.Request, deadline: Deadline, what: str) -> wire.Reply:
-        payload = wire.encode(request)
-        if len(payload) + wire.CODE > wire.FRAME_LIMIT:
+    def _call(self, request: protocol.Request, deadline: Deadline, what: str) -> protocol.Reply:
+        payload = protocol.encode(request)
+        if len(payload) + protocol.CODE > protocol.FRAME_LIMIT:
             raise StoreError(
-                f"{what}: {len(payload)} bytes are too many; a message of the store may have {wire.FRAME_LIMIT}"
+                f"{what}: {len(payload)} bytes are too many; a message of the store may have {protocol.FRAME_LIMIT}"
             )
         until = Deadline(deadline.at + _REPLY_SECONDS)
         link = self._take(until, what)
         reply = self._ask(link, payload, until, what)
         self._give_back(link)
-        if isinstance(reply, wire.Missing):
+        if isinstance(reply, protocol.Missing):
             keys = ", ".join(map(repr, reply.keys[:8])) + (", ..." if len(reply.keys) > 8 else "")
             raise NotSet(
                 f"{keys} was not set in the store at {self._host}:{self._port} in time; a rank is late or missing"
             )
-        if isinstance(reply, wire.Failed):
+        if isinstance(reply, protocol.Failed):
             raise StoreError(f"{what}: {reply.reason}")
         return reply
 
-    def _ask(self, link: _Link, payload: bytes, until: Deadline, what: str) -> wire.Reply:
+    def _ask(self, link: _Link, payload: bytes, until: Deadline, what: str) -> protocol.Reply:
         """Send an encoded request on a connection and return the reply; closes a connection that fails."""
         try:
             return link.ask(payload, until)
-        except (wire.Forged, wire.Malformed):
+        except (protocol.Forged, protocol.Malformed):
             self._discard(link)
             raise AuthenticationError(
                 f"the answer to {what} from the store at {self._host}:{self._port} was altered, repeated or reordered on "
@@ -220,15 +222,17 @@ class _TcpNotices(Notices):
     """
 
     def __init__(
-        self, store: TcpStore, ask: Callable[[bytes, Deadline, str], wire.Reply], hang_up: Callable[[], None], place: str
+        self, store: TcpStore, ask: Callable[[bytes, Deadline, str], protocol.Reply], hang_up: Callable[[], None], place: str
     ) -> None:  # fmt: skip
         self.left = f"{place}/left/{secrets.token_hex(8)}"
         self._store, self._ask, self._hang_up, self._place = store, ask, hang_up, place
         self._read = 0
 
     def next(self) -> bytes:
-        reply = self._ask(wire.encode(wire.Get(f"{self._place}/{self._read + 1}", None)), NEVER, "read a notice")
-        assert isinstance(reply, wire.Value)
+        reply = self._ask(
+            protocol.encode(protocol.Get(f"{self._place}/{self._read + 1}", None)), NEVER, "read a notice"
+        )
+        assert isinstance(reply, protocol.Value)
         self._read += 1
         return reply.value
 
@@ -253,17 +257,17 @@ class _Link:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         forking.register(self)
-        self._seals: tuple[wire.Seal, wire.Seal] | None = None
+        self._seals: tuple[protocol.Seal, protocol.Seal] | None = None
 
     def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
         """Authenticate all further messages; called once both sides have proved the secret."""
-        self._seals = wire.Seal(secret, "client", theirs, own), wire.Seal(secret, "server", theirs, own)
+        self._seals = protocol.Seal(secret, "client", theirs, own), protocol.Seal(secret, "server", theirs, own)
 
-    def ask(self, request: bytes, deadline: Deadline) -> wire.Reply:
-        """Send an encoded request and return the reply; raises what `exchange` raises, wire.Forged and wire.Malformed."""
+    def ask(self, request: bytes, deadline: Deadline) -> protocol.Reply:
+        """Send an encoded request and return the reply; raises what `exchange` raises, protocol.Forged and protocol.Malformed."""
         assert self._seals is not None
         ours, theirs = self._seals
-        return wire.decode_reply(theirs.open(self.exchange(ours.frame(request), wire.FRAME_LIMIT, deadline)))
+        return protocol.decode_reply(theirs.open(self.exchange(ours.frame(request), protocol.FRAME_LIMIT, deadline)))
 
     def exchange(self, frame: bytes, limit: int, deadline: Deadline) -> bytes:
         """Send a frame and return the payload of the next one; raises OSError, TimeoutError at the deadline."""
@@ -273,7 +277,7 @@ class _Link:
 
     def receive(self, limit: int, deadline: Deadline) -> bytes:
         """The payload of the next frame; raises OSError, also for a frame over the limit, and TimeoutError at the deadline."""
-        length = int.from_bytes(self._exactly(wire.HEADER, deadline), "big")
+        length = int.from_bytes(self._exactly(protocol.HEADER, deadline), "big")
         if length > limit:
             raise StoreError(f"the answer has {length} bytes where {limit} are allowed")
         return self._exactly(length, deadline)
@@ -317,7 +321,7 @@ class _Link:
 
 def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> _Link:
     """Make one attempt to connect, with mutual proof of the secret."""
-    until = Deadline.after(max(deadline.sooner(wire.HANDSHAKE_SECONDS), _LEAST_SECONDS))
+    until = Deadline.after(max(deadline.sooner(protocol.HANDSHAKE_SECONDS), _LEAST_SECONDS))
     sock = socket.create_connection((host, port), timeout=until.left() or _LEAST_SECONDS)
     try:
         if sock.getsockname() == sock.getpeername():
@@ -334,21 +338,21 @@ def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> 
 
 
 def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> None:
-    own = secrets.token_bytes(wire.NONCE)
+    own = secrets.token_bytes(protocol.NONCE)
     try:
-        theirs = wire.decode_challenge(link.receive(wire.HELLO_LIMIT, deadline)).nonce
-        if len(theirs) != wire.NONCE:
-            raise wire.Malformed
-        answer = wire.Answer(own, wire.prove(secret, "client", theirs, own, epoch), epoch, processes.own())
-        verdict = wire.decode_verdict(link.exchange(wire.frame(answer), wire.HELLO_LIMIT, deadline))
-    except (wire.Malformed, StoreError):
+        theirs = protocol.decode_challenge(link.receive(protocol.HELLO_LIMIT, deadline)).nonce
+        if len(theirs) != protocol.NONCE:
+            raise protocol.Malformed
+        answer = protocol.Answer(own, protocol.prove(secret, "client", theirs, own, epoch), epoch, processes.own())
+        verdict = protocol.decode_verdict(link.exchange(protocol.frame(answer), protocol.HELLO_LIMIT, deadline))
+    except (protocol.Malformed, StoreError):
         raise StoreError(
             f"the server at {host}:{port} is not an xvcomm store of this version; check XVCOMM_STORE"
         ) from None
     match verdict:
-        case wire.Refused("epoch"):
+        case protocol.Refused("epoch"):
             raise _NotYet("it still serves an earlier communicator of this job")
-        case wire.Welcome(proof) if wire.proven(secret, "server", own, theirs, epoch, proof):
+        case protocol.Welcome(proof) if protocol.proven(secret, "server", own, theirs, epoch, proof):
             link.trust(secret, theirs, own)
             return
     raise AuthenticationError(
