@@ -1,6 +1,5 @@
 """How a request becomes launches on a device, and what becomes of them.
 
 Not here: checks of arguments (`comm`), schedules (`schedule`), copying (`backends`).
-`comm`, adapters, the command and the conformance suites import it.
 Begin with `context`, then `collectives` and `messages`.
 """

@@ -1,6 +1,5 @@
 """Where bytes lie: arrays of any framework, shared memory segments, and the ring between two ranks.
 
 Not here: copying (`backends`), and which ranks have a ring (`engine.session.rings`).
-Every package above `jit` may import it.
 Begin with `ring`.
 """

@@ -1,6 +1,5 @@
 """What happened, and whether the ranks agree: operations, the flight recorder, the contract check.
 
 Not here: what becomes of a disagreement (`engine.session.diagnosis`).
-Every package above `memory` may import it.
 Begin with `operation`; `format` reads a flight recorder without numba.
 """

@@ -1,6 +1,5 @@
 """Operations on a device's streams that have not ended: tracked, ended at their deadline, reported to their Works.
 
 Not here: enqueueing operations (`engine.launch`).
-`engine` and what lies above it import it.
 Begin with `tracker`.
 """

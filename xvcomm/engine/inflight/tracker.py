@@ -11,21 +11,22 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import ref
 
-from xvcomm.abc.device import Event, Stream
+from xvcomm.abc.collective import Collective
+from xvcomm.abc.device import Device, Event, Stream
 from xvcomm.abc.launch import EnqueuedEvents, SupportsEnqueuedEvents
 from xvcomm.engine.inflight.batch import Batch, Contents
 from xvcomm.engine.inflight.log import APART, ROOM, Ends, LaunchLog, LoggedOperations
-from xvcomm.engine.inflight.owner import Owner
 from xvcomm.engine.inflight.work import Completion, Request
 from xvcomm.errors import ArgumentError
 from xvcomm.memory.ring import RingEnd
 from xvcomm.trace.format import DONE, FAILED
 from xvcomm.trace.operation import NO_PEER, Operation
+from xvcomm.trace.recorder import Recorder
 from xvcomm.types.deadline import NEVER, Deadline
 
 _AT_ONCE = 64
@@ -38,6 +39,39 @@ _TURN_SECONDS = 0.05
 """Seconds to wait for a lock: bounded, because a signal handler may close the communicator while its thread holds the lock."""
 
 _PAUSE_SECONDS = 0.00005
+
+
+class Owner(Protocol):
+    """What a tracker asks of the communicator whose operations it tracks."""
+
+    @property
+    def device(self) -> Device:
+        """The rank's."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """The rank's flight recorder."""
+
+    def joined_native(self) -> Collective | None:
+        """The native library, if it was joined."""
+
+    def awaits(self, operation: Operation) -> bool:
+        """Whether a rank has not come to a collective yet, as far as this host can tell."""
+
+    def stopped(self, newest: Callable[[], Operation]) -> int:
+        """0, or the abort word that says that a native collective gave no result."""
+
+    def miss(self, newest: Callable[[], Operation]) -> None:
+        """Stop a collective if a rank left before it came to it."""
+
+    def explain(self, error: BaseException, operation: Operation) -> BaseException:
+        """Stop the communicator for an error from below; gives the error for the user."""
+
+    def end(self, operation: Operation, state: int = DONE) -> None:
+        """An operation is over."""
+
+    def end_all(self, operations: Sequence[Operation], state: int = DONE) -> None:
+        """The same of several at once."""
 
 
 class AsyncGroup:

@@ -1,6 +1,5 @@
 """One process in one job: its device, plug-ins and rings, and the detection of failures of other ranks.
 
 Not here: the state of one communicator (`engine.context`).
-`engine` and the packages above it import it.
 Start reading at `session`.
 """
