@@ -11,7 +11,7 @@ import numpy as np
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.dlpack import Exporter
-from xvcomm.memory.readers import READERS, is_functional, reader_of
+from xvcomm.memory.readers import view as view
 
 
 class Memory(Protocol):
@@ -20,26 +20,6 @@ class Memory(Protocol):
     @property
     def address(self) -> int:
         """Where it begins."""
-
-
-def view(x: Any, *, output: bool = False) -> ArrayView:
-    """See `x` as an ArrayView; nothing is copied.
-
-    Args:
-        x: a numpy array, anything with DLPack or the array interface, or an ArrayView, which comes back as it is.
-        output: whether xvcomm will write into it.
-
-    Raises:
-        ArrayError: not an array, not contiguous, or read-only though it is an output.
-        DTypeError: its element type is not carried.
-    """
-    kind = type(x)
-    if kind is ArrayView:
-        return x  # type: ignore[no-any-return]  # whoever made it answers for it
-    found = (READERS.get(kind) or reader_of(kind))(x)
-    if output and found.immutable and not is_functional(x):
-        raise ArrayError("the output array is read-only; pass a writable array (x.copy())")
-    return found
 
 
 def empty_like(x: ArrayView, shape: tuple[int, ...], allocate: Callable[[int], Memory]) -> ArrayView:

@@ -47,6 +47,26 @@ READERS: dict[type, Reader] = {}
 _known, _adding = Known(), threading.Lock()
 
 
+def view(x: Any, *, output: bool = False) -> ArrayView:
+    """See `x` as an ArrayView; nothing is copied.
+
+    Args:
+        x: a numpy array, anything with DLPack or the array interface, or an ArrayView, which comes back as it is.
+        output: whether xvcomm will write into it.
+
+    Raises:
+        ArrayError: not an array, not contiguous, or read-only though it is an output.
+        DTypeError: its element type is not carried.
+    """
+    kind = type(x)
+    if kind is ArrayView:
+        return x  # type: ignore[no-any-return]  # whoever made it answers for it
+    found = (READERS.get(kind) or reader_of(kind))(x)
+    if output and found.immutable and not is_functional(x):
+        raise ArrayError("the output array is read-only; pass a writable array (x.copy())")
+    return found
+
+
 def reader_of(kind: type) -> Reader:
     """What reads arrays of a type; adds it to `READERS`."""
     found: Reader = _from_numpy if issubclass(kind, np.ndarray) else _from_protocols
