@@ -15,6 +15,7 @@ from xvcomm.backends.tcp import interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
 from xvcomm.memory.ring import RingEnd, RingLayout
+from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -80,6 +81,13 @@ class TcpTransport(Transport):
             store.set(name, msgspec.msgpack.encode(made), deadline)
         half = RingLayout(made.lanes, made.slots, made.slot_bytes)
         return self._network.open_ring(member, made.name, half, peer=peer, producer=producer)
+
+    def expose(self, recorder: int) -> None:
+        if self._network is not None:
+            self._network.carrier.expose(recorder)
+
+    def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
+        return None if self._network is None else self._network.ask(member, wanted, deadline)
 
     def _host_layout(self) -> RingLayout:
         return RingLayout(self._config.ring_lanes, self._config.ring_slots, self._config.ring_slot_bytes)

@@ -20,15 +20,22 @@ TIMEOUT = 0.8
 SOON = 3.0
 
 
-@pytest.fixture(scope="module", params=["a:3", "a:2,b:2", "a,b,c"])
+@pytest.fixture(
+    scope="module",
+    params=[("a:3", None), ("a:2,b:2", None), ("a,b,c", None), (None, "a:2,b:1")],
+    ids=lambda p: p[0] or p[1],
+)
 def world(request):
-    with World(islands=request.param, timeout=30) as world:
+    """Ranks of several islands, or on several hosts."""
+    islands, hosts = request.param
+    with World(islands=islands, hosts=hosts, timeout=30) as world:
         yield world
 
 
-@pytest.fixture(scope="module")
-def four():
-    with World(4, timeout=30) as world:
+@pytest.fixture(scope="module", params=[None, "a,b,a,b"], ids=["one host", "two hosts"])
+def four(request):
+    """Four ranks, on one host or on two."""
+    with World(4, hosts=request.param, timeout=30) as world:
         yield world
 
 

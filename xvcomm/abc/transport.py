@@ -11,6 +11,7 @@ from xvcomm.abc.store import Store
 from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable
 from xvcomm.memory.ring import RingEnd, RingLayout
+from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
 
 
@@ -127,6 +128,18 @@ class Transport(ABC):
             ResourceError: its memory cannot be had.
             StoreError, DeadlineExceeded: the other end cannot be found.
         """
+
+    def expose(self, recorder: int) -> None:  # noqa: B027 - ranks that share memory need nothing
+        """Let ranks that `ask` read this rank's flight recorder, by its handle; 0: no longer, as it is closed then."""
+
+    def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
+        """The newest records of a rank's flight recorder; None if nothing answers in time. The rank's Python takes no part.
+
+        Args:
+            member: its number in the whole job.
+            wanted: how many, at most 64.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from xvcomm.types.dtype import BY_CODE
 from xvcomm.types.opcode import OpCode
@@ -63,7 +64,19 @@ class Record:
         return f"{OpCode(self.op)} #{self.sequence}{peer}{of} at {self.call_site} ({state})"
 
 
+class Excerpt(NamedTuple):
+    """What another process has read of a flight recorder.
+
+    Attributes:
+        records: the newest, oldest first.
+    """
+
+    life: Life
+    records: tuple[Record, ...]
+
+
 _RECORD = struct.Struct(f"<{len(fields(Record)) - 1}q{CALL_SITE_BYTES}s")
+RECORD_BYTES = _RECORD.size
 
 
 def region_bytes(records: int) -> int:
@@ -78,7 +91,12 @@ def capacity(memory: memoryview) -> int:
 
 def read_record(memory: memoryview, number: int) -> Record:
     """One record of a rank's region."""
-    *numbers, call_site = _RECORD.unpack_from(memory, region_bytes(number % capacity(memory)))
+    return parse_record(memory, region_bytes(number % capacity(memory)))
+
+
+def parse_record(memory: bytes | memoryview, offset: int = 0) -> Record:
+    """The record at an offset."""
+    *numbers, call_site = _RECORD.unpack_from(memory, offset)
     return Record(*(*numbers, call_site.rstrip(b"\0").decode(errors="replace")))
 
 

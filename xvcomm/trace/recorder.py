@@ -14,7 +14,7 @@ from dataclasses import fields
 import numpy as np
 from numba.extending import register_jitable
 
-from xvcomm.jit.atomics import clock, copy_bytes, load, store_release
+from xvcomm.jit.atomics import clock, copy_bytes, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.trace.format import (
@@ -22,6 +22,7 @@ from xvcomm.trace.format import (
     DONE,
     HEADER_BYTES,
     POSTED,
+    RECORD_BYTES,
     Life,
     Record,
     capacity,
@@ -70,6 +71,30 @@ def note_end(handle, number, state):  # type: ignore[no-untyped-def]
         record = _record_at(region + HEADER_BYTES, number % writer.capacity)
         record.ended = _nanoseconds()
         store_release(address_of(record, "state"), state)
+
+
+@register_jitable
+def written(handle):  # type: ignore[no-untyped-def]
+    """How many records were written so far, by the handle of a recorder that is not closed."""
+    return load_acquire(address_of(_header_at(_writer_at(handle).region), "written"))
+
+
+@register_jitable
+def oldest(handle, count):  # type: ignore[no-untyped-def]
+    """Number of the oldest of the `count` newest records, or of the oldest that is kept."""
+    return max(0, written(handle) - min(count, _writer_at(handle).capacity))
+
+
+@register_jitable
+def quote(handle, number, target):  # type: ignore[no-untyped-def]
+    """Write the rank's `Life` and a record, if there is one of this number, to `target`; how many words."""
+    writer = _writer_at(handle)
+    store(target, _header_at(writer.region).life)
+    if number >= written(handle):
+        return 1
+    record = _record_at(writer.region + HEADER_BYTES, number % writer.capacity)
+    copy_bytes(target + 8, address_of(record, "sequence"), RECORD_BYTES)
+    return 1 + RECORD_BYTES // 8
 
 
 def _note_ends(handle: int, numbers: int, count: int, state: int) -> None:

@@ -52,7 +52,7 @@ class Carrier:
 
     Attributes:
         address: of the record that movers call `progress` with.
-        news: eventfd that is ready when a rail was lost, a process has left, or a ring was offered or stopped.
+        news: eventfd that is ready when a rail was lost, a process has left, a ring was offered or stopped, an answer has come.
     """
 
     def __init__(self, spins: int) -> None:
@@ -65,10 +65,12 @@ class Carrier:
         self._poll = np.zeros(1 + _RAILS, POLLED)
         self._wake, self.news = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._offers = np.zeros(records.OFFERS, records.OFFER)
+        self._answers = np.zeros(records.ANSWERS, records.ANSWER)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
             movers=(progress_address, wake_address), wake=self._wake, news=self.news, spins=spins, sink=self._sink.ctypes.data,
-            poll=self._poll.ctypes.data, offers=self._offers.ctypes.data, one=1, **tables,
+            poll=self._poll.ctypes.data, offers=self._offers.ctypes.data, answers=self._answers.ctypes.data, one=1,
+            **tables,
         )  # fmt: skip
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
@@ -133,8 +135,26 @@ class Carrier:
 
     def offers(self) -> np.ndarray[Any, Any]:
         """The rings that other processes fill and that this one has not opened, since the last call; see `records.OFFER`."""
-        found = np.zeros(records.OFFERS, records.OFFER)
-        return found[: take(self.address, found.ctypes.data)]
+        return self._take(self._offers, "offer_count")
+
+    def _take(self, table: np.ndarray[Any, Any], count: str) -> np.ndarray[Any, Any]:
+        """What compiled code has put into a table since the last call."""
+        found, place = np.zeros_like(table), self.address + getattr(records.Carrier, count).offset
+        return found[: take(self.address, table.ctypes.data, place, table.itemsize, found.ctypes.data)]
+
+    def expose(self, recorder: int) -> None:
+        """Let other processes read a flight recorder, by its handle; 0: no longer."""
+        self._put(self._record, "recorder", recorder)
+
+    def ask(self, link: int, number: int, wanted: int) -> None:
+        """Ask the process at the other end of a link for the newest records of its flight recorder, at most ANSWERS of them."""
+        self._put(self._links[link], "wanted", wanted)
+        self._put(self._links[link], "ask", number)
+        self.wake()
+
+    def answers(self) -> np.ndarray[Any, Any]:
+        """The answers that have come since the last call; see `records.ANSWER`."""
+        return self._take(self._answers, "answer_count")
 
     def add_wire(self, link: int, name: int, end: RingEnd, there: int = -1) -> WireEnd:
         """Mirror a ring end by the ring of this name in the process at the other end of a link; `there`: its index, if known."""

@@ -12,6 +12,8 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | STOPPED | none | none: the answer to STOP, once everything before it has arrived |
 | PING, PONG | what the PONG repeats | none |
 | LEAVE | none | none: the process has closed its session |
+| ASK | of the question; `slot`: how many of the newest records of the process's flight recorder are wanted | none |
+| TELL | of the question; `slot`: how many frames follow | the process's `Life`; a record, if there is one |
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Kind(enum.IntEnum):
     PING = 7
     PONG = 8
     LEAVE = 9
+    ASK = 10
+    TELL = 11
 
 
 FRAME = np.dtype([

@@ -19,16 +19,20 @@ from xvcomm.jit.atomics import (
 )
 from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER
+from xvcomm.trace.recorder import oldest, written
 from xvcomm.wire.frames import CONTROL_BYTES, HEADER, OPEN_WORDS, Kind
 from xvcomm.wire.outgoing import entry_of, head_of, tail_of
 from xvcomm.wire.records import (
+    ANSWERS,
     ARRIVED,
     EAGER,
     KNOWN,
     NOBODY,
     OFFERS,
     SINK_BYTES,
+    TELL_WORDS,
     TOLD,
+    answer_at,
     frame_at,
     link_at,
     offer_at,
@@ -37,7 +41,7 @@ from xvcomm.wire.records import (
 )
 from xvcomm.wire.sockets import BLOCKED, receive
 
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE = (int(kind) for kind in Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL = map(int, Kind)
 
 _memmove = types.ExternalFunction("memmove", types.voidptr(types.voidptr, types.voidptr, types.uint64))
 
@@ -209,6 +213,31 @@ def _open(carrier: Any, rail: Any, frame: Any) -> int:
 
 
 @register_jitable
+def _asked(carrier: Any, rail: Any, frame: Any) -> int:
+    """Remember what to tell; a newer question replaces one that is not answered yet."""
+    if frame.number == 0 or frame.slot < 1 or frame.slot > ANSWERS:
+        return REFUSED
+    if carrier.recorder != 0:
+        rail.asked, rail.first = frame.number, oldest(carrier.recorder, frame.slot)
+        rail.last = written(carrier.recorder)
+    return 0
+
+
+@register_jitable
+def _told(carrier: Any, frame: Any) -> int:
+    """Keep an answer for Python."""
+    words = frame.length // 8
+    if frame.length != 8 * words or (words != 1 and words != TELL_WORDS):
+        return REFUSED
+    if carrier.answer_count < ANSWERS:
+        answer = answer_at(carrier.answers, carrier.answer_count)
+        answer.number, answer.following, answer.words = frame.number, frame.slot, words
+        copy_bytes(address_of(answer, "payload"), _words(frame), frame.length)
+        carrier.answer_count += 1
+    return NEWS
+
+
+@register_jitable
 def _handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
     """Handle a frame, of a SLOT its header; 0, NEWS or REFUSED."""
     kind = frame.kind
@@ -223,6 +252,10 @@ def _handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
         return NEWS
     if kind == _OPEN:
         return _open(carrier, rail, frame)
+    if kind == _ASK:
+        return _asked(carrier, rail, frame)
+    if kind == _TELL:
+        return _told(carrier, frame)
     if frame.wire < 0 or frame.wire >= carrier.wire_count:
         return REFUSED
     wire = wire_at(load(carrier.wires + 8 * frame.wire))

@@ -26,8 +26,11 @@ from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
 from xvcomm.system.threads import Daemon
+from xvcomm.trace.format import Excerpt
+from xvcomm.types.deadline import Deadline
 from xvcomm.wire import handshake
 from xvcomm.wire.carrier import Carrier, WireEnd
+from xvcomm.wire.questions import Questions
 from xvcomm.wire.records import DOWN, MAX_RAILS
 
 _CONNECT_SECONDS, _RETRY_SECONDS, _LOOK_SECONDS = 2.0, 0.5, 0.2
@@ -99,6 +102,7 @@ class Network:
         self._rank, self._key, self._listeners, self._routes = rank, key, listeners, routes
         self._timeout, self._lost, self._left = timeout, lost, left
         self.carrier = Carrier(spins)
+        self._questions = Questions(self.carrier)
         self._peers: dict[int, _Peer] = {}
         self._lock = threading.Lock()
         self._lingering: list[tuple[WireEnd, _Peer, Segment, float]] = []
@@ -134,6 +138,12 @@ class Network:
             end.peer = peer
             return end
         return self._mirror(found, name, layout, peer=peer, producer=producer, there=-1)
+
+    def ask(self, rank: int, wanted: int, deadline: Deadline) -> Excerpt | None:
+        """The newest records of a rank's flight recorder; None if it does not answer in time. Makes the link if there is none."""
+        found = self._peer(rank)
+        self._loop.call_soon_threadsafe(self._keep, found)
+        return None if found.gone else self._questions.ask(found.link, wanted, deadline)
 
     def _mirror(self, found: _Peer, name: int, layout: RingLayout, *, peer: int, producer: bool, there: int) -> RingEnd:
         segment = Segment.anonymous(layout.size)
@@ -391,6 +401,7 @@ class Network:
             elif not peer.rails and not peer.gone:
                 peer.seen = time.monotonic()
                 self._keep(peer)
+        self._questions.hear()
         self._accept_offers()
         self._sweep()
 

@@ -24,6 +24,7 @@ from xvcomm.memory.ring import (
     lanes_used,
     part_bytes,
 )
+from xvcomm.trace.recorder import quote
 from xvcomm.wire.frames import HEADER, OPEN_WORDS, Kind
 from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
 from xvcomm.wire.sockets import BLOCKED, send
@@ -31,7 +32,7 @@ from xvcomm.wire.sockets import BLOCKED, send
 _entry_at = compiled_at(LEDGER_ENTRY)
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
 _part_bytes = register_jitable(part_bytes)
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE = (int(kind) for kind in Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL = map(int, Kind)
 _LEFT = int(Reason.LEFT)
 
 SEND_BYTES = 1 << 20
@@ -249,6 +250,17 @@ def _choose_of(rail: Any, rail_index: int, wire: Any, index: int, idle: bool) ->
 
 
 @register_jitable
+def _send_tell(rail: Any, recorder: int) -> None:
+    """The next record of an answer, or that there is none."""
+    words = quote(recorder, rail.first, address_of(rail, "payload"))
+    frame = _control(rail, _TELL, 0, rail.asked, words)
+    rail.first += 1
+    frame.slot = max(0, rail.last - rail.first)
+    if frame.slot == 0:
+        rail.asked = 0
+
+
+@register_jitable
 def _choose(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
     """Let a rail send its next frame; False if there is none."""
     if rail.pong != 0:
@@ -259,7 +271,14 @@ def _choose(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
         _control(rail, _PING, 0, rail.ping, 0)
         rail.ping = 0
         return True
+    if rail.asked != 0 and carrier.recorder != 0:
+        _send_tell(rail, carrier.recorder)
+        return True
     link = link_at(load(carrier.links + 8 * rail.link))
+    if link.ask != 0:
+        frame = _control(rail, _ASK, 0, link.ask, 0)
+        frame.slot, link.ask = link.wanted, 0
+        return True
     count = link.wire_count
     for _ in range(count):
         index = load(link.wires + 8 * link.next)

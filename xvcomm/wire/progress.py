@@ -30,7 +30,6 @@ from xvcomm.wire.records import (
     AGAIN,
     DOWN,
     NOBODY,
-    OFFER_BYTES,
     TOLD,
     UNTOLD,
     UP,
@@ -249,13 +248,13 @@ def _put(address: int, place: int, value: int) -> int:
     return before
 
 
-def _take(address: int, target: int) -> int:
-    """Move the offers to `target`, which has room for OFFERS of them; how many there are."""
+def _take(address: int, table: int, place: int, size: int, target: int) -> int:
+    """Move the records of a table, each of so many bytes and their count at `place`, to `target`; how many there are."""
     carrier = carrier_at(address)
     _lock(carrier)
-    count = carrier.offer_count
-    copy_bytes(target, carrier.offers, count * OFFER_BYTES)
-    carrier.offer_count = 0
+    count = load(place)
+    copy_bytes(target, table, count * size)
+    store(place, 0)
     _unlock(carrier)
     return count
 
@@ -293,6 +292,6 @@ with compiling():
     wake_address = native("int64(int64, int64, int64)", _wake)
     run = kernel("int64(int64)")(_run)
     put = kernel("int64(int64, int64, int64)")(_put)
-    take = kernel("int64(int64, int64)")(_take)
+    take = kernel("int64(int64, int64, int64, int64, int64)")(_take)
     lose = kernel("int64(int64, int64)")(_drop)
     detach = kernel("int64(int64, int64)")(_detach)

@@ -10,6 +10,7 @@ import numpy as np
 from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import CARRIER as MOVERS
 from xvcomm.memory.ring import MAX_LANES
+from xvcomm.trace.format import RECORD_BYTES
 from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
 
 MAX_RAILS = 16
@@ -30,6 +31,9 @@ RAIL = np.dtype([
     ("ping", "i8"),  # number of a PING to send, or 0; of a PONG
     ("pong", "i8"),
     ("answered", "i8"),  # number of the newest PONG
+    ("asked", "i8"),  # number of a question to answer, or 0; records to tell, from this one to that
+    ("first", "i8"),
+    ("last", "i8"),
     ("heard", "i8"),  # time of the newest bytes received
     ("sent", "i8"),  # bytes since the rail came up
     ("received", "i8"),
@@ -62,6 +66,8 @@ LINK = np.dtype([
     ("next", "i8"),  # the wire whose turn it is
     ("leave", "i8"),  # whether to send LEAVE
     ("left", "i8"),  # whether LEAVE has come
+    ("ask", "i8"),  # number of a question to send, or 0; how many records are wanted
+    ("wanted", "i8"),
 ])  # fmt: skip
 """What joins this process with another one: rails, and the wires that use them."""
 
@@ -102,7 +108,19 @@ OFFERS = 256
 
 OFFER = np.dtype([(name, "i8") for name in ("link", "name", "there", "lanes", "slots", "slot_bytes")])
 """What a producer says of its half in OPEN: name and shape of the ring, and its index of the wire."""
-OFFER_BYTES = OFFER.itemsize
+
+TELL_WORDS = 1 + RECORD_BYTES // 8
+"""Words of the payload of a TELL with a record; without there is one."""
+ANSWERS = 64
+"""Answers that Python has not looked at: as many as there may be to one question."""
+
+ANSWER = np.dtype([
+    ("number", "i8"),
+    ("following", "i8"),
+    ("words", "i8"),
+    ("payload", "i8", TELL_WORDS),
+])  # fmt: skip
+"""A TELL that has come."""
 
 CARRIER = np.dtype([
     ("movers", MOVERS),  # first, as movers expect
@@ -122,6 +140,9 @@ CARRIER = np.dtype([
     ("wire_count", "i8"),
     ("offers", "i8"),  # address of OFFERS offers, and how many there are
     ("offer_count", "i8"),
+    ("answers", "i8"),  # address of ANSWERS answers, and how many there are
+    ("answer_count", "i8"),
+    ("recorder", "i8"),  # `Recorder.handle` of this process, or 0
     ("sink", "i8"),  # where bytes go that are not wanted
     ("poll", "i8"),  # address of struct pollfd[1 + number of rails]
     ("has_news", "i8"),  # whether Python should look at links and wires
@@ -131,7 +152,7 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What a process has once: the tables of the others, and the state of its threads."""
 
-_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, CARRIER)
-frame_at, rail_at, link_at, wire_at, offer_at, carrier_at = map(compiled_at, _KINDS)
-_, Rail, Link, Wire, _, Carrier = map(python_type, _KINDS)
+_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, ANSWER, CARRIER)
+frame_at, rail_at, link_at, wire_at, offer_at, answer_at, carrier_at = map(compiled_at, _KINDS)
+_, Rail, Link, Wire, _, _, Carrier = map(python_type, _KINDS)
 SINK_BYTES = 1 << 16

@@ -13,10 +13,13 @@ from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.format import State
 from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation, describe
+from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
 _NAMED = 4
 """Maximum number of late ranks whose last operation is named."""
+_LATE_SECONDS, _ASKED, _LATE_RECORDS = 1.2, 64, 16
+"""How long the search for late ranks may ask other hosts; how many ranks at once; how many records of a rank it looks at."""
 _HEAR_SECONDS = 0.3
 """How long an error waits for the reason in words that a rank of another host gives."""
 _UNHEARD = "its reason has not come to this host; see that rank's own error"
@@ -24,7 +27,7 @@ _DIFFERENTLY = "two other ranks described the same message differently"
 
 
 class Diagnosis:
-    """Converts abort words into errors. It reads the contract check, the rings' ledgers and this host's flight recorders.
+    """Converts abort words into errors. It reads the contract check, the rings' ledgers and the flight recorders.
 
     Args:
         ranks: the communicator's ranks as ranks of the whole job.
@@ -124,11 +127,12 @@ class Diagnosis:
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
         """The ranks that really delay an operation.
 
-        These are, for the ranks that have not called the collective (according to the contract check), else for the suspects:
-        the rank at the end of the chain of waits, if the rank waits itself.
+        These are, for the ranks that have not called the collective, else for the suspects: the rank at the end of the chain of
+        waits, if the rank waits itself.
         """
-        absent = self._absent(operation.sequence) if operation.peer == NO_PEER else []
-        return tuple(dict.fromkeys(r for s in (absent or suspects) for r in self._follow(s)))
+        until = Deadline.after(_LATE_SECONDS)
+        absent = self._absent(operation.sequence, self._rank, until) if operation.peer == NO_PEER else []
+        return tuple(dict.fromkeys(r for s in (absent or suspects) for r in self._follow(s, until)))
 
     def _mismatch(self, about: int) -> tuple[str, int | None]:
         mismatch = self.contract.mismatch() if self.contract is not None else None
@@ -174,22 +178,38 @@ class Diagnosis:
     def _last_words(self, rank: int) -> str:
         return self._session.last_words(self._ranks[rank])
 
-    def _absent(self, sequence: int) -> list[int]:
-        """The other ranks that have not called the collective `sequence`."""
-        found = self.contract.absent(sequence) if self.contract is not None else []
-        return [r for r in found if r != self._rank]
+    def _absent(self, sequence: int, of: int, until: Deadline) -> list[int]:
+        """The other ranks that have not called the collective `sequence`: of this host, and of _ASKED ranks of others, of which
+        those of the host of rank `of` come first.
+        """
+        infos, near = self._session.infos, self._session.infos[self._ranks[of]].host
+        here = self.contract.absent(sequence) if self.contract is not None else []
+        elsewhere = [r for r, world in enumerate(self._ranks) if world not in self._session.neighbours]
+        elsewhere.sort(key=lambda r: infos[self._ranks[r]].host != near)
+        asked = [r for r in elsewhere[:_ASKED] if not self._came(r, sequence, until)]
+        return sorted(r for r in (*here, *asked) if r != self._rank)
 
-    def _follow(self, suspect: int) -> list[int]:
+    def _came(self, rank: int, sequence: int, until: Deadline) -> bool:
+        """Whether a rank of another host has called a collective; yes if there is no time left to ask it."""
+        if until.expired():
+            return True
+        found = self._session.recorders.newest(self._ranks[rank], until, _LATE_RECORDS)
+        called = [r for r in found.records if r.communicator == self._ident] if found is not None else []
+        # The record of a message has the number of the next collective.
+        return bool(called) and called[-1].sequence + (called[-1].peer == NO_PEER) > sequence
+
+    def _follow(self, suspect: int, until: Deadline) -> list[int]:
         """Follow a chain of ranks that wait for each other to its end; the suspect itself if the chain is a cycle."""
         seen, rank = {self._rank}, suspect
         while rank not in seen:
             seen.add(rank)
-            record = self._session.journal.last_record(self._ranks[rank])
+            found = self._session.recorders.newest(self._ranks[rank], until)
+            record = found.records[-1] if found is not None and found.records else None
             if record is None or record.state != State.POSTED or record.communicator != self._ident:
                 return [rank]
             if record.peer == ANY_PEER:
                 return [rank]
             if record.peer == NO_PEER:
-                return self._absent(record.sequence) or [suspect]
+                return self._absent(record.sequence, rank, until) or [suspect]
             rank = record.peer
         return [suspect]

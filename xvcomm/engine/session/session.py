@@ -25,6 +25,7 @@ from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.presence import Presence
+from xvcomm.engine.session.recorders import Recorders
 from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.supervised import Supervised
 from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
@@ -41,7 +42,7 @@ from xvcomm.memory.segment import Segment, sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.system import forking, limits
-from xvcomm.trace.format import Life
+from xvcomm.trace.format import Excerpt, Life
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.topology import RankInfo
 
@@ -56,6 +57,7 @@ class Session:
     Attributes:
         infos: every rank's RankInfo, in rank order.
         journal: the flight recorders of this host's ranks.
+        recorders: those of all ranks.
         peer_rings: exports and imports of GPU memory for rings.
         neighbours: the ranks of this host, including this one.
     """
@@ -89,6 +91,7 @@ class Session:
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
         self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
+        self.recorders = Recorders(self.journal, self.infos, self.neighbours, self._ask)
         atexit.register(self.close)
         forking.register(self)
         self._start(mine, deadline)
@@ -131,6 +134,9 @@ class Session:
                     self._cleanup.callback(segment.close)
                     self.journal.open(segment, self.neighbours, self.rank, self.config.trace_records)
                     self._cleanup.callback(self.journal.close)
+                    for transport in self.transports:
+                        self._cleanup.callback(transport.expose, 0)
+                        transport.expose(self.journal.recorder.handle)
                     self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
                     self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
@@ -394,12 +400,13 @@ class Session:
 
     def last_words(self, rank: int) -> str:
         """The last operation of a rank as text, for error messages."""
-        if rank in self._lost:
-            return self._lost[rank]
-        if rank not in self.neighbours:
-            return "it runs on another host"
-        record = self.journal.last_record(rank)
-        return f"its last operation: {record.describe()}" if record else "it had not called any operation"
+        return self._lost[rank] if rank in self._lost else self.recorders.words(rank)
+
+    def _ask(self, rank: int, wanted: int, deadline: Deadline) -> Excerpt | None:
+        """The newest records of a rank of another host, by the transport that joins this one with it."""
+        scheme = choose(self._joined[self.rank].offers, self._joined[rank].offers).scheme
+        transport = next(t for t in self.transports if t.capabilities().scheme == scheme)
+        return transport.ask(rank, wanted, deadline)
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""
