@@ -29,7 +29,8 @@ from xvcomm.memory.ring import (
     RingLayout,
     chunk_bytes,
     header,
-    lane_parts,
+    lanes_used,
+    part_bytes,
 )
 from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.types.dtype import BY_NAME
@@ -38,6 +39,13 @@ from xvcomm.types.opcode import OpCode
 layouts = st.builds(
     RingLayout, st.integers(1, 64), st.integers(2, 16), st.integers(1, 64).map(lambda pages: pages * 4096)
 )
+
+
+def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
+    """How movers cut a message: (first byte, one past the last) for each lane that carries a part, in order."""
+    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, lanes, slot_bytes))
+    part = part_bytes(nbytes, used)
+    return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
 
 
 @given(layouts)

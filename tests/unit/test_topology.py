@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xvcomm.errors import ArgumentError
-from xvcomm.types.topology import Island, RankInfo, Topology, parse_islands
+from xvcomm.types.topology import Island, Topology, parse_islands
 
 labels = st.lists(st.sampled_from("abcde"), min_size=1, max_size=30)
 
@@ -50,12 +50,8 @@ def test_islands_hold_every_rank_once(islands: tuple[Island, ...]) -> None:
         Topology(islands, ("host",) * 3)
 
 
-def test_from_rank_infos() -> None:
-    infos = [
-        RankInfo(rank, f"id{rank // 2}", f"node{rank // 2}", 100 + rank, "host", label)
-        for rank, label in enumerate(("x", "y", "x", "y"))
-    ]
-    topology = Topology.from_infos(infos)
+def test_ranks_of_two_hosts() -> None:
+    topology = Topology.from_labels(("x", "y", "x", "y"), ("id0", "id0", "id1", "id1"))
     assert [island.ranks for island in topology.islands] == [(0, 2), (1, 3)]
     assert topology.hosts == ("id0", "id0", "id1", "id1")
 

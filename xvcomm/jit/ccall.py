@@ -57,16 +57,6 @@ def call_11(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def float_of(typingctx: Any, bits: Any) -> Any:
-    """Reinterpret the bits of an int64 as a float64."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def bits_of(typingctx: Any, value: Any) -> Any:
     """Reinterpret the bits of a float64 as an int64."""
 

@@ -170,13 +170,6 @@ def part_bytes(nbytes: int, used: int) -> int:
     return ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
 
 
-def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
-    """How a message is cut: (first byte, one past the last) for each lane that carries a part, in order."""
-    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, lanes, slot_bytes))
-    part = part_bytes(nbytes, used)
-    return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
-
-
 class Message(NamedTuple):
     """What an end says of a message in the ledger; all fields must agree. Plain integers: compiled code takes them.
 

@@ -106,11 +106,6 @@ class Topology:
         islands = tuple(Island(i, label, tuple(ranks)) for i, (label, ranks) in enumerate(members.items()))
         return cls(islands, tuple(hosts) if hosts is not None else ("host",) * len(labels))
 
-    @classmethod
-    def from_infos(cls, infos: Sequence[RankInfo]) -> Topology:
-        """The topology of ranks given in rank order."""
-        return cls.from_labels([i.island for i in infos], [i.host for i in infos])
-
 
 def check_kinds(labels: Sequence[str], kinds: Sequence[str]) -> None:
     """Raise ArgumentError if ranks with the same label have different device types.
