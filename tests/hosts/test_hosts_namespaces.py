@@ -6,9 +6,7 @@ import time
 
 def test_collectives(two_hosts):
     """All that a job does crosses between the hosts."""
-    first, second = two_hosts.run("collectives")
-    assert first == second
-    assert "/a" in first and "/b" in first
+    assert two_hosts.run("collectives") == ["2 hosts\n"] * 2
 
 
 def test_chosen_interface(two_hosts):
@@ -25,7 +23,7 @@ def test_link_cut(two_hosts):
     """A link is cut and comes back while messages are under way: nothing is lost."""
     ranks = two_hosts.start("cut")
     for rank in ranks:
-        assert rank.stdout.readline() == "begun\n", rank.stderr.read()
+        assert rank.stdout.readline() == "begun\n", rank.stdout.read()
     two_hosts.link(1, "down")
     mend = threading.Timer(1.5, two_hosts.link, (1, "up"))
     mend.start()
@@ -57,10 +55,10 @@ def test_both_links_cut(two_hosts):
     """A host that cannot be reached is lost after XVCOMM_PEER_TIMEOUT."""
     ranks = two_hosts.start("cut", env={"XVCOMM_PEER_TIMEOUT": "1.5"})
     for rank in ranks:
-        assert rank.stdout.readline() == "begun\n", rank.stderr.read()
+        assert rank.stdout.readline() == "begun\n", rank.stdout.read()
     two_hosts.link(0, "down")
     two_hosts.link(1, "down")
     began = time.monotonic()
     outputs = [rank.communicate(timeout=60) for rank in ranks]
     assert time.monotonic() - began < 40
-    assert all("PeerLost" in error for _, error in outputs), outputs
+    assert all("PeerLost" in text for text, _ in outputs), outputs

@@ -23,15 +23,6 @@ SMALL = (
 )
 
 
-def start(two_hosts, sides, *arguments, env=None):
-    """A rank on each of these hosts, by variables alone."""
-    job = {"XVCOMM_SIZE": str(len(sides)), "XVCOMM_STORE": "tcp://a:29711", **(env or {})}
-    return [
-        two_hosts.begin(side, sys.executable, RANKS, *arguments, env={**job, "XVCOMM_RANK": str(rank)})
-        for rank, side in enumerate(sides)
-    ]
-
-
 def read(folder):
     """The lines of a log of examples/train.py: its header and steps."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -144,7 +135,7 @@ def test_xvcomm_run(two_hosts, tmp_path):
 
 def test_rank_0_is_killed(two_hosts):
     """Ranks without a wire to rank 0 hear of its death from the store, which dies with it."""
-    first, *others = start(two_hosts, (0, 1, 1), "outlive")
+    first, *others = two_hosts.start("outlive", sides=(0, 1, 1))
     text, _ = first.communicate(timeout=60)
     assert first.returncode == -signal.SIGKILL and text.startswith("ready"), text
     killed = float(text.split()[1])

@@ -1,0 +1,137 @@
+"""Two hosts on this machine: network namespaces with links between them, each with a name and shared memory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from xvcomm.errors import ResourceError
+
+NAMES = "ab"
+_ENTER = 'mount --bind "$1" /etc/hosts && mount --bind "$2" /dev/shm && hostname "$3" && shift 3 && exec "$@"'
+_LAUNCHERS = ("XVCOMM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "JAX_", "TORCHELASTIC_")
+"""Beginnings of the names of their variables."""
+_GRACE_SECONDS = 5.0
+
+
+class Hosts:
+    """Two hosts, 0 and 1, whose names are `a` and `b`, joined by pairs of virtual interfaces (veth).
+
+    Link N joins 10.77.N.1 on host 0 and 10.77.N.2 on host 1. What runs on one host shares memory, and nothing else does.
+
+    Args:
+        links: between the hosts.
+        rate: what each link carries each way, in the spelling of tc: `1gbit`; as much as the machine can if left out.
+
+    Raises:
+        ResourceError: this user may make no network namespaces, or a tool is missing.
+    """
+
+    def __init__(self, links: int = 2, rate: str | None = None) -> None:
+        self._tag = secrets.token_hex(3)
+        self._namespaces = [f"xv{self._tag}{name}" for name in NAMES]
+        self._folder = Path("/dev/shm", self._tag)
+        self._begun: list[subprocess.Popen[str]] = []
+        try:
+            for name in NAMES:
+                (self._folder / name).mkdir(parents=True)
+            (self._folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
+            for namespace in self._namespaces:
+                _call("ip", "netns", "add", namespace)
+                _call("ip", "-n", namespace, "link", "set", "lo", "up")
+            for link in range(links):
+                self._join(link, rate)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError | subprocess.CalledProcessError):
+                why = getattr(error, "stderr", "") or error
+                raise ResourceError(
+                    f"cannot make network namespaces with links between them: {str(why).strip()}; that needs Linux, root "
+                    "and iproute2 (ip, tc)"
+                ) from error
+            raise
+
+    def _join(self, link: int, rate: str | None) -> None:
+        ends = [self._interface(side, link) for side in range(2)]
+        near, far = ((end, "netns", namespace) for end, namespace in zip(ends, self._namespaces, strict=True))
+        _call("ip", "link", "add", *near, "type", "veth", "peer", "name", *far)
+        for side, (end, namespace) in enumerate(zip(ends, self._namespaces, strict=True)):
+            _call("ip", "-n", namespace, "addr", "add", f"10.77.{link}.{side + 1}/24", "dev", end)
+            if rate is not None:
+                shape = ("tbf", "rate", rate, "burst", "128kb", "latency", "20ms")
+                _call("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *shape)
+            _call("ip", "-n", namespace, "link", "set", end, "up")
+
+    def _interface(self, side: int, link: int) -> str:
+        return f"v{self._tag}{NAMES[side]}{link}"
+
+    def link(self, link: int, state: str) -> None:
+        """Cut a link, or bring it back: `down` or `up`."""
+        _call("ip", "-n", self._namespaces[0], "link", "set", self._interface(0, link), state)
+
+    def sent(self, side: int, link: int) -> int:
+        """Bytes that a host has sent over a link so far, all headers included."""
+        text = _call("ip", "-n", self._namespaces[side], "-s", "-j", "link", "show", self._interface(side, link))
+        return int(json.loads(text)[0]["stats64"]["tx"]["bytes"])
+
+    def inside(self, side: int, *command: object) -> list[str]:
+        """The command line that runs a command on a host."""
+        places = (self._folder / "hosts", self._folder / NAMES[side], NAMES[side])
+        enter = ("unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", *places)
+        return ["ip", "netns", "exec", self._namespaces[side], *map(str, (*enter, *command))]
+
+    def begin(
+        self, side: int, *command: object, env: Mapping[str, str] = MappingProxyType({}), stdout: Any = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host, for ranks on host memory.
+
+        Args:
+            side: the host.
+            command: program and arguments.
+            env: further variables. It gets this process's but those of launchers, and a secret of these hosts.
+            stdout: as `subprocess.Popen` takes it; standard error goes there too.
+        """
+        base = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) or k == "XVCOMM_KERNEL_CACHE"}
+        job = {"XVCOMM_DEVICE": "host", "XVCOMM_TIMEOUT": "60", "XVCOMM_SECRET": self._tag, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            self.inside(side, *command), env={**base, **job, **env}, stdin=subprocess.DEVNULL, stdout=stdout,
+            stderr=subprocess.STDOUT, text=True, process_group=0,
+        )  # fmt: skip
+        self._begun.append(process)
+        return process
+
+    def close(self) -> list[str]:
+        """End what still runs on the hosts and remove them; what jobs have left in their shared memory. Idempotent."""
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            running = [process for process in self._begun if process.poll() is None]
+            for process in running:
+                os.killpg(process.pid, end)
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_GRACE_SECONDS if end == signal.SIGTERM else None)
+        left = [file.name for file in self._folder.glob("*/xvcomm-*")]
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for namespace in self._namespaces:
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
+                _call("ip", "netns", "del", namespace)
+        return left
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _call(*words: str) -> str:
+    """Output of a program that must succeed, which signals of the terminal do not reach."""
+    return subprocess.run(words, check=True, capture_output=True, text=True, process_group=0).stdout
