@@ -19,7 +19,8 @@ from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
-    from xvcomm.wire.network import Network, Route
+    from xvcomm.wire.network import Network
+    from xvcomm.wire.route import Route
 
 __all__ = ["TcpTransport"]
 

@@ -13,7 +13,7 @@ import psutil
 
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError, ResourceError
-from xvcomm.wire.network import Route
+from xvcomm.wire.route import Route
 
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"

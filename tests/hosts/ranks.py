@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -64,6 +65,16 @@ def die(comm):
     except xvcomm.PeerLost as error:
         assert time.monotonic() - began < 5, time.monotonic() - began
         print(error)
+
+
+def busy(comm):
+    """Rank 1 holds the interpreter for longer than XVCOMM_PEER_TIMEOUT when rank 0 wants to connect for the first time."""
+    x = np.zeros(10)
+    if comm.rank == 0:
+        comm.recv(x, 1)
+    else:
+        ctypes.PyDLL(None).sleep(4)
+        comm.send(x + 1, 0)
 
 
 def outlive(comm):

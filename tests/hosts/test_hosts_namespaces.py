@@ -39,6 +39,11 @@ def test_death(two_hosts):
     assert "rank 1 on b was lost" in first
 
 
+def test_busy_at_the_first_connection(two_hosts):
+    """A process that answers late is not lost, as long as its host answers."""
+    two_hosts.run("busy", env={"XVCOMM_PEER_TIMEOUT": "0.5"})
+
+
 def test_mismatch(two_hosts):
     """Both ends raise, with both descriptions."""
     for text in two_hosts.run("differ"):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
@@ -32,6 +32,7 @@ from xvcomm.wire import handshake
 from xvcomm.wire.carrier import Carrier, WireEnd
 from xvcomm.wire.questions import Questions
 from xvcomm.wire.records import DOWN, MAX_RAILS
+from xvcomm.wire.route import Route
 
 _CONNECT_SECONDS, _RETRY_SECONDS, _LOOK_SECONDS = 2.0, 0.5, 0.2
 _STALL_SECONDS = 0.6
@@ -43,14 +44,6 @@ _EARLY_BYTES = 1 << 30
 """Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled."""
 _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
-
-
-class Route(NamedTuple):
-    """A way to another process: from an address of this host to an address and port of the other."""
-
-    local: str
-    remote: str
-    port: int
 
 
 @dataclass(eq=False)
@@ -355,6 +348,8 @@ class Network:
             connection.bind((route.local, 0))
             async with asyncio.timeout(_CONNECT_SECONDS):
                 await self._loop.sock_connect(connection, (route.remote, route.port))
+            peer.seen = time.monotonic()  # its host answers, however long its process is busy
+            async with asyncio.timeout(handshake.SECONDS):
                 await handshake.connect(connection, self._key, self._rank, peer.rank)
             if _ends(connection) not in {rail.ends for rail in peer.rails.values()}:
                 self._use(peer, connection)
