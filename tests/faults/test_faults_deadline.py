@@ -310,12 +310,13 @@ def test_a_rank_that_stops_inside_a_split():
     assert "rank 0 on" in str(error) and "its last operation" in str(error) and "was not set" not in str(error), error
 
 
-def subgroup_without_store(comm):
-    """Rank 0, which serves the store, stops; the others create a subgroup."""
+def subgroup_without_store(comm, first):
+    """Rank 0, of pid `first`, serves the store and stops; then the others create a subgroup."""
     comm.barrier()
     if comm.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
+    wait_until_stopped(first)
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded) as raised:
         comm.subgroup([1, 2], "without store", timeout=1.0)
@@ -328,7 +329,7 @@ def test_a_subgroup_where_the_store_is_stopped():
         store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     with World(3, env={"XVCOMM_STORE": store}, timeout=30) as world:
         for rank in range(3):
-            world.submit(rank, subgroup_without_store)
+            world.submit(rank, subgroup_without_store, world.pids()[0])
         outcomes = world.collect(1, 2)
         world.kill(0, signal.SIGCONT)
         world.collect(0)

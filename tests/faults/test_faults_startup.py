@@ -337,13 +337,16 @@ def leave_while_rank_0_dies(comm, env, pid):
             time.sleep(0.01)
 
 
+def states(pid):
+    """The states of a process's threads, as /proc names them."""
+    while True:
+        with contextlib.suppress(OSError):  # one has ended meanwhile
+            return [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+
+
 def running(pid):
     """Whether a process has a live thread, which keeps its locks."""
-    try:
-        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except OSError:  # one has ended meanwhile
-        return True
-    return any(state not in "ZX" for state in states)
+    return any(state not in "ZX" for state in states(pid))
 
 
 def test_killed_while_joining_the_native_library():
@@ -355,14 +358,15 @@ def test_killed_while_joining_the_native_library():
     assert isinstance(outcomes[0], EOFError) and outcomes[1:] == [None, None]
 
 
-def open_what_is_swept(comm, what):
-    """Rank 0 dies after it has published names, whose files are gone when the other rank opens them."""
+def open_what_is_swept(comm, what, first):
+    """Rank 0, of pid `first`, has published names, and dies when the other rank opens them: their files go first."""
     if comm.rank == 0:
-        Segment.named = kill_at_the_end
+        Segment.named = stop_at_the_end
     else:
         attach = Segment.attach
 
         def attach_late(folder, name, *size):
+            os.kill(first, signal.SIGKILL)
             until = time.monotonic() + 30
             while time.monotonic() < until and os.path.exists(f"{folder}/{name}"):
                 time.sleep(0.0001)
@@ -374,20 +378,22 @@ def open_what_is_swept(comm, what):
     elif comm.rank == 0:
         comm.send(np.ones(1), 1)
     else:
-        time.sleep(0.2)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and set(states(first)) != {"T"}:
+            time.sleep(0.01)
         comm.recv(np.ones(1), 0)
 
 
 @contextlib.contextmanager
-def kill_at_the_end(self):
+def stop_at_the_end(self):
     yield
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("what", ["native library", "ring"])
 def test_killed_after_publishing_names_in_the_store(what):
     with World(2) as world:
-        _, error = world.outcomes(open_what_is_swept, what)
+        _, error = world.outcomes(open_what_is_swept, what, world.pids()[0])
     assert isinstance(error, PeerLost) and error.peer == 0 and "rank 0 on" in str(error), error
 
 
