@@ -100,7 +100,6 @@ os.setresuid({user}, {user}, {user})
 read = 1 << 2
 assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(read, read, 0, 0, 0, 0)) == 0
 {before}
-from xvcomm.comm import communicator, init
 from xvcomm.trace import contract
 from xvcomm.jit.cache import kernel_cache
 print("kept", kernel_cache(None))
