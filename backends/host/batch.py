@@ -79,7 +79,17 @@ class Batch:
         if rest is None:
             state = join(end, self._process_memory)
             rest = _REST.pack(
-                end.turn, *end.geometry, itemsize, combine, remote_first, end.peer, state, end.carrier, lane, *gates
+                end.turn,
+                *end.geometry,
+                itemsize,
+                combine,
+                remote_first,
+                end.peer,
+                state,
+                end.carrier,
+                end.direct,
+                lane,
+                *gates,
             )
             if plain:
                 self._rests[end] = rest

@@ -95,7 +95,7 @@ class HostMessageMover(MessageMover):
         row = self._record.row
         row.kind, row.message.op, row.phase, row.itemsize = Kind.PUT if end.producer else Kind.GET, OpCode.SEND, DONE, 1
         row.ring, row.turn, row.geometry, row.peer = end.address, end.turn, end.geometry, end.peer
-        row.state, row.carrier = join(end, process_memory), end.carrier
+        row.state, row.carrier, row.direct = join(end, process_memory), end.carrier, end.direct
         self._address = ctypes.addressof(self._record)
 
     @property

@@ -39,6 +39,7 @@ from xvcomm.memory.ring import (
     CARRIER,
     CONSUMED,
     COUNTERS,
+    DIRECT,
     LEDGER,
     LEDGER_ENTRY,
     LINE,
@@ -67,6 +68,7 @@ class Kind(enum.IntEnum):
 
 
 MAX_STREAMS = 4
+_LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 
 ROW = np.dtype([
@@ -84,15 +86,16 @@ ROW = np.dtype([
     ("peer", "i8"),  # rank at the other end
     ("state", "i8"),  # address of a `rendezvous.STATE`; 0: messages are never copied directly
     ("carrier", "i8"),  # as in `RingEnd`
+    ("direct", "i8"),
     ("lane", "i8"),  # index of the stream in its batch
     ("gates", "i8", MAX_STREAMS),  # per stream of the batch: number of first rows of which those on it must be complete before
     ("starts", "i8", MAX_LANES),  # each lane's counter at the beginning
 ])  # fmt: skip
 
-NEW, POSTED, MOVING, STRAIGHT, DONE = 0, 1, 2, 3, 4
-_row_at, _entry_at, _carrier_at = compiled_at(ROW), compiled_at(LEDGER_ENTRY), compiled_at(CARRIER)
+NEW, POSTED, MOVING, STRAIGHT, CARRIED, DONE = 0, 1, 2, 3, 4, 5
+_row_at, _entry_at, _carrier_at, _direct_at = map(compiled_at, (ROW, LEDGER_ENTRY, CARRIER, DIRECT))
 # Plain integers: numba treats an enum's members as constants only if they are globals.
-_PUT, _GET, _MISMATCH_REASON = int(Kind.PUT), int(Kind.GET), int(Reason.MISMATCH)
+_PUT, _GET, _GET_REDUCE, _MISMATCH_REASON = int(Kind.PUT), int(Kind.GET), int(Kind.GET_REDUCE), int(Reason.MISMATCH)
 _NOT_YET = rendezvous.NOT_YET
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
 _part_bytes = register_jitable(part_bytes)
@@ -130,11 +133,13 @@ def _compare(row: Any, producer: bool) -> int:
 
 @register_jitable
 def _offer(row: Any, producer: bool) -> int:
-    """Offer of this end's array in its description; see `rendezvous`."""
-    nbytes = row.message.nbytes
+    """Offer of this end's array in its description: to the other end, see `rendezvous`, or to the carrier."""
+    nbytes, ring = row.message.nbytes, row.geometry
+    capacity = ring.lanes * ring.slots * ring.slot_bytes
+    if row.carrier != 0:
+        # A sender waits until its array was read. If the message fits the ring, it goes on without its receiver instead.
+        return row.data if nbytes >= (capacity if producer else _LEAST_CARRIED) and row.kind != _GET_REDUCE else 0
     if producer:
-        ring = row.geometry
-        capacity = ring.lanes * ring.slots * ring.slot_bytes
         return propose(row.state, row.data, nbytes, _entry(row, False), row.sequence, capacity)
     return rendezvous.offer(row.state, row.data, nbytes) if row.kind == _GET else 0
 
@@ -153,11 +158,14 @@ def _begin(row: Any, producer: bool) -> int:
             return _NOTHING
         _post(row, producer, offer)
         row.phase = POSTED
-    found = _compare(row, producer)
     offered = _entry(row, producer).offer != 0
+    if offered and producer and row.carrier != 0:
+        row.phase = CARRIED
+        return _PROGRESS
+    found = _compare(row, producer)
     if found == _MISMATCH or (found == _NOTHING and (offered or not producer)):
         return found
-    if offered and not producer:
+    if row.state != 0 and offered and not producer:
         rendezvous.begin_clock(row.state)
     if offered and _entry(row, not producer).offer != 0:
         row.phase = STRAIGHT
@@ -166,6 +174,15 @@ def _begin(row: Any, producer: bool) -> int:
         row.starts[lane] = load(base + COUNTERS + (2 * lane + (0 if producer else 1)) * LINE)
     row.phase = MOVING
     return _PROGRESS
+
+
+@register_jitable
+def _carried(row: Any, lane: int, count: int) -> bool:
+    """Whether the carrier has received a slot of this message into the array."""
+    if row.direct == 0:
+        return False
+    direct = _direct_at(row.direct)
+    return load_acquire(address_of(direct, "message")) == row.sequence + 1 and count >= direct.first[lane]
 
 
 @register_jitable
@@ -190,7 +207,9 @@ def _move_lane(row: Any, lane: int, low: int, high: int, chunk: int) -> int:
     if producer:
         hand_over(slot, data, nbytes)
     elif row.kind == _GET:
-        if row.message.nbytes >= STREAM_BYTES:
+        if _carried(row, lane, count):
+            pass
+        elif row.message.nbytes >= STREAM_BYTES:
             stream_bytes(data, slot, nbytes)
         else:
             hand_over(data, slot, nbytes)
@@ -242,7 +261,12 @@ def _advance(row: Any) -> int:
         if begun != _PROGRESS:
             return begun
     aborted = load_acquire(abort) != 0
-    result = _move_straight(row, producer) if row.phase == STRAIGHT else _move_lanes(row)
+    if row.phase == CARRIED:
+        result = _COMPLETE if load_acquire(row.ring + CONSUMED) > row.sequence else _NOTHING
+    elif row.phase == STRAIGHT:
+        result = _move_straight(row, producer)
+    else:
+        result = _move_lanes(row)
     if result == _COMPLETE:
         if producer:
             rendezvous.learn(row.state, row.message.nbytes, _entry(row, False), row.sequence)

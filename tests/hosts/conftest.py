@@ -36,10 +36,10 @@ class TwoHosts(Hosts):
 
 
 @pytest.fixture
-def two_hosts():
-    """Two hosts; skipped where this user may make no network namespaces."""
+def two_hosts(request):
+    """Two hosts, with links of the rate that a parameter gives; skipped where this user may make no network namespaces."""
     try:
-        hosts = TwoHosts()
+        hosts = TwoHosts(rate=getattr(request, "param", None))
     except ResourceError as error:
         pytest.skip(str(error))
     left = []

@@ -108,6 +108,23 @@ def differ(comm):
         print(error)
 
 
+def give_up(comm):
+    """The receiver's deadline passes in the middle of a message between arrays: neither array is touched afterwards."""
+    x = np.ones(6 << 20, np.int64)
+    comm.all_reduce(np.zeros(10))
+    began = time.monotonic()
+    try:
+        if comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0, timeout=0.5)
+    except xvcomm.DeadlineExceeded as error:
+        x[:] = 7  # had anybody an interest in it, the other side would get sevens, or this one ones
+        time.sleep(1)
+        assert (x == 7).all()
+        print(time.monotonic() - began < 10, error)
+
+
 def idle(comm):
     """CPU seconds of a rank that does nothing for five seconds."""
     comm.all_reduce(np.zeros(10))

@@ -1,5 +1,8 @@
 """The suites of collectives and messages, with each rank on a host of its own by label."""
 
+import time
+
+import numpy as np
 import pytest
 
 from xvcomm.testing import World, channels, collectives, pointtopoint, refusals
@@ -67,7 +70,27 @@ def test_messages(world, check):
     world.run(check)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 1_000_003])
+def send_early(comm):
+    """A large message of which a part has arrived before the receiver offers its array; and one that waits for its sender."""
+    x = np.arange(2_500_000) + comm.rank
+    comm.barrier()
+    for late in (0, 1):
+        if comm.rank == 0:
+            time.sleep(0.1 * (1 - late))
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            got = np.zeros_like(x)
+            time.sleep(0.1 * late)
+            comm.recv(got, 0)
+            assert (got == np.arange(2_500_000)).all()
+    comm.barrier()
+
+
+def test_early_senders(world):
+    world.run(send_early)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 1_000_003, 2_000_003])
 def test_sizes_of_messages(world, count):
     world.run(pointtopoint.check_blocking, "float32", count)
     world.run(pointtopoint.check_exchange, "float32", count)

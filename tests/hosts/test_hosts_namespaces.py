@@ -3,6 +3,8 @@
 import threading
 import time
 
+import pytest
+
 
 def test_collectives(two_hosts):
     """All that a job does crosses between the hosts."""
@@ -48,6 +50,13 @@ def test_mismatch(two_hosts):
     """Both ends raise, with both descriptions."""
     for text in two_hosts.run("differ"):
         assert "rank 0 on a sent 4 x float32, tag 7; rank 1 on b expected 8 x int16, tag 7" in text
+
+
+@pytest.mark.parametrize("two_hosts", ["100mbit"], indirect=True)
+def test_deadline_in_a_large_message(two_hosts):
+    """A message that is given up lets go of both arrays at once."""
+    for text in two_hosts.run("give_up"):
+        assert text.startswith("True"), text
 
 
 def test_idle(two_hosts):

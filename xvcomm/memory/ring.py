@@ -201,7 +201,7 @@ MESSAGE = np.dtype([(name, "i8") for name in Message._fields])
 LEDGER_ENTRY = np.dtype([
     ("number", "i8"),  # of the message, from 1 on; written last
     ("message", MESSAGE),
-    ("offer", "i8"),  # address of the end's array, if the other may touch it; else 0
+    ("offer", "i8"),  # address of the end's array, if the other end or the carrier may touch it; else 0
     ("took", "i8"),  # nanoseconds of the consumer's newest message for which it offered its array
 ])  # fmt: skip
 """What an end writes of a message into the ledger: ENTRY bytes."""
@@ -218,6 +218,12 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What movers call of the process's carrier, see `wire.progress`: its record begins with this, and is the first argument."""
 
+DIRECT = np.dtype([
+    ("message", "i8"),  # number of the message, from 1 on; written last
+    ("first", "i8", MAX_LANES),  # the lane's first slot that goes into the array; earlier ones go into the ring
+])  # fmt: skip
+"""What the carrier says of the newest message that it receives into the consumer's array."""
+
 
 class RingEnd:
     """One end of a ring in this process.
@@ -232,6 +238,7 @@ class RingEnd:
         replays: address of the word of `replayed`, for compiled code.
         kept: what the movers of this process's device keep with the end.
         carrier: address of the `CARRIER` record of a ring between hosts; 0 where both ends map the same memory.
+        direct: address of the `DIRECT` record of a consumer's end between hosts; else 0.
         begun: called when a message was enqueued whose mover does not carry frames.
         gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
         closing: called before the memory is unmapped, by whoever pinned it.
@@ -256,6 +263,7 @@ class RingEnd:
         self.turn = segment.address + TURNS + (0 if producer else LINE)
         self.kept: Any = None
         self.carrier = 0
+        self.direct = 0
         self.begun: Callable[[], None] | None = None
         self.gave_up: Callable[[], None] | None = None
         self._leaving = threading.RLock()  # a signal handler may close in the middle of anything

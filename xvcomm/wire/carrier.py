@@ -15,7 +15,7 @@ from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
 from xvcomm.wire import records
 from xvcomm.wire.frames import FRAME
-from xvcomm.wire.progress import detach, lose, progress_address, put, run, take, wake_address
+from xvcomm.wire.progress import detach, lose, progress_address, put, run, take, wake_address, withdraw
 from xvcomm.wire.records import KNOWN, SINK_BYTES, UP, Link, Rail, Wire
 from xvcomm.wire.sockets import POLLED
 
@@ -35,12 +35,15 @@ class WireEnd:
         self.index = index
         self._end = end  # which owns the counter that compiled code reads
         self._owners = np.zeros(ring.lanes * ring.slots, np.int64)
+        self._sources = np.zeros(ring.lanes * ring.slots, np.int64)
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
         self.record = Wire(
             link=link, name=name, there=there, producer=end.producer, ring=end.address, geometry=end.geometry,
             counter=end.counter, turn=end.turn, replays=end.replays, open=2 if there < 0 else 1, owners=self._owners.ctypes.data,
-            frames=self._frames.ctypes.data, entries=-1,
+            sources=self._sources.ctypes.data, frames=self._frames.ctypes.data, entries=-1,
         )  # fmt: skip
+        if not end.producer:
+            end.direct = ctypes.addressof(self.record) + Wire.direct.offset
 
     def settled(self) -> bool:
         """Whether the other side knows why the ring has stopped, and has everything that was sent before."""
@@ -172,6 +175,10 @@ class Carrier:
             self._put(of_link, "wire_count", count + 1)
         self.wake()
         return wire
+
+    def withdraw(self, wire: WireEnd) -> None:
+        """Touch the array no more of a message that was given up."""
+        withdraw(self.address, wire.index)
 
     def detach(self, wire: WireEnd) -> bool:
         """Stop to mirror a ring; False while a rail still sends from its memory."""

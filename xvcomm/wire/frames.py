@@ -5,7 +5,7 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | kind | number | payload |
 | --- | --- | --- |
 | OPEN | name of the wire; `slot` is the sender's index of it | lanes, slots, slot bytes of the ring; whether it is the producer |
-| SLOT | number of the slot in its lane | the slot, as long as it is filled; the header has its message's description |
+| SLOT | where its bytes are in the message | the slot, as long as it is filled; the header has its message's description |
 | ENTRY | none | none: the description of a message without slots |
 | CREDIT | messages consumed | slots consumed, of each lane |
 | STOP | abort word; `entry.number` messages were sent before | slots produced, of each lane; or none |
@@ -45,7 +45,7 @@ FRAME = np.dtype([
     ("kind", "i8"),
     ("wire", "i8"),  # the receiver's index of the wire; of OPEN 1 if the sender wants the receiver's index
     ("lane", "i8"),
-    ("slot", "i8"),
+    ("slot", "i8"),  # number of the slot in its lane
     ("number", "i8"),
     ("length", "i8"),  # bytes of the payload
     ("entry", [("number", "i8"), ("message", MESSAGE)]),  # as in the ring's ledger

@@ -19,6 +19,7 @@ from xvcomm.jit.atomics import (
 )
 from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER
+from xvcomm.trace.contract import agree
 from xvcomm.trace.recorder import oldest, written
 from xvcomm.wire.frames import CONTROL_BYTES, HEADER, OPEN_WORDS, Kind
 from xvcomm.wire.outgoing import entry_of, head_of, tail_of
@@ -72,8 +73,11 @@ def _note_entry(wire: Any, frame: Any) -> bool:
     consumed = load_acquire(wire.ring + CONSUMED)
     if number <= consumed:
         return True  # a repeated frame
-    if number > consumed + LEDGER or frame.entry.message.nbytes < 0:
+    nbytes, ring = frame.entry.message.nbytes, wire.geometry
+    if number > consumed + LEDGER or nbytes < 0:
         return False
+    if nbytes >= ring.lanes * ring.slots * ring.slot_bytes:
+        wire.waits = max(wire.waits, number)
     entry = entry_of(wire, number - 1, True)
     if entry.number != number:
         entry.message = frame.entry.message
@@ -98,6 +102,22 @@ def _publish_stop(wire: Any) -> None:
 
 
 @register_jitable
+def _target(wire: Any, frame: Any, place: int) -> int:
+    """Where the bytes of a slot go: into the consumer's array, once it has offered it; else into the ring."""
+    lane, number, direct = frame.lane, frame.entry.number, wire.direct
+    ours = entry_of(wire, number - 1, False)
+    offered = load_acquire(address_of(ours, "number")) == number and ours.offer != 0
+    if offered and direct.message != number and agree(ours.message, frame.entry.message):
+        for i in range(wire.geometry.lanes):
+            direct.first[i] = wire.begun[i]
+        store_release(address_of(direct, "message"), number)
+    wire.begun[lane] = max(wire.begun[lane], frame.slot + 1)
+    if direct.message == number and frame.slot >= direct.first[lane]:
+        return ours.offer + frame.number
+    return wire.ring + wire.geometry.data + place * wire.geometry.slot_bytes
+
+
+@register_jitable
 def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any) -> bool:
     """Find the place of a slot that begins to arrive; False if it breaks the protocol."""
     ring, lane, number = wire.geometry, frame.lane, frame.slot
@@ -112,6 +132,8 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         return True
     if number - load_acquire(tail_of(wire, lane)) >= ring.slots:
         return False
+    if frame.number < 0 or frame.number + frame.length > frame.entry.message.nbytes:
+        return False
     place = lane * ring.slots + number % ring.slots
     owner = load(wire.owners + 8 * place)
     if owner == ARRIVED:
@@ -120,7 +142,7 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         # A slower rail still receives the same slot: its bytes go nowhere from now on.
         rail_at(load(carrier.rails + 8 * (owner - 1))).slot_data = 0
     store(wire.owners + 8 * place, 1 + rail_index)
-    rail.slot_data = wire.ring + ring.data + place * ring.slot_bytes
+    rail.slot_data = _target(wire, frame, place)
     return True
 
 

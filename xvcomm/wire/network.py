@@ -147,6 +147,7 @@ class Network:
             segment.close()
             raise
         end.carrier, end.begun = self.carrier.address, self.carrier.look
+        end.gave_up = partial(self.carrier.withdraw, wire)
         end.dispose = partial(self._linger, wire, found)
         return end
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from numba.extending import register_jitable
 
-from xvcomm.jit.atomics import load, load_acquire, store
+from xvcomm.jit.atomics import load, load_acquire, store, store_release
 from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.memory.ring import (
     ABORT,
@@ -123,7 +123,7 @@ def _credit_due(wire: Any, idle: bool) -> bool:
     """Whether the producer should hear what was consumed: when it is much, or when there is nothing else to do."""
     ring = wire.geometry
     new = load_acquire(wire.ring + CONSUMED) - wire.credited
-    if new >= LEDGER // 4 or (idle and new > 0):
+    if new >= LEDGER // 4 or (idle and new > 0) or wire.credited < wire.waits <= wire.credited + new:
         return True
     for lane in range(ring.lanes):
         new = load_acquire(tail_of(wire, lane)) - wire.sent[lane]
@@ -146,7 +146,7 @@ def _send_slot(rail: Any, rail_index: int, wire: Any, lane: int, number: int) ->
     ring = wire.geometry
     place = lane * ring.slots + number % ring.slots
     store(wire.owners + 8 * place, 1 + rail_index)
-    _offer(rail, wire.frames + place * HEADER, wire.ring + ring.data + place * ring.slot_bytes)
+    _offer(rail, wire.frames + place * HEADER, load(wire.sources + 8 * place))
 
 
 @register_jitable
@@ -188,6 +188,17 @@ def _begun(wire: Any) -> bool:
 
 
 @register_jitable
+def _filled(wire: Any, array: int, lane: int, number: int) -> bool:
+    """Whether a slot can be sent: its data is there. That of a message which goes from its array needs only a place."""
+    if array == 0:
+        return load_acquire(head_of(wire, lane)) > number
+    if number - load_acquire(tail_of(wire, lane)) >= wire.geometry.slots:
+        return False
+    store_release(head_of(wire, lane), number + 1)
+    return True
+
+
+@register_jitable
 def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
     """Send the next slot that the producer has filled; False if there is none."""
     if wire.again != 0 and _send_again(rail, rail_index, wire):
@@ -207,9 +218,12 @@ def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
             if offset >= high:
                 continue
             complete = False
-            if load_acquire(head_of(wire, lane)) > number:
-                frame = frame_at(wire.frames, lane * ring.slots + number % ring.slots)
-                frame.kind, frame.wire, frame.lane, frame.slot, frame.number = _SLOT, wire.there, lane, number, number
+            if _filled(wire, entry.offer, lane, number):
+                place = lane * ring.slots + number % ring.slots
+                data = entry.offer + offset if entry.offer != 0 else wire.ring + ring.data + place * ring.slot_bytes
+                store(wire.sources + 8 * place, data)
+                frame = frame_at(wire.frames, place)
+                frame.kind, frame.wire, frame.lane, frame.slot, frame.number = _SLOT, wire.there, lane, number, offset
                 frame.length = min(chunk, high - offset)
                 frame.entry.number, frame.entry.message = entry.number, entry.message
                 wire.sent[lane] = number + 1

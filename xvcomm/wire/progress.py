@@ -25,7 +25,7 @@ from xvcomm.jit.compile import compiling, kernel, native
 from xvcomm.jit.record import address_of
 from xvcomm.wire.frames import HEADER
 from xvcomm.wire.incoming import receive_frames
-from xvcomm.wire.outgoing import finished, send_frames
+from xvcomm.wire.outgoing import entry_of, finished, send_frames
 from xvcomm.wire.records import (
     AGAIN,
     DOWN,
@@ -270,6 +270,33 @@ def _drop(address: int, index: int) -> int:
     return 0
 
 
+def _withdraw(address: int, index: int) -> int:
+    """Let go of the array of the message that an end has given up; its ring will be stopped."""
+    carrier = carrier_at(address)
+    _lock(carrier)
+    wire = wire_at(load(carrier.wires + 8 * index))
+    if wire.ring != 0:
+        ring, producer = wire.geometry, wire.producer != 0
+        entry_of(wire, finished(wire), producer).offer = 0
+        store_release(address_of(wire.direct, "message"), 0)
+        places = ring.lanes * ring.slots
+        for i in range(carrier.rail_count):
+            rail = rail_at(load(carrier.rails + 8 * i))
+            if rail.state == UP and rail.slot_left > 0 and rail.slot_wire == index:
+                rail.slot_data = 0
+            from_ring = wire.ring <= rail.out_data < wire.ring + ring.data + places * ring.slot_bytes
+            if rail.state == UP and wire.frames <= rail.out < wire.frames + places * HEADER and not from_ring:
+                if rail.out_at == 0:
+                    rail.out = 0
+                else:  # the other side must not take other bytes for the message's
+                    _lose(carrier, rail, i, 0)
+        for place in range(places):
+            if producer and load(wire.owners + 8 * place) == AGAIN:
+                store(wire.owners + 8 * place, NOBODY)
+    _unlock(carrier)
+    return 0
+
+
 def _detach(address: int, index: int) -> int:
     """Take a wire out of use; 1 while a rail still sends from its memory, which must stay mapped."""
     carrier = carrier_at(address)
@@ -294,4 +321,5 @@ with compiling():
     put = kernel("int64(int64, int64, int64)")(_put)
     take = kernel("int64(int64, int64, int64, int64, int64)")(_take)
     lose = kernel("int64(int64, int64)")(_drop)
+    withdraw = kernel("int64(int64, int64)")(_withdraw)
     detach = kernel("int64(int64, int64)")(_detach)

@@ -9,7 +9,7 @@ import numpy as np
 
 from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import CARRIER as MOVERS
-from xvcomm.memory.ring import MAX_LANES
+from xvcomm.memory.ring import DIRECT, MAX_LANES
 from xvcomm.trace.format import RECORD_BYTES
 from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
 
@@ -88,6 +88,10 @@ WIRE = np.dtype([
     ("goal", "i8"),  # messages that must be complete before it is
     ("goals", "i8", MAX_LANES),  # slots
     ("owners", "i8"),  # address of a word for each slot: see below
+    ("sources", "i8"),  # producer: address of a word for each slot: where its data is
+    ("direct", DIRECT),  # consumer
+    ("begun", "i8", MAX_LANES),  # consumer: 1 + number of the newest slot of which anything has arrived
+    ("waits", "i8"),  # consumer: number of the newest message, from 1 on, whose sender waits for its credit
     ("frames", "i8"),  # producer: address of a FRAME for each slot
     ("message", "i8"),  # producer: number of the message that is being sent; consumer: of the next one to come
     ("starts", "i8", MAX_LANES),  # producer: each lane's slots before this message
