@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu test-examples torch-suite check bench bench-gpu docs clean
+.PHONY: help demo demo-hosts test test-slow test-gpu test-examples torch-suite check bench bench-gpu docs clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
 demo test test-slow bench: export XVCOMM_DEVICE := host
@@ -52,6 +52,9 @@ $(READY)-examples: $(READY)
 
 demo: $(READY)   ## train a small language model over two islands on this machine
 	$(VENV)/bin/xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
+
+demo-hosts: $(READY)   ## train over two hosts, network namespaces of this machine, while a link is cut; needs root
+	$(PY) examples/hosts_demo.py
 
 # Both parts run, and it fails if either does.
 test: $(READY)   ## every test that is not slow
