@@ -18,7 +18,7 @@ from xvcomm.jit.atomics import (
     store_release,
 )
 from xvcomm.jit.record import address_of
-from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER
+from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason
 from xvcomm.trace.contract import agree
 from xvcomm.trace.recorder import oldest, written
 from xvcomm.wire.frames import CONTROL_BYTES, HEADER, OPEN_WORDS, Kind
@@ -43,6 +43,7 @@ from xvcomm.wire.records import (
 from xvcomm.wire.sockets import BLOCKED, receive
 
 _OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL = map(int, Kind)
+_FIRST_REASON, _LAST_REASON = int(min(Reason)), int(max(Reason))
 
 _memmove = types.ExternalFunction("memmove", types.voidptr(types.voidptr, types.voidptr, types.uint64))
 
@@ -103,7 +104,7 @@ def _publish_stop(wire: Any) -> None:
 
 @register_jitable
 def _target(wire: Any, frame: Any, place: int) -> int:
-    """Where the bytes of a slot go: into the consumer's array, once it has offered it; else into the ring."""
+    """Where the bytes of a slot go: into the consumer's array, once it has offered it, else into the ring; 0: outside of it."""
     lane, number, direct = frame.lane, frame.entry.number, wire.direct
     ours = entry_of(wire, number - 1, False)
     offered = load_acquire(address_of(ours, "number")) == number and ours.offer != 0
@@ -113,7 +114,7 @@ def _target(wire: Any, frame: Any, place: int) -> int:
         store_release(address_of(direct, "message"), number)
     wire.begun[lane] = max(wire.begun[lane], frame.slot + 1)
     if direct.message == number and frame.slot >= direct.first[lane]:
-        return ours.offer + frame.number
+        return ours.offer + frame.number if frame.number + frame.length <= ours.message.nbytes else 0
     return wire.ring + wire.geometry.data + place * wire.geometry.slot_bytes
 
 
@@ -132,7 +133,9 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         return True
     if number - load_acquire(tail_of(wire, lane)) >= ring.slots:
         return False
-    if frame.number < 0 or frame.number + frame.length > frame.entry.message.nbytes:
+    if frame.entry.number <= load_acquire(wire.ring + CONSUMED):
+        return False  # all slots of such a message have arrived
+    if frame.number < 0 or frame.number > frame.entry.message.nbytes - frame.length:
         return False
     place = lane * ring.slots + number % ring.slots
     owner = load(wire.owners + 8 * place)
@@ -143,7 +146,7 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         rail_at(load(carrier.rails + 8 * (owner - 1))).slot_data = 0
     store(wire.owners + 8 * place, 1 + rail_index)
     rail.slot_data = _target(wire, frame, place)
-    return True
+    return rail.slot_data != 0
 
 
 @register_jitable
@@ -188,8 +191,10 @@ def _credit(wire: Any, frame: Any) -> bool:
 def _stop(wire: Any, frame: Any) -> bool:
     """Take the other side's abort word over."""
     lanes = wire.geometry.lanes
-    if wire.word != 0 or frame.number == 0:
-        return frame.number != 0
+    if not _FIRST_REASON <= frame.number & 0xFF <= _LAST_REASON:
+        return False
+    if wire.word != 0:
+        return True
     if wire.producer == 0:
         if frame.length != 8 * lanes:
             return False
@@ -285,7 +290,7 @@ def _handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
         return REFUSED
     if wire.ring == 0:  # closed on this side
         if kind == _SLOT:
-            if frame.length < 1:
+            if frame.length < 1 or frame.length > wire.geometry.slot_bytes:
                 return REFUSED
             rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire
         return 0
