@@ -63,7 +63,7 @@ class TcpTransport(Transport):
             return interfaces.routes(mine, theirs)
 
         self._network = Network(
-            membership.rank, key, listeners, routes, config.peer_timeout, int(config.spin_us), membership.lost,
+            membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us), membership.lost,
             membership.left,
         )  # fmt: skip
 
@@ -89,6 +89,9 @@ class TcpTransport(Transport):
 
     def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
         return None if self._network is None else self._network.ask(member, wanted, deadline)
+
+    def refused(self) -> int:
+        return 0 if self._network is None else self._network.refused
 
     def _host_layout(self) -> RingLayout:
         return RingLayout(self._config.ring_lanes, self._config.ring_slots, self._config.ring_slot_bytes)

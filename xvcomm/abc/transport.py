@@ -75,12 +75,14 @@ class Membership:
 
     Attributes:
         rank: of this process.
+        size: of the job.
         store: for what its ranks must tell each other.
         lost: call it when a rank cannot be reached any more, with the reason.
         left: call it when a rank has left the job in good order.
     """
 
     rank: int
+    size: int
     store: Store
     lost: Callable[[int, str], None]
     left: Callable[[int], None]
@@ -140,6 +142,10 @@ class Transport(ABC):
             wanted: how many, at most 64.
         """
         return None
+
+    def refused(self) -> int:
+        """How many connections it has closed that did not prove to belong to the job, or broke its protocol."""
+        return 0
 
     @abstractmethod
     def close(self) -> None:

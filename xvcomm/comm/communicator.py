@@ -370,6 +370,10 @@ class Communicator(PointToPoint, Objects):
         """
         return self._context.session.journal.recorder.history()
 
+    def refused(self) -> int:
+        """How many connections of strangers this process has closed: they did not prove the job's key, or broke the protocol."""
+        return sum(transport.refused() for transport in self._context.session.transports)
+
     def close(self) -> None:
         """Leave the communicator and free its resources; those of the whole job if `xvcomm.init` created it. Idempotent.
 

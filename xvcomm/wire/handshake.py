@@ -110,8 +110,8 @@ async def connect(connection: socket.socket, key: bytes, rank: int, peer: int) -
         raise Refused(verdict.refusal)
 
 
-async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int, bytes]:
-    """Check the proof on a connection that the other side has made.
+async def accept(connection: socket.socket, key: bytes, rank: int, size: int) -> tuple[int, bytes]:
+    """Check the proof on a connection that the other side has made, which must be another of the job's `size` ranks.
 
     Returns:
         The other side's rank in the whole job, and the proof for `admit`.
@@ -126,7 +126,8 @@ async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int,
     hello = await _receive(connection, Hello)
     assert isinstance(hello, Hello)
     proof = _prove(key, "connect", own, hello.nonce, hello.rank, hello.peer)
-    if not hmac.compare_digest(hello.proof, proof) or hello.peer != rank or len(hello.nonce) != _NONCE:
+    named = hello.peer == rank != hello.rank and 0 <= hello.rank < size and len(hello.nonce) == _NONCE
+    if not hmac.compare_digest(hello.proof, proof) or not named:
         raise AuthenticationError("a connection was refused whose maker does not have the job's key", rank=rank)
     return hello.rank, _prove(key, "accept", own, hello.nonce, hello.rank, hello.peer)
 

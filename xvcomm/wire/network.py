@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import socket
-import struct
-import termios
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,11 +22,14 @@ from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
+from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
 from xvcomm.wire import handshake
 from xvcomm.wire.carrier import Carrier, WireEnd
+from xvcomm.wire.connections import ends, hang_up, queued, set_up
+from xvcomm.wire.incoming import PROTOCOL
 from xvcomm.wire.questions import Questions
 from xvcomm.wire.records import DOWN, MAX_RAILS
 from xvcomm.wire.route import Route
@@ -37,13 +37,11 @@ from xvcomm.wire.route import Route
 _CONNECT_SECONDS, _RETRY_SECONDS, _LOOK_SECONDS = 2.0, 0.5, 0.2
 _STALL_SECONDS = 0.6
 """A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
-_STRANGERS = 64
-"""Most connections that have not proved the key; further ones wait in the listener's queue."""
+_SAY_SECONDS = 60.0
+"""How long nothing is said of refused connections after one was told of."""
 _LINGER_SECONDS, _FLUSH_SECONDS = 10.0, 1.0
 _EARLY_BYTES = 1 << 30
 """Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled."""
-_UNSENT_BYTES = 256 << 10
-"""Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
 
 
 @dataclass(eq=False)
@@ -75,16 +73,18 @@ class Network:
 
     Attributes:
         carrier: carries the frames.
+        refused: connections that were closed because they did not prove the key, or broke the protocol.
     """
 
     def __init__(
-        self, rank: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
+        self, rank: int, size: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
         timeout: float, spins: int, lost: Callable[[int, str], None], left: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Begin to accept connections.
 
         Args:
             rank: of this process in the whole job, as all ranks here.
+            size: of the whole job.
             key: of the job; nobody is heard who does not prove it.
             listeners: bound sockets, which are closed with the network.
             routes: ways to a rank; may block.
@@ -92,7 +92,7 @@ class Network:
             spins: see `Carrier`.
             lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
         """
-        self._rank, self._key, self._listeners, self._routes = rank, key, listeners, routes
+        self._rank, self._size, self._key, self._listeners, self._routes = rank, size, key, listeners, routes
         self._timeout, self._lost, self._left = timeout, lost, left
         self.carrier = Carrier(spins)
         self._questions = Questions(self.carrier)
@@ -102,11 +102,11 @@ class Network:
         self._opening = threading.Lock()
         self._known: set[int] = set()
         self._early: dict[int, RingEnd] = {}
-        self._refused = 0
+        self.refused, self._silent_until = 0, 0.0
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers = asyncio.Semaphore(_STRANGERS)
+        self._strangers: Strangers[socket.socket] = Strangers(self._crowd_out)
         forking.register(self)
         self._thread = Daemon("xvcomm-network", self._run)
         self._thread.start()
@@ -202,7 +202,7 @@ class Network:
             return False
         unsent = self.carrier.link(peer.link).leave != 2
         return unsent or any(
-            _queued(rail.connection) or self.carrier.rails[i].out for i, rail in list(peer.rails.items())
+            queued(rail.connection) or self.carrier.rails[i].out for i, rail in list(peer.rails.items())
         )
 
     def _peer(self, rank: int) -> _Peer:
@@ -263,21 +263,22 @@ class Network:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            await self._strangers.acquire()
+            await self._strangers.room()
             try:
                 connection, _ = await self._loop.sock_accept(listener)
             except OSError:  # out of descriptors, for the moment
-                self._strangers.release()
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
+            self._strangers.enter(connection)
             self._spawn(self._greet(connection))
 
     async def _greet(self, connection: socket.socket) -> None:
         """Check who has connected, and use the connection as a rail."""
+        peer = None
         try:
             connection.setblocking(False)
             async with asyncio.timeout(handshake.SECONDS):
-                rank, proof = await handshake.accept(connection, self._key, self._rank)
+                rank, proof = await handshake.accept(connection, self._key, self._rank, self._size)
                 peer = self._peer(rank)
                 refusal = self._objection(peer, connection)
                 await handshake.admit(connection, proof, refusal)
@@ -285,31 +286,46 @@ class Network:
                 self._use(peer, connection)
                 return
         except (AuthenticationError, handshake.Malformed) as error:
-            self._refused += 1
-            if self._refused == 1:
-                notice(f"{error or 'a connection was refused that does not speak this protocol'} (said once)")
-        except (OSError, TimeoutError):
-            pass
+            self._refuse(str(error) or "a connection was refused that does not speak this protocol")
+        except TimeoutError:
+            if peer is None:
+                self._refuse("a connection was closed that did not prove the job's key in time")
+        except OSError:
+            self.refused += peer is None
         finally:
-            self._strangers.release()
+            self._strangers.leave(connection)
         connection.close()
+
+    def _crowd_out(self, connection: socket.socket) -> None:
+        self._say("connections were closed that had not proved the job's key, because there were too many of them")
+        hang_up(connection)
+
+    def _refuse(self, why: str) -> None:
+        """Count a connection that was closed for what it did."""
+        self.refused += 1
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        """Warn of refused connections, unless that was done a short time ago."""
+        if time.monotonic() >= self._silent_until:
+            self._silent_until = time.monotonic() + _SAY_SECONDS
+            notice(f"{why} (said once a minute; Communicator.refused() counts them)")
 
     def _objection(self, peer: _Peer, connection: socket.socket) -> str:
         """Why a connection of another process is not used, or nothing."""
         if peer.connecting and self._rank < peer.rank:
             return "this side connects at the moment"
-        ends = _ends(connection)
+        both = ends(connection)
         for index, rail in peer.rails.items():
-            if rail.ends == ends:
+            if rail.ends == both:
                 if self._rank < peer.rank and time.monotonic() - rail.moved < _STALL_SECONDS:
                     return "there is such a rail"
                 self.carrier.drop(index)
         return "" if len(peer.rails) < MAX_RAILS else f"a link has at most {MAX_RAILS} rails"
 
     def _use(self, peer: _Peer, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        peer.rails[self.carrier.add_rail(peer.link, connection)] = _Rail(connection, _ends(connection))
+        set_up(connection)
+        peer.rails[self.carrier.add_rail(peer.link, connection)] = _Rail(connection, ends(connection))
 
     def _keep(self, peer: _Peer) -> None:
         """Let a task make and replace a link's rails."""
@@ -352,7 +368,7 @@ class Network:
             peer.seen = time.monotonic()  # its host answers, however long its process is busy
             async with asyncio.timeout(handshake.SECONDS):
                 await handshake.connect(connection, self._key, self._rank, peer.rank)
-            if _ends(connection) not in {rail.ends for rail in peer.rails.values()}:
+            if ends(connection) not in {rail.ends for rail in peer.rails.values()}:
                 self._use(peer, connection)
                 peer.reasons.pop(way, None)
                 return
@@ -388,6 +404,10 @@ class Network:
         for peer in list(self._peers.values()):
             for index, rail in list(peer.rails.items()):
                 if self.carrier.rails[index].state == DOWN:
+                    if self.carrier.rails[index].error == PROTOCOL:
+                        self._refuse(
+                            f"a connection was closed that had proved to be rank {peer.rank} and sent no frames"
+                        )
                     del peer.rails[index]
                     rail.connection.close()
                     self.carrier.release(index)
@@ -407,7 +427,7 @@ class Network:
         for peer in list(self._peers.values()):
             for index, rail in peer.rails.items():
                 record = self.carrier.rails[index]
-                acknowledged = record.sent - _queued(rail.connection)
+                acknowledged = record.sent - queued(rail.connection)
                 if acknowledged != rail.acknowledged or acknowledged == record.sent:
                     rail.acknowledged, rail.moved = acknowledged, now
                 record.ping = 1
@@ -424,17 +444,3 @@ def _sound(layout: RingLayout) -> bool:
     return (
         0 < layout.lanes <= MAX_LANES and layout.slots > 0 and layout.slot_bytes > 0 and layout.slot_bytes % PAGE == 0
     )
-
-
-def _ends(connection: socket.socket) -> tuple[str, str]:
-    """Both addresses of a connection, this side's first."""
-    return connection.getsockname()[0], connection.getpeername()[0]
-
-
-def _queued(connection: socket.socket) -> int:
-    """Bytes that the other host has not acknowledged."""
-    try:
-        number: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
-    except (OSError, ValueError):
-        return 0
-    return number

@@ -151,7 +151,8 @@ class Session:
         """Let the transports begin that this rank needs for any other."""
         mine = self._joined[self.rank].offers
         needed = {choose(mine, j.offers).scheme for j in self._joined if j.info.rank != self.rank}
-        membership = Membership(self.rank, PrefixStore("transports", self.store), self._lose_elsewhere, self._on_left)
+        store = PrefixStore("transports", self.store)
+        membership = Membership(self.rank, self.size, store, self._lose_elsewhere, self._on_left)
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
                 transport.join(membership)

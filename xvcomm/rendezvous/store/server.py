@@ -11,16 +11,12 @@ from typing import cast
 from xvcomm.rendezvous.store import processes, protocol
 from xvcomm.rendezvous.store.listening import SERVING, close, listen
 from xvcomm.system import forking, limits
+from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 
 _LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
 """File descriptors that an event loop opens, and that a client in this process adds: both ends of its connection."""
 _ACCEPT_PAUSE = 0.1
-_UNAUTHENTICATED = 256
-"""Maximum number of connections that have not proved the secret."""
-_CROWDED_SECONDS = 0.5
-"""Seconds that such a connection may last once the maximum is reached."""
-_CROWDED_PAUSE = 0.02
 _STILL_SECONDS, _LOOK_SECONDS = 1.0, 0.1
 """How long the server waits for clients that are all stopped, and how often it checks whether they are."""
 _UNKNOWN = "unknown"
@@ -119,7 +115,7 @@ class TcpServer:
         listener.setblocking(False)
         while self._open:
             try:
-                await self._clients.room()
+                await self._clients.strangers.room()
                 sock, _ = await self._loop.sock_accept(listener)
                 await self._loop.connect_accepted_socket(lambda: _Connection(self._clients), sock)
             except OSError:
@@ -131,7 +127,7 @@ class _Clients:
     """Values and clients of the server, including the clients that wait for a key.
 
     Attributes:
-        unauthenticated: connections that have not proved the secret, with the time they were accepted, oldest first.
+        strangers: connections that have not proved the secret.
         authenticated: number of connections that have proved it.
     """
 
@@ -141,23 +137,10 @@ class _Clients:
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Connection]] = {}
         self.connections: set[_Connection] = set()
-        self.unauthenticated: dict[_Connection, float] = {}
+        self.strangers: Strangers[_Connection] = Strangers(_Connection.end)
         self.authenticated = 0
         self.empty = asyncio.Event()
         self.empty.set()
-
-    async def room(self) -> None:
-        """Wait until another unauthenticated connection may be accepted. At the maximum, the oldest one is closed.
-
-        So silent connections cannot exhaust the file descriptors, and delay the job's clients only briefly.
-        """
-        while len(self.unauthenticated) >= _UNAUTHENTICATED:
-            first, since = next(iter(self.unauthenticated.items()))
-            over = since + _CROWDED_SECONDS - asyncio.get_running_loop().time()
-            if over > 0:
-                await asyncio.sleep(min(over, _CROWDED_PAUSE))
-            else:
-                first.end()
 
     async def drain(self, grace: float) -> None:
         """Wait until all clients have left, for at most `grace` seconds, or until the others have been stopped for a while."""
@@ -223,7 +206,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(protocol.HANDSHAKE_SECONDS, self.end)
         self._clients.connections.add(self)
-        self._clients.unauthenticated[self] = self._loop.time()
+        self._clients.strangers.enter(self)
         self._send(protocol.Challenge(self._nonce))
 
     def data_received(self, data: bytes) -> None:
@@ -243,7 +226,7 @@ class _Connection(asyncio.Protocol):
         self._unpark()
         self._inbox.clear()
         self._clients.connections.discard(self)
-        self._clients.unauthenticated.pop(self, None)
+        self._clients.strangers.leave(self)
         if self._trusted:
             self._trusted = False
             self._clients.leave()
@@ -258,7 +241,7 @@ class _Connection(asyncio.Protocol):
 
     def end(self) -> None:
         """Close the connection, including copies of its socket in forked processes."""
-        self._clients.unauthenticated.pop(self, None)
+        self._clients.strangers.leave(self)
         self._will = None
         _shutdown(self._transport.get_extra_info("socket"))
         self._transport.abort()
@@ -299,7 +282,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._cancel_timer()
             self._trusted, self.process = True, answer.process or _UNKNOWN
-            clients.unauthenticated.pop(self, None)
+            clients.strangers.leave(self)
             clients.enter()
             self._send(
                 protocol.Welcome(protocol.prove(clients.secret, "server", answer.nonce, self._nonce, answer.epoch))

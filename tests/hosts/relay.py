@@ -1,0 +1,97 @@
+"""A relay between ranks of several hosts by label, which keeps what passes."""
+
+import contextlib
+import selectors
+import socket
+import threading
+
+import msgspec
+
+from xvcomm.abc.store import PrefixStore
+from xvcomm.backends.tcp.interfaces import Place
+from xvcomm.types.deadline import Deadline
+
+
+class Relay:
+    """Passes connections to a port of this host on, from `port`.
+
+    Attributes:
+        passed: of each connection the bytes of who connected, and those of who accepted.
+    """
+
+    def __init__(self, target):
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.passed = []
+        self._over = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._over.is_set():
+            for key, _ in self._selector.select(0.2):
+                if key.fileobj is self._listener:
+                    self._join()
+                elif key.fileobj.fileno() >= 0:  # not closed for its other end just now
+                    self._pass(key.fileobj, *key.data)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()
+        self._selector.close()
+
+    def _join(self):
+        near, _ = self._listener.accept()
+        try:
+            far = socket.create_connection(("127.0.0.1", self._target))
+        except OSError:
+            near.close()
+            return
+        record = bytearray(), bytearray()
+        self.passed.append(record)
+        for begin, end, kept in ((near, far, record[0]), (far, near, record[1])):
+            begin.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(begin, selectors.EVENT_READ, (end, kept))
+
+    def _pass(self, begin, end, kept):
+        with contextlib.suppress(OSError):
+            if data := begin.recv(1 << 16):
+                kept += data
+                end.sendall(data)
+                return
+        for side in (begin, end):
+            self._selector.unregister(side)
+            side.close()
+
+    def close(self):
+        self._over.set()
+        self._thread.join()
+
+
+def _store(comm):
+    return PrefixStore("tcp", PrefixStore("transports", comm._context.session.store))
+
+
+def port(comm):
+    """Where this rank listens for ranks of the same network stack."""
+    return msgspec.msgpack.decode(_store(comm).get(f"place/{comm.rank}", Deadline.after(10)), type=Place).loopback
+
+
+def detour(comm, ports):
+    """Let the ranks, which have no links yet, find each other at these ports."""
+    place = msgspec.msgpack.decode(_store(comm).get(f"place/{comm.rank}", Deadline.after(10)), type=Place)
+    place = msgspec.structs.replace(place, loopback=ports[comm.rank])
+    _store(comm).set(f"place/{comm.rank}", msgspec.msgpack.encode(place), Deadline.after(10))
+
+
+@contextlib.contextmanager
+def relayed(world):
+    """Relays, one to each rank of a world that has done nothing yet."""
+    relays = [Relay(target) for target in world.run(port)]
+    try:
+        world.run(detour, [relay.port for relay in relays])
+        yield relays
+    finally:
+        for relay in relays:
+            relay.close()

@@ -1,0 +1,38 @@
+"""What the kernel tells of a TCP connection, and what is set on it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+import termios
+
+_UNSENT_BYTES = 256 << 10
+"""Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
+
+
+def set_up(connection: socket.socket) -> None:
+    """Make a connection a rail's."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def ends(connection: socket.socket) -> tuple[str, str]:
+    """Both addresses of a connection, this side's first."""
+    return connection.getsockname()[0], connection.getpeername()[0]
+
+
+def queued(connection: socket.socket) -> int:
+    """Bytes that the other host has not acknowledged."""
+    try:
+        number: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+    except (OSError, ValueError):
+        return 0
+    return number
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Let who waits for a connection find it closed."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
