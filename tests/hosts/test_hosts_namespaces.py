@@ -21,6 +21,14 @@ def test_fixed_ports(two_hosts):
     two_hosts.run("collectives", env={"XVCOMM_PORTS": "29720-29729"})
 
 
+@pytest.mark.parametrize(("nics", "networks"), [("", (0, 1)), ("10.77.1.0/24", (1,))])
+def test_listening(two_hosts, nics, networks):
+    """A rank listens on loopback and on the interfaces in use; rank 0 also where the store was asked for."""
+    for host, text in enumerate(two_hosts.run("listening", env={"XVCOMM_NICS": nics})):
+        due = {"127.0.0.1", *(f"10.77.{network}.{host + 1}" for network in networks), *(["10.77.0.1"] * (host == 0))}
+        assert set(text.split()) == due
+
+
 def test_link_cut(two_hosts):
     """A link is cut and comes back while messages are under way: nothing is lost."""
     ranks = two_hosts.start("cut")
