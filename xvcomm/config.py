@@ -47,7 +47,8 @@ class Config:
     nics: str | None = _var(
         None,
         "Network interfaces between hosts: names, beginnings of names, addresses or networks, separated by commas; `^` in front "
-        "excludes them. If unset, all but loopback, bridges and link-local addresses.",
+        "excludes them, `=` in front (`=eth1`, `^=eth1`) takes whole names only. If unset, what `NCCL_SOCKET_IFNAME`, "
+        "`GLOO_SOCKET_IFNAME` or `UCX_NET_DEVICES` names; else all but loopback, bridges and link-local addresses.",
     )
     ports: str | None = _var(
         None, "Port or range of ports, `29600-29699`, on which ranks listen for ranks of other hosts; any if unset."

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.abc.transport import Capabilities, Membership, Transport
-from xvcomm.backends.tcp import interfaces
+from xvcomm.abc.transport import Capabilities, Interface, Membership, Transport
+from xvcomm.backends.tcp import choice, interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
 from xvcomm.memory.ring import RingEnd, RingLayout
@@ -40,6 +41,10 @@ class TcpTransport(Transport):
     def __init__(self, config: Config, host: str) -> None:
         self._config = config
         self._network: Network | None = None
+
+    @classmethod
+    def interfaces(cls, config: Config, env: Mapping[str, str]) -> Sequence[Interface]:
+        return choice.examine(config, env)
 
     def capabilities(self) -> Capabilities:
         """See `Transport.capabilities`."""

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from ipaddress import ip_address, ip_interface, ip_network
+from collections.abc import Mapping
+from ipaddress import ip_interface
 from pathlib import Path
 
 import msgspec
-import psutil
 
+from xvcomm.backends.tcp import choice
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError, ResourceError
 from xvcomm.wire.route import Route
 
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"
-_OTHERS: dict[str, Callable[[str], str]] = {
-    "NCCL_SOCKET_IFNAME": lambda text: text.replace("=", ""),
-    "GLOO_SOCKET_IFNAME": lambda text: text,
-    "UCX_NET_DEVICES": lambda text: ",".join(part.partition(":")[0] for part in text.split(",") if part != "all"),
-}
-"""Other libraries' variables for the same, and how to read them."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -59,62 +53,17 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 def usable(config: Config, env: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
-    """Name and address, with prefix length, of the interfaces that wires may use.
-
-    `XVCOMM_NICS` chooses: names, beginnings of names, addresses, networks; `^` before the list excludes what it names. Else
-    NCCL's, Gloo's or UCX's variable does. Else all that are up count, but loopback, bridges and link-local addresses.
+    """Name and address, with prefix length, of the interfaces that wires use.
 
     Raises:
-        ConfigError: no interface is left.
+        ConfigError: there is none.
     """
-    chosen, variable = config.nics, "XVCOMM_NICS"
-    if not chosen:
-        variable = next((other for other in _OTHERS if env.get(other)), variable)
-        chosen = _OTHERS[variable](env[variable]) if variable in _OTHERS else None
-    found = [(name, address) for name, address in _up() if not chosen and _plain(name, address)]
-    if chosen:
-        excludes, names = chosen.startswith("^"), chosen.removeprefix("^").split(",")
-        found = [
-            (name, address)
-            for name, address in _up()
-            if any(_named(name, address, text.strip()) for text in names) != excludes
-            and (not excludes or _plain(name, address))
-        ]
-        if not found:
-            have = ", ".join(f"{name} ({address})" for name, address in _up())
-            raise ConfigError(f"{variable}={chosen!r} leaves no network interface; there are {have}")
+    every = choice.examine(config, env)
+    found = [(interface.name, interface.address) for interface in every if interface.used]
+    if not found:
+        have = "; ".join(f"{i.name} ({i.address}): {i.reason}" for i in every) or "none at all"
+        raise ConfigError(f"no network interface can be used between hosts, set XVCOMM_NICS; there are {have}")
     return found
-
-
-def _up() -> Iterator[tuple[str, str]]:
-    """Every address of every interface that is up."""
-    state = {name: found.flags.split(",") for name, found in psutil.net_if_stats().items()}
-    for name, addresses in sorted(psutil.net_if_addrs().items()):
-        for found in addresses:
-            # Not `isup`, which is false for a moment where an interface was just switched on.
-            if "up" in state.get(name, []) and found.family in (socket.AF_INET, socket.AF_INET6) and found.netmask:
-                yield name, _with_prefix(found.address.partition("%")[0], found.netmask)
-
-
-def _with_prefix(address: str, netmask: str) -> str:
-    bits = bin(int(ip_address(netmask.partition("/")[0]))).count("1")
-    return f"{address}/{bits}"
-
-
-def _plain(name: str, address: str) -> bool:
-    """Whether an address counts where nothing was chosen."""
-    ip = ip_interface(address).ip
-    return not (ip.is_loopback or ip.is_link_local or Path("/sys/class/net", name, "bridge").exists())
-
-
-def _named(name: str, address: str, text: str) -> bool:
-    """Whether a part of a choice means this address."""
-    if name.startswith(text):
-        return True
-    try:
-        return ip_interface(address).ip in ip_network(text, strict=False)
-    except ValueError:
-        return False
 
 
 def listen(config: Config) -> tuple[list[socket.socket], Place]:

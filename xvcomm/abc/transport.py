@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xvcomm.abc.peer_memory import PeerMemory
@@ -30,6 +30,23 @@ class Capabilities:
     reach: str
     rank_order: int
     shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """An address of this host that a transport may use.
+
+    Attributes:
+        name: of the network interface or device.
+        address: with the length of the network's prefix, `10.0.0.7/24`; empty if it has none.
+        used: whether it is used.
+        reason: why, or why not.
+    """
+
+    name: str
+    address: str
+    used: bool
+    reason: str
 
 
 def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capabilities:
@@ -98,6 +115,11 @@ class Transport(ABC):
     def refusal(cls) -> tuple[str, str] | None:
         """Why it cannot work here and what to do about it, or None if it can."""
         return None
+
+    @classmethod
+    def interfaces(cls, config: Config, env: Mapping[str, str]) -> Sequence[Interface]:
+        """Every network interface of this host, and whether it is used. Never fails."""
+        return ()
 
     @abstractmethod
     def capabilities(self) -> Capabilities:

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from xvcomm.abc.transport import Interface
 from xvcomm.config import Config, table
 from xvcomm.engine.session import plugins, watchdog
 from xvcomm.engine.session.presence import NOWHERE, Presence
@@ -57,6 +58,7 @@ class Report:
     limits: dict[str, str]
     backends: list[dict[str, Any]]
     transports: list[dict[str, Any]]
+    interfaces: list[Interface]
     variables: list[dict[str, str]]
     problems: list[Problem]
 
@@ -102,6 +104,7 @@ def examine(env: Mapping[str, str]) -> Report:
         limits=_limits(problems),
         backends=backends,
         transports=transports,
+        interfaces=_interfaces(config, env, problems),
         variables=_variables(env),
         problems=problems,
     )
@@ -109,6 +112,20 @@ def examine(env: Mapping[str, str]) -> Report:
 
 def _found(found: plugins.Found) -> dict[str, Any]:
     return {"name": found.name, "usable": found.usable, "reason": found.reason, "remedy": found.remedy}
+
+
+def _interfaces(config: Config, env: Mapping[str, str], problems: list[Problem]) -> list[Interface]:
+    """The network interfaces that transports use between hosts, and the others."""
+    found = [
+        interface
+        for transport in plugins.transports()
+        if transport.usable
+        for interface in transport.load().interfaces(config, env)
+    ]
+    if not any(interface.used for interface in found):
+        what = "no network interface can be used: jobs on several hosts cannot run"
+        problems.append(Problem(what, "set XVCOMM_NICS to one of those below", fatal=False))
+    return found
 
 
 def _devices(found: plugins.Found) -> dict[str, Any]:
@@ -280,6 +297,8 @@ def show(report: Report, console: Console, every: bool = False) -> None:
     for title, found in (("Backends", report.backends), ("Transports", report.transports)):
         rows = ((f["name"], _usable(f), _remarks(f), f["remedy"]) for f in found)
         console.print(_table(title, ("name", "usable", "remarks", "remedy"), rows))
+    rows = ((i.name, i.address, "yes" if i.used else "no", i.reason) for i in report.interfaces)
+    console.print(_table("Network interfaces between hosts", ("name", "address", "used", "reason"), rows))
     shown = [v for v in report.variables if every or v["value"]]
     if shown:
         settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in shown)

@@ -1,0 +1,135 @@
+"""Which network interfaces of this host wires use, and why."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from ipaddress import ip_address, ip_interface, ip_network
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from xvcomm.abc.transport import Interface
+from xvcomm.config import Config
+
+_SYSFS = Path("/sys/class")
+
+
+def examine(config: Config, env: Mapping[str, str]) -> list[Interface]:
+    """Every address of this host, and whether wires use it.
+
+    `XVCOMM_NICS` chooses: names, beginnings of names, addresses, networks. `^` before the list excludes what it names; `=` takes
+    names as a whole. Else NCCL's, Gloo's or UCX's variable does. Else all that are up count, but loopback, bridges and link-local
+    addresses; these are also left out of what is not excluded. An IPv6 link-local address is never used, because it means
+    nothing without the interface.
+    """
+    chosen = _chosen(config, env)
+    return [Interface(name, address, *_judge(name, address, up, chosen)) for name, address, up in _addresses()]
+
+
+class _Choice(NamedTuple):
+    """A list of interfaces as a variable has it."""
+
+    source: str
+    parts: tuple[str, ...]
+    excludes: bool
+    exact: bool
+
+    @classmethod
+    def parse(cls, source: str, text: str) -> _Choice:
+        """`text` in NCCL's spelling: `[^][=]part,part`."""
+        excludes, text = text.startswith("^"), text.removeprefix("^")
+        exact, text = text.startswith("="), text.removeprefix("=")
+        return cls(source, tuple(filter(None, map(str.strip, text.split(",")))), excludes, exact)
+
+    def names(self, name: str, address: str) -> bool:
+        """Whether the list has this address of an interface."""
+        return any(_is_meant(name, address, part, self.exact) for part in self.parts)
+
+
+def _chosen(config: Config, env: Mapping[str, str]) -> _Choice | None:
+    """What the first variable that is set chooses."""
+    if config.nics:
+        return _Choice.parse(f"XVCOMM_NICS={config.nics}", config.nics)
+    for variable, spelling in _OTHERS.items():
+        text = env.get(variable)
+        if text and (ours := spelling(text)):
+            return _Choice.parse(f"{variable}={text}", ours)
+    return None
+
+
+def _of_ucx(text: str) -> str:
+    """UCX's devices, `mlx5_0:1`, in NCCL's spelling, by the network interfaces that belong to them; empty if there are none."""
+    mark = "^" if text.startswith("^") else ""
+    names = [name for part in text.removeprefix("^").split(",") for name in _interfaces_of(part.strip())]
+    return f"{mark}={','.join(names)}" if names else ""
+
+
+def _interfaces_of(device: str) -> list[str]:
+    """The network interfaces of an RDMA device's port, `mlx5_0:1`; any other word is one itself."""
+    name, _, port = device.partition(":")
+    if not (_SYSFS / "infiniband" / name).exists():
+        return [] if name in ("", "all") else [name]
+    found = sorted((_SYSFS / "infiniband" / name / "device" / "net").glob("*"))
+    ports = {path.name: int((path / "dev_port").read_text()) for path in found}
+    return [interface for interface, number in ports.items() if not port or len(found) == 1 or number == int(port) - 1]
+
+
+_OTHERS: dict[str, Callable[[str], str]] = {
+    "NCCL_SOCKET_IFNAME": lambda text: text,
+    "GLOO_SOCKET_IFNAME": lambda text: f"={text}",
+    "UCX_NET_DEVICES": _of_ucx,
+}
+"""Other libraries' variables for the same, and how to read them: only NCCL's takes beginnings of names."""
+
+
+def _addresses() -> Iterator[tuple[str, str, bool]]:
+    """Every interface's name, and every address of it, if it has any; and whether the interface is up."""
+    state = {name: found.flags.split(",") for name, found in psutil.net_if_stats().items()}
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        up = "up" in state.get(
+            name, []
+        )  # not `isup`, which is false for a moment where an interface was just switched on
+        found = [a for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6) and a.netmask]
+        for one in found:
+            yield name, _with_prefix(one.address.partition("%")[0], one.netmask or ""), up
+        if not found:
+            yield name, "", up
+
+
+def _with_prefix(address: str, netmask: str) -> str:
+    bits = bin(int(ip_address(netmask.partition("/")[0]))).count("1")
+    return f"{address}/{bits}"
+
+
+def _judge(name: str, address: str, up: bool, chosen: _Choice | None) -> tuple[bool, str]:
+    """Whether an address is used, and why."""
+    if not up:
+        return False, "the interface is down"
+    if not address:
+        return False, "it has no address"
+    ip = ip_interface(address).ip
+    if ip.version == 6 and ip.is_link_local:
+        return False, "link-local"
+    if chosen is not None and chosen.names(name, address):
+        return not chosen.excludes, f"{chosen.source} {'excludes' if chosen.excludes else 'names'} it"
+    if chosen is not None and not chosen.excludes:
+        return False, f"{chosen.source} does not name it"
+    if ip.is_loopback:
+        return False, "loopback"
+    if ip.is_link_local:
+        return False, "link-local"
+    if (_SYSFS / "net" / name / "bridge").exists():
+        return False, "a bridge"
+    return True, f"{chosen.source} does not exclude it" if chosen is not None else "up"
+
+
+def _is_meant(name: str, address: str, part: str, exact: bool) -> bool:
+    """Whether a part of a list means this address of an interface."""
+    if name == part or (not exact and name.startswith(part)):
+        return True
+    try:
+        return ip_interface(address).ip in ip_network(part, strict=False)
+    except ValueError:
+        return False
