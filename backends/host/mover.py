@@ -26,6 +26,7 @@ from xvcomm.jit.atomics import (
     hand_over,
     load,
     load_acquire,
+    monotonic,
     relax,
     store,
     store_release,
@@ -332,7 +333,7 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
         wake: address of a word; `drive` returns early once it differs from `seen`, or any row completes. 0: neither.
         seen: last value of that word.
         spins: tries before yielding the core.
-        budget: total nanoseconds off the core before returning.
+        budget: total nanoseconds off the core before returning; of rows between hosts, total nanoseconds.
 
     Returns:
         READY, PENDING, SOME; or STOPPED or MISMATCH, with the row's index from bit 8 on.
@@ -352,6 +353,7 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
 def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int, carrier: int) -> int:
     """See `drive_all`; carries frames between hosts meanwhile, if `carrier` is set."""
     idle = slept = 0
+    began = monotonic() if carrier != 0 else 0
     while True:
         open_rows, progress, finished = 0, False, False
         for i in range(count):
@@ -370,6 +372,8 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
             return SOME
         if carrier != 0:
             progress = call_3(_carrier_at(carrier).progress, carrier, 0, 0) != 0 or progress
+        if carrier != 0 and budget > 0 and monotonic() - began > budget:
+            return PENDING  # a network may bring a little all the time: deadlines and signals must not wait for the end
         if progress:
             idle = slept = 0
             continue
