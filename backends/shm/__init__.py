@@ -34,7 +34,7 @@ class ShmTransport(Transport):
 
     def open_ring(
         self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
-        job: str,
+        job: str, group: int,
     ) -> RingEnd:  # fmt: skip
         if store.add(name + "/ends", 1, deadline) > 1:
             made = store.get(name, deadline).decode()

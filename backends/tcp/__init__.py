@@ -74,7 +74,7 @@ class TcpTransport(Transport):
 
     def open_ring(
         self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
-        job: str,
+        job: str, group: int,
     ) -> RingEnd:  # fmt: skip
         """See `Transport.open_ring`."""
         assert self._network is not None
@@ -86,7 +86,11 @@ class TcpTransport(Transport):
             made = _Made(secrets.randbits(62), layout.lanes, layout.slots, layout.slot_bytes)
             store.set(name, msgspec.msgpack.encode(made), deadline)
         half = RingLayout(made.lanes, made.slots, made.slot_bytes)
-        return self._network.open_ring(member, made.name, half, peer=peer, producer=producer)
+        return self._network.open_ring(member, made.name, half, group=group, peer=peer, producer=producer)
+
+    def leave(self, group: int, word: int) -> None:
+        if self._network is not None:
+            self._network.leave(group, word)
 
     def expose(self, recorder: int) -> None:
         if self._network is not None:

@@ -2,12 +2,14 @@
 
 import ctypes
 import re
+import time
 
 import numpy as np
 import pytest
 
-from xvcomm.errors import DeadlineExceeded
+from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.testing import World, failures
+from xvcomm.testing.signals import Signals
 
 HOST = {"XVCOMM_DEVICE": "host"}
 
@@ -21,6 +23,41 @@ def world(request):
 @pytest.mark.parametrize("check", failures.CHECKS)
 def test_check(world, check):
     world.run(check)
+
+
+def depart(comm, first, what):
+    """The last rank closes a communicator in which nothing was called, before or after the others begin to wait for it."""
+    group, signals, last = comm.split(0), Signals(comm), comm.size - 1
+    if comm.rank == last:
+        if not first:
+            signals.hear("waiting", range(last))
+            time.sleep(0.1)
+        group.close()
+        signals.tell("left")
+        return None
+    signals.tell("waiting")
+    if first:
+        signals.hear("left", [last])
+    calls = {
+        "recv": lambda: group.recv(np.zeros(3), last),
+        "send": lambda: group.send(np.zeros(1 << 22), last),
+        "probe": lambda: group.probe(last, channel=3),
+        "barrier": group.barrier,
+    }
+    try:
+        calls[what]()
+    except PeerLost as error:
+        return str(error)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("what", ["recv", "send", "probe", "barrier"])
+@pytest.mark.parametrize("first", [True, False], ids=["before", "meanwhile"])
+def test_departure(world, what, first):
+    """Who waits for a rank that has closed the communicator hears of it, also where that has opened no ring."""
+    for text in world.run(depart, first, what)[:-1]:
+        assert f"rank {world.size - 1} on " in text and " left; " in text
 
 
 def stuck(comm, milliseconds):

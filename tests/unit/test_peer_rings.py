@@ -91,7 +91,7 @@ class Pair:
             Member(10 + n, [Capabilities("shm", "here", 0, shared=True)], "counting", "a", MEMORY) for n in range(2)
         ]
         transport = ShmTransport(Config(), "here")
-        return Rings(Config(), JOB, self.store, rank, [transport], self.peer_rings[rank], members)
+        return Rings(Config(), JOB, 1, self.store, rank, [transport], self.peer_rings[rank], members)
 
     def renew(self) -> None:
         """Another communicator of the same ranks."""

@@ -35,7 +35,7 @@ class Recording(Transport):
 
     def open_ring(
         self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
-        job: str,
+        job: str, group: int,
     ) -> RingEnd:  # fmt: skip
         assert name not in self.opened, "a ring is opened once"
         self.opened[name] = (peer, layout, producer)
@@ -50,7 +50,7 @@ class Recording(Transport):
 
 def links(transport: Transport, rank: int, kinds: tuple[str, ...] = ("host", "host", "cuda"), **config: int) -> Rings:
     members = [Member(number, OFFERS, kind, kind) for number, kind in enumerate(kinds)]
-    return Rings(Config(**config), "links", MemoryStore(), rank, [transport], PEER_RINGS, members)
+    return Rings(Config(**config), "links", 1, MemoryStore(), rank, [transport], PEER_RINGS, members)
 
 
 def test_each_channel_has_a_ring_of_its_own() -> None:
@@ -107,7 +107,7 @@ def test_further_channels_have_less_memory() -> None:
 def shape(ours: Member, theirs: Member, rank: int, channel: int = 0) -> RingLayout:
     """The requested shape of a ring between two ranks."""
     transport = Recording()
-    mine = Rings(Config(), "links", MemoryStore(), rank, [transport], PEER_RINGS, [ours, theirs])
+    mine = Rings(Config(), "links", 1, MemoryStore(), rank, [transport], PEER_RINGS, [ours, theirs])
     mine.end(1 - rank, Use.POINT_TO_POINT, NEVER, producer=True, channel=channel)
     mine.close()
     return next(iter(transport.opened.values()))[1]

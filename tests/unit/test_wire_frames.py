@@ -35,6 +35,7 @@ MARGIN, CANARY = 64 * PAGE, 0xA5
 FIELDS = [(name,) for name in FRAME.names if name != "entry"]
 ENTRY_FIELDS = [("entry", "number"), *(("entry", "message", name) for name in LEDGER_ENTRY["message"].names)]
 CONSUMER, PRODUCER, FOREIGN, CLOSED = range(4)
+GROUP = 8
 TOLD = (
     "there",
     "producer",
@@ -82,7 +83,8 @@ class Receiver:
             RingEnd.create(ring, LAYOUT, peer=1, producer=index == PRODUCER) for index, ring in enumerate(self.rings)
         ]
         self.wires = [
-            self.carrier.add_wire(links[index == FOREIGN], 100 + index, end) for index, end in enumerate(self.ends)
+            self.carrier.add_wire(links[index == FOREIGN], 100 + index, GROUP, end, -1)
+            for index, end in enumerate(self.ends)
         ]
         self.carrier.detach(self.wires[CLOSED])
         offered = self.ledger(CONSUMER)[LEDGER]
@@ -153,10 +155,10 @@ def frames_of(sizes):
     """The frames of messages, as a sender's carrier makes them, and among them some of every other kind but LEAVE."""
     shape = words(LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes)
     found = [
-        frame(Kind.OPEN, 1, slot=5 + index, number=100 + index, payload=shape + words(index == CONSUMER))
+        frame(Kind.OPEN, 1, slot=5 + index, number=100 + index, payload=shape + words(index == CONSUMER, GROUP))
         for index in range(2)
     ]
-    found.append(frame(Kind.OPEN, 0, slot=9, number=77, payload=shape + words(1)))  # an offer of another ring
+    found.append(frame(Kind.OPEN, 0, slot=9, number=77, payload=shape + words(1, GROUP)))  # an offer of another ring
     numbers = [0] * LAYOUT.lanes
     for index, nbytes in enumerate(sizes):
         entry = index + 1, message(nbytes)
@@ -279,7 +281,7 @@ def test_random_bytes(data):
         frame(Kind.CREDIT, PRODUCER, payload=words(1, 0)),
         frame(Kind.CREDIT, PRODUCER, number=9, payload=words(0, 0)),
         frame(Kind.STOP, PRODUCER, number=0xFF),
-        frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1)),
+        frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1, GROUP)),
         frame(Kind.TELL, 0, payload=words(1, 2)),
         frame(Kind.ASK, 0, number=1, slot=65),
     ],

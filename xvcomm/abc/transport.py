@@ -135,7 +135,7 @@ class Transport(ABC):
     @abstractmethod
     def open_ring(
         self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,
-        job: str,
+        job: str, group: int,
     ) -> RingEnd:  # fmt: skip
         """This rank's end of the ring called `name`. The end that comes first makes it; neither waits for the other.
 
@@ -147,11 +147,15 @@ class Transport(ABC):
             deadline: for what was begun on the other side to be finished.
             producer: which end.
             job: what the names of shared memory made for it begin with.
+            group: number of the communicator, equal on all its ranks and used once.
 
         Raises:
             ResourceError: its memory cannot be had.
             StoreError, DeadlineExceeded: the other end cannot be found.
         """
+
+    def leave(self, group: int, word: int) -> None:  # noqa: B027 - ranks that share memory see it there
+        """This rank has closed a communicator: who opens a ring to it that it has not opened stops by this abort word."""
 
     def expose(self, recorder: int) -> None:  # noqa: B027 - ranks that share memory need nothing
         """Let ranks that `ask` read this rank's flight recorder, by its handle; 0: no longer, as it is closed then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -67,8 +68,8 @@ class Context:
         self.device, self.recorder, self.kind = session.device, session.journal.recorder, session.backend.kind
         self._part = f"-{self.ident:x}"
         self.rings = Rings(
-            session.config, session.job + self._part, self.store, self.rank, session.transports, session.peer_rings,
-            [session.member(r) for r in ranks],
+            session.config, session.job + self._part, _number(path), self.store, self.rank, session.transports,
+            session.peer_rings, [session.member(r) for r in ranks],
         )  # fmt: skip
         self.diagnosis = Diagnosis(session, ranks, self.rank, self.ident, self.rings)
         island = self.topology.island_of(self.rank).ranks
@@ -257,3 +258,8 @@ class Context:
                 lifecycle.abort(Reason.LEFT.word(min(missing)))
                 if lifecycle.native is not None:  # for a mere departure it lets those finish who still can
                     lifecycle.native.abort(Reason.PEER_LOST.word(min(missing)))
+
+
+def _number(path: str) -> int:
+    """A number of 62 bits that no other communicator of the job has."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little") >> 2

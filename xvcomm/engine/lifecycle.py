@@ -220,9 +220,11 @@ class Lifecycle:
             if self.closed:
                 return
             self.closed = _CLOSED
+            word = self._diagnosis.abroad(self.word())[0] or Reason.LEFT.word(self._rank)
             if self.contract is not None:
                 self.contract.leave()
             self._stop(Reason.LEFT.word(self._rank))
+            self._rings.leave(word)
         for callback in self._callbacks:
             callback()
         if not self._settled():

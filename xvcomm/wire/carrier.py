@@ -30,7 +30,7 @@ class WireEnd:
         record: see `records.WIRE`.
     """
 
-    def __init__(self, index: int, link: int, name: int, end: RingEnd, there: int) -> None:
+    def __init__(self, index: int, link: int, name: int, group: int, end: RingEnd, there: int) -> None:
         ring = end.layout
         self.index = index
         self._end = end  # which owns the counter that compiled code reads
@@ -38,7 +38,7 @@ class WireEnd:
         self._sources = np.zeros(ring.lanes * ring.slots, np.int64)
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
         self.record = Wire(
-            link=link, name=name, there=there, producer=end.producer, ring=end.address, geometry=end.geometry,
+            link=link, name=name, group=group, there=there, producer=end.producer, ring=end.address, geometry=end.geometry,
             counter=end.counter, turn=end.turn, replays=end.replays, open=2 if there < 0 else 1, owners=self._owners.ctypes.data,
             sources=self._sources.ctypes.data, frames=self._frames.ctypes.data, entries=-1,
         )  # fmt: skip
@@ -46,8 +46,11 @@ class WireEnd:
             end.direct = ctypes.addressof(self.record) + Wire.direct.offset
 
     def settled(self) -> bool:
-        """Whether the other side knows why the ring has stopped, and has everything that was sent before."""
-        return bool(self.record.stop == KNOWN)
+        """Whether the other side knows why the ring has stopped, and has everything that was sent before; or nothing was sent,
+        and it has not opened the ring.
+        """
+        unused = self.record.there < 0 and not (self._end.producer and self._end.sequence)
+        return bool(unused or self.record.stop == KNOWN)
 
 
 class Carrier:
@@ -159,10 +162,10 @@ class Carrier:
         """The answers that have come since the last call; see `records.ANSWER`."""
         return self._take(self._answers, "answer_count")
 
-    def add_wire(self, link: int, name: int, end: RingEnd, there: int = -1) -> WireEnd:
-        """Mirror a ring end by the ring of this name in the process at the other end of a link; `there`: its index, if known."""
+    def add_wire(self, link: int, name: int, group: int, end: RingEnd, there: int) -> WireEnd:
+        """Mirror a ring end by the ring of this name in the process at the other end of a link; `there`: its index, or -1."""
         with self._lock:
-            wire = WireEnd(int(self._record.wire_count), link, name, end, there)
+            wire = WireEnd(int(self._record.wire_count), link, name, group, end, there)
             self._append("wires", "wire_count", wire.record)
             self._kept.append(wire)
             of_link = self._links[link]

@@ -4,7 +4,7 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 
 | kind | number | payload |
 | --- | --- | --- |
-| OPEN | name of the wire; `slot` is the sender's index of it | lanes, slots, slot bytes of the ring; whether it is the producer |
+| OPEN | name of the wire; `slot` is the sender's index of it | the ring's shape; whether it is the producer; the communicator |
 | SLOT | where its bytes are in the message | the slot, as long as it is filled; the header has its message's description |
 | ENTRY | none | none: the description of a message without slots |
 | CREDIT | messages consumed | slots consumed, of each lane |
@@ -55,7 +55,7 @@ FRAME = np.dtype([
 HEADER = FRAME.itemsize
 CONTROL_BYTES = 8 * MAX_LANES
 """Most bytes of the payload of any frame but SLOT."""
-OPEN_WORDS = 4
+OPEN_WORDS = 5
 """Words of the payload of OPEN."""
 
 assert np.little_endian

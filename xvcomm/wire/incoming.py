@@ -214,7 +214,7 @@ def _stop(wire: Any, frame: Any) -> bool:
 
 @register_jitable
 def _open(carrier: Any, rail: Any, frame: Any) -> int:
-    """Remember the other side's index of a wire that this side has opened as well; else let Python open a consumer's half."""
+    """Remember the other side's index of a wire that this side has opened as well; else let Python handle it."""
     if frame.length != 8 * OPEN_WORDS:
         return REFUSED
     link = link_at(load(carrier.links + 8 * rail.link))
@@ -230,11 +230,12 @@ def _open(carrier: Any, rail: Any, frame: Any) -> int:
             elif frame.wire == 0:
                 wire.open = 0
             return 0
-    if _word(frame, 3) == 0 or carrier.offer_count == OFFERS:
+    if carrier.offer_count == OFFERS:
         return 0  # this side sends OPEN when it opens the ring
     offer = offer_at(carrier.offers, carrier.offer_count)
     offer.link, offer.name, offer.there = rail.link, frame.number, frame.slot
     offer.lanes, offer.slots, offer.slot_bytes = _word(frame, 0), _word(frame, 1), _word(frame, 2)
+    offer.producer, offer.group = _word(frame, 3), _word(frame, 4)
     carrier.offer_count += 1
     return NEWS
 

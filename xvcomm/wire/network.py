@@ -14,12 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from xvcomm.errors import AuthenticationError, ResourceError
-from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
-from xvcomm.memory.segment import PAGE, Segment
+from xvcomm.errors import AuthenticationError
+from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
 from xvcomm.system.strangers import Strangers
@@ -27,8 +25,9 @@ from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
 from xvcomm.wire import handshake
-from xvcomm.wire.carrier import Carrier, WireEnd
+from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, hang_up, queued, set_up
+from xvcomm.wire.halves import LINGER_SECONDS, Halves
 from xvcomm.wire.incoming import PROTOCOL
 from xvcomm.wire.questions import Questions
 from xvcomm.wire.records import DOWN, MAX_RAILS
@@ -39,9 +38,7 @@ _STALL_SECONDS = 0.6
 """A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
 _SAY_SECONDS = 60.0
 """How long nothing is said of refused connections after one was told of."""
-_LINGER_SECONDS, _FLUSH_SECONDS = 10.0, 1.0
-_EARLY_BYTES = 1 << 30
-"""Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled."""
+_FLUSH_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -98,10 +95,8 @@ class Network:
         self._questions = Questions(self.carrier)
         self._peers: dict[int, _Peer] = {}
         self._lock = threading.Lock()
-        self._lingering: list[tuple[WireEnd, _Peer, Segment, float]] = []
-        self._opening = threading.Lock()
-        self._known: set[int] = set()
-        self._early: dict[int, RingEnd] = {}
+        self._of_link: dict[int, _Peer] = {}
+        self._halves = Halves(self.carrier, lambda link: self._of_link[link].gone)
         self.refused, self._silent_until = 0, 0.0
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
@@ -111,12 +106,13 @@ class Network:
         self._thread = Daemon("xvcomm-network", self._run)
         self._thread.start()
 
-    def open_ring(self, rank: int, name: int, layout: RingLayout, *, peer: int, producer: bool) -> RingEnd:
+    def open_ring(self, rank: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
         """This process's half of a ring, mirrored by the one of the same name in the process of a rank.
 
-        The link is made on first use. A half that was made when the producer's offer came may have messages already.
+        The link is made on first use.
 
         Args:
+            group: of the ring's communicator, see `Transport.open_ring`.
             peer: the rank's number in the communicator.
 
         Raises:
@@ -124,13 +120,11 @@ class Network:
         """
         found = self._peer(rank)
         self._loop.call_soon_threadsafe(self._keep, found)
-        with self._opening:
-            self._known.add(name)
-            end = self._early.pop(name, None)
-        if end is not None:
-            end.peer = peer
-            return end
-        return self._mirror(found, name, layout, peer=peer, producer=producer, there=-1)
+        return self._halves.open(found.link, name, layout, group=group, peer=peer, producer=producer)
+
+    def leave(self, group: int, word: int) -> None:
+        """Stop by an abort word all rings of a communicator that others open and this process does not."""
+        self._halves.leave(group, word)
 
     def ask(self, rank: int, wanted: int, deadline: Deadline) -> Excerpt | None:
         """The newest records of a rank's flight recorder; None if it does not answer in time. Makes the link if there is none."""
@@ -138,38 +132,12 @@ class Network:
         self._loop.call_soon_threadsafe(self._keep, found)
         return None if found.gone else self._questions.ask(found.link, wanted, deadline)
 
-    def _mirror(self, found: _Peer, name: int, layout: RingLayout, *, peer: int, producer: bool, there: int) -> RingEnd:
-        segment = Segment.anonymous(layout.size)
-        try:
-            end = RingEnd.create(segment, layout, peer=peer, producer=producer)
-            wire = self.carrier.add_wire(found.link, name, end, there)
-        except BaseException:
-            segment.close()
-            raise
-        end.carrier, end.begun = self.carrier.address, self.carrier.look
-        end.gave_up = partial(self.carrier.withdraw, wire)
-        end.dispose = partial(self._linger, wire, found)
-        return end
-
-    def _accept_offers(self) -> None:
-        """Make this side's half of each ring that a producer has begun to fill, so that its messages need not wait."""
-        links = {peer.link: peer for peer in list(self._peers.values())}
-        for link, name, there, *shape in self.carrier.offers().tolist():
-            layout = RingLayout(*shape)
-            with self._opening:
-                held = sum(end.layout.size for end in self._early.values())
-                if name in self._known or not _sound(layout) or held + layout.size > _EARLY_BYTES:
-                    continue
-                self._known.add(name)
-                with contextlib.suppress(ResourceError):  # then it is made when it is opened
-                    self._early[name] = self._mirror(links[link], name, layout, peer=-1, producer=False, there=there)
-
     def close(self) -> None:
         """Wait until the others have what was sent to them, and leave. Idempotent."""
         if not self._thread.is_alive():
             return
-        until = time.monotonic() + _LINGER_SECONDS
-        while self._sweep() and time.monotonic() < until:
+        until = time.monotonic() + LINGER_SECONDS
+        while self._halves.sweep() and time.monotonic() < until:
             time.sleep(0.001)
         for peer in self._peers.values():
             if not peer.gone:
@@ -179,9 +147,7 @@ class Network:
             time.sleep(0.001)
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
-        for end in self._early.values():
-            end.close()
-        self._sweep(at_once=True)
+        self._halves.close()
         self.carrier.close()
         for peer in self._peers.values():
             for rail in peer.rails.values():
@@ -208,29 +174,9 @@ class Network:
     def _peer(self, rank: int) -> _Peer:
         with self._lock:
             if rank not in self._peers:
-                self._peers[rank] = _Peer(rank, self.carrier.add_link())
+                found = self._peers[rank] = _Peer(rank, self.carrier.add_link())
+                self._of_link[found.link] = found
             return self._peers[rank]
-
-    def _linger(self, wire: WireEnd, peer: _Peer, segment: Segment) -> None:
-        """Unmap a ring once the other side has what was sent, or is gone."""
-        with self._lock:
-            self._lingering.append((wire, peer, segment, time.monotonic() + _LINGER_SECONDS))
-        self.carrier.wake()
-        self._sweep()
-
-    def _sweep(self, at_once: bool = False) -> bool:
-        """Unmap the closed rings that nobody needs any more; whether others are left."""
-        now = time.monotonic()
-        with self._lock:
-            kept = []
-            for wire, peer, segment, until in self._lingering:
-                ended = at_once or wire.settled() or peer.gone or now > until
-                if ended and self.carrier.detach(wire):
-                    segment.close()
-                else:
-                    kept.append((wire, peer, segment, until))
-            self._lingering = kept
-            return bool(kept)
 
     def _run(self) -> None:
         try:
@@ -418,8 +364,8 @@ class Network:
                 peer.seen = time.monotonic()
                 self._keep(peer)
         self._questions.hear()
-        self._accept_offers()
-        self._sweep()
+        self._halves.look()
+        self._halves.sweep()
 
     def _look(self) -> None:
         """Send a sign of life on each rail, and replace those that have stalled."""
@@ -436,11 +382,4 @@ class Network:
                 if now - rail.moved > (_STALL_SECONDS if alive else self._timeout):
                     self.carrier.drop(index)
         self.carrier.wake()
-        self._sweep()
-
-
-def _sound(layout: RingLayout) -> bool:
-    """Whether a ring may have a shape that another process wants."""
-    return (
-        0 < layout.lanes <= MAX_LANES and layout.slots > 0 and layout.slot_bytes > 0 and layout.slot_bytes % PAGE == 0
-    )
+        self._halves.sweep()

@@ -85,7 +85,7 @@ def _control(rail: Any, kind: int, wire: int, number: int, words: int) -> Any:
 def _send_open(rail: Any, wire: Any, index: int) -> None:
     ring = wire.geometry
     rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
-    rail.payload[3] = wire.producer
+    rail.payload[3], rail.payload[4] = wire.producer, wire.group
     frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, OPEN_WORDS)
     frame.slot = index
     wire.open = 0

@@ -74,6 +74,7 @@ LINK = np.dtype([
 WIRE = np.dtype([
     ("link", "i8"),
     ("name", "i8"),
+    ("group", "i8"),  # see `Transport.open_ring`
     ("there", "i8"),  # the other side's index; -1: not known
     ("producer", "i8"),
     ("ring", "i8"),  # address; 0: detached
@@ -110,8 +111,10 @@ NOBODY, AGAIN, ARRIVED = 0, -1, -2
 OFFERS = 256
 """Rings that the other sides have opened and this one has not, until Python looks at them."""
 
-OFFER = np.dtype([(name, "i8") for name in ("link", "name", "there", "lanes", "slots", "slot_bytes")])
-"""What a producer says of its half in OPEN: name and shape of the ring, and its index of the wire."""
+OFFER = np.dtype([
+    (name, "i8") for name in ("link", "name", "there", "lanes", "slots", "slot_bytes", "producer", "group")
+])  # fmt: skip
+"""What the other side says of its half in OPEN: name and shape of the ring, and its index of the wire."""
 
 TELL_WORDS = 1 + RECORD_BYTES // 8
 """Words of the payload of a TELL with a record; without there is one."""

@@ -76,6 +76,7 @@ class Rings:
 
     Args:
         job: prefix of the names of the shared memory.
+        group: number of the communicator, see `Transport.open_ring`.
         store: of the communicator; waits in it end when the communicator does.
 
     Attributes:
@@ -83,10 +84,10 @@ class Rings:
     """
 
     def __init__(
-        self, config: Config, job: str, store: Store, rank: int, transports: Sequence[Transport],
+        self, config: Config, job: str, group: int, store: Store, rank: int, transports: Sequence[Transport],
         peer_rings: PeerRings, members: Sequence[Member],
     ) -> None:  # fmt: skip
-        self._job = job
+        self._job, self._group = job, group
         self._store = store
         self._rank = rank
         self._transports = {t.capabilities().scheme: t for t in transports}
@@ -165,8 +166,8 @@ class Rings:
         world = self._members[peer].rank
         try:
             end = self._transport(peer).open_ring(
-                name, peer, world, layout, self._store, deadline, producer=producer, job=self._job
-            )
+                name, peer, world, layout, self._store, deadline, producer=producer, job=self._job, group=self._group
+            )  # fmt: skip
             if end.layout.apart:
                 try:
                     self._peer_rings.furnish(end, world, self._store, name, deadline)
@@ -200,6 +201,11 @@ class Rings:
         self._word = self._word or word
         for end in self.ends():
             end.abort(word)
+
+    def leave(self, word: int) -> None:
+        """Stop by an abort word what other ranks open and this one has not; it opens nothing any more."""
+        for transport in self._transports.values():
+            transport.leave(self._group, word)
 
     def close(self) -> None:
         """Unmap all ring ends, which must not be used any more. Idempotent."""

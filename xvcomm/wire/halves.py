@@ -1,0 +1,160 @@
+"""This process's halves of rings between hosts: made when either end opens the ring, kept until the other side needs no more.
+
+A communicator that this process has closed answers for rings that others open later: they stop at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from xvcomm.errors import ResourceError
+from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
+from xvcomm.memory.segment import PAGE, Segment
+from xvcomm.wire.carrier import Carrier, WireEnd
+
+LINGER_SECONDS = 10.0
+"""How long a closed half is kept for the other side at most."""
+_EARLY_BYTES = 1 << 30
+"""Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled."""
+_NOBODY = -1
+
+
+class _Offer(NamedTuple):
+    """A ring that another process has opened, see `records.OFFER`."""
+
+    link: int
+    name: int
+    there: int
+    lanes: int
+    slots: int
+    slot_bytes: int
+    producer: int
+    group: int
+
+    @property
+    def layout(self) -> RingLayout:
+        """Its shape."""
+        return RingLayout(self.lanes, self.slots, self.slot_bytes)
+
+    def sound(self) -> bool:
+        """Whether a ring may have this shape."""
+        return 0 < self.lanes <= MAX_LANES and self.slots > 0 and self.slot_bytes > 0 and self.slot_bytes % PAGE == 0
+
+
+class Halves:
+    """Those of all links of a process. Thread-safe.
+
+    Args:
+        gone: whether the process at the other end of a link has ended, so that nothing is sent to it any more.
+    """
+
+    def __init__(self, carrier: Carrier, gone: Callable[[int], bool]) -> None:
+        self._carrier, self._gone = carrier, gone
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
+        self._known: set[int] = set()
+        self._early: dict[int, tuple[RingEnd, int]] = {}
+        self._offers: dict[int, _Offer] = {}
+        self._closed: dict[int, int] = {}
+        self._lingering: list[tuple[WireEnd, int, Segment, float]] = []
+
+    def open(self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
+        """See `Network.open_ring`. A half that was made when the producer's offer came may have messages already."""
+        with self._lock:
+            self._known.add(name)
+            self._offers.pop(name, None)
+            end, _ = self._early.pop(name, (None, 0))
+        if end is not None:
+            end.peer = peer
+            return end
+        return self._make(link, name, layout, group=group, peer=peer, producer=producer)
+
+    def _make(
+        self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool, there: int = -1
+    ) -> RingEnd:
+        segment = Segment.anonymous(layout.size)
+        try:
+            end = RingEnd.create(segment, layout, peer=peer, producer=producer)
+            wire = self._carrier.add_wire(link, name, group, end, there)
+        except BaseException:
+            segment.close()
+            raise
+        end.carrier, end.begun = self._carrier.address, self._carrier.look
+        end.gave_up = partial(self._carrier.withdraw, wire)
+        end.dispose = partial(self._linger, wire, link)
+        return end
+
+    def look(self) -> None:
+        """Handle the rings that others have opened and this process has not.
+
+        For a producer's this side's half is made, so that its messages need not wait.
+        """
+        for offer in map(_Offer._make, self._carrier.offers().tolist()):
+            with self._lock:
+                if not offer.sound():
+                    continue
+                if offer.group in self._closed:
+                    self._turn_away(offer)
+                elif offer.name in self._known:
+                    continue
+                elif not offer.producer:
+                    self._offers[offer.name] = offer
+                elif offer.layout.size + sum(end.layout.size for end, _ in self._early.values()) <= _EARLY_BYTES:
+                    with contextlib.suppress(ResourceError):  # then it is made when it is opened
+                        self._early[offer.name] = self._answer(offer), offer.group
+                        self._known.add(offer.name)
+
+    def _answer(self, offer: _Offer) -> RingEnd:
+        return self._make(
+            offer.link, offer.name, offer.layout, group=offer.group, peer=_NOBODY, producer=not offer.producer,
+            there=offer.there,
+        )  # fmt: skip
+
+    def _turn_away(self, offer: _Offer) -> None:
+        """Stop a ring of a communicator that this process has closed."""
+        with contextlib.suppress(ResourceError):
+            end = self._answer(offer)
+            end.abort(self._closed[offer.group])
+            end.close()
+
+    def leave(self, group: int, word: int) -> None:
+        """Answer with an abort word who has opened, or will open, a ring of a communicator that this process has not opened."""
+        with self._lock:
+            self._closed[group] = word
+            for name in [name for name, (_, of) in self._early.items() if of == group]:
+                end, _ = self._early.pop(name)
+                end.abort(word)
+                end.close()
+            for offer in [offer for offer in self._offers.values() if offer.group == group]:
+                self._turn_away(self._offers.pop(offer.name))
+
+    def _linger(self, wire: WireEnd, link: int, segment: Segment) -> None:
+        """Unmap a ring once the other side has what was sent, or is gone."""
+        with self._lock:
+            self._lingering.append((wire, link, segment, time.monotonic() + LINGER_SECONDS))
+        self._carrier.wake()
+        self.sweep()
+
+    def sweep(self, at_once: bool = False) -> bool:
+        """Unmap the closed rings that nobody needs any more; whether others are left."""
+        now = time.monotonic()
+        with self._lock:
+            kept = []
+            for wire, link, segment, until in self._lingering:
+                ended = at_once or wire.settled() or self._gone(link) or now > until
+                if ended and self._carrier.detach(wire):
+                    segment.close()
+                else:
+                    kept.append((wire, link, segment, until))
+            self._lingering = kept
+            return bool(kept)
+
+    def close(self) -> None:
+        """Unmap everything; no thread carries any more."""
+        for end, _ in self._early.values():
+            end.close()
+        self.sweep(at_once=True)
