@@ -22,7 +22,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
 _CLOSED = "on a communicator that was closed; make a new one"
-_DRAIN_SECONDS, _SETTLE_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 0.0005
+_DRAIN_SECONDS, _SETTLE_SECONDS, _TELL_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 0.3, 0.0005
 _NOTHING = Message(0, 0, 0, 0)
 
 
@@ -195,8 +195,11 @@ class Lifecycle:
             self._word = self._word or word
             abroad, found = self._diagnosis.abroad(word)
             self._stop(abroad)
-            if first and (tells or found):
-                self._session.announce(Stop(self._path, abroad, why or found), self._ranks)
+            if not first or not (tells or found):
+                return
+            self._session.announce(Stop(self._path, abroad, why or found), self._ranks)
+        # What this rank tells others from now on, they hear later than this.
+        self._rings.tell(Deadline.after(_TELL_SECONDS))
 
     def hear(self, world_rank: int, word: int, why: str) -> None:
         """A rank of another host has stopped the communicator, with the reason in words."""

@@ -240,6 +240,8 @@ class RingEnd:
         carrier: address of the `CARRIER` record of a ring between hosts; 0 where both ends map the same memory.
         direct: address of the `DIRECT` record of a consumer's end between hosts; else 0.
         begun: called when a message was enqueued whose mover does not carry frames.
+        begun: called when a message was enqueued whose mover does not carry frames, and when the ring was stopped.
+        told: whether the other end knows that the ring was stopped.
         gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
         closing: called before the memory is unmapped, by whoever pinned it.
         dispose: unmaps it, at once or later.
@@ -265,6 +267,7 @@ class RingEnd:
         self.carrier = 0
         self.direct = 0
         self.begun: Callable[[], None] | None = None
+        self.told: Callable[[], bool] = lambda: True
         self.gave_up: Callable[[], None] | None = None
         self._leaving = threading.RLock()  # a signal handler may close in the middle of anything
         self.closing: list[Callable[[], None]] = []
@@ -318,6 +321,8 @@ class RingEnd:
             cell = ctypes.c_int64.from_address(self.address + ABORT)
             if not cell.value:
                 cell.value = word
+                if self.begun is not None:
+                    self.begun()
 
     def abort_word(self) -> int:
         """0, or why the ring stopped."""

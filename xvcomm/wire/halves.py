@@ -86,6 +86,7 @@ class Halves:
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
         end.dispose = partial(self._linger, wire, link)
+        end.told, end.dispose = wire.settled, partial(self._linger, wire, link)
         return end
 
     def look(self) -> None:

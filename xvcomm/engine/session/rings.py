@@ -20,7 +20,7 @@ from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.errors import DeadlineExceeded
 from xvcomm.memory.ring import MAX_LANES, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, round_up
-from xvcomm.types.deadline import Deadline
+from xvcomm.types.deadline import Deadline, poll
 
 CHANNELS = 32
 """Channels per pair. Each has its own rings, so messages of different channels are not ordered with each other."""
@@ -201,6 +201,10 @@ class Rings:
         self._word = self._word or word
         for end in self.ends():
             end.abort(word)
+
+    def tell(self, deadline: Deadline) -> None:
+        """Wait until the other ends of all rings know that they were stopped, or until the deadline."""
+        poll(lambda: all(end.told() for end in self.ends()) or None, deadline)
 
     def leave(self, word: int) -> None:
         """Stop by an abort word what other ranks open and this one has not; it opens nothing any more."""
