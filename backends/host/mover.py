@@ -207,16 +207,14 @@ def _move_lane(row: Any, lane: int, low: int, high: int, chunk: int) -> int:
     slot = row.ring + ring.data + (lane * ring.slots + count % ring.slots) * ring.slot_bytes
     if producer:
         hand_over(slot, data, nbytes)
-    elif row.kind == _GET:
-        if _carried(row, lane, count):
-            pass
-        elif row.message.nbytes >= STREAM_BYTES:
+    elif row.kind == _GET_REDUCE:
+        a, b = (slot, data) if row.remote_first != 0 else (data, slot)
+        call_combine(row.combine, data, a, b, nbytes // row.itemsize)
+    elif not _carried(row, lane, count):
+        if row.message.nbytes >= STREAM_BYTES:
             stream_bytes(data, slot, nbytes)
         else:
             hand_over(data, slot, nbytes)
-    else:
-        a, b = (slot, data) if row.remote_first != 0 else (data, slot)
-        call_combine(row.combine, data, a, b, nbytes // row.itemsize)
     store_release(mine, count + 1)
     return _COMPLETE if offset + nbytes >= high else _PROGRESS
 

@@ -120,7 +120,7 @@ def give_up(comm):
         else:
             comm.recv(x, 0, timeout=0.5)
     except xvcomm.DeadlineExceeded as error:
-        x[:] = 7  # had anybody an interest in it, the other side would get sevens, or this one ones
+        x[:] = 7  # a late copy would change these sevens, or send them
         time.sleep(1)
         assert (x == 7).all()
         print(time.monotonic() - began < 10, error)

@@ -55,7 +55,7 @@ def depart(comm, first, what):
 @pytest.mark.parametrize("what", ["recv", "send", "probe", "barrier"])
 @pytest.mark.parametrize("first", [True, False], ids=["before", "meanwhile"])
 def test_departure(world, what, first):
-    """Who waits for a rank that has closed the communicator hears of it, also where that has opened no ring."""
+    """A wait for a rank that has closed the communicator fails, also if that rank never opened the ring."""
     for text in world.run(depart, first, what)[:-1]:
         assert f"rank {world.size - 1} on " in text and " left; " in text
 

@@ -201,7 +201,7 @@ def prove(connection, key, rank, peer):
     ids=["wrong length", "no length", "wrong kind", "huge", "no wire", "another's wire", "half a frame", "nothing"],
 )
 def test_broken_frames(job, sent, refused):
-    """Who has the key and then breaks the protocol loses the connection, which had replaced that of the rank it says to be."""
+    """A connection that proves the key and then breaks the protocol is closed, although it had replaced a rank's own."""
     world, ports = job
     if sent == "foreign":
         sent = frame(Kind.STOPPED, world.run(ranks_of_wires)[2].index(1))

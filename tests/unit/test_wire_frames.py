@@ -1,4 +1,4 @@
-"""What a carrier makes of the bytes on a rail, whoever sends them: nothing is written but into the ring and the array."""
+"""The carrier's parser of frames: whatever bytes arrive, it writes only into the ring and the array."""
 
 import contextlib
 import ctypes

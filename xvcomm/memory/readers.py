@@ -60,7 +60,7 @@ def view(x: Any, *, output: bool = False) -> ArrayView:
     """
     kind = type(x)
     if kind is ArrayView:
-        return x  # type: ignore[no-any-return]  # whoever made it answers for it
+        return x  # type: ignore[no-any-return]  # it was checked when it was made
     found = (READERS.get(kind) or reader_of(kind))(x)
     if output and found.immutable and not is_functional(x):
         raise ArrayError("the output array is read-only; pass a writable array (x.copy())")

@@ -33,6 +33,6 @@ def queued(connection: socket.socket) -> int:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Let who waits for a connection find it closed."""
+    """Close both directions of a connection, so that a thread or task that waits for it wakes."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

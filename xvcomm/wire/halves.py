@@ -85,7 +85,6 @@ class Halves:
             raise
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
-        end.dispose = partial(self._linger, wire, link)
         end.told, end.dispose = wire.settled, partial(self._linger, wire, link)
         return end
 
@@ -123,7 +122,7 @@ class Halves:
             end.close()
 
     def leave(self, group: int, word: int) -> None:
-        """Answer with an abort word who has opened, or will open, a ring of a communicator that this process has not opened."""
+        """Note that this process has closed a communicator: its unopened rings stop by `word` once another process opens them."""
         with self._lock:
             self._closed[group] = word
             for name in [name for name, (_, of) in self._early.items() if of == group]:

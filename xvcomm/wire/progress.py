@@ -42,8 +42,8 @@ from xvcomm.wire.sockets import POLLIN, POLLOUT, polled_at, raise_event, take_ev
 
 _BUSY_YIELDS, _IDLE_YIELDS = 200, 20
 _MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 500_000_000
-"""How long the thread sleeps while operations are under way, whose movers wake nobody; while other threads drive; while graphs
-may be replayed, which begin messages without waking anybody; else."""
+"""How long the thread sleeps while operations are under way, since movers do not wake it; while other threads drive; while graphs
+may be replayed, since a replay does not wake it; else."""
 _RECENT = 500
 """Rounds without work after which a graph is not expected at once."""
 
@@ -156,7 +156,7 @@ def _wake(address: int, unused: int, unused_too: int) -> int:
 
 @register_jitable
 def _replays(carrier: Any) -> bool:
-    """Whether graphs have messages, which begin without a word to anybody."""
+    """Whether captured graphs have messages; their replays do not wake the thread."""
     for i in range(carrier.wire_count):
         wire = wire_at(load(carrier.wires + 8 * i))
         if wire.ring != 0 and wire.there >= 0 and wire.stop == UNTOLD and load(wire.replays) != 0:

@@ -177,8 +177,10 @@ def torch_says_rocm() -> None:
     """A tensor of CUDA's torch presents itself as a ROCm tensor, with its current stream."""
     import torch
 
+    from xvcomm.engine.session import plugins
     from xvcomm.memory import array
 
+    plugins.backends()  # which say whose memory it is
     x = torch.arange(5, dtype=torch.float32, device="cuda")
     seen = array.view(x)
     assert (seen.device, seen.index, seen.address, seen.shape) == ("rocm", 0, x.data_ptr(), (5,))
