@@ -53,6 +53,13 @@ class Config:
     ports: str | None = _var(
         None, "Port or range of ports, `29600-29699`, on which ranks listen for ranks of other hosts; any if unset."
     )
+    tls: int = _var(
+        0,
+        "1: encrypt what goes between hosts, by TLS 1.3 with keys derived from the job's secret; the same on all ranks. Needs "
+        "OpenSSL, no certificates.",
+        least=0,
+        most=1,
+    )
     peer_timeout: float = _var(
         10.0, "Seconds without a sign of another host after which its ranks count as lost.", least=0.1
     )

@@ -48,11 +48,12 @@ class TcpTransport(Transport):
 
     def capabilities(self) -> Capabilities:
         """See `Transport.capabilities`."""
-        return Capabilities("tcp", "tcp", rank_order=1)
+        return Capabilities("tcp", "with TLS" if self._config.tls else "without TLS", rank_order=1)
 
     def join(self, membership: Membership) -> None:
         """See `Transport.join`: listens on the interfaces in use, and publishes their addresses."""
         from xvcomm.wire.network import Network  # which loads numba and the kernels
+        from xvcomm.wire.tls import Tls
 
         config, store = self._config, PrefixStore("tcp", membership.store)
         deadline = Deadline.after(config.timeout)
@@ -68,8 +69,8 @@ class TcpTransport(Transport):
             return interfaces.routes(mine, theirs)
 
         self._network = Network(
-            membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us), membership.lost,
-            membership.left,
+            membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
+            Tls() if config.tls else None, membership.lost, membership.left,
         )  # fmt: skip
 
     def open_ring(

@@ -1,6 +1,7 @@
 """Fixtures of the tests between hosts: two network namespaces with two links between them."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,19 @@ class TwoHosts(Hosts):
     def run(self, *arguments, env=None):
         """`start`, and wait for a good end; what the ranks have printed."""
         return self.outputs(self.start(*arguments, env=env))
+
+    def cut_and_mend(self, env=None):
+        """Cut a link while the ranks of `cut` send to each other, and bring it back; they must end well."""
+        ranks = self.start("cut", env=env)
+        for rank in ranks:
+            assert rank.stdout.readline() == "begun\n", rank.stdout.read()
+        self.link(1, "down")
+        mend = threading.Timer(1.5, self.link, (1, "up"))
+        mend.start()
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+        mend.join()
+        assert [rank.returncode for rank in ranks] == [0, 0], outputs
+        assert outputs[0][0].split()[0] == outputs[1][0].split()[0]
 
 
 @pytest.fixture

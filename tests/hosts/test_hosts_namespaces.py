@@ -1,6 +1,5 @@
 """Jobs over two hosts, each a network namespace, with two links between them."""
 
-import threading
 import time
 
 import pytest
@@ -31,16 +30,7 @@ def test_listening(two_hosts, nics, networks):
 
 def test_link_cut(two_hosts):
     """A link is cut and comes back while messages are under way: nothing is lost."""
-    ranks = two_hosts.start("cut")
-    for rank in ranks:
-        assert rank.stdout.readline() == "begun\n", rank.stdout.read()
-    two_hosts.link(1, "down")
-    mend = threading.Timer(1.5, two_hosts.link, (1, "up"))
-    mend.start()
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    mend.join()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert outputs[0][0].split()[0] == outputs[1][0].split()[0]
+    two_hosts.cut_and_mend()
 
 
 def test_death(two_hosts):

@@ -21,7 +21,7 @@ class Capabilities:
 
     Attributes:
         scheme: `shm`, `tcp`, `rdma`; equal schemes can talk.
-        reach: ranks with equal reach can use it together: a host's identity for `shm`, a fabric's name otherwise.
+        reach: ranks with equal reach can use it together: a host's identity for `shm`, a fabric's name or manner otherwise.
         rank_order: the lower is taken where several would do.
         shared: whether both ends map the same memory. Only then may a ring's slots lie in a GPU's memory that both reach.
     """
@@ -57,9 +57,10 @@ def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capa
     """
     both = [c for c in ours if any((c.scheme, c.reach) == (t.scheme, t.reach) for t in theirs)]
     if not both:
+        here, there = (", ".join(f"{c.scheme} ({c.reach})" for c in offers) for offers in (ours, theirs))
         raise BackendUnavailable(
-            f"no transport joins the two ranks: here {[c.scheme for c in ours]}, there {[c.scheme for c in theirs]}; "
-            "ranks on one host must share /dev/shm (containers: --ipc=host)"
+            f"no transport joins the two ranks: here {here}; there {there}; ranks on one host must share /dev/shm "
+            "(containers: --ipc=host), and XVCOMM_TLS must be the same on all ranks"
         )
     return min(both, key=lambda c: (c.rank_order, c.scheme))
 

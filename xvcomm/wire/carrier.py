@@ -18,6 +18,7 @@ from xvcomm.wire.frames import FRAME
 from xvcomm.wire.progress import detach, lose, progress_address, put, run, take, wake_address, withdraw
 from xvcomm.wire.records import KNOWN, SINK_BYTES, UP, Link, Rail, Wire
 from xvcomm.wire.sockets import POLLED
+from xvcomm.wire.tls import Channel
 
 _LINKS, _RAILS, _WIRES, _WIRES_OF_LINK = 1 << 16, 1 << 12, 1 << 16, 1 << 12
 
@@ -113,8 +114,8 @@ class Carrier:
         """The record of a link, to read."""
         return self._links[index]
 
-    def add_rail(self, link: int, connection: socket.socket) -> int:
-        """Use a connection, which stays open until `release`; the index of its rail."""
+    def add_rail(self, link: int, connection: socket.socket, tls: int = 0, channel: Channel | None = None) -> int:
+        """Use a connection, and its TLS, which both stay open until `release`; the index of its rail."""
         with self._lock:
             index = next((i for i, rail in enumerate(self.rails) if rail.state == records.UNUSED), len(self.rails))
             if index == len(self.rails):
@@ -124,6 +125,8 @@ class Carrier:
             rail = self.rails[index]
             ctypes.memset(ctypes.addressof(rail), 0, ctypes.sizeof(rail))
             rail.fd, rail.link = connection.fileno(), link
+            if channel is not None:
+                rail.tls, rail.channel, rail.staged = tls, channel.address, channel.staged
             self._put(rail, "state", UP)
         self.wake()
         return index

@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import secrets
 import socket
+from typing import NamedTuple
 
 import msgspec
 
@@ -84,11 +85,28 @@ async def _receive(connection: socket.socket, kind: type[msgspec.Struct]) -> msg
         raise Malformed(str(error)) from None
 
 
-async def connect(connection: socket.socket, key: bytes, rank: int, peer: int) -> None:
+class Proven(NamedTuple):
+    """Who has proved the key on a connection that this side has accepted.
+
+    Attributes:
+        rank: the other side's, in the whole job.
+        proof: for `admit`.
+        key: of this connection, for TLS.
+    """
+
+    rank: int
+    proof: bytes
+    key: bytes
+
+
+async def connect(connection: socket.socket, key: bytes, rank: int, peer: int) -> bytes:
     """Prove the key on a connection that this side has made, and check the other side's proof.
 
     Args:
         rank, peer: this process and the one that is expected, as numbers of the whole job.
+
+    Returns:
+        A key of this connection, for TLS.
 
     Raises:
         Refused: the other side does not want the connection, or not now.
@@ -108,13 +126,11 @@ async def connect(connection: socket.socket, key: bytes, rank: int, peer: int) -
         raise AuthenticationError(f"what answers for rank {peer} does not have the job's key", rank=rank, peer=peer)
     if verdict.refusal:
         raise Refused(verdict.refusal)
+    return _prove(key, "tls", challenge.nonce, nonce, rank, peer)
 
 
-async def accept(connection: socket.socket, key: bytes, rank: int, size: int) -> tuple[int, bytes]:
+async def accept(connection: socket.socket, key: bytes, rank: int, size: int) -> Proven:
     """Check the proof on a connection that the other side has made, which must be another of the job's `size` ranks.
-
-    Returns:
-        The other side's rank in the whole job, and the proof for `admit`.
 
     Raises:
         AuthenticationError: the other side does not have the key, or wants another process.
@@ -129,7 +145,8 @@ async def accept(connection: socket.socket, key: bytes, rank: int, size: int) ->
     named = hello.peer == rank != hello.rank and 0 <= hello.rank < size and len(hello.nonce) == _NONCE
     if not hmac.compare_digest(hello.proof, proof) or not named:
         raise AuthenticationError("a connection was refused whose maker does not have the job's key", rank=rank)
-    return hello.rank, _prove(key, "accept", own, hello.nonce, hello.rank, hello.peer)
+    accept, tls = (_prove(key, side, own, hello.nonce, hello.rank, hello.peer) for side in ("accept", "tls"))
+    return Proven(hello.rank, accept, tls)
 
 
 async def admit(connection: socket.socket, proof: bytes, refusal: str = "") -> None:

@@ -363,10 +363,10 @@ def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
         if rail.slot_left > 0:
             to_ring = rail.slot_data != 0
             wanted = rail.slot_left if to_ring else min(rail.slot_left, SINK_BYTES)
-            got = receive(rail.fd, rail.slot_data if to_ring else carrier.sink, wanted)
+            got = receive(rail, rail.slot_data if to_ring else carrier.sink, wanted)
         else:
             room = EAGER + HEADER + CONTROL_BYTES - rail.end
-            got = receive(rail.fd, address_of(rail, "buffer") + rail.end, min(EAGER, room))
+            got = receive(rail, address_of(rail, "buffer") + rail.end, min(EAGER, room))
         if got == BLOCKED:
             break
         if got < 0:

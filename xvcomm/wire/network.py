@@ -32,6 +32,8 @@ from xvcomm.wire.incoming import PROTOCOL
 from xvcomm.wire.questions import Questions
 from xvcomm.wire.records import DOWN, MAX_RAILS
 from xvcomm.wire.route import Route
+from xvcomm.wire.sockets import TAMPERED
+from xvcomm.wire.tls import Channel, Tls
 
 _CONNECT_SECONDS, _RETRY_SECONDS, _LOOK_SECONDS = 2.0, 0.5, 0.2
 _STALL_SECONDS = 0.6
@@ -43,10 +45,11 @@ _FLUSH_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Rail:
-    """A connection, and when the other host last acknowledged something on it."""
+    """A connection, its TLS, and when the other host last acknowledged something on it."""
 
     connection: socket.socket
     ends: tuple[str, str]
+    channel: Channel | None
     acknowledged: int = 0
     moved: float = field(default_factory=time.monotonic)
 
@@ -75,7 +78,7 @@ class Network:
 
     def __init__(
         self, rank: int, size: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
-        timeout: float, spins: int, lost: Callable[[int, str], None], left: Callable[[int], None],
+        timeout: float, spins: int, tls: Tls | None, lost: Callable[[int, str], None], left: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Begin to accept connections.
 
@@ -87,10 +90,11 @@ class Network:
             routes: ways to a rank; may block.
             timeout: seconds without a sign of a host after which its ranks are lost.
             spins: see `Carrier`.
+            tls: what encrypts the connections, on all ranks or on none.
             lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
         """
         self._rank, self._size, self._key, self._listeners, self._routes = rank, size, key, listeners, routes
-        self._timeout, self._lost, self._left = timeout, lost, left
+        self._timeout, self._tls, self._lost, self._left = timeout, tls, lost, left
         self.carrier = Carrier(spins)
         self._questions = Questions(self.carrier)
         self._peers: dict[int, _Peer] = {}
@@ -224,13 +228,13 @@ class Network:
         try:
             connection.setblocking(False)
             async with asyncio.timeout(handshake.SECONDS):
-                rank, proof = await handshake.accept(connection, self._key, self._rank, self._size)
-                peer = self._peer(rank)
+                proven = await handshake.accept(connection, self._key, self._rank, self._size)
+                peer = self._peer(proven.rank)
                 refusal = self._objection(peer, connection)
-                await handshake.admit(connection, proof, refusal)
-            if not refusal:
-                self._use(peer, connection)
-                return
+                await handshake.admit(connection, proven.proof, refusal)
+                if not refusal:
+                    await self._use(peer, connection, proven.key, accepting=True)
+                    return
         except (AuthenticationError, handshake.Malformed) as error:
             self._refuse(str(error) or "a connection was refused that does not speak this protocol")
         except TimeoutError:
@@ -269,9 +273,13 @@ class Network:
                 self.carrier.drop(index)
         return "" if len(peer.rails) < MAX_RAILS else f"a link has at most {MAX_RAILS} rails"
 
-    def _use(self, peer: _Peer, connection: socket.socket) -> None:
+    async def _use(self, peer: _Peer, connection: socket.socket, key: bytes, *, accepting: bool) -> None:
         set_up(connection)
-        peer.rails[self.carrier.add_rail(peer.link, connection)] = _Rail(connection, ends(connection))
+        tls, channel = 0, None
+        if self._tls is not None:
+            tls, channel = self._tls.functions, await self._tls.secure(connection, key, accepting=accepting)
+        index = self.carrier.add_rail(peer.link, connection, tls, channel)
+        peer.rails[index] = _Rail(connection, ends(connection), channel)
 
     def _keep(self, peer: _Peer) -> None:
         """Let a task make and replace a link's rails."""
@@ -313,11 +321,11 @@ class Network:
                 await self._loop.sock_connect(connection, (route.remote, route.port))
             peer.seen = time.monotonic()  # its host answers, however long its process is busy
             async with asyncio.timeout(handshake.SECONDS):
-                await handshake.connect(connection, self._key, self._rank, peer.rank)
-            if ends(connection) not in {rail.ends for rail in peer.rails.values()}:
-                self._use(peer, connection)
-                peer.reasons.pop(way, None)
-                return
+                key = await handshake.connect(connection, self._key, self._rank, peer.rank)
+                if ends(connection) not in {rail.ends for rail in peer.rails.values()}:
+                    await self._use(peer, connection, key, accepting=False)
+                    peer.reasons.pop(way, None)
+                    return
         except handshake.Refused:
             pass  # the other side connects
         except TimeoutError:
@@ -350,9 +358,9 @@ class Network:
         for peer in list(self._peers.values()):
             for index, rail in list(peer.rails.items()):
                 if self.carrier.rails[index].state == DOWN:
-                    if self.carrier.rails[index].error == PROTOCOL:
+                    if self.carrier.rails[index].error in (PROTOCOL, TAMPERED):
                         self._refuse(
-                            f"a connection was closed that had proved to be rank {peer.rank} and sent no frames"
+                            f"a connection was closed that had proved to be rank {peer.rank} and then broke the protocol"
                         )
                     del peer.rails[index]
                     rail.connection.close()

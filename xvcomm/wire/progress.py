@@ -286,7 +286,7 @@ def _withdraw(address: int, index: int) -> int:
                 rail.slot_data = 0
             from_ring = wire.ring <= rail.out_data < wire.ring + ring.data + places * ring.slot_bytes
             if rail.state == UP and wire.frames <= rail.out < wire.frames + places * HEADER and not from_ring:
-                if rail.out_at == 0:
+                if rail.out_at == 0 and rail.begun == 0:
                     rail.out = 0
                 else:  # the other side must not take other bytes for the message's
                     _lose(carrier, rail, i, 0)

@@ -22,8 +22,15 @@ EAGER = 1024
 UNUSED, UP, DOWN = 0, 1, 2
 """States of a rail: none yet; in use; lost, and its socket not closed yet."""
 
+TLS = np.dtype([(name, "i8") for name in ("read", "write", "get_error", "clear_error")])
+"""Addresses of OpenSSL's functions."""
+
 RAIL = np.dtype([
     ("fd", "i8"),
+    ("tls", "i8"),  # address of a TLS record; 0: without
+    ("channel", "i8"),  # address of OpenSSL's object, and of a buffer for one record
+    ("staged", "i8"),
+    ("begun", "i8"),  # whether OpenSSL has a part of a record that the socket did not take
     ("link", "i8"),
     ("state", "i8"),
     ("error", "i8"),  # why it was lost: a failure of `sockets` or `incoming`
@@ -159,7 +166,7 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What a process has once: the tables of the others, and the state of its threads."""
 
-_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, ANSWER, CARRIER)
-frame_at, rail_at, link_at, wire_at, offer_at, answer_at, carrier_at = map(compiled_at, _KINDS)
-_, Rail, Link, Wire, _, _, Carrier = map(python_type, _KINDS)
+_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, ANSWER, CARRIER, TLS)
+frame_at, rail_at, link_at, wire_at, offer_at, answer_at, carrier_at, tls_at = map(compiled_at, _KINDS)
+_, Rail, Link, Wire, _, _, Carrier, Tls = map(python_type, _KINDS)
 SINK_BYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""System calls on sockets from compiled code: nothing blocks but `wait`."""
+"""System calls on sockets from compiled code, and OpenSSL's functions on those with TLS: nothing blocks but `wait`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, register_jitable
 
+from xvcomm.jit.atomics import copy_bytes
+from xvcomm.jit.ccall import call_3
 from xvcomm.jit.record import address_of, compiled_at
+from xvcomm.wire.records import tls_at
 
 _sendmsg = types.ExternalFunction("sendmsg", types.intp(types.int32, types.intp, types.int32))
 _recv = types.ExternalFunction("recv", types.intp(types.int32, types.intp, types.intp, types.int32))
@@ -34,6 +37,13 @@ _pause_at = compiled_at(_PAUSE)
 
 BLOCKED, CLOSED = -1, -2
 """Results of `send` and `receive`: not now; the other side has closed the connection. -3 and below: -3 - errno."""
+TAMPERED = -3 - errno.EBADMSG
+"""Of these: somebody between has changed what was sent over TLS."""
+
+RECORD_BYTES = 16 << 10
+"""Most bytes of a TLS record."""
+WANT_READ, WANT_WRITE, _SYSTEM, _CLOSED = 2, 3, 5, 6
+"""Results of SSL_get_error."""
 
 
 @intrinsic
@@ -55,8 +65,44 @@ def _failure() -> int:
 
 
 @register_jitable
-def send(rail: Any, header: int, header_bytes: int, data: int, nbytes: int) -> int:
+def _tls_failure(rail: Any, result: int) -> int:
+    error = np.int32(call_3(tls_at(rail.tls).get_error, rail.channel, result, 0))
+    if error == WANT_READ or error == WANT_WRITE:
+        return BLOCKED
+    if error == _CLOSED:
+        return CLOSED
+    return min(_failure(), CLOSED) if error == _SYSTEM else TAMPERED
+
+
+@register_jitable
+def _send_tls(rail: Any, header: int, header_bytes: int, data: int, nbytes: int) -> Any:
+    """Send one record. If it is BLOCKED, the next call must be the same."""
+    if header_bytes > 0:
+        nbytes = min(nbytes, RECORD_BYTES - header_bytes)
+        copy_bytes(rail.staged, header, header_bytes)
+        copy_bytes(rail.staged + header_bytes, data, nbytes)
+        data, nbytes = rail.staged, header_bytes + nbytes
+    tls = tls_at(rail.tls)
+    call_3(tls.clear_error, 0, 0, 0)
+    sent = np.int32(call_3(tls.write, rail.channel, data, min(nbytes, RECORD_BYTES)))
+    result = np.int64(sent) if sent > 0 else _tls_failure(rail, sent)
+    rail.begun = 1 if result == BLOCKED else 0
+    return result
+
+
+@register_jitable
+def _receive_tls(rail: Any, data: int, nbytes: int) -> Any:
+    tls = tls_at(rail.tls)
+    call_3(tls.clear_error, 0, 0, 0)
+    got = np.int32(call_3(tls.read, rail.channel, data, min(nbytes, 1 << 30)))
+    return np.int64(got) if got > 0 else _tls_failure(rail, got)
+
+
+@register_jitable
+def send(rail: Any, header: int, header_bytes: int, data: int, nbytes: int) -> Any:
     """Send from two places as if they were one; the number of bytes sent, or BLOCKED, or a failure."""
+    if rail.tls != 0:
+        return _send_tls(rail, header, header_bytes, data, nbytes)
     parts, call = rail.parts, rail.call
     first = 0
     if header_bytes > 0:
@@ -69,9 +115,11 @@ def send(rail: Any, header: int, header_bytes: int, data: int, nbytes: int) -> i
 
 
 @register_jitable
-def receive(fd: int, data: int, nbytes: int) -> int:
+def receive(rail: Any, data: int, nbytes: int) -> Any:
     """Receive at most `nbytes`, of which there is at least one; BLOCKED, CLOSED, or a failure."""
-    received = _recv(fd, data, nbytes, _FLAGS)
+    if rail.tls != 0:
+        return _receive_tls(rail, data, nbytes)
+    received = _recv(rail.fd, data, nbytes, _FLAGS)
     if received > 0:
         return received
     return CLOSED if received == 0 else _failure()
