@@ -1,7 +1,11 @@
 """Jobs over several hosts whose bytes are encrypted."""
 
 import asyncio
+import ctypes
+import signal
 import socket
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import relay
 
 from xvcomm.errors import AuthenticationError
 from xvcomm.testing import World, collectives, failures, pointtopoint
+from xvcomm.wire.records import Tls as Functions
 from xvcomm.wire.tls import Tls
 
 ENV = {"XVCOMM_DEVICE": "host", "XVCOMM_TLS": "1"}
@@ -66,24 +71,45 @@ def test_link_cut(two_hosts):
     two_hosts.cut_and_mend(env={"XVCOMM_TLS": "1"})
 
 
-def shake(accepting, connecting):
-    """What the two ends of a connection make of TLS with these keys."""
+async def secured(tls, accepting, connecting):
+    """Both ends of a connection on which TLS begins with these keys, each with its channel, or why there is none."""
 
     async def end(connection, key, accepting):
-        with connection:
-            return await Tls().secure(connection, key, accepting=accepting)
+        connection.setblocking(False)
+        return await tls.secure(connection, key, accepting=accepting)
 
-    async def both():
-        ours, theirs = socket.socketpair()
-        for connection in (ours, theirs):
-            connection.setblocking(False)
-        ends = end(ours, accepting, True), end(theirs, connecting, False)
-        return await asyncio.gather(*ends, return_exceptions=True)
-
-    return asyncio.run(both())
+    ours, theirs = socket.socketpair()
+    ends = end(ours, accepting, True), end(theirs, connecting, False)
+    return list(zip((ours, theirs), await asyncio.gather(*ends, return_exceptions=True), strict=True))
 
 
 def test_keys():
     """Only who has the same key can talk."""
-    assert not any(isinstance(end, BaseException) for end in shake(b"k" * 32, b"k" * 32))
-    assert all(isinstance(end, AuthenticationError) for end in shake(b"k" * 32, b"q" * 32))
+    for theirs, due in ((b"k" * 32, False), (b"q" * 32, True)):
+        for connection, end in asyncio.run(secured(Tls(), b"k" * 32, theirs)):
+            connection.close()
+            assert isinstance(end, AuthenticationError) == due
+
+
+def write_to_nobody(comm):
+    """A rank whose program lets SIGPIPE end it writes to a connection that the other side has closed."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    tls = Tls()
+    (ours, channel), (theirs, _) = asyncio.run(secured(tls, b"k" * 32, b"k" * 32))
+    theirs.close()
+    write = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)(
+        Functions.from_address(tls.functions).write
+    )
+    assert write(channel.address, b"x", 1) < 0
+    assert signal.SIGPIPE not in signal.sigpending() | signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ours.close()
+    signal.signal(signal.SIGPIPE, before)
+    for thread in threading.enumerate():
+        if thread.name in ("xvcomm-network", "xvcomm-carrier"):
+            status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+            assert int(status.partition("SigBlk:")[2].split()[0], 16) >> (signal.SIGPIPE - 1) & 1
+
+
+def test_broken_pipe(world):
+    """A lost connection ends no process, whatever its program makes of SIGPIPE."""
+    world.run(write_to_nobody)

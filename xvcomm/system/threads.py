@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 from collections.abc import Callable
 
@@ -45,6 +46,11 @@ class Daemon(threading.Thread):
                 f"cannot start the thread {self.name}: {refused[0]}; raise the limit of processes (`ulimit -u`, docker run "
                 "--pids-limit), or of memory"
             ) from refused[0]
+
+    def run(self) -> None:
+        """Run with SIGPIPE blocked: where a program has restored its default action, a lost connection would end the process."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+        super().run()
 
     def _bring_up(self, done: _thread.LockType, refused: list[RuntimeError]) -> None:
         try:

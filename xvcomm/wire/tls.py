@@ -2,6 +2,9 @@
 
 TLS 1.3 with a pre-shared key, which both sides derive from the job's key and the nonces of this connection, and an ephemeral
 key exchange: who learns the job's key later cannot read what was recorded before.
+
+OpenSSL sends by write(2), which raises SIGPIPE on a lost connection. Its default action ends the process; Python ignores it, but
+a program may restore that action. So compiled code calls OpenSSL with the signal blocked.
 """
 
 from __future__ import annotations
@@ -9,13 +12,20 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import ctypes.util
+import signal
 import socket
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_long, c_size_t, c_ubyte, c_uint, c_uint64, c_ulong, c_void_p
+from functools import cache
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import register_jitable
 
 from xvcomm.errors import AuthenticationError, ConfigError
+from xvcomm.jit.ccall import call_3
+from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.wire.records import Tls as Functions
 from xvcomm.wire.sockets import RECORD_BYTES, WANT_READ, WANT_WRITE
 
@@ -53,23 +63,81 @@ _IDENTITY = b"xvcomm\0"
 _ClientKey = CFUNCTYPE(c_uint, c_void_p, c_char_p, POINTER(c_ubyte), c_uint, POINTER(c_ubyte), c_uint)
 _ServerKey = CFUNCTYPE(c_uint, c_void_p, c_char_p, POINTER(c_ubyte), c_uint)
 
+_thread_mask = types.ExternalFunction("pthread_sigmask", types.int32(types.int32, types.intp, types.intp))
+_pending = types.ExternalFunction("sigpending", types.int32(types.intp))
+_is_member = types.ExternalFunction("sigismember", types.int32(types.intp, types.int32))
+_accept = types.ExternalFunction("sigtimedwait", types.int32(types.intp, types.intp, types.intp))
+_BLOCK, _SET, _PIPE = int(signal.SIG_BLOCK), int(signal.SIG_SETMASK), int(signal.SIGPIPE)
+_SET_BYTES = 128
+"""Of sigset_t."""
+
+_CHANNEL = np.dtype([
+    ("ssl", "i8"),  # address of OpenSSL's object
+    *((name, "i8") for name in ("read", "write", "get_error")),  # addresses of its functions
+    ("pipe", "u1", _SET_BYTES),  # the set of SIGPIPE, and two others
+    ("before", "u1", _SET_BYTES),
+    ("now", "u1", _SET_BYTES),
+    ("pause", "i8", 2),  # no time, as struct timespec
+])  # fmt: skip
+_Record, _channel_at = python_type(_CHANNEL), compiled_at(_CHANNEL)
+
+
+@register_jitable
+def _guarded(channel: Any, function: int, data: int, nbytes: int) -> Any:
+    """Call one of OpenSSL's functions with SIGPIPE blocked, and forget the one that it raises."""
+    pipe, before, now = address_of(channel, "pipe"), address_of(channel, "before"), address_of(channel, "now")
+    _thread_mask(_BLOCK, pipe, before)
+    result = np.int32(call_3(function, channel.ssl, data, nbytes))
+    if result <= 0 and _is_member(before, _PIPE) == 0:
+        _pending(now)
+        if _is_member(now, _PIPE) != 0:
+            _accept(pipe, 0, address_of(channel, "pause"))
+    _thread_mask(_SET, before, 0)
+    return result
+
+
+def _read(address: int, data: int, nbytes: int) -> Any:
+    channel = _channel_at(address)
+    return _guarded(channel, channel.read, data, nbytes)
+
+
+def _write(address: int, data: int, nbytes: int) -> Any:
+    channel = _channel_at(address)
+    return _guarded(channel, channel.write, data, nbytes)
+
+
+def _get_error(address: int, result: int, unused: int) -> Any:
+    channel = _channel_at(address)
+    return call_3(channel.get_error, channel.ssl, result, 0)
+
+
+@cache
+def _compiled() -> list[int]:
+    """Addresses of the compiled functions of a channel: read, write, get_error."""
+    with compiling():
+        return [native("int64(int64, int64, int64)", function) for function in (_read, _write, _get_error)]
+
 
 class Channel:
     """One side of a TLS connection, freed with the last reference to it.
 
     Attributes:
-        address: of OpenSSL's object.
+        address: of what compiled code calls the functions of `Tls` with.
         staged: address of a buffer for one record.
     """
 
     def __init__(self, library: Any, context: int) -> None:
         self._library = library
-        self.address: int = library.SSL_new(context)
+        self.ssl: int = library.SSL_new(context)
+        functions = (_address(library, name) for name in ("SSL_read", "SSL_write", "SSL_get_error"))
+        self._record = _Record(self.ssl, *functions)
+        self.address = ctypes.addressof(self._record)
+        ctypes.CDLL(None).sigaddset(c_void_p(self.address + _Record.pipe.offset), _PIPE)
         self._staged = np.zeros(RECORD_BYTES, np.uint8)
         self.staged = self._staged.ctypes.data
 
     def __del__(self) -> None:
-        self._library.SSL_free(self.address)
+        self._library.SSL_free(self.ssl)
 
 
 class Tls:
@@ -94,8 +162,7 @@ class Tls:
         library.SSL_CTX_set_ciphersuites(context, _SUITES)
         library.SSL_CTX_set_psk_client_callback(context, self._callbacks[0])
         library.SSL_CTX_set_psk_server_callback(context, self._callbacks[1])
-        called = ("SSL_read", "SSL_write", "SSL_get_error", "ERR_clear_error")
-        self._functions = Functions(*(ctypes.cast(getattr(library, name), c_void_p).value for name in called))
+        self._functions = Functions(*_compiled(), _address(library, "ERR_clear_error"))
         self.functions = ctypes.addressof(self._functions)
 
     def __del__(self) -> None:
@@ -122,30 +189,30 @@ class Tls:
             AuthenticationError: the other side has another key, or somebody between has changed what was sent.
         """
         library, channel = self._library, Channel(self._library, self._context)
-        library.SSL_set_fd(channel.address, connection.fileno())
+        library.SSL_set_fd(channel.ssl, connection.fileno())
         if accepting:
-            library.SSL_set_accept_state(channel.address)
+            library.SSL_set_accept_state(channel.ssl)
         else:
-            library.SSL_set_connect_state(channel.address)
-            library.SSL_set_verify(channel.address, _VERIFY_PEER, None)  # no certificate will do instead of the key
-        self._keys[channel.address] = key
+            library.SSL_set_connect_state(channel.ssl)
+            library.SSL_set_verify(channel.ssl, _VERIFY_PEER, None)  # no certificate will do instead of the key
+        self._keys[channel.ssl] = key
         try:
             while True:
                 library.ERR_clear_error()
-                result = library.SSL_do_handshake(channel.address)
+                result = library.SSL_do_handshake(channel.ssl)
                 if result == 1:
                     break
                 await self._wait(connection, channel, result)
         finally:
-            del self._keys[channel.address]
-        if not library.SSL_session_reused(channel.address):
+            del self._keys[channel.ssl]
+        if not library.SSL_session_reused(channel.ssl):
             raise AuthenticationError("a connection was refused whose TLS handshake did without the job's key")
         return channel
 
     async def _wait(self, connection: socket.socket, channel: Channel, result: int) -> None:
         """Wait until the handshake can go on."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        error = self._library.SSL_get_error(channel.address, result)
+        error = self._library.SSL_get_error(channel.ssl, result)
         if error == WANT_READ:
             add, remove = loop.add_reader, loop.remove_reader
         elif error == WANT_WRITE:
@@ -175,6 +242,10 @@ def _openssl() -> Any:
         except (OSError, AttributeError) as error:
             tried.append(str(error))
     raise ConfigError(f"XVCOMM_TLS=1 needs OpenSSL 1.1.1 or newer, libssl: {'; '.join(tried) or 'there is none'}")
+
+
+def _address(library: Any, name: str) -> int:
+    return ctypes.cast(getattr(library, name), c_void_p).value or 0
 
 
 def _of_python() -> str | None:

@@ -272,7 +272,7 @@ class _Link:
     def exchange(self, frame: bytes, limit: int, deadline: Deadline) -> bytes:
         """Send a frame and return the payload of the next one; raises OSError, TimeoutError at the deadline."""
         self._until(deadline)
-        self._sock.sendall(frame)
+        self._sock.sendall(frame, socket.MSG_NOSIGNAL)
         return self.receive(limit, deadline)
 
     def receive(self, limit: int, deadline: Deadline) -> bytes:
