@@ -91,6 +91,20 @@ def test_keys():
             assert isinstance(end, AuthenticationError) == due
 
 
+def test_end_in_the_handshake():
+    """A side that closes the connection, since it needs no other, is no stranger."""
+
+    async def end():
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        with ours:
+            ours.setblocking(False)
+            await Tls().secure(ours, b"k" * 32, accepting=True)
+
+    with pytest.raises(ConnectionError, match="closed during the TLS handshake"):
+        asyncio.run(end())
+
+
 def write_to_nobody(comm):
     """A rank whose program lets SIGPIPE end it writes to a connection that the other side has closed."""
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)

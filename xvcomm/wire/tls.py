@@ -187,6 +187,7 @@ class Tls:
 
         Raises:
             AuthenticationError: the other side has another key, or somebody between has changed what was sent.
+            OSError: the connection was lost.
         """
         library, channel = self._library, Channel(self._library, self._context)
         library.SSL_set_fd(channel.ssl, connection.fileno())
@@ -218,9 +219,9 @@ class Tls:
         elif error == WANT_WRITE:
             add, remove = loop.add_writer, loop.remove_writer
         else:
-            reason = (
-                self._library.ERR_reason_error_string(self._library.ERR_get_error()) or b"the connection was closed"
-            )
+            reason = self._library.ERR_reason_error_string(self._library.ERR_get_error())
+            if not reason:
+                raise ConnectionResetError("the connection was closed during the TLS handshake")
             raise AuthenticationError(f"a connection was refused whose TLS handshake failed: {reason.decode()}")
         add(connection, ready.set)
         try:
