@@ -31,9 +31,9 @@ class TwoHosts(Hosts):
         """`start`, and wait for a good end; what the ranks have printed."""
         return self.outputs(self.start(*arguments, **options))
 
-    def cut_and_mend(self, env=None):
+    def cut_and_mend(self, **options):
         """Cut a link while the ranks of `cut` send to each other, and bring it back; they must end well."""
-        ranks = self.start("cut", env=env)
+        ranks = self.start("cut", **options)
         for rank in ranks:
             assert rank.stdout.readline() == "begun\n", rank.stdout.read()
         self.link(1, "down")
