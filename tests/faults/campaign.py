@@ -11,6 +11,8 @@ import os
 import random
 import resource
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 
 from xvcomm.errors import ClosedError, XvcommError
 
@@ -27,12 +30,22 @@ FAULTS = (
     "none", "kill", "kill later", "stop", "exception", "leave", "abort", "mismatch", "missing", "fork", "signal",
     "no descriptors", "full shm", "tiny shm",
 )  # fmt: skip
+HOSTS = 10_000
+"""The first seed of runs over several hosts."""
+PLACES = {2: ("a:2,b:2", "a:3,b", "a,b,a,b"), 3: ("a:2,b,c", "a,b:2,c")}
+"""Hosts of four ranks, by their number."""
+ISLANDS = ("a:4", "a:2,b:2", "a,b,a,b", "a:3,b", "a,b,c:2")
+CUTS = ("cut link", "cut off")
+"""Faults of the network: one of two links between two hosts is down for a while, or both are from then on."""
+FAULTS_OF_HOSTS = (*FAULTS[:-2], *CUTS)
 LENGTHS = (3, 1000, 70_000, 700_000)
 STEPS = 6
 PATIENCE = 1.5
 """Timeout of operations if a rank does not come, in seconds."""
 AMPLE = 30.0
 """Timeout of other operations, and of joining."""
+GRACE = 2.0
+"""Seconds after which nothing may be left of a communicator that was closed."""
 
 
 class Stumble(Exception):
@@ -48,12 +61,14 @@ class Ending:
         peer: the rank that the error names, as a rank of the whole job.
         seconds: from the step of the fault until the error.
         leaving: seconds to leave the communicator's block after that.
+        left: threads and connections that the rank then still has.
     """
 
     error: Exception | None
     peer: int | None
     seconds: float
     leaving: float
+    left: tuple[str, ...] = ()
 
 
 Step = Callable[[Any, int, int], None]
@@ -177,6 +192,7 @@ class Run:
 
     Attributes:
         topology: islands, as for `xvcomm run --islands`.
+        hosts: labels of the ranks' hosts likewise; None for one host.
         size: number of ranks.
         store: who serves the store, one of `STORES`.
         fault: one of `FAULTS`.
@@ -189,6 +205,7 @@ class Run:
 
     seed: int
     topology: str
+    hosts: str | None
     size: int
     store: str
     fault: str
@@ -201,32 +218,43 @@ class Run:
     @classmethod
     def of(cls, seed: int) -> Run:
         draw = random.Random(seed)
-        topology = draw.choice(TOPOLOGIES)
+        over_hosts = seed >= HOSTS
+        topology = draw.choice(ISLANDS if over_hosts else TOPOLOGIES)
         size = sum(int(island.partition(":")[2] or 1) for island in topology.split(","))
-        fault, store = FAULTS[seed % len(FAULTS)], draw.choice(STORES)
+        faults = FAULTS_OF_HOSTS if over_hosts else FAULTS
+        fault = faults[seed % len(faults)]
+        store = draw.choice(
+            ("rank 0", *["file"] * 4) if fault == "cut off" else STORES[1:] if fault == "cut link" else STORES
+        )
         program = [(draw.choice(PROGRAM), draw.choice(LENGTHS)) for _ in range(STEPS)]
         step = draw.randrange(STEPS)
         if fault == "mismatch":
             program[step] = draw.choice(COUNTED), program[step][1]
         room = draw.choice((0, 1, 3, 6) if fault == "no descriptors" else (0, 2, 30, 300, 3000))
         victim, delay = draw.randrange(size), draw.random() * 0.03
-        return cls(seed, topology, size, store, fault, victim, step, delay, room, tuple(program))
+        hosts = draw.choice(PLACES[2 if fault in CUTS else draw.choice((2, 3))]) if over_hosts else None
+        return cls(seed, topology, hosts, size, store, fault, victim, step, delay, room, tuple(program))
 
     @property
     def timeout(self) -> float:
         """Timeout of each operation in seconds."""
-        return PATIENCE if self.fault in ("stop", "missing") else AMPLE
+        return {"stop": PATIENCE, "missing": PATIENCE, "cut off": 8.0}.get(self.fault, AMPLE)
 
     @property
     def parts(self) -> bool:
         """Whether it creates subgroups, during which the fault can happen."""
         return any(step in (_split, _subgroup) for step, _ in self.program[self.step :])
 
+    @property
+    def deaf(self) -> bool:
+        """Whether hosts learn of each other's failures only by the rings between them: a folder tells nothing."""
+        return self.hosts is not None and self.store == "file"
+
     def __repr__(self) -> str:
         steps = ", ".join(f"{step.__name__[1:]} of {length}" for step, length in self.program)
         return (
-            f"seed {self.seed}: {self.fault} of rank {self.victim} on {self.topology} before step {self.step} of {steps}; "
-            f"store: {self.store}; room {self.room}"
+            f"seed {self.seed}: {self.fault} of rank {self.victim} on {self.topology}, hosts {self.hosts or 'one'}, before step "
+            f"{self.step} of {steps}; store: {self.store}; room {self.room}"
         )
 
 
@@ -261,8 +289,25 @@ def play(comm: Any, seed: int, folder: str) -> Ending:
         error = caught
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for timer in _timers:
+            timer.join()
     peer = getattr(error, "named", getattr(error, "peer", None))
-    return Ending(error, peer, raised - struck, time.monotonic() - raised)
+    return Ending(error, peer, raised - struck, time.monotonic() - raised, left())
+
+
+def left() -> tuple[str, ...]:
+    """Connections of this rank, and its threads but for those that live as long as the process; what ends soon does not count."""
+    until = time.monotonic() + GRACE
+    while True:
+        names = [
+            f"thread {one.name}" for one in threading.enumerate() if one.name not in ("MainThread", "xvcomm-mover")
+        ]
+        names += [
+            f"connection {one.laddr} {one.raddr} {one.status}" for one in psutil.Process().net_connections("inet")
+        ]
+        if not names or time.monotonic() > until:
+            return tuple(names)
+        time.sleep(0.01)
 
 
 def _strike(comm: Any, run: Run, folder: str) -> None:
@@ -271,7 +316,7 @@ def _strike(comm: Any, run: Run, folder: str) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "kill later":
-            threading.Timer(run.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            _later(run.delay, os.kill, os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "exception":
@@ -286,11 +331,31 @@ def _strike(comm: Any, run: Run, folder: str) -> None:
             _fork(comm)
         case "signal":
             signal.signal(signal.SIGUSR2, _stumble)
-            threading.Timer(run.delay, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR2)).start()
+            _later(run.delay, signal.pthread_kill, threading.main_thread().ident, signal.SIGUSR2)
         case "no descriptors":
             _use_up_descriptors(run.room)
         case "full shm":
             _fill(folder, run.room)
+        case "cut link":
+            _turn("down", 1)
+            _later(30 * run.delay, _turn, "up", 1)
+        case "cut off":
+            _turn("down", 0, 1)
+
+
+_timers: list[threading.Timer] = []
+
+
+def _later(seconds: float, function: Callable[..., object], *args: Any) -> None:
+    _timers.append(threading.Timer(seconds, function, args))
+    _timers[-1].start()
+
+
+def _turn(state: str, *links: int) -> None:
+    """Turn this host's interfaces to some links `down` or `up`."""
+    for _, name in socket.if_nameindex():
+        if name != "lo" and int(name[-1]) in links:
+            subprocess.run(["ip", "link", "set", name, state], check=True)
 
 
 _came = threading.Event()

@@ -3,19 +3,25 @@
 A run is determined by its seed. To repeat one:
 
     pytest "tests/faults/test_faults_campaign.py::test_run[17]"
+
+Seeds from 10,000 on are over several hosts: labels, and two network namespaces where a link is cut.
 """
 
+import contextlib
 import os
 import signal
 import socket
 from pathlib import Path
 
 import pytest
-from campaign import AMPLE, Ending, Run, Stumble, play
+from campaign import AMPLE, CUTS, HOSTS, Ending, Run, Stumble, play
 
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost, ResourceError
+from xvcomm.rendezvous.store.hosting import CLOSE_GRACE
+from xvcomm.testing.hosts import NAMES, Hosts
 from xvcomm.testing.processes import RankFailure
 from xvcomm.testing.world import World
+from xvcomm.types.topology import parse_islands
 
 USUAL, ALL = 60, 1000
 SOON = 6.0
@@ -44,7 +50,11 @@ def settings(run, tmp_path, small_folder):
     if run.fault in ("full shm", "tiny shm"):
         folder = str(small_folder(4 * run.room + 4 if run.fault == "tiny shm" else ROOM))
     env = {"XVCOMM_SHM_DIR": folder}
-    if run.store == "rank 0":
+    if run.fault == "cut off":
+        env["XVCOMM_PEER_TIMEOUT"] = "1"
+    if run.store == "rank 0" and run.fault in CUTS:
+        env["XVCOMM_STORE"] = "tcp://10.77.0.1:29711"
+    elif run.store == "rank 0":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             env["XVCOMM_STORE"] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -54,10 +64,27 @@ def settings(run, tmp_path, small_folder):
     return env, folder
 
 
+@contextlib.contextmanager
+def networks(run):
+    """The network namespace of each host whose links a run cuts."""
+    if run.fault not in CUTS:
+        yield {}
+        return
+    try:
+        hosts = Hosts()
+    except ResourceError as error:
+        pytest.skip(str(error))
+    with hosts:
+        yield {name: hosts.namespace(side) for side, name in enumerate(NAMES)}
+
+
 def outcomes_of(run, env, folder):
     """Result or error of each rank."""
     try:
-        with World(islands=run.topology, env=env, timeout=AMPLE) as world:
+        with (
+            networks(run) as namespaces,
+            World(islands=run.topology, hosts=run.hosts, namespaces=namespaces, env=env, timeout=AMPLE) as world,
+        ):
             for rank in range(run.size):
                 world.submit(rank, play, run.seed, folder)
             if run.fault == "stop":
@@ -78,9 +105,13 @@ def check(run, outcomes, folder):
         assert isinstance(endings.pop(run.victim), EOFError)
     for rank, ending in endings.items():
         assert isinstance(ending, Ending), f"rank {rank}: {ending!r}"
-        assert ending.seconds < run.timeout + SOON and ending.leaving < SOON, f"rank {rank}: {ending}"
-    if run.fault in ("none", "fork"):
+        assert ending.seconds < run.timeout + patience(run, rank), f"rank {rank}: {ending}"
+        assert ending.leaving < patience(run, rank), f"rank {rank}: {ending}"
+        assert not ending.left, f"rank {rank}: {ending}"
+    if run.fault in ("none", "fork", "cut link"):
         assert not any(ending.error for ending in endings.values())
+    elif run.fault == "cut off":
+        check_cut_off(run, endings)
     elif run.fault.endswith("shm"):
         check_without_room(endings, folder)
     elif run.fault != "no descriptors" or any(ending.error for ending in endings.values()):
@@ -88,17 +119,27 @@ def check(run, outcomes, folder):
             assert explained(rank, endings, run), f"rank {rank}: {ending}"
 
 
+def patience(run, rank):
+    """Seconds for a rank to end: more for a victim that goes on when the others have left, and if the store does not answer."""
+    silent = run.fault == "stop" and (rank == run.victim or (run.store == "rank 0" and run.victim == 0))
+    serving = run.fault == "cut off" and run.store == "rank 0" and rank == 0
+    return SOON * (1 + silent) + CLOSE_GRACE * serving
+
+
 def explained(rank, endings, run):
     """Whether a rank raised what the fault requires and named the victim.
 
-    Ranks outside of a subgroup, and members that come later, learn of its failure only from members that leave or do not come:
-    their error may name such a rank, if the chain of named ranks leads to the victim.
+    Ranks outside of a subgroup, and members that come later, learn of its failure only from members that leave or do not come,
+    as do hosts to which the store tells nothing: their error may name such a rank, if the chain of named ranks leads to the
+    victim.
     """
     error, mine = endings[rank].error, rank == run.victim
     wanted = (MINE if mine else OTHERS)[run.fault]
     if run.fault == "mismatch":
-        return isinstance(error, wanted) and f"rank {run.victim} on " in str(error)
-    if isinstance(error, wanted) and (mine or endings[rank].peer == run.victim):
+        named = f"rank {run.victim} on " in str(error) or (run.deaf and "two other ranks" in str(error))
+    else:
+        named = mine or endings[rank].peer == run.victim
+    if isinstance(error, wanted) and named:
         return True
     late = run.fault in ("stop", "missing")
     if late and any(
@@ -106,7 +147,7 @@ def explained(rank, endings, run):
     ):
         return isinstance(error, (DeadlineExceeded, PeerLost) if run.parts else DeadlineExceeded)
     follows = isinstance(error, (PeerLost, wanted)) if late else isinstance(error, PeerLost) and not mine
-    return run.parts and follows and run.victim in chain(rank, endings)
+    return (run.parts or run.deaf) and follows and run.victim in chain(rank, endings)
 
 
 def awaited(run, text):
@@ -129,6 +170,16 @@ def chain(rank, endings):
     return found
 
 
+def check_cut_off(run, endings):
+    """Check that every rank lost one of the other host; without the store it may wait until its deadline for one to begin."""
+    places = parse_islands(run.hosts)
+    for rank, ending in endings.items():
+        storeless = run.store == "rank 0" and places[rank] != places[0]
+        apart = any(places[peer] != places[rank] for peer in chain(rank, endings))
+        right = isinstance(ending.error, (PeerLost, DeadlineExceeded) if storeless else PeerLost) and apart
+        assert right or (storeless and "no store answers at" in str(ending.error)), f"rank {rank}: {ending}"
+
+
 def check_without_room(endings, folder):
     """Check that all ranks completed, or that one lacked a resource and the others got its error, or PeerLost."""
     failed = [
@@ -145,7 +196,12 @@ def check_without_room(endings, folder):
             assert f"{folder} is full" in str(ending.error), f"rank {rank}: {ending}"
 
 
-@pytest.mark.parametrize("seed", [*range(USUAL), *(pytest.param(n, marks=pytest.mark.slow) for n in range(USUAL, ALL))])
+def seeds(first):
+    """Seeds from `first` on, of which those that run only in `make test-slow` are marked."""
+    return [first + n if n < USUAL else pytest.param(first + n, marks=pytest.mark.slow) for n in range(ALL)]
+
+
+@pytest.mark.parametrize("seed", seeds(0) + seeds(HOSTS))
 def test_run(seed, tmp_path, small_folder):
     run = Run.of(seed)
     env, folder = settings(run, tmp_path, small_folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -22,6 +23,7 @@ _ENTER = 'mount --bind "$1" /etc/hosts && mount --bind "$2" /dev/shm && hostname
 _LAUNCHERS = ("XVCOMM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "JAX_", "TORCHELASTIC_")
 """Beginnings of the names of their variables."""
 _GRACE_SECONDS = 5.0
+_NEW_NETWORK = 0x40000000
 
 
 class Hosts:
@@ -85,6 +87,10 @@ class Hosts:
         text = _call("ip", "-n", self._namespaces[side], "-s", "-j", "link", "show", self.interface(side, link))
         return int(json.loads(text)[0]["stats64"]["tx"]["bytes"])
 
+    def namespace(self, side: int) -> str:
+        """Name of a host's network namespace, for `enter`."""
+        return self._namespaces[side]
+
     def inside(self, side: int, *command: object) -> list[str]:
         """The command line that runs a command on a host."""
         places = (self._folder / "hosts", self._folder / NAMES[side], NAMES[side])
@@ -146,6 +152,13 @@ class Hosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and what it starts from now on, into a network namespace. Its memory and its files stay as they are."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {file.name}")
 
 
 def _call(*words: str) -> str:

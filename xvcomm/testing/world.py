@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from types import MappingProxyType
 
 from xvcomm.rendezvous.store.server import TcpServer
+from xvcomm.testing.hosts import enter
 from xvcomm.testing.processes import Ranks, obey, prepare
 from xvcomm.types.topology import parse_islands
 
@@ -38,12 +39,14 @@ class World(Ranks):
         islands: labels, `"cuda:2,rocm:2"`: a rehearsal.
         devices: kinds of device, `"cuda:2,host:2"`; the ranks of each kind take its devices one after the other.
         hosts: labels of hosts, `"a:2,b:2"`: the ranks of each behave as if on a host of their own.
+        namespaces: of some of these labels: their ranks have this network.
         env: further variables of the ranks; one for all, or one a rank.
         timeout: of the communicators, in seconds.
     """
 
     def __init__(
         self, size: int | None = None, islands: str | None = None, *, devices: str | None = None, hosts: str | None = None,
+        namespaces: Mapping[str, str] = MappingProxyType({}),
         env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = 20.0,
     ) -> None:  # fmt: skip
         kinds = parse_islands(devices) if devices else ()
@@ -66,7 +69,7 @@ class World(Ranks):
                 **(_device_variables(kinds, rank) if kinds else {}), **further[rank],
             }  # fmt: skip
             path = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
-            each.append((variables, path))
+            each.append((variables, path, namespaces.get(variables["XVCOMM_HOST"])))
         self._start(_rank_main, each)
 
 
@@ -86,10 +89,12 @@ def _serve_store(pipe: Connection) -> None:
     server.close()
 
 
-def _rank_main(pipe: Connection, variables: dict[str, str], path: list[str]) -> None:
+def _rank_main(pipe: Connection, variables: dict[str, str], path: list[str], namespace: str | None) -> None:
     """A rank's process."""
     import xvcomm
 
+    if namespace is not None:
+        enter(namespace)
     prepare(variables, path)
     given = obey(pipe, lambda: [xvcomm.init()])
     if given:

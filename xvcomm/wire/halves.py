@@ -6,6 +6,7 @@ A communicator that this process has closed answers for rings that others open l
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from functools import partial
 from typing import NamedTuple
 
 from xvcomm.errors import ResourceError
-from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
+from xvcomm.memory.ring import ABORT, MAX_LANES, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.wire.carrier import Carrier, WireEnd
 
 LINGER_SECONDS = 10.0
 """How long a closed half is kept for the other side at most."""
+_TELL_SECONDS = 1.0
+"""The same after a failure, of which only the reason is left to tell."""
 _EARLY_BYTES = 1 << 30
 """Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled."""
 _NOBODY = -1
@@ -134,8 +137,10 @@ class Halves:
 
     def _linger(self, wire: WireEnd, link: int, segment: Segment) -> None:
         """Unmap a ring once the other side has what was sent, or is gone."""
+        failed = Reason.bad(ctypes.c_int64.from_address(segment.address + ABORT).value)
+        until = time.monotonic() + (_TELL_SECONDS if failed else LINGER_SECONDS)
         with self._lock:
-            self._lingering.append((wire, link, segment, time.monotonic() + LINGER_SECONDS))
+            self._lingering.append((wire, link, segment, until))
         self._carrier.wake()
         self.sweep()
 
