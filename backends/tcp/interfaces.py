@@ -110,21 +110,20 @@ def _ports(config: Config) -> range:
 
 
 def routes(mine: Place, theirs: Place) -> list[Route]:
-    """The rails to another process: over loopback on one network stack; else each interface with one of the other's.
+    """The ways to another process, the preferred ones first: over loopback on one network stack, else of every pair of addresses.
 
-    Addresses of one network belong together. What is left over then is joined in order, for routers between the networks.
+    Addresses of one network belong together. Other interfaces are joined in their order, for routers between the networks.
     """
     if mine.stack == theirs.stack:
-        return [Route(_LOOPBACK, _LOOPBACK, theirs.loopback)]
-    ours, others, found = list(mine.addresses), list(theirs.addresses), list[Route]()
-    for same_network in (True, False):
-        for local in list(ours):
-            here = ip_interface(local.address)
-            for remote in others:
-                there = ip_interface(remote.address)
-                if here.version == there.version and (not same_network or here.network == there.network):
-                    found.append(Route(local.host, remote.host, remote.port))
-                    ours.remove(local)
-                    others.remove(remote)
-                    break
-    return found
+        return [Route(_LOOPBACK, _LOOPBACK, theirs.loopback, ("lo", "lo"))]
+    here, there = (list(dict.fromkeys(a.interface for a in place.addresses)) for place in (mine, theirs))
+    found: list[tuple[tuple[bool, int, int], Route]] = []
+    for local in mine.addresses:
+        near, position = ip_interface(local.address), here.index(local.interface)
+        for remote in theirs.addresses:
+            far, apart = ip_interface(remote.address), abs(position - there.index(remote.interface))
+            if near.version == far.version:
+                both = local.interface, remote.interface
+                rank = near.network != far.network, apart, near.version
+                found.append((rank, Route(local.host, remote.host, remote.port, both)))
+    return [route for _, route in sorted(found, key=lambda pair: pair[0])]

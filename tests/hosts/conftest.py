@@ -47,9 +47,9 @@ class TwoHosts(Hosts):
 
 @pytest.fixture
 def two_hosts(request):
-    """Two hosts, with links of the rate that a parameter gives; skipped where this user may make no network namespaces."""
+    """Two hosts, with a parameter as the arguments of `Hosts`; skipped where this user may make no network namespaces."""
     try:
-        hosts = TwoHosts(rate=getattr(request, "param", None))
+        hosts = TwoHosts(**getattr(request, "param", {}))
     except ResourceError as error:
         pytest.skip(str(error))
     left = []

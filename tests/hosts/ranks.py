@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import relay
 
 import xvcomm
 
@@ -127,11 +128,50 @@ def give_up(comm):
 
 
 def listening(comm):
-    """The addresses on which a rank listens, the store's among them."""
+    """The addresses and ports on which a rank listens, the store's among them."""
     comm.all_reduce(np.zeros(10))
-    found = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    print(*sorted(found))
+    print(json.dumps([c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]))
     comm.barrier()
+
+
+def rails(comm, wanted):
+    """The addresses of the connections between the hosts, this side's first, once there are so many; or after a while."""
+    end = time.monotonic() + 8
+    while True:
+        comm.all_reduce(np.zeros(10))
+        found = [
+            (connection.laddr.ip, connection.raddr.ip)
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.status == psutil.CONN_ESTABLISHED
+            and 29711 not in (connection.laddr.port, connection.raddr.port)
+        ]
+        late = time.monotonic() > end
+        if comm.all_gather_object(late or len(found) >= int(wanted)).count(True) == comm.size:
+            break
+        time.sleep(0.05)
+    time.sleep(0.5)  # more than are wanted would come now
+    print(json.dumps(sorted(found)))
+    comm.barrier()
+
+
+def misled(comm, file):
+    """Once a file is there, rank 0 looks for rank 1's first interface at a port where nobody listens."""
+    relay.mislead(comm, 1)
+    comm.store.add("ready", 1)
+    while comm.store.add("ready", 0) < comm.size:
+        time.sleep(0.01)
+    print("ready", flush=True)
+    while not Path(file).exists():
+        time.sleep(0.01)
+    x = np.full(10, comm.rank)
+    if comm.rank == 0:
+        comm.send(x, 1)
+        comm.recv(x, 1)
+    else:
+        time.sleep(5)  # since its own connection would do
+        comm.recv(x, 0)
+        comm.send(x + 1, 0)
+    assert (x == 1 - comm.rank).all(), x
 
 
 def idle(comm):
@@ -196,4 +236,4 @@ if __name__ == "__main__":
         action(*sys.argv[2:])
     else:
         with xvcomm.init() as communicator:
-            action(communicator)
+            action(communicator, *sys.argv[2:])

@@ -75,13 +75,27 @@ def _store(comm):
 
 def port(comm):
     """Where this rank listens for ranks of the same network stack."""
-    return msgspec.msgpack.decode(_store(comm).get(f"place/{comm.rank}", Deadline.after(10)), type=Place).loopback
+    return _place(comm).loopback
 
 
 def detour(comm, ports):
     """Let the ranks, which have no links yet, find each other at these ports."""
-    place = msgspec.msgpack.decode(_store(comm).get(f"place/{comm.rank}", Deadline.after(10)), type=Place)
-    place = msgspec.structs.replace(place, loopback=ports[comm.rank])
+    _move(comm, loopback=ports[comm.rank])
+
+
+def mislead(comm, rank):
+    """Let the ranks, which have no links yet, look for a rank's first interface at a port where nobody listens."""
+    if comm.rank == rank:
+        first, *others = _place(comm).addresses
+        _move(comm, addresses=[msgspec.structs.replace(first, port=1), *others])
+
+
+def _place(comm):
+    return msgspec.msgpack.decode(_store(comm).get(f"place/{comm.rank}", Deadline.after(10)), type=Place)
+
+
+def _move(comm, **changes):
+    place = msgspec.structs.replace(_place(comm), **changes)
     _store(comm).set(f"place/{comm.rank}", msgspec.msgpack.encode(place), Deadline.after(10))
 
 

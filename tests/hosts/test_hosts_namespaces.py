@@ -1,5 +1,6 @@
 """Jobs over two hosts, each a network namespace, with two links between them."""
 
+import json
 import time
 
 import pytest
@@ -15,9 +16,13 @@ def test_chosen_interface(two_hosts):
     two_hosts.run("collectives", env={"XVCOMM_NICS": "10.77.0.0/24"})
 
 
-def test_fixed_ports(two_hosts):
-    """Ranks listen on the ports that are allowed."""
-    two_hosts.run("collectives", env={"XVCOMM_PORTS": "29720-29729"})
+@pytest.mark.parametrize(("ports", "allowed"), [("29720", {29720}), ("29720-29721", {29720, 29721})])
+def test_fixed_ports(two_hosts, ports, allowed):
+    """Ranks listen on the ports that are allowed, each rank of a host on one of its own."""
+    sides = (0, 1) if len(allowed) == 1 else (0, 1, 0, 1)
+    for text in two_hosts.run("listening", sides=sides, env={"XVCOMM_PORTS": ports}):
+        used = {port for _, port in json.loads(text)} - {29711}
+        assert len(used) == 1 and used <= allowed, text
 
 
 @pytest.mark.parametrize(("nics", "networks"), [("", (0, 1)), ("10.77.1.0/24", (1,))])
@@ -25,7 +30,7 @@ def test_listening(two_hosts, nics, networks):
     """A rank listens on loopback and on the interfaces in use; rank 0 also where the store was asked for."""
     for host, text in enumerate(two_hosts.run("listening", env={"XVCOMM_NICS": nics})):
         due = {"127.0.0.1", *(f"10.77.{network}.{host + 1}" for network in networks), *(["10.77.0.1"] * (host == 0))}
-        assert set(text.split()) == due
+        assert {address for address, _ in json.loads(text)} == due
 
 
 def test_link_cut(two_hosts):
@@ -50,7 +55,7 @@ def test_mismatch(two_hosts):
         assert "rank 0 on a sent 4 x float32, tag 7; rank 1 on b expected 8 x int16, tag 7" in text
 
 
-@pytest.mark.parametrize("two_hosts", ["100mbit"], indirect=True)
+@pytest.mark.parametrize("two_hosts", [{"rate": "100mbit"}], indirect=True)
 def test_deadline_in_a_large_message(two_hosts):
     """A message that is given up lets go of both arrays at once."""
     for text in two_hosts.run("give_up"):

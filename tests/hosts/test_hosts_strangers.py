@@ -8,6 +8,7 @@ import resource
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -47,7 +48,7 @@ def prepare(comm):
     SAID.clear()
     network.notice = SAID.append
     network_of(comm)._silent_until = 0.0
-    return network_of(comm)._key
+    return network_of(comm)._process.key
 
 
 def usage(comm):
@@ -59,7 +60,7 @@ def usage(comm):
 
 def ranks_of_wires(comm):
     """Which rank the other half of each wire is in."""
-    ranks = {peer.link: peer.rank for peer in network_of(comm)._peers.values()}
+    ranks = {link.number: link.rank for link in network_of(comm)._links.values()}
     return [ranks[kept.record.link] for kept in network_of(comm).carrier._kept if isinstance(kept, WireEnd)]
 
 
@@ -180,9 +181,17 @@ def frame(kind, wire=0, lane=0, slot=0, number=0, length=0, entry=(1, (0,) * 5))
     return np.array((kind, wire, lane, slot, number, length, entry), FRAME).tobytes()
 
 
-def prove(connection, key, rank, peer):
+def prove(connection, key, rank, peer, then=b""):
+    """Prove the key as a rank, and send more before anybody can replace the connection."""
+    send = handshake._send
+
+    async def send_all(connection, message):
+        await send(connection, message)
+        await asyncio.get_running_loop().sock_sendall(connection, then)
+
     connection.setblocking(False)
-    asyncio.run(handshake.connect(connection, key, rank, peer))
+    with mock.patch.object(handshake, "_send", send_all):
+        asyncio.run(handshake.connect(connection, key, rank, peer))
     connection.setblocking(True)
 
 
@@ -206,8 +215,7 @@ def test_broken_frames(job, sent, refused):
     if sent == "foreign":
         sent = frame(Kind.STOPPED, world.run(ranks_of_wires)[2].index(1))
     with unharmed(world, 2, refused) as key, stranger(ports[2]) as connection:
-        prove(connection, key, 0, 2)
-        connection.sendall(sent)
+        prove(connection, key, 0, 2, sent)
         if not refused:
             connection.shutdown(socket.SHUT_WR)
         assert closed(connection)

@@ -34,12 +34,16 @@ class Hosts:
     Args:
         links: between the hosts.
         rate: what each link carries each way, in the spelling of tc: `1gbit`; as much as the machine can if left out.
+        addresses: of each interface, with `{link}` and `{side}`, which is 1 or 2; the names of the hosts mean the first one of
+            link 0.
 
     Raises:
         ResourceError: this user may make no network namespaces, or a tool is missing.
     """
 
-    def __init__(self, links: int = 2, rate: str | None = None) -> None:
+    def __init__(
+        self, links: int = 2, rate: str | None = None, addresses: Sequence[str] = ("10.77.{link}.{side}/24",)
+    ) -> None:
         self._tag = secrets.token_hex(3)
         self._namespaces = [f"xv{self._tag}{name}" for name in NAMES]
         self._folder = Path("/dev/shm", self._tag)
@@ -47,12 +51,14 @@ class Hosts:
         try:
             for name in NAMES:
                 (self._folder / name).mkdir(parents=True)
-            (self._folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
+            first = [addresses[0].format(link=0, side=side + 1).partition("/")[0] for side in range(2)]
+            names = "".join(f"{address} {name}\n" for address, name in zip(first, NAMES, strict=True))
+            (self._folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
             for namespace in self._namespaces:
                 _call("ip", "netns", "add", namespace)
                 _call("ip", "-n", namespace, "link", "set", "lo", "up")
             for link in range(links):
-                self._join(link, rate)
+                self._join(link, rate, addresses)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError | subprocess.CalledProcessError):
@@ -63,28 +69,35 @@ class Hosts:
                 ) from error
             raise
 
-    def _join(self, link: int, rate: str | None) -> None:
+    def _join(self, link: int, rate: str | None, addresses: Sequence[str]) -> None:
         ends = [self.interface(side, link) for side in range(2)]
         near, far = ((end, "netns", namespace) for end, namespace in zip(ends, self._namespaces, strict=True))
         _call("ip", "link", "add", *near, "type", "veth", "peer", "name", *far)
         for side, (end, namespace) in enumerate(zip(ends, self._namespaces, strict=True)):
-            _call("ip", "-n", namespace, "addr", "add", f"10.77.{link}.{side + 1}/24", "dev", end)
+            for pattern in addresses:
+                address = pattern.format(link=link, side=side + 1)
+                at_once = ("nodad",) if ":" in address else ()
+                self.ip(side, "addr", "add", address, "dev", end, *at_once)
             if rate is not None:
                 shape = ("tbf", "rate", rate, "burst", "128kb", "latency", "20ms")
                 _call("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *shape)
-            _call("ip", "-n", namespace, "link", "set", end, "up")
+            self.ip(side, "link", "set", end, "up")
 
     def interface(self, side: int, link: int) -> str:
         """Name of a host's interface to a link."""
         return f"v{self._tag}{NAMES[side]}{link}"
 
+    def ip(self, side: int, *words: str) -> str:
+        """Call `ip` with these words on a host; its output."""
+        return _call("ip", "-n", self._namespaces[side], *words)
+
     def link(self, link: int, state: str) -> None:
         """Cut a link, or bring it back: `down` or `up`."""
-        _call("ip", "-n", self._namespaces[0], "link", "set", self.interface(0, link), state)
+        self.ip(0, "link", "set", self.interface(0, link), state)
 
     def sent(self, side: int, link: int) -> int:
         """Bytes that a host has sent over a link so far, all headers included."""
-        text = _call("ip", "-n", self._namespaces[side], "-s", "-j", "link", "show", self.interface(side, link))
+        text = self.ip(side, "-s", "-j", "link", "show", self.interface(side, link))
         return int(json.loads(text)[0]["stats64"]["tx"]["bytes"])
 
     def namespace(self, side: int) -> str:

@@ -1,0 +1,110 @@
+"""Networks of several shapes between two hosts: which connections come up, and what is said where some cannot."""
+
+import json
+import re
+import threading
+
+import pytest
+
+SUBNETS = {"addresses": ["10.{side}.{link}.1/24"]}
+"""Each interface is in a network of its own; see `routed`."""
+SIX = "fd77:{link}::{side}/64"
+BOTH = {"addresses": ["10.77.{link}.{side}/24", SIX]}
+STRAIGHT = [["10.1.0.1", "10.2.0.1"], ["10.1.1.1", "10.2.1.1"]]
+CROSSED = [["10.1.0.1", "10.2.1.1"], ["10.1.1.1", "10.2.0.1"]]
+
+
+@pytest.fixture
+def routed(two_hosts):
+    """Two hosts whose interfaces are in networks of their own, with routes between those that a link joins."""
+    for side in range(2):
+        for link in range(2):
+            two_hosts.ip(side, "route", "add", f"10.{2 - side}.{link}.0/24", "dev", two_hosts.interface(side, link))
+    return two_hosts
+
+
+def forbid(hosts, here, there):
+    """Let host 0 send nothing from one address to another one, nor answer there."""
+    family = ("-6",) if ":" in there else ()
+    hosts.ip(0, *family, "rule", "add", "from", here, "to", there, "prohibit")
+
+
+def rails(hosts, count, **env):
+    """The addresses of the connections between the hosts, host 0's first, once there are so many."""
+    first, second = map(json.loads, hosts.run("rails", str(count), env=env))
+    assert first == sorted([there, here] for here, there in second)
+    return first
+
+
+@pytest.mark.parametrize("two_hosts", [SUBNETS], indirect=True)
+def test_own_networks(routed):
+    """Interfaces of different networks are joined in their order."""
+    assert rails(routed, 2) == STRAIGHT
+
+
+@pytest.mark.parametrize("two_hosts", [SUBNETS], indirect=True)
+def test_crossed_networks(routed):
+    """Interfaces that do not reach each other in their order are joined as they do."""
+    for here, there in STRAIGHT:
+        forbid(routed, here, there)
+    routed.ip(1, "route", "change", "10.1.0.0/24", "dev", routed.interface(1, 0), "src", "10.2.1.1")  # to the store
+    assert rails(routed, 2) == CROSSED
+
+
+@pytest.mark.parametrize("two_hosts", [BOTH], indirect=True)
+def test_two_families(two_hosts):
+    """IPv4 and IPv6 of the same interfaces are one way, not two; IPv6 is used where IPv4 does not work."""
+    four, six = [["10.77.0.1", "10.77.0.2"], ["10.77.1.1", "10.77.1.2"]], ["fd77:1::1", "fd77:1::2"]
+    assert rails(two_hosts, 2) == four
+    forbid(two_hosts, *four[1])
+    assert rails(two_hosts, 2) == [four[0], six]
+
+
+@pytest.mark.parametrize("two_hosts", [{"addresses": [SIX]}], indirect=True)
+def test_only_six(two_hosts):
+    """Hosts may have IPv6 addresses only."""
+    assert rails(two_hosts, 2) == [["fd77:1::1", "fd77:1::2"], ["fd77::1", "fd77::2"]]
+
+
+def test_blocked_interface(two_hosts):
+    """An interface that reaches nothing is named once, with the addresses and the reason; the others do its work."""
+    forbid(two_hosts, "10.77.1.1", "10.77.1.2")
+    first, second = two_hosts.run("rails", "2")  # which do not come
+    assert all(len(json.loads(text.splitlines()[-1])) == 1 for text in (first, second))
+    # the hosts share the file by whose lock one process is chosen that prints
+    (said,) = re.findall(r"v\w+1 \(10.77.1.\d\) carries nothing to rank \d: .*", first + second)
+    there = r"10.77.1.1 \(v\w+1\) to 10.77.1.2 \(v\w+1\) port \d+: Permission denied"
+    back = r"10.77.1.2 \(v\w+1\) to 10.77.1.1 \(v\w+1\) port \d+: no answer"
+    assert re.search(f"{there}|{back}", said) and "XVCOMM_NICS" in said
+
+
+def test_refused_first(two_hosts, tmp_path):
+    """A process is not lost because nobody listens at one of its addresses, while another one does not answer yet."""
+    ranks = two_hosts.start("misled", tmp_path / "go")
+    assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 2
+    two_hosts.link(1, "down")
+    mend = threading.Timer(3, two_hosts.link, (1, "up"))
+    mend.start()
+    (tmp_path / "go").touch()
+    two_hosts.outputs(ranks)
+
+
+@pytest.mark.parametrize("two_hosts", [{"links": 3}], indirect=True)
+def test_no_way(two_hosts):
+    """Where no address reaches another one, the error lists what was tried, with the reasons and what to do."""
+    ends = [(f"10.77.{here}.1", f"10.77.{there}.2") for here in range(2) for there in range(2)]
+    for here, there in ends:
+        forbid(two_hosts, here, there)
+    env = {
+        "XVCOMM_NICS": "10.77.0.0/24,10.77.1.0/24", "XVCOMM_STORE": "tcp://10.77.2.1:29711", "XVCOMM_PEER_TIMEOUT": "1.5",
+        "XVCOMM_PORTS": "29720-29729",
+    }  # fmt: skip
+    ranks = two_hosts.start("collectives", env=env)
+    texts = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert all(rank.returncode == 1 and "PeerLost" in text for rank, text in zip(ranks, texts, strict=True)), texts
+    told = next(text for text in texts if "it cannot be reached" in text)
+    first = "Permission denied" in told
+    for here, there in ends:
+        way = rf"{here} \(v\w+\) to {there} \(v\w+\)" if first else rf"{there} \(v\w+\) to {here} \(v\w+\)"
+        assert re.search(rf"{way} port 297\d\d: {'Permission denied' if first else 'no answer'}", told), told
+    assert "xvcomm doctor --reach" in told

@@ -1,0 +1,239 @@
+"""What joins this process with one other: makes the rails, replaces lost ones, and tells when the other is gone.
+
+Everything here runs in the event loop of `Network`. Either side of a link connects; where both do, the lower rank's connections
+stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from xvcomm.errors import AuthenticationError
+from xvcomm.system.notice import notice
+from xvcomm.wire import handshake
+from xvcomm.wire.carrier import Carrier
+from xvcomm.wire.connections import ends, queued, set_up
+from xvcomm.wire.incoming import PROTOCOL
+from xvcomm.wire.reachability import REMEDY, Search, told
+from xvcomm.wire.records import DOWN, MAX_RAILS
+from xvcomm.wire.route import Route
+from xvcomm.wire.sockets import TAMPERED
+from xvcomm.wire.tls import Channel, Tls
+
+CONNECT_SECONDS = 2.0
+"""How long a host may take to accept a connection."""
+_RETRY_SECONDS = 0.5
+_STALL_SECONDS = 0.6
+"""A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the links of a process have in common; see `Network`."""
+
+    rank: int
+    key: bytes
+    carrier: Carrier
+    tls: Tls | None
+    timeout: float
+    routes: Callable[[int], Sequence[Route]]
+    lost: Callable[[int, str], None]
+    blocked: set[str] = field(default_factory=set)  # interfaces of which was told that they are
+
+
+@dataclass(eq=False)
+class Rail:
+    """A connection, its TLS, and when the other host last acknowledged something on it."""
+
+    connection: socket.socket
+    ends: tuple[str, str]
+    channel: Channel | None
+    acknowledged: int = 0
+    moved: float = field(default_factory=time.monotonic)
+
+
+class Link:
+    """To the process of one rank.
+
+    Attributes:
+        rank: in the whole job.
+        number: index of the carrier's record.
+        rails: by the carrier's index.
+        gone: whether the process has ended, has left, or cannot be reached.
+    """
+
+    def __init__(self, own: Process, rank: int) -> None:
+        self._own, self.rank, self.number = own, rank, own.carrier.add_link()
+        self.rails: dict[int, Rail] = {}
+        self.gone = False
+        self._seen = time.monotonic()  # when it last had a rail, or its host answered
+        self._search = Search(())
+        self._trouble = ""
+        self._stir = asyncio.Event()
+
+    async def keep(self) -> None:
+        """Make rails and replace lost ones, until the process is gone."""
+        while not self.gone and not await self._find_routes():
+            self._judge()
+            await asyncio.sleep(_RETRY_SECONDS)
+        async with asyncio.TaskGroup() as dials:
+            while not self.gone:
+                pause = _RETRY_SECONDS if self.rails else _RETRY_SECONDS / 5
+                for route in self._search.begin(self._up(), pause):
+                    dials.create_task(self._dial(route))
+                try:
+                    async with asyncio.timeout(pause):
+                        await self._stir.wait()
+                except TimeoutError:
+                    pass
+                self._stir.clear()
+                self._judge()
+
+    async def _find_routes(self) -> bool:
+        try:
+            routes = await asyncio.to_thread(self._own.routes, self.rank)
+        except Exception as error:
+            self._trouble = str(error)
+            return False
+        self._search = Search(routes)
+        for both in self._up():
+            self._search.prove(both)
+        self._trouble = "" if routes else "no address of one host goes with one of the other; set XVCOMM_NICS"
+        return bool(routes)
+
+    def _up(self) -> set[tuple[str, str]]:
+        return {rail.ends for rail in self.rails.values()}
+
+    async def _dial(self, route: Route) -> None:
+        """Try once to make a rail."""
+        why, refused = "", False
+        try:
+            why = await self._connect(route)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            refused = isinstance(error, ConnectionRefusedError)
+        finally:
+            self._search.end(route, why, refused=refused)
+            self._stir.set()
+
+    async def _connect(self, route: Route) -> str:
+        """Make a rail; why that is not possible, or nothing."""
+        before, own = self._seen, self._own
+        connection = socket.socket(socket.AF_INET6 if ":" in route.remote else socket.AF_INET, socket.SOCK_STREAM)
+        used = False
+        try:
+            connection.setblocking(False)
+            connection.bind((route.local, 0))
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.get_running_loop().sock_connect(connection, (route.remote, route.port))
+            self._seen = time.monotonic()  # its host answers, however long its process is busy
+            async with asyncio.timeout(handshake.SECONDS):
+                key = await handshake.connect(connection, own.key, own.rank, self.rank)
+                if ends(connection) not in self._up() and not self.gone:
+                    await self.use(connection, key, accepting=False)
+                    used = True
+        except handshake.Refused:
+            pass  # the other side connects
+        except TimeoutError:
+            return "no answer"
+        except handshake.Malformed as error:
+            self._seen = before
+            return str(error) or "what answers there is no rank of this version"
+        except AuthenticationError:
+            self._seen = before
+            raise
+        finally:
+            if not used:
+                connection.close()
+        return ""
+
+    def objection(self, connection: socket.socket) -> str:
+        """Why a connection that the other process has made is not used, or nothing."""
+        both, first = ends(connection), self._own.rank < self.rank
+        if first and self._search.tries(both):
+            return "this side connects at the moment"
+        for index, rail in self.rails.items():
+            if rail.ends == both:
+                if first and time.monotonic() - rail.moved < _STALL_SECONDS:
+                    return "there is such a rail"
+                self._own.carrier.drop(index)
+        return "" if len(self.rails) < MAX_RAILS else f"a link has at most {MAX_RAILS} rails"
+
+    async def use(self, connection: socket.socket, key: bytes, *, accepting: bool) -> None:
+        """Make a rail of a connection that has proved the job's key; see `Tls.secure`."""
+        set_up(connection)
+        own, tls, channel = self._own, 0, None
+        if own.tls is not None:
+            tls, channel = own.tls.functions, await own.tls.secure(connection, key, accepting=accepting)
+        index = own.carrier.add_rail(self.number, connection, tls, channel)
+        self.rails[index] = Rail(connection, ends(connection), channel)
+        self._search.prove(ends(connection))
+
+    def _judge(self) -> None:
+        """Decide whether a process without rails is gone, and say which interface is in no rail although others are."""
+        if self.rails:
+            self._seen = time.monotonic()
+            self._say_blocked()
+            return
+        search, timeout = self._search, self._own.timeout
+        if search.ended():
+            why = f"nothing listens any more where it did ({told(search.failures)})"
+        elif time.monotonic() - self._seen > timeout and search.waited():
+            why = f"it cannot be reached ({self._trouble or told(search.failures) or 'no connection'}); {REMEDY}"
+        else:
+            return
+        if not self.gone:
+            self.gone = True
+            self._own.lost(self.rank, why)
+
+    def _say_blocked(self) -> None:
+        failures = self._search.blocked(self._up())
+        silent = {route.local: route.interfaces[0] for route in failures if route.local not in self._own.blocked}
+        for address, interface in silent.items():
+            self._own.blocked.add(address)
+            of_it = {route: why for route, why in failures.items() if route.local == address}
+            notice(f"{interface} ({address}) carries nothing to rank {self.rank}: {told(of_it)}; {REMEDY}")
+
+    def clear(self) -> bool:
+        """Forget the rails that compiled code has lost; whether the other side has broken the protocol on one."""
+        broken = False
+        for index, rail in list(self.rails.items()):
+            record = self._own.carrier.rails[index]
+            if record.state == DOWN:
+                broken = broken or record.error in (PROTOCOL, TAMPERED)
+                del self.rails[index]
+                rail.connection.close()
+                self._own.carrier.release(index)
+                self._stir.set()
+                if not self.rails:
+                    self._seen = time.monotonic()
+                    self._search.forget()
+        return broken
+
+    def look(self) -> None:
+        """Send a sign of life on each rail, and replace those that have stalled."""
+        now, carrier = time.monotonic(), self._own.carrier
+        for index, rail in self.rails.items():
+            record = carrier.rails[index]
+            acknowledged = record.sent - queued(rail.connection)
+            if acknowledged != rail.acknowledged or acknowledged == record.sent:
+                rail.acknowledged, rail.moved = acknowledged, now
+            record.ping = 1
+        alive = any(now - rail.moved < _STALL_SECONDS for rail in self.rails.values())
+        for index, rail in self.rails.items():
+            if now - rail.moved > (_STALL_SECONDS if alive else self._own.timeout):
+                carrier.drop(index)
+
+    def leaving(self) -> bool:
+        """Whether the process has not acknowledged yet that this one leaves."""
+        if self.gone or not self.rails:
+            return False
+        rails, carrier = list(self.rails.items()), self._own.carrier
+        return carrier.link(self.number).leave != 2 or any(
+            queued(r.connection) or carrier.rails[i].out for i, r in rails
+        )

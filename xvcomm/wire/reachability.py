@@ -1,0 +1,117 @@
+"""Which pairs of addresses join two processes of different hosts: the order in which they are tried, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from xvcomm.wire.route import Route
+
+REMEDY = (
+    "let the hosts reach each other there (firewall, routes; XVCOMM_PORTS fixes the ports), or choose interfaces by XVCOMM_NICS; "
+    "`xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
+)
+
+
+def disjoint(routes: Iterable[Route], taken: Iterable[tuple[str, str]] = ()) -> list[Route]:
+    """The first routes, in their order, in which each network interface of either side is once at most.
+
+    Args:
+        routes: to one process.
+        taken: pairs of interfaces of which both are left out.
+    """
+    here, there = ({pair[side] for pair in taken} for side in range(2))
+    found = []
+    for route in routes:
+        near, far = route.interfaces
+        if near not in here and far not in there:
+            found.append(route)
+            here.add(near)
+            there.add(far)
+    return found
+
+
+def told(failures: Mapping[Route, str]) -> str:
+    """The routes that do not work, each with its reason."""
+    return "; ".join(f"{route}: {why}" for route, why in failures.items())
+
+
+class Search:
+    """The routes to a process: which to try next, and what is known of them.
+
+    Rails are named by their addresses, this side's first.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        """`routes`: the preferred ones first."""
+        self._routes = routes
+        self._interfaces = {(route.local, route.remote): route.interfaces for route in routes}
+        self._trying: set[Route] = set()
+        self._tried: dict[Route, float] = {}  # when, the last time
+        self._refusing: set[Route] = set()
+        self._proven: set[str] = set()
+        self._used: set[tuple[str, str]] = set()
+        self.failures: dict[Route, str] = {}
+
+    def begin(self, rails: Collection[tuple[str, str]], pause: float) -> list[Route]:
+        """The routes to try now, which are tried until their `end`.
+
+        An interface that is in a rail, or is tried, is left alone. Of the other routes those come first that were not tried, then
+        those that were tried longest ago, if that is `pause` seconds.
+        """
+        taken = [self._interfaces.get(ends, ends) for ends in rails]
+        taken += [route.interfaces for route in self._trying]
+        before = time.monotonic() - pause
+        due = [route for route in self._routes if self._tried.get(route, 0.0) <= before]
+        found = disjoint(sorted(due, key=lambda route: self._tried.get(route, 0.0)), taken)
+        self._trying.update(found)
+        return found
+
+    def end(self, route: Route, why: str = "", *, refused: bool = False) -> None:
+        """Note what came of a route.
+
+        Args:
+            why: it does not work; empty if it does, or the other side connects.
+            refused: whether its host says that nobody listens there.
+        """
+        self._trying.discard(route)
+        self._tried[route] = time.monotonic()
+        self._refusing.discard(route)
+        self.failures.pop(route, None)
+        if why:
+            self.failures[route] = why
+        if refused:
+            self._refusing.add(route)
+
+    def tries(self, ends: tuple[str, str]) -> bool:
+        """Whether a rail is being made between these addresses."""
+        return any((route.local, route.remote) == ends for route in self._trying)
+
+    def prove(self, ends: tuple[str, str]) -> None:
+        """Note that a rail has come up, so that the address at its other end is the process's."""
+        self._proven.add(ends[1])
+        self._used.add(self._interfaces.get(ends, ends))
+
+    def forget(self) -> None:
+        """Begin anew, because all rails are lost: what was tried before says nothing any more."""
+        self._tried.clear()
+        self._refusing.clear()
+        self.failures.clear()
+
+    def waited(self) -> bool:
+        """Whether a process that does not answer for long may be given up: there was a rail, or all routes were tried."""
+        return bool(self._proven) or len(self._tried) == len(self._routes)
+
+    def ended(self) -> bool:
+        """Whether the process has ended: all its addresses were tried, and nobody listens where it did, or nowhere."""
+        every = {route.remote for route in self._routes}
+        refusing = {route.remote for route in self._refusing}
+        tried = {route.remote for route in self._tried} == every
+        return tried and bool(refusing & self._proven or refusing == every) and bool(every)
+
+    def blocked(self, rails: Collection[tuple[str, str]]) -> dict[Route, str]:
+        """The routes between interfaces that no rail uses or has used, with their failures, once all of them have failed."""
+        taken = {*self._used, *(self._interfaces.get(ends, ends) for ends in rails)}
+        here, there = ({pair[side] for pair in taken} for side in range(2))
+        free = [r for r in self._routes if r.interfaces[0] not in here and r.interfaces[1] not in there]
+        return {r: self.failures[r] for r in free} if all(r in self.failures for r in free) else {}
