@@ -63,6 +63,11 @@ class Config:
     peer_timeout: float = _var(
         10.0, "Seconds without a sign of another host after which its ranks count as lost.", least=0.1
     )
+    wire_threads: int = _var(
+        0,
+        "Threads of a rank that carry data between hosts; 0: half of the cores for each rank of the host, at least 1, at most 4.",
+        least=0,
+    )
     wire_slots: int = _var(16, "Slots of a ring between host ranks of different hosts.", least=4)
     wire_slot_bytes: int = _var(256 << 10, "Bytes per slot of such a ring; a multiple of 4096.", least=4096)
     replace: str | None = _var(None, "Backend of `torch.distributed` that xvcomm replaces: `nccl` or `gloo`.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from xvcomm.wire.route import Route
 
 __all__ = ["TcpTransport"]
+
+_MAX_THREADS = 4
 
 
 class _Made(msgspec.Struct, frozen=True, array_like=True):
@@ -63,14 +66,16 @@ class TcpTransport(Transport):
         listeners, mine = interfaces.listen(config)
         store.set(f"place/{membership.rank}", msgspec.msgpack.encode(mine), deadline)
 
+        threads = _threads(config, membership.neighbours)
+
         @cache
         def routes(rank: int) -> list[Route]:
             theirs = msgspec.msgpack.decode(store.get(f"place/{rank}", Deadline.after(config.timeout)), type=Place)
-            return interfaces.routes(mine, theirs)
+            return interfaces.routes(mine, theirs, threads)
 
         self._network = Network(
             membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
-            Tls() if config.tls else None, membership.lost, membership.left,
+            threads, Tls() if config.tls else None, membership.lost, membership.left,
         )  # fmt: skip
 
     def open_ring(
@@ -111,3 +116,8 @@ class TcpTransport(Transport):
         if self._network is not None:
             self._network.close()
             self._network = None
+
+
+def _threads(config: Config, neighbours: int) -> int:
+    """How many threads carry frames in each of so many ranks of this host."""
+    return config.wire_threads or min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // (2 * neighbours)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_interface
 from pathlib import Path
 
@@ -13,10 +13,13 @@ import msgspec
 from xvcomm.backends.tcp import choice
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError, ResourceError
-from xvcomm.wire.route import Route
+from xvcomm.wire.route import MAX_RAILS, Route
 
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"
+_NET = Path("/sys/class/net")
+_CONNECTION_MEGABITS = 20_000
+"""What one connection carries at least, on one core."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -67,32 +70,37 @@ def usable(config: Config, env: Mapping[str, str] = os.environ) -> list[tuple[st
 
 
 def listen(config: Config) -> tuple[list[socket.socket], Place]:
-    """Listen on the interfaces in use and on loopback, and nowhere else.
+    """Listen on the interfaces in use and on loopback, and nowhere else; on one port, if `XVCOMM_PORTS` is set.
 
     Raises:
         ResourceError: no port is free.
         ConfigError: see `usable`; or the ports are no numbers.
     """
-    sockets: list[socket.socket] = []
-    ports = _ports(config)
+    found = usable(config)
+    sockets = _bind([_LOOPBACK, *(str(ip_interface(address).ip) for _, address in found)], config)
+    loopback, *ports = (int(listener.getsockname()[1]) for listener in sockets)
+    addresses = [Address(name, address, port) for (name, address), port in zip(found, ports, strict=True)]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return sockets, Place(f"{boot}/{os.readlink('/proc/self/ns/net')}", addresses, loopback)
 
-    def bind(host: str) -> int:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        for port in ports:
+
+def _bind(hosts: Sequence[str], config: Config) -> list[socket.socket]:
+    """Listen on all these addresses, on the first port that is free on each of them."""
+    why = ""
+    for port in _ports(config):
+        sockets: list[socket.socket] = []
+        for host in hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
                 sockets.append(socket.create_server((host, port), family=family, backlog=_BACKLOG))
             except OSError as error:
-                last = error
-                continue
-            return int(sockets[-1].getsockname()[1])
+                why = f"{host}, XVCOMM_PORTS={config.ports}: {error.strerror}"
+                break
+        else:
+            return sockets
         for listener in sockets:
             listener.close()
-        raise ResourceError(f"cannot listen on {host}, XVCOMM_PORTS={config.ports}: {last.strerror}; allow more ports")
-
-    loopback = bind(_LOOPBACK)
-    addresses = [Address(name, address, bind(str(ip_interface(address).ip))) for name, address in usable(config)]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return sockets, Place(f"{boot}/{os.readlink('/proc/self/ns/net')}", addresses, loopback)
+    raise ResourceError(f"cannot listen on {why}; allow more ports")
 
 
 def _ports(config: Config) -> range:
@@ -109,14 +117,16 @@ def _ports(config: Config) -> range:
     return found
 
 
-def routes(mine: Place, theirs: Place) -> list[Route]:
+def routes(mine: Place, theirs: Place, threads: int = 1) -> list[Route]:
     """The ways to another process, the preferred ones first: over loopback on one network stack, else of every pair of addresses.
 
-    Addresses of one network belong together. Other interfaces are joined in their order, for routers between the networks.
+    Addresses of one network belong together. Other interfaces are joined in their order, for routers between the networks. A
+    fast interface has several connections, at most one for each of the threads that carry.
     """
     if mine.stack == theirs.stack:
-        return [Route(_LOOPBACK, _LOOPBACK, theirs.loopback, ("lo", "lo"))]
+        return [Route(_LOOPBACK, _LOOPBACK, theirs.loopback, ("lo", "lo"), number) for number in range(threads)]
     here, there = (list(dict.fromkeys(a.interface for a in place.addresses)) for place in (mine, theirs))
+    most = max(1, min(threads, MAX_RAILS // max(1, len(here))))
     found: list[tuple[tuple[bool, int, int], Route]] = []
     for local in mine.addresses:
         near, position = ip_interface(local.address), here.index(local.interface)
@@ -125,5 +135,15 @@ def routes(mine: Place, theirs: Place) -> list[Route]:
             if near.version == far.version:
                 both = local.interface, remote.interface
                 rank = near.network != far.network, apart, near.version
-                found.append((rank, Route(local.host, remote.host, remote.port, both)))
+                for number in range(min(most, _connections(local.interface))):
+                    found.append((rank, Route(local.host, remote.host, remote.port, both, number)))
     return [route for _, route in sorted(found, key=lambda pair: pair[0])]
+
+
+def _connections(interface: str) -> int:
+    """How many connections fill an interface; as many as there may be if the kernel does not know its speed."""
+    try:
+        megabits = int((_NET / interface / "speed").read_text())
+    except (OSError, ValueError):
+        megabits = -1
+    return -(-megabits // _CONNECTION_MEGABITS) if megabits > 0 else MAX_RAILS

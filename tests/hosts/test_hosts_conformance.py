@@ -9,14 +9,16 @@ from xvcomm.testing import World, channels, collectives, pointtopoint, refusals
 from xvcomm.testing.cases import reductions
 from xvcomm.types.dtype import DTYPES
 
-PLACES = [("a,b", None), ("a:2,b:1", None), ("a,b,a,b", "x:2,y:2")]
+PLACES = [("a,b", None, 3), ("a:2,b:1", None, 1), ("a,b,a,b", "x:2,y:2", 2)]
 
 
-@pytest.fixture(scope="module", params=PLACES, ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.fixture(scope="module", params=PLACES, ids=lambda place: "-".join(map(str, place)))
 def world(request):
-    """Ranks on several hosts; of the host's label each group is an island."""
-    hosts, islands = request.param
-    with World(hosts=hosts, islands=islands, env={"XVCOMM_DEVICE": "host"}) as ranks:
+    """Ranks on several hosts, of which each label is an island; each with so many threads that carry, and connections."""
+    hosts, islands, threads = request.param
+    with World(
+        hosts=hosts, islands=islands, env={"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": str(threads)}
+    ) as ranks:
         yield ranks
 
 

@@ -33,9 +33,10 @@ def test_listening(two_hosts, nics, networks):
         assert {address for address, _ in json.loads(text)} == due
 
 
-def test_link_cut(two_hosts):
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_link_cut(two_hosts, threads):
     """A link is cut and comes back while messages are under way: nothing is lost."""
-    two_hosts.cut_and_mend()
+    two_hosts.cut_and_mend(env={"XVCOMM_WIRE_THREADS": threads})
 
 
 def test_death(two_hosts):

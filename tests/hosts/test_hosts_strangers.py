@@ -79,7 +79,9 @@ def be_patient(comm, seconds):
 @pytest.fixture(scope="module")
 def job():
     """A world of ranks, each on a host of its own by label, and the ports on which they listen."""
-    with World(hosts="a,b,c", env={"XVCOMM_DEVICE": "host"}, timeout=60) as world:
+    # One connection between any two ranks, so that all are there before a test counts descriptors.
+    variables = {"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": "1"}
+    with World(hosts="a,b,c", env=variables, timeout=60) as world:
         world.run(work, 30)
         yield world, world.run(relay.port)
 
@@ -191,7 +193,7 @@ def prove(connection, key, rank, peer, then=b""):
 
     connection.setblocking(False)
     with mock.patch.object(handshake, "_send", send_all):
-        asyncio.run(handshake.connect(connection, key, rank, peer))
+        asyncio.run(handshake.connect(connection, key, rank, peer, 0))
     connection.setblocking(True)
 
 

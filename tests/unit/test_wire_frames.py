@@ -75,7 +75,7 @@ class Receiver:
     """A carrier with four wires, one of another link and one closed, and the other end of a rail."""
 
     def __init__(self):
-        self.carrier = Carrier(0)
+        self.carrier = Carrier(0, 1)
         self.rings = [Memory(LAYOUT.size) for _ in range(4)]
         self.array = Memory(ARRAY_BYTES)
         links = [self.carrier.add_link() for _ in range(2)]

@@ -11,11 +11,12 @@ def place(stack, *addresses):
 
 
 def pairs(found):
-    return [(route.local, route.remote) for route in found]
+    return [route.ends[:2] for route in found]
 
 
 TWO = place("a", "eth0=10.0.0.1/24", "eth1=10.0.1.1/24"), place("b", "eth0=10.0.0.2/24", "eth1=10.0.1.2/24")
 STRAIGHT = [("10.0.0.1", "10.0.0.2"), ("10.0.1.1", "10.0.1.2")]
+FIRST, SECOND = (*STRAIGHT[0], 0), (*STRAIGHT[1], 0)
 CROSSED = [("10.0.0.1", "10.0.1.2"), ("10.0.1.1", "10.0.0.2")]
 
 
@@ -45,6 +46,17 @@ def test_one_network_stack():
     assert pairs(routes(TWO[0], place("a", "eth0=10.0.0.2/24"))) == [("127.0.0.1", "127.0.0.1")]
 
 
+def test_several_connections():
+    """Each connection between two addresses is made on its own."""
+    search = Search(routes(TWO[0], place("a", "eth0=10.0.0.2/24"), 3))
+    first, second, third = search.begin([], 0.0)
+    assert [route.number for route in (first, second, third)] == [0, 1, 2]
+    search.end(second)
+    search.end(third, "no answer")
+    assert search.begin([second.ends], 0.0) == [third]
+    assert search.blocked([second.ends]) == {}
+
+
 def test_routes_do_not_wait_for_each_other():
     """A route that is being tried keeps nothing from the others but its interfaces."""
     search = Search(routes(*TWO))
@@ -52,10 +64,10 @@ def test_routes_do_not_wait_for_each_other():
     search.end(quick, "reset")
     assert search.begin([], 0.5) == []  # it was tried just now
     assert search.begin([], 0.0) == [quick]
-    assert search.tries((slow.local, slow.remote)) and search.tries((quick.local, quick.remote))
+    assert search.tries(slow.ends) and search.tries(quick.ends)
     search.end(quick)
-    assert not search.tries((quick.local, quick.remote))
-    assert search.begin([(quick.local, quick.remote)], 0.0) == []
+    assert not search.tries(quick.ends)
+    assert search.begin([quick.ends], 0.0) == []
 
 
 def test_every_pair_gets_its_turn():
@@ -82,7 +94,7 @@ def test_a_refusal_is_not_the_end():
         search.end(route, "refused", refused=True)
     assert search.ended()
 
-    search.prove(STRAIGHT[1])
+    search.prove(SECOND)
     search.forget()
     first, second = search.begin([], 0.0)
     search.end(first, "refused", refused=True)
@@ -101,14 +113,14 @@ def test_blocked():
     search = Search(routes(*TWO))
     first, second = search.begin([], 0.0)
     search.end(first)
-    search.prove(STRAIGHT[0])
-    assert search.blocked([STRAIGHT[0]]) == {}
+    search.prove(FIRST)
+    assert search.blocked([FIRST]) == {}
     search.end(second, "no answer")
-    assert search.blocked([STRAIGHT[0]]) == {second: "no answer"}
+    assert search.blocked([FIRST]) == {second: "no answer"}
     search.end(second)
-    search.prove(STRAIGHT[1])
+    search.prove(SECOND)
     search.end(second, "reset")
-    assert search.blocked([STRAIGHT[0]]) == {}
+    assert search.blocked([FIRST]) == {}
 
 
 def test_no_routes():

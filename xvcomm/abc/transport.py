@@ -94,6 +94,7 @@ class Membership:
     Attributes:
         rank: of this process.
         size: of the job.
+        neighbours: how many of its ranks are on this host, including this one.
         store: for what its ranks must tell each other.
         lost: call it when a rank cannot be reached any more, with the reason.
         left: call it when a rank has left the job in good order.
@@ -101,6 +102,7 @@ class Membership:
 
     rank: int
     size: int
+    neighbours: int
     store: Store
     lost: Callable[[int, str], None]
     left: Callable[[int], None]

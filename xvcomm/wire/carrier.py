@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
 from xvcomm.wire import records
 from xvcomm.wire.frames import FRAME
-from xvcomm.wire.progress import detach, lose, progress_address, put, run, take, wake_address, withdraw
+from xvcomm.wire.progress import assist, detach, lose, progress_address, put, run, take, wake_address, withdraw
 from xvcomm.wire.records import KNOWN, SINK_BYTES, UP, Link, Rail, Wire
-from xvcomm.wire.sockets import POLLED
 from xvcomm.wire.tls import Channel
 
 _LINKS, _RAILS, _WIRES, _WIRES_OF_LINK = 1 << 16, 1 << 12, 1 << 16, 1 << 12
@@ -57,34 +57,48 @@ class WireEnd:
 class Carrier:
     """Carries frames between rings and sockets until it is closed.
 
+    One thread serves all rails, and threads that wait for messages help it. If a rail has much to carry, further threads serve
+    other rails meanwhile.
+
     Attributes:
         address: of the record that movers call `progress` with.
         news: eventfd that is ready when a rail was lost, a process has left, a ring was offered or stopped, an answer has come.
     """
 
-    def __init__(self, spins: int) -> None:
-        """`spins`: rounds without work before the thread yields its core."""
+    def __init__(self, spins: int, threads: int) -> None:
+        """Start the threads.
+
+        Args:
+            spins: rounds without work before a thread yields its core.
+            threads: how many may carry at the same time, beside those that wait for messages.
+        """
         self._lock = threading.Lock()
         self._tables = {
             name: np.zeros(size, np.int64) for name, size in (("links", _LINKS), ("rails", _RAILS), ("wires", _WIRES))
         }
         self._sink = np.zeros(SINK_BYTES, np.uint8)
-        self._poll = np.zeros(1 + _RAILS, POLLED)
+        self._poll = np.zeros(1 + _RAILS, records.POLLED)
         self._wake, self.news = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
+        self._help = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        self._helpers = np.zeros(threads - 1, records.HELPER)
         self._offers = np.zeros(records.OFFERS, records.OFFER)
         self._answers = np.zeros(records.ANSWERS, records.ANSWER)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
-            movers=(progress_address, wake_address), wake=self._wake, news=self.news, spins=spins, sink=self._sink.ctypes.data,
-            poll=self._poll.ctypes.data, offers=self._offers.ctypes.data, answers=self._answers.ctypes.data, one=1,
+            movers=(progress_address, wake_address), wake=self._wake, news=self.news, help=self._help, spins=spins,
+            sink=self._sink.ctypes.data, poll=self._poll.ctypes.data, helpers=self._helpers.ctypes.data,
+            offers=self._offers.ctypes.data, answers=self._answers.ctypes.data, one=1,
             **tables,
         )  # fmt: skip
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
         self.rails: list[Any] = []
         self._links: list[Any] = []
-        self._thread = Daemon("xvcomm-carrier", lambda: run(self.address))
-        self._thread.start()
+        self._threads = [Daemon("xvcomm-carrier", lambda: run(self.address))]
+        for number in range(1, threads):
+            self._threads.append(Daemon(f"xvcomm-carrier-{number}", partial(assist, self.address, number)))
+        for thread in self._threads:
+            thread.start()
 
     def _put(self, record: Any, field: str, value: int) -> None:
         put(self.address, ctypes.addressof(record) + getattr(type(record), field).offset, value)
@@ -123,7 +137,8 @@ class Carrier:
                 self.rails.append(rail)
                 self._append("rails", "rail_count", rail)
             rail = self.rails[index]
-            ctypes.memset(ctypes.addressof(rail), 0, ctypes.sizeof(rail))
+            after_lock = Rail.copying.offset
+            ctypes.memset(ctypes.addressof(rail) + after_lock, 0, ctypes.sizeof(rail) - after_lock)
             rail.fd, rail.link = connection.fileno(), link
             if channel is not None:
                 rail.tls, rail.channel, rail.staged = tls, channel.address, channel.staged
@@ -205,9 +220,11 @@ class Carrier:
             self.wake()
 
     def close(self) -> None:
-        """End the thread. No ring may be attached, and no connection is closed."""
+        """End the threads. No ring may be attached, and no connection is closed."""
         self._record.over = 1
         self.wake()
-        self._thread.join()
-        os.close(self._wake)
-        os.close(self.news)
+        os.eventfd_write(self._help, len(self._threads))
+        for thread in self._threads:
+            thread.join()
+        for descriptor in (self._wake, self._help, self.news):
+            os.close(descriptor)

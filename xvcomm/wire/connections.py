@@ -8,6 +8,8 @@ import socket
 import struct
 import termios
 
+from xvcomm.wire.route import Ends
+
 _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
 
@@ -18,9 +20,9 @@ def set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
-def ends(connection: socket.socket) -> tuple[str, str]:
-    """Both addresses of a connection, this side's first."""
-    return connection.getsockname()[0], connection.getpeername()[0]
+def ends(connection: socket.socket, number: int) -> Ends:
+    """The ends of a connection with this number."""
+    return connection.getsockname()[0], connection.getpeername()[0], number
 
 
 def queued(connection: socket.socket) -> int:

@@ -32,11 +32,12 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Connecting side: a new nonce, both ranks as numbers of the whole job, and the proof."""
+    """Connecting side: a new nonce, both ranks as numbers of the whole job, the connection's number and the proof."""
 
     nonce: bytes
     rank: int
     peer: int
+    number: int
     proof: bytes
 
 
@@ -55,8 +56,8 @@ class Malformed(Exception):
     """The other side does not speak this protocol."""
 
 
-def _prove(key: bytes, side: str, accepting: bytes, connecting: bytes, rank: int, peer: int) -> bytes:
-    text = f"xvcomm wire {_VERSION} {side} {rank} {peer} ".encode()
+def _prove(key: bytes, side: str, accepting: bytes, connecting: bytes, rank: int, peer: int, number: int) -> bytes:
+    text = f"xvcomm wire {_VERSION} {side} {rank} {peer} {number} ".encode()
     return hmac.digest(key, text + accepting + connecting, "sha256")
 
 
@@ -90,20 +91,23 @@ class Proven(NamedTuple):
 
     Attributes:
         rank: the other side's, in the whole job.
+        number: of the connection among those on its route.
         proof: for `admit`.
         key: of this connection, for TLS.
     """
 
     rank: int
+    number: int
     proof: bytes
     key: bytes
 
 
-async def connect(connection: socket.socket, key: bytes, rank: int, peer: int) -> bytes:
+async def connect(connection: socket.socket, key: bytes, rank: int, peer: int, number: int) -> bytes:
     """Prove the key on a connection that this side has made, and check the other side's proof.
 
     Args:
         rank, peer: this process and the one that is expected, as numbers of the whole job.
+        number: see `Route`.
 
     Returns:
         A key of this connection, for TLS.
@@ -119,14 +123,15 @@ async def connect(connection: socket.socket, key: bytes, rank: int, peer: int) -
     if challenge.version != _VERSION or len(challenge.nonce) != _NONCE:
         raise Malformed("it speaks another version; install one xvcomm everywhere")
     nonce = secrets.token_bytes(_NONCE)
-    await _send(connection, Hello(nonce, rank, peer, _prove(key, "connect", challenge.nonce, nonce, rank, peer)))
+    proven = challenge.nonce, nonce, rank, peer, number
+    await _send(connection, Hello(nonce, rank, peer, number, _prove(key, "connect", *proven)))
     verdict = await _receive(connection, Verdict)
     assert isinstance(verdict, Verdict)
-    if not hmac.compare_digest(verdict.proof, _prove(key, "accept", challenge.nonce, nonce, rank, peer)):
+    if not hmac.compare_digest(verdict.proof, _prove(key, "accept", *proven)):
         raise AuthenticationError(f"what answers for rank {peer} does not have the job's key", rank=rank, peer=peer)
     if verdict.refusal:
         raise Refused(verdict.refusal)
-    return _prove(key, "tls", challenge.nonce, nonce, rank, peer)
+    return _prove(key, "tls", *proven)
 
 
 async def accept(connection: socket.socket, key: bytes, rank: int, size: int) -> Proven:
@@ -141,12 +146,13 @@ async def accept(connection: socket.socket, key: bytes, rank: int, size: int) ->
     await _send(connection, Challenge(_VERSION, own))
     hello = await _receive(connection, Hello)
     assert isinstance(hello, Hello)
-    proof = _prove(key, "connect", own, hello.nonce, hello.rank, hello.peer)
+    proven = own, hello.nonce, hello.rank, hello.peer, hello.number
+    proof = _prove(key, "connect", *proven)
     named = hello.peer == rank != hello.rank and 0 <= hello.rank < size and len(hello.nonce) == _NONCE
     if not hmac.compare_digest(hello.proof, proof) or not named:
         raise AuthenticationError("a connection was refused whose maker does not have the job's key", rank=rank)
-    accept, tls = (_prove(key, side, own, hello.nonce, hello.rank, hello.peer) for side in ("accept", "tls"))
-    return Proven(hello.rank, accept, tls)
+    accept, tls = (_prove(key, side, *proven) for side in ("accept", "tls"))
+    return Proven(hello.rank, hello.number, accept, tls)
 
 
 async def admit(connection: socket.socket, proof: bytes, refusal: str = "") -> None:

@@ -22,6 +22,7 @@ from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason
 from xvcomm.trace.contract import agree
 from xvcomm.trace.recorder import oldest, written
 from xvcomm.wire.frames import CONTROL_BYTES, HEADER, OPEN_WORDS, Kind
+from xvcomm.wire.locks import await_copy, begin_copy, end_copy
 from xvcomm.wire.outgoing import entry_of, head_of, tail_of
 from xvcomm.wire.records import (
     ANSWERS,
@@ -143,7 +144,9 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         return True
     if owner != NOBODY and owner != 1 + rail_index:
         # A slower rail still receives the same slot: its bytes go nowhere from now on.
-        rail_at(load(carrier.rails + 8 * (owner - 1))).slot_data = 0
+        slower = rail_at(load(carrier.rails + 8 * (owner - 1)))
+        await_copy(slower)
+        slower.slot_data = 0
     store(wire.owners + 8 * place, 1 + rail_index)
     rail.slot_data = _target(wire, frame, place)
     return rail.slot_data != 0
@@ -357,23 +360,29 @@ def _take_payload(carrier: Any, rail: Any) -> None:
 
 @register_jitable
 def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
-    """Receive until the socket has no more; the number of bytes, or a failure."""
+    """Receive until the socket has no more; the number of bytes, or a failure.
+
+    The caller holds the locks of the rail and of the carrier.
+    """
     total, news = 0, 0
     while total < RECEIVE_BYTES:
         if rail.slot_left > 0:
             to_ring = rail.slot_data != 0
+            target = rail.slot_data if to_ring else carrier.sink
             wanted = rail.slot_left if to_ring else min(rail.slot_left, SINK_BYTES)
-            got = receive(rail, rail.slot_data if to_ring else carrier.sink, wanted)
         else:
-            room = EAGER + HEADER + CONTROL_BYTES - rail.end
-            got = receive(rail, address_of(rail, "buffer") + rail.end, min(EAGER, room))
+            target = address_of(rail, "buffer") + rail.end
+            wanted = min(EAGER, EAGER + HEADER + CONTROL_BYTES - rail.end)
+        begin_copy(carrier, rail)
+        got = receive(rail, target, wanted)
+        end_copy(carrier, rail)
         if got == BLOCKED:
             break
         if got < 0:
             return got
         total += got
         if rail.slot_left > 0:
-            if rail.slot_data != 0:
+            if rail.slot_data != 0:  # no other rail has taken the slot over meanwhile
                 rail.slot_data += got
             rail.slot_left -= got
             if rail.slot_left == 0:

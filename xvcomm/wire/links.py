@@ -20,8 +20,8 @@ from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, queued, set_up
 from xvcomm.wire.incoming import PROTOCOL
 from xvcomm.wire.reachability import REMEDY, Search, told
-from xvcomm.wire.records import DOWN, MAX_RAILS
-from xvcomm.wire.route import Route
+from xvcomm.wire.records import DOWN
+from xvcomm.wire.route import MAX_RAILS, Ends, Route
 from xvcomm.wire.sockets import TAMPERED
 from xvcomm.wire.tls import Channel, Tls
 
@@ -51,7 +51,7 @@ class Rail:
     """A connection, its TLS, and when the other host last acknowledged something on it."""
 
     connection: socket.socket
-    ends: tuple[str, str]
+    ends: Ends
     channel: Channel | None
     acknowledged: int = 0
     moved: float = field(default_factory=time.monotonic)
@@ -106,7 +106,7 @@ class Link:
         self._trouble = "" if routes else "no address of one host goes with one of the other; set XVCOMM_NICS"
         return bool(routes)
 
-    def _up(self) -> set[tuple[str, str]]:
+    def _up(self) -> set[Ends]:
         return {rail.ends for rail in self.rails.values()}
 
     async def _dial(self, route: Route) -> None:
@@ -133,9 +133,10 @@ class Link:
                 await asyncio.get_running_loop().sock_connect(connection, (route.remote, route.port))
             self._seen = time.monotonic()  # its host answers, however long its process is busy
             async with asyncio.timeout(handshake.SECONDS):
-                key = await handshake.connect(connection, own.key, own.rank, self.rank)
-                if ends(connection) not in self._up() and not self.gone:
-                    await self.use(connection, key, accepting=False)
+                key = await handshake.connect(connection, own.key, own.rank, self.rank, route.number)
+                both = ends(connection, route.number)
+                if both not in self._up() and not self.gone:
+                    await self.use(connection, both, key, accepting=False)
                     used = True
         except handshake.Refused:
             pass  # the other side connects
@@ -152,9 +153,9 @@ class Link:
                 connection.close()
         return ""
 
-    def objection(self, connection: socket.socket) -> str:
-        """Why a connection that the other process has made is not used, or nothing."""
-        both, first = ends(connection), self._own.rank < self.rank
+    def objection(self, both: Ends) -> str:
+        """Why a connection with these ends that the other process has made is not used, or nothing."""
+        first = self._own.rank < self.rank
         if first and self._search.tries(both):
             return "this side connects at the moment"
         for index, rail in self.rails.items():
@@ -164,15 +165,15 @@ class Link:
                 self._own.carrier.drop(index)
         return "" if len(self.rails) < MAX_RAILS else f"a link has at most {MAX_RAILS} rails"
 
-    async def use(self, connection: socket.socket, key: bytes, *, accepting: bool) -> None:
+    async def use(self, connection: socket.socket, both: Ends, key: bytes, *, accepting: bool) -> None:
         """Make a rail of a connection that has proved the job's key; see `Tls.secure`."""
         set_up(connection)
         own, tls, channel = self._own, 0, None
         if own.tls is not None:
             tls, channel = own.tls.functions, await own.tls.secure(connection, key, accepting=accepting)
         index = own.carrier.add_rail(self.number, connection, tls, channel)
-        self.rails[index] = Rail(connection, ends(connection), channel)
-        self._search.prove(ends(connection))
+        self.rails[index] = Rail(connection, both, channel)
+        self._search.prove(both)
 
     def _judge(self) -> None:
         """Decide whether a process without rails is gone, and say which interface is in no rail although others are."""

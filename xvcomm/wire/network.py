@@ -24,7 +24,7 @@ from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
 from xvcomm.wire import handshake
 from xvcomm.wire.carrier import Carrier
-from xvcomm.wire.connections import hang_up
+from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves
 from xvcomm.wire.links import Link, Process
 from xvcomm.wire.questions import Questions
@@ -47,7 +47,7 @@ class Network:
 
     def __init__(
         self, rank: int, size: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
-        timeout: float, spins: int, tls: Tls | None, lost: Callable[[int, str], None], left: Callable[[int], None],
+        timeout: float, spins: int, threads: int, tls: Tls | None, lost: Callable[[int, str], None], left: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Begin to accept connections.
 
@@ -58,12 +58,12 @@ class Network:
             listeners: bound sockets, which are closed with the network.
             routes: ways to a rank, the preferred ones first; may block.
             timeout: seconds without a sign of a host after which its ranks are lost.
-            spins: see `Carrier`.
+            spins, threads: see `Carrier`.
             tls: what encrypts the connections, on all ranks or on none.
             lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
         """
         self._size, self._listeners, self._left = size, listeners, left
-        self.carrier = Carrier(spins)
+        self.carrier = Carrier(spins, threads)
         self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost)
         self._questions = Questions(self.carrier)
         self._links: dict[int, Link] = {}
@@ -191,10 +191,11 @@ class Network:
             async with asyncio.timeout(handshake.SECONDS):
                 proven = await handshake.accept(connection, self._process.key, self._process.rank, self._size)
                 link = self._link(proven.rank)
-                refusal = link.objection(connection)
+                both = ends(connection, proven.number)
+                refusal = link.objection(both)
                 await handshake.admit(connection, proven.proof, refusal)
                 if not refusal:
-                    await link.use(connection, proven.key, accepting=True)
+                    await link.use(connection, both, proven.key, accepting=True)
                     return
         except (AuthenticationError, handshake.Malformed) as error:
             self._refuse(str(error) or "a connection was refused that does not speak this protocol")

@@ -26,6 +26,7 @@ from xvcomm.memory.ring import (
 )
 from xvcomm.trace.recorder import quote
 from xvcomm.wire.frames import HEADER, OPEN_WORDS, Kind
+from xvcomm.wire.locks import begin_copy, end_copy
 from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
 from xvcomm.wire.sockets import BLOCKED, send
 
@@ -310,6 +311,8 @@ def _choose(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
 def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
     """Send frames until the socket is full or there is nothing to send; the number of bytes sent, or a failure.
 
+    The caller holds the locks of the rail and of the carrier.
+
     Args:
         idle: whether to send credits that could wait, too.
     """
@@ -319,10 +322,12 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
             rail.blocked = 0
             return total
         at, size = rail.out_at, rail.out_size
+        begin_copy(carrier, rail)
         if at < HEADER:
             sent = send(rail, rail.out + at, HEADER - at, rail.out_data, size - HEADER)
         else:
             sent = send(rail, 0, 0, rail.out_data + at - HEADER, size - at)
+        end_copy(carrier, rail)
         if sent == BLOCKED:
             rail.blocked = 1
             return total

@@ -1,7 +1,8 @@
-"""The compiled loop that carries frames, run by the carrier's thread and by every thread that waits for a message.
+"""The compiled loop that carries frames, run by the carrier's threads and by every thread that waits for a message.
 
-A thread that waits calls `progress` instead of only looking: so a message needs no switch between threads. The carrier's own
-thread carries when nobody waits. It sleeps in one system call when nothing moves and no operation is under way.
+A thread that waits calls `progress` instead of only looking: so a message needs no switch between threads. The carrier's first
+thread carries when no thread waits. It sleeps in one system call when nothing moves and no operation is under way. The others
+sleep until a rail has carried much at once, and then serve the rails for which no other thread carries.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from xvcomm.jit.compile import compiling, kernel, native
 from xvcomm.jit.record import address_of
 from xvcomm.wire.frames import HEADER
 from xvcomm.wire.incoming import receive_frames
+from xvcomm.wire.locks import leave_rail, lock, lock_all, try_rail, unlock, unlock_all
 from xvcomm.wire.outgoing import entry_of, finished, send_frames
 from xvcomm.wire.records import (
     AGAIN,
@@ -34,6 +36,7 @@ from xvcomm.wire.records import (
     UNTOLD,
     UP,
     carrier_at,
+    helper_at,
     link_at,
     rail_at,
     wire_at,
@@ -44,6 +47,9 @@ _BUSY_YIELDS, _IDLE_YIELDS = 200, 20
 _MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 500_000_000
 """How long the thread sleeps while operations are under way, since movers do not wake it; while other threads drive; while graphs
 may be replayed, since a replay does not wake it; else."""
+_MUCH, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 200, 1_000_000_000
+"""Bytes carried for a rail at once for which a further thread is woken; for how many rounds it looks for work before it sleeps,
+and how long it sleeps."""
 _RECENT = 500
 """Rounds without work after which a graph is not expected at once."""
 
@@ -77,41 +83,35 @@ def _lose(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
 
 
 @register_jitable
-def _carry(carrier: Any, idle: bool) -> bool:
-    """Receive and send on all rails; whether anything moved. The caller holds the lock."""
-    moved = False
-    for i in range(carrier.rail_count):
+def _carry_for(carrier: Any, rail: Any, index: int, idle: bool) -> int:
+    """Receive and send on a rail whose lock the caller holds; the number of bytes."""
+    got = receive_frames(carrier, rail, index)
+    sent = send_frames(carrier, rail, index, idle) if got >= 0 else 0
+    if got < 0 or sent < 0:
+        _lose(carrier, rail, index, min(got, sent))
+    return abs(got) + abs(sent)
+
+
+@register_jitable
+def _carry(carrier: Any, idle: bool, first: int) -> bool:
+    """Receive and send on all rails for which no other thread does, from rail `first` on; whether anything moved."""
+    moved, count = False, carrier.rail_count
+    for n in range(count):
+        i = (first + n) % count
         rail = rail_at(load(carrier.rails + 8 * i))
-        if rail.state != UP:
+        if rail.state != UP or not try_rail(rail):
             continue
-        got = receive_frames(carrier, rail, i)
-        sent = send_frames(carrier, rail, i, idle) if got >= 0 else 0
-        if got < 0 or sent < 0:
-            _lose(carrier, rail, i, min(got, sent))
-        moved = moved or got != 0 or sent != 0
-    if carrier.has_news != 0:
-        carrier.has_news = 0
+        nbytes = 0
+        lock(carrier)
+        if rail.state == UP:
+            nbytes = _carry_for(carrier, rail, i, idle)
+        unlock(carrier)
+        leave_rail(rail)
+        moved = moved or nbytes != 0
+        if nbytes >= _MUCH and count > 1 and load_acquire(address_of(carrier, "resting")) > 0:
+            raise_event(carrier.help, address_of(carrier, "one"))
+    if carrier.has_news != 0 and compare_and_swap(address_of(carrier, "has_news"), 1, 0) == 1:
         raise_event(carrier.news, address_of(carrier, "one"))
-    return moved
-
-
-@register_jitable
-def _lock(carrier: Any) -> None:
-    while compare_and_swap(address_of(carrier, "lock"), 0, 1) != 0:
-        sched_yield()
-
-
-@register_jitable
-def _unlock(carrier: Any) -> None:
-    store_release(address_of(carrier, "lock"), 0)
-
-
-@register_jitable
-def _try(carrier: Any, idle: bool) -> bool:
-    if compare_and_swap(address_of(carrier, "lock"), 0, 1) != 0:
-        return False
-    moved = _carry(carrier, idle)
-    _unlock(carrier)
     return moved
 
 
@@ -137,7 +137,7 @@ def _progress(address: int, drivers: int, unused: int) -> int:
         fetch_add(address_of(carrier, "drivers"), drivers)
     carrier.calls += 1
     full_fence()
-    moved = _try(carrier, False)
+    moved = _carry(carrier, False, 0)
     if drivers < 0:
         full_fence()
         if load_acquire(address_of(carrier, "asleep")) != 0 and (_blocked(carrier) or _busy(carrier)):
@@ -217,7 +217,7 @@ def _run(address: int) -> int:
             store_release(address_of(carrier, "asleep"), 0)
             if load_acquire(address_of(carrier, "drivers")) > 0 and carrier.calls != calls:
                 continue
-        if _try(carrier, False):
+        if _carry(carrier, False, 0):
             quiet = 0
             continue
         quiet += 1
@@ -227,53 +227,80 @@ def _run(address: int) -> int:
         if quiet < (carrier.spins + _BUSY_YIELDS if busy else _IDLE_YIELDS):
             sched_yield()
             continue
-        if not busy and _try(carrier, True):
+        if not busy and _carry(carrier, True, 0):
             continue
         store_release(address_of(carrier, "asleep"), 1)
         full_fence()
-        # A thread that found the lock taken has counted its call before, and may have left frames to send.
+        # A thread that found a rail's lock taken has counted its call before, and may have left frames to send.
         if carrier.calls == calls and _sleep(carrier, _patience(carrier, quiet), True):
             quiet = 0 if _busy(carrier) else quiet
         store_release(address_of(carrier, "asleep"), 0)
     return 0
 
 
-def _put(address: int, place: int, value: int) -> int:
-    """Store a word between two rounds of the threads that carry; returns what was there."""
+def _assist(address: int, number: int) -> int:
+    """A further thread of the carrier, which carries while there is much to carry; until `CARRIER.over`.
+
+    Args:
+        number: from 1 on.
+    """
     carrier = carrier_at(address)
-    _lock(carrier)
+    helper, quiet = helper_at(carrier.helpers, number - 1), _HELPER_YIELDS
+    while load_acquire(address_of(carrier, "over")) == 0:
+        if _carry(carrier, False, number):
+            quiet = 0
+            continue
+        quiet += 1
+        if quiet < _HELPER_YIELDS:
+            sched_yield()
+            continue
+        polled = helper.polled
+        polled.fd, polled.events = carrier.help, POLLIN
+        fetch_add(address_of(carrier, "resting"), 1)
+        ready = wait(address_of(helper, "polled"), 1, address_of(helper, "pause"), _HELPER_NS)
+        fetch_add(address_of(carrier, "resting"), -1)
+        if ready > 0:
+            take_event(carrier.help, address_of(helper, "word"))
+            quiet = 0
+    return 0
+
+
+def _put(address: int, place: int, value: int) -> int:
+    """Store a word while no thread that carries looks at it; returns what was there."""
+    carrier = carrier_at(address)
+    lock(carrier)
     before = load(place)
     store(place, value)
-    _unlock(carrier)
+    unlock(carrier)
     return before
 
 
 def _take(address: int, table: int, place: int, size: int, target: int) -> int:
     """Move the records of a table, each of so many bytes and their count at `place`, to `target`; how many there are."""
     carrier = carrier_at(address)
-    _lock(carrier)
+    lock(carrier)
     count = load(place)
     copy_bytes(target, table, count * size)
     store(place, 0)
-    _unlock(carrier)
+    unlock(carrier)
     return count
 
 
 def _drop(address: int, index: int) -> int:
     """Lose a rail that is in use because Python says so."""
     carrier = carrier_at(address)
-    _lock(carrier)
+    count = lock_all(carrier)
     rail = rail_at(load(carrier.rails + 8 * index))
     if rail.state == UP:
         _lose(carrier, rail, index, 0)
-    _unlock(carrier)
+    unlock_all(carrier, count)
     return 0
 
 
 def _withdraw(address: int, index: int) -> int:
     """Let go of the array of the message that an end has given up; its ring will be stopped."""
     carrier = carrier_at(address)
-    _lock(carrier)
+    count = lock_all(carrier)
     wire = wire_at(load(carrier.wires + 8 * index))
     if wire.ring != 0:
         ring, producer = wire.geometry, wire.producer != 0
@@ -293,14 +320,14 @@ def _withdraw(address: int, index: int) -> int:
         for place in range(places):
             if producer and load(wire.owners + 8 * place) == AGAIN:
                 store(wire.owners + 8 * place, NOBODY)
-    _unlock(carrier)
+    unlock_all(carrier, count)
     return 0
 
 
 def _detach(address: int, index: int) -> int:
     """Take a wire out of use; 1 while a rail still sends from its memory, which must stay mapped."""
     carrier = carrier_at(address)
-    _lock(carrier)
+    count = lock_all(carrier)
     wire, sending = wire_at(load(carrier.wires + 8 * index)), 0
     wire.ring = 0
     last = wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
@@ -310,7 +337,7 @@ def _detach(address: int, index: int) -> int:
             rail.slot_data = 0
         if rail.state == UP and wire.frames <= rail.out and rail.out < last:
             sending = 1
-    _unlock(carrier)
+    unlock_all(carrier, count)
     return sending
 
 
@@ -318,6 +345,7 @@ with compiling():
     progress_address = native("int64(int64, int64, int64)", _progress)
     wake_address = native("int64(int64, int64, int64)", _wake)
     run = kernel("int64(int64)")(_run)
+    assist = kernel("int64(int64, int64)")(_assist)
     put = kernel("int64(int64, int64, int64)")(_put)
     take = kernel("int64(int64, int64, int64, int64, int64)")(_take)
     lose = kernel("int64(int64, int64)")(_drop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from xvcomm.wire.route import Route
+from xvcomm.wire.route import Ends, Route
 
 REMEDY = (
     "let the hosts reach each other there (firewall, routes; XVCOMM_PORTS fixes the ports), or choose interfaces by XVCOMM_NICS; "
@@ -13,17 +13,17 @@ REMEDY = (
 )
 
 
-def disjoint(routes: Iterable[Route], taken: Iterable[tuple[str, str]] = ()) -> list[Route]:
-    """The first routes, in their order, in which each network interface of either side is once at most.
+def disjoint(routes: Iterable[Route], taken: Iterable[tuple[str, str, int]] = ()) -> list[Route]:
+    """The first routes, in their order, of which those with one number have each network interface of either side once at most.
 
     Args:
         routes: to one process.
-        taken: pairs of interfaces of which both are left out.
+        taken: pairs of interfaces, and the number with which both are left out.
     """
-    here, there = ({pair[side] for pair in taken} for side in range(2))
+    here, there = ({(pair[side], pair[2]) for pair in taken} for side in range(2))
     found = []
     for route in routes:
-        near, far = route.interfaces
+        near, far = ((interface, route.number) for interface in route.interfaces)
         if near not in here and far not in there:
             found.append(route)
             here.add(near)
@@ -33,13 +33,13 @@ def disjoint(routes: Iterable[Route], taken: Iterable[tuple[str, str]] = ()) -> 
 
 def told(failures: Mapping[Route, str]) -> str:
     """The routes that do not work, each with its reason."""
-    return "; ".join(f"{route}: {why}" for route, why in failures.items())
+    return "; ".join(dict.fromkeys(f"{route}: {why}" for route, why in failures.items()))
 
 
 class Search:
     """The routes to a process: which to try next, and what is known of them.
 
-    Rails are named by their addresses, this side's first.
+    Rails are named by their ends.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -53,14 +53,18 @@ class Search:
         self._used: set[tuple[str, str]] = set()
         self.failures: dict[Route, str] = {}
 
-    def begin(self, rails: Collection[tuple[str, str]], pause: float) -> list[Route]:
+    def _of(self, ends: Ends) -> tuple[str, str]:
+        """The interfaces of a rail, or its addresses if no route has them."""
+        return self._interfaces.get(ends[:2], ends[:2])
+
+    def begin(self, rails: Collection[Ends], pause: float) -> list[Route]:
         """The routes to try now, which are tried until their `end`.
 
         An interface that is in a rail, or is tried, is left alone. Of the other routes those come first that were not tried, then
         those that were tried longest ago, if that is `pause` seconds.
         """
-        taken = [self._interfaces.get(ends, ends) for ends in rails]
-        taken += [route.interfaces for route in self._trying]
+        taken = [(*self._of(ends), ends[2]) for ends in rails]
+        taken += [(*route.interfaces, route.number) for route in self._trying]
         before = time.monotonic() - pause
         due = [route for route in self._routes if self._tried.get(route, 0.0) <= before]
         found = disjoint(sorted(due, key=lambda route: self._tried.get(route, 0.0)), taken)
@@ -83,14 +87,14 @@ class Search:
         if refused:
             self._refusing.add(route)
 
-    def tries(self, ends: tuple[str, str]) -> bool:
-        """Whether a rail is being made between these addresses."""
-        return any((route.local, route.remote) == ends for route in self._trying)
+    def tries(self, ends: Ends) -> bool:
+        """Whether such a rail is being made."""
+        return any(route.ends == ends for route in self._trying)
 
-    def prove(self, ends: tuple[str, str]) -> None:
+    def prove(self, ends: Ends) -> None:
         """Note that a rail has come up, so that the address at its other end is the process's."""
         self._proven.add(ends[1])
-        self._used.add(self._interfaces.get(ends, ends))
+        self._used.add(self._of(ends))
 
     def forget(self) -> None:
         """Begin anew, because all rails are lost: what was tried before says nothing any more."""
@@ -109,9 +113,9 @@ class Search:
         tried = {route.remote for route in self._tried} == every
         return tried and bool(refusing & self._proven or refusing == every) and bool(every)
 
-    def blocked(self, rails: Collection[tuple[str, str]]) -> dict[Route, str]:
+    def blocked(self, rails: Collection[Ends]) -> dict[Route, str]:
         """The routes between interfaces that no rail uses or has used, with their failures, once all of them have failed."""
-        taken = {*self._used, *(self._interfaces.get(ends, ends) for ends in rails)}
+        taken = {*self._used, *map(self._of, rails)}
         here, there = ({pair[side] for pair in taken} for side in range(2))
         free = [r for r in self._routes if r.interfaces[0] not in here and r.interfaces[1] not in there]
         return {r: self.failures[r] for r in free} if all(r in self.failures for r in free) else {}

@@ -1,6 +1,7 @@
 """The records of a process's carrier, shared by Python and compiled code: carrier, links, rails, wires.
 
-Python fills a record before it hands it over. From then on the compiled code that holds `CARRIER.lock` reads and writes it.
+Python fills a record before it hands it over. From then on the compiled code that holds `CARRIER.lock` reads and writes it; what
+a rail sends and receives at the moment belongs to the thread that holds `RAIL.lock`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from xvcomm.memory.ring import CARRIER as MOVERS
 from xvcomm.memory.ring import DIRECT, MAX_LANES
 from xvcomm.trace.format import RECORD_BYTES
 from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
-
-MAX_RAILS = 16
-"""Rails of a link."""
+from xvcomm.wire.route import MAX_RAILS
 
 EAGER = 1024
 """Bytes received at once where a frame may begin: a header and a small payload by one system call."""
@@ -22,10 +21,15 @@ EAGER = 1024
 UNUSED, UP, DOWN = 0, 1, 2
 """States of a rail: none yet; in use; lost, and its socket not closed yet."""
 
+POLLED = np.dtype([("fd", "i4"), ("events", "i2"), ("revents", "i2")])
+"""struct pollfd."""
+
 TLS = np.dtype([(name, "i8") for name in ("read", "write", "get_error", "clear_error")])
 """Addresses of OpenSSL's functions."""
 
 RAIL = np.dtype([
+    ("lock", "i8"),  # see `locks`; first, since it outlives a connection
+    ("copying", "i8"),  # whether the kernel copies for the rail, and the thread does not hold the carrier's lock
     ("fd", "i8"),
     ("tls", "i8"),  # address of a TLS record; 0: without
     ("channel", "i8"),  # address of OpenSSL's object, and of a buffer for one record
@@ -136,6 +140,13 @@ ANSWER = np.dtype([
 ])  # fmt: skip
 """A TELL that has come."""
 
+HELPER = np.dtype([
+    ("polled", POLLED),
+    ("pause", "i8", 2),  # struct timespec
+    ("word", "i8"),
+])  # fmt: skip
+"""What a further thread of the carrier needs to sleep."""
+
 CARRIER = np.dtype([
     ("movers", MOVERS),  # first, as movers expect
     ("lock", "i8"),
@@ -143,6 +154,9 @@ CARRIER = np.dtype([
     ("calls", "i8"),  # how often they did
     ("asleep", "i8"),
     ("over", "i8"),
+    ("help", "i8"),  # eventfd that wakes a further thread for each 1 added
+    ("resting", "i8"),  # how many of them sleep
+    ("helpers", "i8"),  # address of their records
     ("wake", "i8"),  # eventfd that ends the carrier's sleep
     ("news", "i8"),  # eventfd by which compiled code tells Python of changes
     ("spins", "i8"),
@@ -166,7 +180,7 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What a process has once: the tables of the others, and the state of its threads."""
 
-_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, ANSWER, CARRIER, TLS)
-frame_at, rail_at, link_at, wire_at, offer_at, answer_at, carrier_at, tls_at = map(compiled_at, _KINDS)
-_, Rail, Link, Wire, _, _, Carrier, Tls = map(python_type, _KINDS)
+_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, ANSWER, HELPER, CARRIER, TLS)
+frame_at, rail_at, link_at, wire_at, offer_at, answer_at, helper_at, carrier_at, tls_at = map(compiled_at, _KINDS)
+_, Rail, Link, Wire, _, _, _, Carrier, Tls = map(python_type, _KINDS)
 SINK_BYTES = 1 << 16

@@ -14,7 +14,7 @@ from numba.extending import intrinsic, register_jitable
 from xvcomm.jit.atomics import copy_bytes
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.record import address_of, compiled_at
-from xvcomm.wire.records import tls_at
+from xvcomm.wire.records import POLLED, tls_at
 
 _sendmsg = types.ExternalFunction("sendmsg", types.intp(types.int32, types.intp, types.int32))
 _recv = types.ExternalFunction("recv", types.intp(types.int32, types.intp, types.intp, types.int32))
@@ -27,8 +27,6 @@ _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _AGAIN, _INTERRUPTED = errno.EAGAIN, errno.EINTR
 POLLIN, POLLOUT = 1, 4
 
-POLLED = np.dtype([("fd", "i4"), ("events", "i2"), ("revents", "i2")])
-"""struct pollfd."""
 polled_at = compiled_at(POLLED)
 
 _PAUSE = np.dtype([("seconds", "i8"), ("nanoseconds", "i8")])

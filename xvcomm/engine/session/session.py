@@ -152,7 +152,7 @@ class Session:
         mine = self._joined[self.rank].offers
         needed = {choose(mine, j.offers).scheme for j in self._joined if j.info.rank != self.rank}
         store = PrefixStore("transports", self.store)
-        membership = Membership(self.rank, self.size, store, self._lose_elsewhere, self._on_left)
+        membership = Membership(self.rank, self.size, len(self.neighbours), store, self._lose_elsewhere, self._on_left)
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
                 transport.join(membership)
