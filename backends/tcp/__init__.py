@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpTransport"]
 
-_MAX_THREADS = 4
+_MAX_THREADS = 8
 
 
 class _Made(msgspec.Struct, frozen=True, array_like=True):
