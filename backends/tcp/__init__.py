@@ -19,10 +19,10 @@ from xvcomm.config import Config
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
+from xvcomm.types.route import Route
 
 if TYPE_CHECKING:
     from xvcomm.wire.network import Network
-    from xvcomm.wire.route import Route
 
 __all__ = ["TcpTransport"]
 
@@ -104,6 +104,9 @@ class TcpTransport(Transport):
 
     def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
         return None if self._network is None else self._network.ask(member, wanted, deadline)
+
+    def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
+        return {} if self._network is None else self._network.probe(members)
 
     def refused(self) -> int:
         return 0 if self._network is None else self._network.refused

@@ -13,7 +13,7 @@ import msgspec
 from xvcomm.backends.tcp import choice
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError, ResourceError
-from xvcomm.wire.route import MAX_RAILS, Route
+from xvcomm.types.route import MAX_RAILS, Route
 
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"

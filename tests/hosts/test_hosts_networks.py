@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -29,9 +31,17 @@ def forbid(hosts, here, there):
     hosts.ip(0, *family, "rule", "add", "from", here, "to", there, "prohibit")
 
 
+def reach(hosts, *options, code=0, **job):
+    """What `xvcomm doctor --reach` prints, and its exit code on rank 0."""
+    ranks = hosts.start_ranks(Path(sys.executable).with_name("xvcomm"), "doctor", "--reach", *options, **job)
+    first, *others = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [code, *(0 for _ in others)], (first, others)
+    return first[first.index("{") :] if "--json" in options else first
+
+
 def rails(hosts, count, **env):
     """The addresses of the connections between the hosts, host 0's first, once there are so many."""
-    first, second = map(json.loads, hosts.run("rails", str(count), env=env))
+    first, second = (json.loads(text.splitlines()[-1]) for text in hosts.run("rails", str(count), env=env))
     assert first == sorted([there, here] for here, there in second)
     return first
 
@@ -89,22 +99,70 @@ def test_refused_first(two_hosts, tmp_path):
     two_hosts.outputs(ranks)
 
 
-@pytest.mark.parametrize("two_hosts", [{"links": 3}], indirect=True)
-def test_no_way(two_hosts):
-    """Where no address reaches another one, the error lists what was tried, with the reasons and what to do."""
-    ends = [(f"10.77.{here}.1", f"10.77.{there}.2") for here in range(2) for there in range(2)]
-    for here, there in ends:
+UNJOINED = [(f"10.77.{here}.1", f"10.77.{there}.2") for here in range(2) for there in range(2)]
+"""The addresses of two of three links, on host 0 and on host 1."""
+ASIDE = {
+    "XVCOMM_NICS": "10.77.0.0/24,10.77.1.0/24", "XVCOMM_STORE": "tcp://10.77.2.1:29711", "XVCOMM_PEER_TIMEOUT": "1.5",
+    "XVCOMM_PORTS": "29720-29729",
+}  # fmt: skip
+"""Variables of a job that uses these two, and the third one for the store."""
+
+
+@pytest.fixture
+def unjoined(two_hosts):
+    """Two hosts whose ranks find each other in the store, and cannot connect to each other."""
+    for here, there in UNJOINED:
         forbid(two_hosts, here, there)
-    env = {
-        "XVCOMM_NICS": "10.77.0.0/24,10.77.1.0/24", "XVCOMM_STORE": "tcp://10.77.2.1:29711", "XVCOMM_PEER_TIMEOUT": "1.5",
-        "XVCOMM_PORTS": "29720-29729",
-    }  # fmt: skip
-    ranks = two_hosts.start("collectives", env=env)
+    return two_hosts
+
+
+@pytest.mark.parametrize("two_hosts", [{"links": 3}], indirect=True)
+def test_no_way(unjoined):
+    """Where no address reaches another one, the error lists what was tried, with the reasons and what to do."""
+    ranks = unjoined.start("collectives", env=ASIDE)
     texts = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert all(rank.returncode == 1 and "PeerLost" in text for rank, text in zip(ranks, texts, strict=True)), texts
     told = next(text for text in texts if "it cannot be reached" in text)
     first = "Permission denied" in told
-    for here, there in ends:
+    for here, there in UNJOINED:
         way = rf"{here} \(v\w+\) to {there} \(v\w+\)" if first else rf"{there} \(v\w+\) to {here} \(v\w+\)"
         assert re.search(rf"{way} port 297\d\d: {'Permission denied' if first else 'no answer'}", told), told
     assert "xvcomm doctor --reach" in told
+
+
+@pytest.mark.parametrize("two_hosts", [{"links": 3}], indirect=True)
+def test_hosts_apart(unjoined):
+    """`xvcomm doctor --reach` lists what does not work between hosts, and fails."""
+    text = reach(unjoined, code=1, env=ASIDE)
+    assert "a and b do not reach each other" in text
+    for here, there in UNJOINED:
+        assert re.search(rf"a to b: {here} \(v\w+\) to {there} \(v\w+\) port 297\d\d: Permission denied\n", text), text
+        assert re.search(rf"b to a: {there} \(v\w+\) to {here} \(v\w+\) port 297\d\d: no answer\n", text), text
+    assert "Remedy: let the hosts reach each other there" in text
+
+
+@pytest.mark.parametrize("two_hosts", [SUBNETS], indirect=True)
+def test_who_reaches_whom(routed):
+    """`xvcomm doctor --reach` says by which interfaces hosts reach each other, for several ranks a host."""
+    found = json.loads(reach(routed, "--json", sides=(0, 1, 0)))
+    assert found["hosts"] == ["a", "b"] and not found["blocked"]
+    there = [[rail["local"], rail["remote"]] for rail in found["rails"] if rail["from"] == "a"]
+    back = [[rail["remote"], rail["local"]] for rail in found["rails"] if rail["from"] == "b"]
+    assert there == back == STRAIGHT
+    for pair in (STRAIGHT[1], *CROSSED):
+        forbid(routed, *pair)
+    text = reach(routed, sides=(1, 0, 1), env={"COLUMNS": "100", "XVCOMM_STORE": "tcp://b:29711"})
+    names = [[routed.interface(side, link) for side in range(2)] for link in range(2)]
+    assert "All hosts reach each other." in text
+    assert re.search(rf"│ a +│ 1: {names[0][0]} to {names[0][1]} +│ - ", text), text
+    assert re.search(
+        rf"a to b: 10.1.1.1 \({names[1][0]}\) to 10.2.1.1 \({names[1][1]}\) port \d+: Permission denied", text
+    )
+    assert re.search(rf"b to a: 10.2.1.1 \({names[1][1]}\) to 10.1.1.1 \({names[1][0]}\) port \d+: no answer", text)
+    assert text.count(" port ") == 2, text
+
+
+@pytest.mark.parametrize("two_hosts", [{"addresses": [SIX]}], indirect=True)
+def test_who_reaches_whom_by_six(two_hosts):
+    found = json.loads(reach(two_hosts, "--json"))
+    assert [rail["local"] for rail in found["rails"]] == ["fd77::1", "fd77:1::1", "fd77::2", "fd77:1::2"]

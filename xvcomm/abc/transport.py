@@ -13,6 +13,7 @@ from xvcomm.errors import BackendUnavailable
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
+from xvcomm.types.route import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,14 @@ class Transport(ABC):
             wanted: how many, at most 64.
         """
         return None
+
+    def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
+        """Try every route to ranks of other hosts, without a ring: why each does not work, or nothing. Preferred ones come first.
+
+        Args:
+            members: their numbers in the whole job.
+        """
+        return {}
 
     def refused(self) -> int:
         """How many connections it has closed that did not prove to belong to the job, or broke its protocol."""

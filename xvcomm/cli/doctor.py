@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xvcomm.abc.transport import Interface
+from xvcomm.cli import reach
 from xvcomm.config import Config, table
 from xvcomm.engine.session import plugins, watchdog
 from xvcomm.engine.session.presence import NOWHERE, Presence
@@ -66,11 +67,16 @@ class Report:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Also show settings that are not set.")] = False,
+    hosts: Annotated[
+        bool, typer.Option("--reach", help="Show which hosts reach each other; start it as a job's ranks.")
+    ] = False,
 ) -> None:
     """Examine this machine: cores, memory, limits, versions, backends and transports, and the settings.
 
-    Exits with code 1 if jobs on host memory cannot work here.
+    Exits with code 1 if jobs on host memory cannot work here; with --reach, if two hosts do not reach each other.
     """
+    if hosts:
+        raise typer.Exit(0 if reach.reach(os.environ, as_json) else 1)
     report = examine(os.environ)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))

@@ -8,7 +8,7 @@ import socket
 import struct
 import termios
 
-from xvcomm.wire.route import Ends
+from xvcomm.types.route import Ends
 
 _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""

@@ -19,6 +19,8 @@ from xvcomm.errors import AuthenticationError
 
 SECONDS = 10.0
 """How long a connection may take for it."""
+PROBE = -1
+"""Number of a connection that only shows that it can be made; it is refused after the proofs."""
 _LIMIT = 1 << 10
 _NONCE = 32
 _VERSION = 1
@@ -91,7 +93,7 @@ class Proven(NamedTuple):
 
     Attributes:
         rank: the other side's, in the whole job.
-        number: of the connection among those on its route.
+        number: of the connection among those on its route, or `PROBE`.
         proof: for `admit`.
         key: of this connection, for TLS.
     """
@@ -107,7 +109,7 @@ async def connect(connection: socket.socket, key: bytes, rank: int, peer: int, n
 
     Args:
         rank, peer: this process and the one that is expected, as numbers of the whole job.
-        number: see `Route`.
+        number: see `Route`; or `PROBE`.
 
     Returns:
         A key of this connection, for TLS.

@@ -7,7 +7,6 @@ stay.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -15,19 +14,18 @@ from dataclasses import dataclass, field
 
 from xvcomm.errors import AuthenticationError
 from xvcomm.system.notice import notice
+from xvcomm.types.route import MAX_RAILS, Ends, Route
 from xvcomm.wire import handshake
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, queued, set_up
 from xvcomm.wire.incoming import PROTOCOL
-from xvcomm.wire.reachability import REMEDY, Search, told
+from xvcomm.wire.reachability import REMEDY, Search, connect, reason, told
 from xvcomm.wire.records import DOWN
-from xvcomm.wire.route import MAX_RAILS, Ends, Route
 from xvcomm.wire.sockets import TAMPERED
 from xvcomm.wire.tls import Channel, Tls
 
-CONNECT_SECONDS = 2.0
-"""How long a host may take to accept a connection."""
 _RETRY_SECONDS = 0.5
+_REMEDY = f"{REMEDY}; `xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
 _STALL_SECONDS = 0.6
 """A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
 
@@ -113,45 +111,34 @@ class Link:
         """Try once to make a rail."""
         why, refused = "", False
         try:
-            why = await self._connect(route)
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            refused = isinstance(error, ConnectionRefusedError)
+            await self._connect(route)
+        except handshake.Refused:
+            await asyncio.sleep(
+                _RETRY_SECONDS
+            )  # the other side connects; until then no other route of the interfaces is tried
+        except (OSError, handshake.Malformed) as error:
+            why, refused = reason(error), isinstance(error, ConnectionRefusedError)
         finally:
             self._search.end(route, why, refused=refused)
             self._stir.set()
 
-    async def _connect(self, route: Route) -> str:
-        """Make a rail; why that is not possible, or nothing."""
-        before, own = self._seen, self._own
-        connection = socket.socket(socket.AF_INET6 if ":" in route.remote else socket.AF_INET, socket.SOCK_STREAM)
-        used = False
+    async def _connect(self, route: Route) -> None:
+        own, before, used = self._own, self._seen, False
+        connection = await connect(route)
+        self._seen = time.monotonic()  # its host answers, however long its process is busy
         try:
-            connection.setblocking(False)
-            connection.bind((route.local, 0))
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await asyncio.get_running_loop().sock_connect(connection, (route.remote, route.port))
-            self._seen = time.monotonic()  # its host answers, however long its process is busy
             async with asyncio.timeout(handshake.SECONDS):
                 key = await handshake.connect(connection, own.key, own.rank, self.rank, route.number)
                 both = ends(connection, route.number)
                 if both not in self._up() and not self.gone:
                     await self.use(connection, both, key, accepting=False)
                     used = True
-        except handshake.Refused:
-            pass  # the other side connects
-        except TimeoutError:
-            return "no answer"
-        except handshake.Malformed as error:
-            self._seen = before
-            return str(error) or "what answers there is no rank of this version"
-        except AuthenticationError:
+        except (AuthenticationError, handshake.Malformed):
             self._seen = before
             raise
         finally:
             if not used:
                 connection.close()
-        return ""
 
     def objection(self, both: Ends) -> str:
         """Why a connection with these ends that the other process has made is not used, or nothing."""
@@ -185,7 +172,7 @@ class Link:
         if search.ended():
             why = f"nothing listens any more where it did ({told(search.failures)})"
         elif time.monotonic() - self._seen > timeout and search.waited():
-            why = f"it cannot be reached ({self._trouble or told(search.failures) or 'no connection'}); {REMEDY}"
+            why = f"it cannot be reached ({self._trouble or told(search.failures) or 'no connection'}); {_REMEDY}"
         else:
             return
         if not self.gone:
@@ -198,7 +185,7 @@ class Link:
         for address, interface in silent.items():
             self._own.blocked.add(address)
             of_it = {route: why for route, why in failures.items() if route.local == address}
-            notice(f"{interface} ({address}) carries nothing to rank {self.rank}: {told(of_it)}; {REMEDY}")
+            notice(f"{interface} ({address}) carries nothing to rank {self.rank}: {told(of_it)}; {_REMEDY}")
 
     def clear(self) -> bool:
         """Forget the rails that compiled code has lost; whether the other side has broken the protocol on one."""

@@ -22,19 +22,22 @@ from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
+from xvcomm.types.route import Route
 from xvcomm.wire import handshake
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves
 from xvcomm.wire.links import Link, Process
 from xvcomm.wire.questions import Questions
-from xvcomm.wire.route import Route
+from xvcomm.wire.reachability import probe
 from xvcomm.wire.tls import Tls
 
 _LOOK_SECONDS = 0.2
 _SAY_SECONDS = 60.0
 """How long nothing is said of refused connections after one was told of."""
 _FLUSH_SECONDS = 1.0
+_PROBES = 128
+"""How many routes are tried at once."""
 
 
 class Network:
@@ -105,6 +108,20 @@ class Network:
         found = self._link(rank)
         self._loop.call_soon_threadsafe(self._keep, found)
         return None if found.gone else self._questions.ask(found.number, wanted, deadline)
+
+    def probe(self, ranks: Sequence[int]) -> dict[int, dict[Route, str]]:
+        """Try every route to these ranks, without a link: why each does not work, or nothing."""
+        own, at_once = self._process, asyncio.Semaphore(_PROBES)
+        found = {rank: dict.fromkeys((r for r in own.routes(rank) if r.number == 0), "") for rank in ranks}
+
+        async def every() -> None:
+            pairs = [(rank, route) for rank, routes in found.items() for route in routes]
+            tries = (probe(at_once, own.key, own.rank, rank, route) for rank, route in pairs)
+            for (rank, route), why in zip(pairs, await asyncio.gather(*tries), strict=True):
+                found[rank][route] = why
+
+        asyncio.run_coroutine_threadsafe(every(), self._loop).result()
+        return found
 
     def close(self) -> None:
         """Wait until the others have what was sent to them, and leave. Idempotent."""
@@ -185,28 +202,35 @@ class Network:
 
     async def _greet(self, connection: socket.socket) -> None:
         """Check who has connected, and use the connection as a rail."""
-        link = None
+        proven = None
         try:
             connection.setblocking(False)
             async with asyncio.timeout(handshake.SECONDS):
                 proven = await handshake.accept(connection, self._process.key, self._process.rank, self._size)
-                link = self._link(proven.rank)
-                both = ends(connection, proven.number)
-                refusal = link.objection(both)
-                await handshake.admit(connection, proven.proof, refusal)
-                if not refusal:
-                    await link.use(connection, both, proven.key, accepting=True)
+                if await self._admit(connection, proven):
                     return
         except (AuthenticationError, handshake.Malformed) as error:
             self._refuse(str(error) or "a connection was refused that does not speak this protocol")
         except TimeoutError:
-            if link is None:
+            if proven is None:
                 self._refuse("a connection was closed that did not prove the job's key in time")
         except OSError:
-            self.refused += link is None
+            self.refused += proven is None
         finally:
             self._strangers.leave(connection)
         connection.close()
+
+    async def _admit(self, connection: socket.socket, proven: handshake.Proven) -> bool:
+        """Answer a rank of the job; whether its connection has become a rail."""
+        if proven.number == handshake.PROBE:
+            await handshake.admit(connection, proven.proof, "it was a probe")
+            return False
+        link, both = self._link(proven.rank), ends(connection, proven.number)
+        refusal = link.objection(both)
+        await handshake.admit(connection, proven.proof, refusal)
+        if not refusal:
+            await link.use(connection, both, proven.key, accepting=True)
+        return not refusal
 
     def _crowd_out(self, connection: socket.socket) -> None:
         self._say("connections were closed that had not proved the job's key, because there were too many of them")

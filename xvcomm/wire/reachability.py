@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from xvcomm.wire.route import Ends, Route
+from xvcomm.types.route import Ends, Route
+from xvcomm.wire import handshake
 
-REMEDY = (
-    "let the hosts reach each other there (firewall, routes; XVCOMM_PORTS fixes the ports), or choose interfaces by XVCOMM_NICS; "
-    "`xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
-)
+_CONNECT_SECONDS = 2.0
+"""How long a host may take to accept a connection."""
+REMEDY = "let the hosts reach each other there (firewall, routes; XVCOMM_PORTS), or choose interfaces by XVCOMM_NICS"
 
 
-def disjoint(routes: Iterable[Route], taken: Iterable[tuple[str, str, int]] = ()) -> list[Route]:
+async def connect(route: Route) -> socket.socket:
+    """A connection by a route.
+
+    Raises:
+        OSError: there is none.
+    """
+    connection = socket.socket(socket.AF_INET6 if ":" in route.remote else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        connection.bind((route.local, 0))
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            await asyncio.get_running_loop().sock_connect(connection, (route.remote, route.port))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def reason(error: Exception) -> str:
+    """Why a route does not work, of an error of `connect` or of the handshake."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or "what answers there is no rank of this version"
+
+
+async def probe(at_once: asyncio.Semaphore, key: bytes, rank: int, peer: int, route: Route) -> str:
+    """Try a route to a rank, with the proof of the job's key; why it does not work, or nothing."""
+    async with at_once:
+        try:
+            with await connect(route) as connection:
+                async with asyncio.timeout(handshake.SECONDS):
+                    await handshake.connect(connection, key, rank, peer, handshake.PROBE)
+        except handshake.Refused:
+            pass  # as every probe
+        except (OSError, handshake.Malformed) as error:
+            return reason(error)
+        return ""
+
+
+def free(routes: Iterable[Route], taken: Collection[tuple[str, str]]) -> list[Route]:
+    """The routes whose interfaces are in none of these pairs."""
+    here, there = ({pair[side] for pair in taken} for side in range(2))
+    return [route for route in routes if route.interfaces[0] not in here and route.interfaces[1] not in there]
+
+
+def disjoint(routes: Iterable[Route], taken: Collection[tuple[str, str, int]] = ()) -> list[Route]:
     """The first routes, in their order, of which those with one number have each network interface of either side once at most.
 
     Args:
@@ -115,7 +165,5 @@ class Search:
 
     def blocked(self, rails: Collection[Ends]) -> dict[Route, str]:
         """The routes between interfaces that no rail uses or has used, with their failures, once all of them have failed."""
-        taken = {*self._used, *map(self._of, rails)}
-        here, there = ({pair[side] for pair in taken} for side in range(2))
-        free = [r for r in self._routes if r.interfaces[0] not in here and r.interfaces[1] not in there]
-        return {r: self.failures[r] for r in free} if all(r in self.failures for r in free) else {}
+        unused = free(self._routes, {*self._used, *map(self._of, rails)})
+        return {r: self.failures[r] for r in unused} if all(r in self.failures for r in unused) else {}

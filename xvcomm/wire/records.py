@@ -12,8 +12,8 @@ from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import CARRIER as MOVERS
 from xvcomm.memory.ring import DIRECT, MAX_LANES
 from xvcomm.trace.format import RECORD_BYTES
+from xvcomm.types.route import MAX_RAILS
 from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
-from xvcomm.wire.route import MAX_RAILS
 
 EAGER = 1024
 """Bytes received at once where a frame may begin: a header and a small payload by one system call."""
