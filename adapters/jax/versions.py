@@ -33,7 +33,7 @@ _REGISTRIES = (
 OLDEST = (0, 7)
 
 
-def _require(release: str) -> None:
+def require(release: str) -> None:
     """Check that the adapter supports this JAX.
 
     Raises:
@@ -46,7 +46,7 @@ def _require(release: str) -> None:
         )
 
 
-_require(jax.__version__)
+require(jax.__version__)
 
 
 class Effects(NamedTuple):

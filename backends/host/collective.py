@@ -105,7 +105,12 @@ class _Scaled:
 
 
 class HostCollective(Collective, SupportsPartialSums):
-    """One member's view of an island's shared arena. One call at a time."""
+    """One member's view of an island's shared arena. One call at a time.
+
+    Attributes:
+        access: whether the members can reach each other's memory.
+        tunings: by kind of operation and class of sizes, how fast the ways were and which is chosen.
+    """
 
     def __init__(
         self, config: Config, job: str, me: int, ranks: int, name: str, store: Store, deadline: Deadline
@@ -125,9 +130,9 @@ class HostCollective(Collective, SupportsPartialSums):
         self._pieces = np.zeros(1, np.int64)
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
         self._room = np.empty(0, np.uint8)
-        self._access = processes.Access()
-        self._tunings: dict[tuple[Mode, int], Any] = {}
-        processes.introduce(self._member(me).process, self._access, bool(config.process_memory))
+        self.access = processes.Access()
+        self.tunings: dict[tuple[Mode, int], Any] = {}
+        processes.introduce(self.member(me).process, self.access, bool(config.process_memory))
         self._plans: dict[object, Plan] = {}
         if kernels.join(self._arena + _ATTACHED) == ranks - 1:
             self._segment.unlink()
@@ -256,7 +261,7 @@ class HostCollective(Collective, SupportsPartialSums):
         record = _Plan(
             arena=self._arena, ranks=self._ranks, me=self._me, stage=self._stage, spins=self._spins, budget=BUDGET,
             pieces=self._pieces.ctypes.data, scratch=self._accumulator.ctypes.data, parts=parts.ctypes.data,
-            access=ctypes.addressof(self._access), **words,
+            access=ctypes.addressof(self.access), **words,
         )  # fmt: skip
         return Plan(kernel, ctypes.addressof(record), record, parts)
 
@@ -279,7 +284,7 @@ class HostCollective(Collective, SupportsPartialSums):
             return self._reduction(kernels.reduce, table, mode, root, count, dtype, op, rounds=rounds)
         if not self._room.size:
             self._room = direct.room(self._ranks)
-        tuning = self._tunings.setdefault((mode, nbytes.bit_length()), direct.tuning())
+        tuning = self.tunings.setdefault((mode, nbytes.bit_length()), direct.tuning())
         return self._reduction(
             direct.reduce_either, table, mode, root, count, dtype, op, rounds=rounds,
             tuning=ctypes.addressof(tuning), room=self._room.ctypes.data,
@@ -315,9 +320,9 @@ class HostCollective(Collective, SupportsPartialSums):
 
     def _missing(self) -> list[int]:
         """Members that have passed fewer barriers than this one."""
-        arrivals = [self._member(r).arrivals for r in range(self._ranks)]
+        arrivals = [self.member(r).arrivals for r in range(self._ranks)]
         return [r for r, n in enumerate(arrivals) if n < arrivals[self._me]]
 
-    def _member(self, rank: int) -> Any:
+    def member(self, rank: int) -> Any:
         """A rank's line in the arena."""
         return _Member.from_address(self._arena + PAGE + rank * LINE)

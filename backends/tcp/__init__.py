@@ -39,11 +39,15 @@ class _Made(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TcpTransport(Transport):
-    """Rings whose halves lie in memory of their own on each host."""
+    """Rings whose halves lie in memory of their own on each host.
+
+    Attributes:
+        network: this process's links, from `join` to `close`.
+    """
 
     def __init__(self, config: Config, host: str) -> None:
         self._config = config
-        self._network: Network | None = None
+        self.network: Network | None = None
 
     @classmethod
     def interfaces(cls, config: Config, env: Mapping[str, str]) -> Sequence[Interface]:
@@ -73,7 +77,7 @@ class TcpTransport(Transport):
             theirs = msgspec.msgpack.decode(store.get(f"place/{rank}", Deadline.after(config.timeout)), type=Place)
             return interfaces.routes(mine, theirs, threads)
 
-        self._network = Network(
+        self.network = Network(
             membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
             threads, Tls() if config.tls else None, membership.lost, membership.left,
         )  # fmt: skip
@@ -83,7 +87,7 @@ class TcpTransport(Transport):
         job: str, group: int,
     ) -> RingEnd:  # fmt: skip
         """See `Transport.open_ring`."""
-        assert self._network is not None
+        assert self.network is not None
         if store.add(name + "/ends", 1, deadline) > 1:
             made = msgspec.msgpack.decode(store.get(name, deadline), type=_Made)
         else:
@@ -92,33 +96,33 @@ class TcpTransport(Transport):
             made = _Made(secrets.randbits(62), layout.lanes, layout.slots, layout.slot_bytes)
             store.set(name, msgspec.msgpack.encode(made), deadline)
         half = RingLayout(made.lanes, made.slots, made.slot_bytes)
-        return self._network.open_ring(member, made.name, half, group=group, peer=peer, producer=producer)
+        return self.network.open_ring(member, made.name, half, group=group, peer=peer, producer=producer)
 
     def leave(self, group: int, word: int) -> None:
-        if self._network is not None:
-            self._network.leave(group, word)
+        if self.network is not None:
+            self.network.leave(group, word)
 
     def expose(self, recorder: int) -> None:
-        if self._network is not None:
-            self._network.carrier.expose(recorder)
+        if self.network is not None:
+            self.network.carrier.expose(recorder)
 
     def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
-        return None if self._network is None else self._network.ask(member, wanted, deadline)
+        return None if self.network is None else self.network.ask(member, wanted, deadline)
 
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         return {} if self._network is None else self._network.probe(members)
 
     def refused(self) -> int:
-        return 0 if self._network is None else self._network.refused
+        return 0 if self.network is None else self.network.refused
 
     def _host_layout(self) -> RingLayout:
         return RingLayout(self._config.ring_lanes, self._config.ring_slots, self._config.ring_slot_bytes)
 
     def close(self) -> None:
         """See `Transport.close`; waits until the others have what was sent to them."""
-        if self._network is not None:
-            self._network.close()
-            self._network = None
+        if self.network is not None:
+            self.network.close()
+            self.network = None
 
 
 def _threads(config: Config, neighbours: int) -> int:

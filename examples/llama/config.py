@@ -110,7 +110,7 @@ def part_shapes(model: Model, part: Part) -> dict[str, tuple[int, ...]]:
 
 def initial_parameters(model: Model, part: Part, seed: int) -> dict[str, np.ndarray]:
     """Initial float32 parameters of a part. Each is drawn from `seed` and its own name, independent of the layout."""
-    return {name: _draw(model, name, shape, seed) for name, shape in part_shapes(model, part).items()}
+    return {name: draw(model, name, shape, seed) for name, shape in part_shapes(model, part).items()}
 
 
 def rotary_tables(model: Model) -> tuple[np.ndarray, np.ndarray]:
@@ -145,7 +145,7 @@ class AdamW:
         return decayed - (self.lr / (1 - first**step)) * mean / denominator, mean, square
 
 
-def _draw(model: Model, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+def draw(model: Model, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.testing.inside import context
 from xvcomm.testing.signals import await_that, meet
 from xvcomm.testing.world import World
 from xvcomm.types.deadline import Deadline
@@ -222,8 +223,7 @@ def close_under_probe(comm):
     errors = []
     thread = threading.Thread(target=lambda: errors.append(raised(sub.probe)))
     thread.start()
-    records = comm._context.session
-    await_that(lambda: "probe" in records.last_words(comm._context.session.rank))
+    await_that(lambda: "probe" in comm.history()[-1].describe())
     sub.close()
     thread.join(10)
     return errors, raised(sub.iprobe), raised(sub.probe, (comm.rank + 1) % comm.size)
@@ -243,7 +243,7 @@ def last_words(comm):
         comm.probe(channel=5)
         comm.recv(np.zeros(1), 1, channel=5)
         return None
-    session = comm._context.session
+    session = context(comm).session
     await_that(lambda: "barrier" not in session.last_words(0))
     words = session.last_words(0)
     if comm.rank == 2:

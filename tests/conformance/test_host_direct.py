@@ -16,6 +16,7 @@ from xvcomm.backends.host.kernels import Mode
 from xvcomm.backends.host.tuning import NEVER, TRIES
 from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.testing.cases import reductions
+from xvcomm.testing.inside import context
 from xvcomm.testing.world import World
 from xvcomm.types.dtype import BY_NAME, DTYPES, premul_sum
 
@@ -27,12 +28,12 @@ BIG, HUGE = 1 << 23, 1 << 26
 
 
 def native(comm):
-    return comm._context.joined_native()
+    return context(comm).joined_native()
 
 
 def line(comm, rank):
     """A rank's line in the arena."""
-    return native(comm)._member(rank)
+    return native(comm).member(rank)
 
 
 def offers(comm):
@@ -43,7 +44,7 @@ def offers(comm):
 def settle(comm, way):
     """Fix the choice between direct and staged for all size classes that were used before."""
     comm.barrier()
-    for tuning in native(comm)._tunings.values():
+    for tuning in native(comm).tunings.values():
         tuning.trials, tuning.best[:] = -1, [way, 1 - way]
     comm.barrier()
 
@@ -51,7 +52,7 @@ def settle(comm, way):
 def reach(comm):
     """Let the ranks determine whether they can access each other's memory: 1, or -1."""
     comm.all_reduce(np.ones(direct.LEAST, np.uint8))
-    return native(comm)._access.reach
+    return native(comm).access.reach
 
 
 def some(dtype, count, seed):
@@ -113,12 +114,12 @@ def choices(comm):
     reach(sub)
     for count in (direct.LEAST, 4 * direct.LEAST):
         calls, x = 0, np.empty(count // 4, np.int32)
-        while not calls or native(sub)._tunings[Mode.ALL, count.bit_length()].trials >= 0:
+        while not calls or native(sub).tunings[Mode.ALL, count.bit_length()].trials >= 0:
             x[...] = comm.rank + calls
             sub.all_reduce(x)
             assert (x == sum(range(comm.size)) + comm.size * calls).all()
             calls += 1
-        results.append((calls, *native(sub)._tunings[Mode.ALL, count.bit_length()].best))
+        results.append((calls, *native(sub).tunings[Mode.ALL, count.bit_length()].best))
     sub.close()
     return results
 
@@ -136,7 +137,7 @@ def sums(comm):
     for i in range(2 * TRIES + 2):
         x = comm.all_reduce(np.full(direct.LEAST, comm.rank + i, np.float32))
         assert (x == sum(range(comm.size)) + comm.size * i).all()
-    return native(comm)._access.reach, offers(comm)
+    return native(comm).access.reach, offers(comm)
 
 
 def test_one_rank_disables_process_memory():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost
+from xvcomm.testing.inside import context
 from xvcomm.testing.world import World
 from xvcomm.trace import recorder
 from xvcomm.trace.format import State
@@ -134,7 +135,7 @@ def waiting(comm, kind):
     try:
         call(comm, kind, x)
     except KeyboardInterrupt:
-        record = comm._context.session.journal.last_record(comm.rank)
+        record = comm.history()[-1]
         return record.op, record.state
     return None
 
@@ -217,9 +218,9 @@ def aborted(comm):
     for message in (comm.send, comm.recv):
         with pytest.raises(MismatchError):
             message(np.zeros(4, np.uint8), 1 - comm.rank)
-        record = comm._context.session.journal.last_record(comm.rank)
+        record = comm.history()[-1]
         assert record.state == State.FAILED and record.nbytes == 4
-    return len(comm._context.lifecycle.users)
+    return len(context(comm).lifecycle.users)
 
 
 def test_abort(pair):

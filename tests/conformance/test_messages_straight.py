@@ -15,6 +15,7 @@ from xvcomm.backends.host.rendezvous import END_LINE, LEAST
 from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import LINE, MEETING
+from xvcomm.testing.inside import context
 from xvcomm.testing.world import World
 from xvcomm.types.dtype import DTYPES
 
@@ -26,7 +27,7 @@ Line = python_type(END_LINE)
 
 
 def ends(comm):
-    return [end for end in comm._context.rings.ends() if end.kept is not None]
+    return [end for end in context(comm).rings.ends() if end.kept is not None]
 
 
 def settle(comm, way):

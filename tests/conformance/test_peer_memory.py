@@ -16,6 +16,7 @@ from xvcomm.errors import Aborted, ArgumentError, PeerLost
 from xvcomm.testing import World, channels, graphs, pointtopoint
 from xvcomm.testing.arrays import arrays
 from xvcomm.testing.cases import SMALL_GPU_RINGS
+from xvcomm.testing.inside import context
 from xvcomm.testing.pointtopoint import rings_in_gpu_memory
 from xvcomm.testing.signals import await_that, meet
 
@@ -68,7 +69,7 @@ def capture_first_message(comm: Communicator) -> None:
     """The message opens the ring, which allocates and pins memory."""
     x = arrays(comm).put(np.zeros(10))
     with pytest.raises(ArgumentError, match="once before"):
-        graphs._captured(comm, lambda: comm.send(x, 1))
+        graphs.captured(comm, lambda: comm.send(x, 1))
 
 
 def test_the_first_message_cannot_be_in_a_graph(job: Job) -> None:
@@ -89,14 +90,14 @@ def send_and_leave(comm: Communicator) -> None:
     """Close with a message in this rank's GPU memory that nobody has received yet."""
     a = arrays(comm)
     comm.send(a.put(np.arange(1000.0)), 1)
-    assert comm._context.rings.ends()[0].made
+    assert context(comm).rings.ends()[0].made
     comm.close()
 
 
 def receive_after_close(comm: Communicator) -> None:
     """The message that was sent is received; a further receive fails."""
     a, buffer = arrays(comm), np.zeros(1000)
-    await_that(lambda: bool(comm._context.lifecycle.departed))
+    await_that(lambda: bool(context(comm).lifecycle.departed))
     got = a.put(buffer)
     comm.recv(got, 0)
     assert (a.get(got) == np.arange(1000.0)).all()
@@ -149,7 +150,7 @@ def renew(comm: Communicator) -> int:
         with comm.subgroup(range(comm.size), f"again {number}") as group:
             rings_in_gpu_memory(group, COUNT)
             meet(group)
-    pool = comm._context.device._shared  # type: ignore[attr-defined]
+    pool = context(comm).device._shared  # type: ignore[attr-defined]
     with comm.subgroup(range(comm.size), "last") as group:
         rings_in_gpu_memory(group, COUNT)
         meet(group)

@@ -39,6 +39,7 @@ from xvcomm.testing import (
 )
 from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
+from xvcomm.testing.inside import context
 from xvcomm.testing.signals import SECONDS, meet
 from xvcomm.types.dtype import DTYPES
 
@@ -88,7 +89,7 @@ def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def kinds(comm: Communicator) -> list[str]:
-    return [info.device for info in comm._context.session.infos]
+    return list(comm.devices)
 
 
 def test_ranks_use_the_requested_devices(world: World, request: pytest.FixtureRequest) -> None:
@@ -246,8 +247,8 @@ def has_no_library(comm: Communicator) -> None:
     collectives.check_all_reduce(comm, "float32", "sum", 3001)
     collectives.check_all_gather(comm, "int64", 101)
     pointtopoint.check_exchange(comm, "float32", 1001)
-    reason, remedy = comm._context.session.backend.lacks() or ("", "")
-    assert comm._context.kind == "host" or ("VendorError" in reason and "xvcomm[rocm]" in remedy), reason
+    reason, remedy = context(comm).session.backend.lacks() or ("", "")
+    assert comm.device == "host" or ("VendorError" in reason and "xvcomm[rocm]" in remedy), reason
 
 
 def test_one_gpu_needs_no_library(job: Job, environment: Mapping[str, str], tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ def test_dtypes(job: Job, name: str) -> None:
 
 def temporary_results(comm: Communicator) -> list[float]:
     """The contents of a result when it is returned, after its temporary memory has been freed."""
-    a, beside, found = arrays(comm), DeviceArrays(comm._context.device), list[float]()
+    a, beside, found = arrays(comm), DeviceArrays(context(comm).device), list[float]()
     x, y = a.put(np.full(16, comm.rank + 1.0, np.float32)), a.put(np.zeros(16, np.float32))
     a.synchronize()
     temporary = msgspec.structs.replace(array.view(y), staged=True)

@@ -19,6 +19,7 @@ from xvcomm.testing import World, adapter
 from xvcomm.testing.arrays import Array, DeviceArrays
 from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.testing.frameworks import Framework
+from xvcomm.testing.inside import context
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
@@ -64,7 +65,7 @@ Fixed.__module__ = "jax.standin"  # by which xvcomm knows arrays that never chan
 
 def functional(comm: Communicator) -> Framework:
     """The framework's namespace."""
-    arrays = DeviceArrays(comm._context.device)
+    arrays = DeviceArrays(context(comm).device)
 
     def make(x: Array) -> Fixed:
         return Fixed(arrays, arrays.put(x))

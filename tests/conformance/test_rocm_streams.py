@@ -19,6 +19,7 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.testing import World
 from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS
+from xvcomm.testing.inside import context
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
@@ -57,7 +58,7 @@ def threads_that_receive(comm: Communicator) -> None:
     """Several threads receive from one rank, each on its own stream, beside a thread that keeps the GIL busy."""
     a, count, rounds = arrays(comm), 4, 8
     parts = [a.put(np.zeros(1000)) for _ in range(count)]
-    mine = [DeviceArrays(comm._context.device) for _ in range(count)]
+    mine = [DeviceArrays(context(comm).device) for _ in range(count)]
     stop = threading.Event()
 
     def busy() -> None:

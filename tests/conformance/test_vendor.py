@@ -15,6 +15,7 @@ from xvcomm.errors import ArrayError
 from xvcomm.testing import World
 from xvcomm.testing.arrays import arrays
 from xvcomm.testing.cases import SMALL_GPU_RINGS
+from xvcomm.testing.inside import context
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
@@ -133,7 +134,7 @@ class Own:
 def check_kinds(comm: Communicator) -> tuple[str, ...]:
     islands = [sorted(island.ranks) for island in comm.topology.islands]
     assert islands == [[0, 1], [2], [3]]
-    assert isinstance(comm._context.device, SupportsEnqueuedEvents) == (comm.rank in (1, 2))
+    assert isinstance(context(comm).device, SupportsEnqueuedEvents) == (comm.rank in (1, 2))
     return comm.devices
 
 

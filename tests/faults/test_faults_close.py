@@ -14,6 +14,7 @@ import pytest
 import xvcomm
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.memory.ring import Reason
+from xvcomm.testing.inside import context
 from xvcomm.testing.world import World
 
 SOON = 10.0
@@ -126,7 +127,7 @@ def late_for_no_rank(comm):
     sub = comm.split(0)
     sub.barrier()
     if comm.rank == 1:
-        sub._context.lifecycle.abort(Reason.DEADLINE.word(1, 1), "the store did not answer")
+        context(sub).lifecycle.abort(Reason.DEADLINE.word(1, 1), "the store did not answer")
     comm.barrier()
     error = raised(sub.barrier)
     sub.close()

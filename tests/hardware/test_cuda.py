@@ -246,7 +246,7 @@ def torch_graphs(comm: Communicator) -> None:
     """Captured like a training step: on torch's own stream, in its strictest mode, with torch kernels in between."""
     import torch
 
-    torch.cuda.set_device(comm._context.index)
+    torch.cuda.set_device(comm.device_index)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, y, total = (torch.zeros(100_000, device="cuda") for _ in range(3))
 
@@ -293,7 +293,7 @@ def torch_streams(comm: Communicator) -> None:
     """Operations follow torch's current stream, and an explicit one."""
     import torch
 
-    torch.cuda.set_device(comm._context.index)
+    torch.cuda.set_device(comm.device_index)
     want = np.full(1 << 20, 3.0 * comm.size, np.float32)
     matrix = torch.rand(2000, 2000, device="cuda")
     comm.all_reduce(torch.ones(4, device="cuda"))
@@ -324,7 +324,7 @@ def torch_elsewhere(comm: Communicator) -> None:
     """Tensors on another GPU, on the host, and freed ones, and streams of another GPU are refused; later operations work."""
     import torch
 
-    index = comm._context.index
+    index = comm.device_index
     torch.cuda.set_device(index)
     other = f"cuda:{1 - index}"
     there, here = torch.ones(4, device=other), torch.ones(4, device="cuda")

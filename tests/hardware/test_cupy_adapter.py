@@ -17,6 +17,7 @@ from xvcomm.adapters.cupy import NCCLBackend
 from xvcomm.comm.communicator import Communicator
 from xvcomm.testing import World, adapter
 from xvcomm.testing.cases import assert_same_bits
+from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
 
 pytestmark = pytest.mark.gpu
@@ -224,7 +225,7 @@ def freed_while_under_way(comm: Communicator) -> None:
 
         def given_back(place: int = place, everything: int = everything) -> bool:
             group._kept.add(None)
-            comm._context.tracker.poll()
+            context(comm).tracker.poll()
             gc.collect()
             return place in [y.data.ptr for y in [cupy.empty(LARGE, "float32") for _ in range(everything)]]
 
@@ -278,7 +279,7 @@ def pool_empties(comm: Communicator) -> None:
             sending.synchronize()
 
     def settle() -> int:
-        comm._context.tracker.poll()
+        context(comm).tracker.poll()
         gc.collect()
         used: int = pool.used_bytes()
         return used

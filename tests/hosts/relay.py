@@ -9,6 +9,7 @@ import msgspec
 
 from xvcomm.abc.store import PrefixStore
 from xvcomm.backends.tcp.interfaces import Place
+from xvcomm.testing.inside import context
 from xvcomm.types.deadline import Deadline
 
 
@@ -70,7 +71,7 @@ class Relay:
 
 
 def _store(comm):
-    return PrefixStore("tcp", PrefixStore("transports", comm._context.session.store))
+    return PrefixStore("tcp", PrefixStore("transports", context(comm).session.store))
 
 
 def port(comm):

@@ -17,6 +17,7 @@ import relay
 
 from xvcomm.errors import AuthenticationError
 from xvcomm.testing import World
+from xvcomm.testing.inside import context
 from xvcomm.wire import connections, handshake, network
 from xvcomm.wire.carrier import WireEnd
 from xvcomm.wire.frames import FRAME, Kind
@@ -28,7 +29,7 @@ SAID = []
 
 
 def network_of(comm):
-    return next(t._network for t in comm._context.session.transports if t.capabilities().scheme == "tcp")
+    return next(t.network for t in context(comm).session.transports if t.capabilities().scheme == "tcp")
 
 
 def work(comm, rounds):

@@ -43,7 +43,7 @@ class Caller:
         self._contract = ContractCheck(Segment.create("/dev/shm", "ccl", ContractCheck.size(1)), (0,), 0, _nobody(), 0)
         self.log, self.ended, self.seals = LaunchLog({}), list[Operation](), list[int]()
         logs = SimpleNamespace(get=lambda handle: self.log.address)
-        self._launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True, logs=logs)
+        self.launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True, logs=logs)
         self._context: Any = SimpleNamespace(
             place=self._contract.place, sequence=0, lifecycle=SimpleNamespace(word=self._contract.abort_word),
             end_all=lambda operations, state=0: self.ended.extend(operations), fail=_fail,
@@ -60,7 +60,7 @@ class Caller:
         assert ready is not None
         steps = [EnqueuedStep(ready, (Place(Buf.IN, 0), Place(Buf.OUT, 0)))]
         operation = EnqueuedOperation(op, Message(int(op), 0, 0, 0))
-        made = Launch(self._context, self._launch_gate, [operation], steps)
+        made = Launch(self._context, self.launch_gate, [operation], steps)
 
         def call(src: int, dst: int, seconds: float = SOON) -> None:
             assert made.run(stream, Deadline.after(seconds).at, 0, src, dst), "refused"
@@ -249,7 +249,7 @@ def test_two_that_both_find_the_last_entry_free_are_both_logged(caller: Caller) 
     for _ in range(ROOM - 1):
         call(16, 32)
     assert caller.seals == []
-    caller._launch_gate = SimpleNamespace(lock=threading.Lock(), open=True, logs=caller._launch_gate.logs)
+    caller.launch_gate = SimpleNamespace(lock=threading.Lock(), open=True, logs=caller.launch_gate.logs)
     other.append(caller.prepare(comm, OpCode.ALL_REDUCE))
     call(16, 32)
     assert caller.seals == [99, 99] and len(caller.taken()) == ROOM + 1

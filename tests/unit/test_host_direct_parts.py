@@ -39,7 +39,7 @@ def members(tmp_path: Path) -> Iterator[list[HostCollective]]:
     store = FileStore(str(tmp_path))
     made = [HostCollective(Config(), "parts", me, 2, "arena", store, Deadline.after(SECONDS)) for me in range(2)]
     together(made, [np.zeros(COUNT, np.float32) for _ in made])
-    if any(m._access.reach != 1 for m in made):
+    if any(m.access.reach != 1 for m in made):
         pytest.skip("the system does not let processes into each other's memory (seccomp)")
     yield made
     for member in made:
@@ -69,7 +69,7 @@ def together(members: list[HostCollective], arrays: list[np.ndarray]) -> None:
 
 def line(members: list[HostCollective], me: int) -> Any:
     """A member's words in the arena."""
-    return members[0]._member(me)
+    return members[0].member(me)
 
 
 def plan(member: HostCollective) -> Plan:

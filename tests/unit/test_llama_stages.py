@@ -25,13 +25,13 @@ OTHERS = ("torch", "jax")
 @pytest.fixture
 def lively(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm gains far from one, so that a gradient that ignores them is detected."""
-    draw = config._draw
+    draw = config.draw
 
     def uneven(model: Model, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         value = draw(model, name, shape, seed)
         return value if value.ndim > 1 else value + np.linspace(-0.5, 0.5, shape[0], dtype=np.float32)
 
-    monkeypatch.setattr(config, "_draw", uneven)
+    monkeypatch.setattr(config, "draw", uneven)
 
 
 def build(name: str, part: Part):

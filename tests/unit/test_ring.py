@@ -149,13 +149,15 @@ def test_the_opener_takes_the_makers_layout(ends: tuple[RingEnd, RingEnd]) -> No
 
 
 @pytest.mark.parametrize(("word", "value"), [(0, 1), (1, 99)])
-def test_other_rings_are_refused(ends: tuple[RingEnd, RingEnd], word: int, value: int) -> None:
-    producer, _ = ends
+def test_other_rings_are_refused(word: int, value: int) -> None:
+    layout = RingLayout(2, 4, 4096)
+    segment = Segment.create("/dev/shm", "test_ring", layout.size)
+    producer = RingEnd.create(segment, layout, peer=5, producer=True)
     (ctypes.c_int64 * 2).from_address(producer.address)[word] = value
-    segment = Segment.attach("/dev/shm", producer._segment.name)
     with pytest.raises(ResourceError, match="rank 9 offers ring protocol"):
         RingEnd.open(segment, peer=9, producer=False)
-    segment.close()
+    segment.unlink()
+    producer.close()
 
 
 def test_the_first_abort_stays(ends: tuple[RingEnd, RingEnd]) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from xvcomm.abc.device import Allocation, Device, Stream
 from xvcomm.comm.communicator import Communicator
 from xvcomm.memory.dlpack import Managed, capsule, describe, row_major
+from xvcomm.testing.inside import context
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8, DType, from_numpy
 
@@ -241,7 +242,7 @@ def arrays_on(device: Device) -> Arrays:
 
 def arrays(comm: Communicator) -> Arrays:
     """The Arrays of this rank's device."""
-    return arrays_on(comm._context.device)
+    return arrays_on(context(comm).device)
 
 
 class Room:
@@ -269,7 +270,7 @@ class Room:
 @contextlib.contextmanager
 def on_device(comm: Communicator) -> Iterator[None]:
     """Make the rank's GPU current on the thread, as users of frameworks do."""
-    runtime = getattr(comm._context.device, "runtime", None)
+    runtime = getattr(context(comm).device, "runtime", None)
     if runtime is None:
         yield
         return

@@ -20,6 +20,7 @@ from xvcomm.engine.inflight.work import Work
 from xvcomm.testing.arrays import Arrays, DeviceArrays, arrays
 from xvcomm.testing.cases import assert_same_bits, distinct
 from xvcomm.testing.gate import Gate
+from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.testing.trials import warm
 from xvcomm.types.dtype import BY_NAME
@@ -251,7 +252,7 @@ def check_steady_state(comm: Communicator) -> None:
         comm.barrier()
 
     all_of_them(2)
-    runtime = getattr(comm._context.device, "runtime", None)
+    runtime = getattr(context(comm).device, "runtime", None)
     with contextlib.ExitStack() as stack:
         calls = {
             name: stack.enter_context(mock.patch.object(runtime, name, wraps=getattr(runtime, name)))

@@ -75,11 +75,11 @@ def framework(comm: Communicator, name: str) -> Framework:
         return made
     names = tuple(d.name for d in DTYPES)
     if name == "torch":
-        return _torch(names, "cpu" if comm._context.kind == "host" else f"cuda:{comm._context.index}")
+        return _torch(names, "cpu" if comm.device == "host" else f"cuda:{comm.device_index}")
     if name == "cupy":
-        return _cupy(comm._context.index)
+        return _cupy(comm.device_index)
     if name == "jax":
-        return _jax(comm._context.kind, comm._context.index)
+        return _jax(comm.device, comm.device_index)
     if name == "interface":
         return Framework(
             lambda x: Interface(x.copy()), lambda y: np.asarray(y).copy(), ("float32", "int64", "complex128"),

@@ -14,6 +14,7 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.session.rings import Use
 from xvcomm.testing.arrays import SECONDS, Array, DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import assert_same_bits
+from xvcomm.testing.inside import context
 from xvcomm.testing.trials import Trial, warm
 from xvcomm.types.deadline import NEVER, Deadline
 
@@ -72,7 +73,7 @@ def check_graphs(comm: Communicator) -> None:
         assert_same_bits(a.get(trial.target), trial.want, f"{trial.name}, {what}")
 
     ready = warm(comm, a)
-    replays = [_captured(comm, trial.run) for trial in ready]
+    replays = [captured(comm, trial.run) for trial in ready]
     for trial, replay in zip(ready, replays, strict=True):
         for number in range(3):
             check(trial, replay, f"launch {number}")
@@ -93,7 +94,7 @@ def check_graph_of_many(comm: Communicator) -> None:
             a.copy(x, y)
 
     several()
-    replay = _captured(comm, several)
+    replay = captured(comm, several)
     for number in range(3):
         a.fill(x, (comm.rank + number) * ones)
         replay()
@@ -119,12 +120,12 @@ def check_graph_beside_repeated(comm: Communicator) -> None:
     with on_device(comm):
         for _ in range(5):
             check(exchange)
-        replay = _captured(comm, exchange)
+        replay = captured(comm, exchange)
         for _ in range(3):
             check(replay)
             for _ in range(4):
                 check(exchange)
-    links, use = comm._context.rings, Use.POINT_TO_POINT
+    links, use = context(comm).rings, Use.POINT_TO_POINT
     for end in (links.end(after, use, NEVER, producer=True), links.end(before, use, NEVER, producer=False)):
         assert end.sequence == end.finished()[0], "not all messages were counted"
 
@@ -136,7 +137,7 @@ def check_graph_keeps_its_memory(comm: Communicator) -> None:
     x, larger = a.put(ones), a.put(np.ones(4 * count, np.float32))
     with on_device(comm):
         comm.all_reduce(x)
-        replay = _captured(comm, lambda: comm.all_reduce(x))
+        replay = captured(comm, lambda: comm.all_reduce(x))
         comm.all_reduce(larger)
         others = []
         for number in range(_MANY):
@@ -163,7 +164,7 @@ def check_graph_of_few(comm: Communicator) -> None:
         for run, target, want in forms:
             for _ in range(4):
                 run()
-            replay = _captured(comm, run)
+            replay = captured(comm, run)
             for number in range(3):
                 a.fill(target, np.zeros_like(want))
                 replay()
@@ -186,7 +187,7 @@ def check_graph_behind_what_is_over(comm: Communicator) -> None:
             started[-1].wait()
             comm.all_reduce(x)
 
-        replay = _captured(comm, wait_and_go_on)
+        replay = captured(comm, wait_and_go_on)
         a.fill(x, np.ones(16))
         replay()
     assert_same_bits(a.get(x), np.full(16, float(comm.size)), "the graph's result")
@@ -194,7 +195,7 @@ def check_graph_behind_what_is_over(comm: Communicator) -> None:
 
 def check_graph_beside_a_waiting_message(comm: Communicator) -> None:
     """A graph that never runs is captured between two receives on separate streams: the second follows the first."""
-    a, streams = arrays(comm), [DeviceArrays(comm._context.device) for _ in range(3)]
+    a, streams = arrays(comm), [DeviceArrays(context(comm).device) for _ in range(3)]
     assert isinstance(a, DeviceArrays)
     first, graph, second = [stream.handle for stream in streams]
     x = [a.put(np.full(1000, float(number))) for number in range(3)]
@@ -234,7 +235,7 @@ def check_graph_of_another_stream(comm: Communicator) -> None:
 
 
 def _graph_of_another_stream(comm: Communicator, count: int) -> None:
-    a, other = arrays(comm), DeviceArrays(comm._context.device)
+    a, other = arrays(comm), DeviceArrays(context(comm).device)
     assert isinstance(a, DeviceArrays) and a.handle is not None and other.handle is not None
     ones = np.ones((comm.size, count), np.float16)
     x, y = other.put(ones), other.put(ones[0])
@@ -255,13 +256,13 @@ def _graph_of_another_stream(comm: Communicator, count: int) -> None:
             assert_same_bits(other.get(y), number * comm.size * ones[0], f"launch {number}")
 
 
-def _captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], None]:
+def captured(comm: Communicator, enqueue: Callable[[], None]) -> Callable[[], None]:
     """A function that launches a graph of what is enqueued."""
     a = arrays(comm)
     assert isinstance(a, DeviceArrays) and a.handle is not None
     a.synchronize()
     # the tracker records events on xvcomm's own streams, which must not be captured then
-    comm._context.tracker.drain(Deadline.after(SECONDS))
+    context(comm).tracker.drain(Deadline.after(SECONDS))
     return CAPTURES[a.kind](a.handle, enqueue)
 
 

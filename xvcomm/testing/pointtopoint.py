@@ -12,6 +12,7 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.inflight.work import Work
 from xvcomm.testing.arrays import Array, Room, arrays
 from xvcomm.testing.cases import assert_same_bits, distinct
+from xvcomm.testing.inside import context
 from xvcomm.types.dtype import BY_NAME
 
 
@@ -44,7 +45,7 @@ def rings_in_gpu_memory(comm: Communicator, count: int) -> list[int]:
                 comm.recv(room.array, peer)
             assert (a.get(room.array) == peer).all()
             room.check()
-            ends = [end for end in comm._context.rings.ends() if end.peer == peer]
+            ends = [end for end in context(comm).rings.ends() if end.peer == peer]
             assert len({end.layout.apart for end in ends}) == 1
             assert all(bool(end.slots) == end.layout.apart for end in ends)
             found += [peer] if ends[0].layout.apart else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def test_every_byte_arrives(bench: Bench, layout: RingLayout) -> None:
         assert (producer.sequence, consumer.sequence) == (len(SIZES), len(SIZES))
         for lane in range(layout.lanes):
             filled, drained = (
-                int.from_bytes(producer._segment.view[place : place + 8], "little")
+                ctypes.c_int64.from_address(producer.address + place).value
                 for place in (layout.head(lane), layout.tail(lane))
             )
             assert filled == drained, f"lane {lane} has {filled} slots filled, {drained} drained"

@@ -142,9 +142,9 @@ def test_old_jaxlib_releases_are_rejected():
         with pytest.raises(
             BackendUnavailable, match=rf"needs JAX {major}\.{minor} or newer, and found {release[:4]}.*pip install"
         ):
-            versions._require(release)
+            versions.require(release)
     for release in (f"{major}.{minor}.0", "0.12.0.dev20260101", "1.0", jax.__version__):
-        versions._require(release)
+        versions.require(release)
 
 
 def test_the_installed_jaxlib_is_supported():
