@@ -110,7 +110,7 @@ class TcpTransport(Transport):
         return None if self.network is None else self.network.ask(member, wanted, deadline)
 
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
-        return {} if self._network is None else self._network.probe(members)
+        return {} if self.network is None else self.network.probe(members)
 
     def refused(self) -> int:
         return 0 if self.network is None else self.network.refused
