@@ -7,9 +7,11 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -53,6 +55,29 @@ def cut(comm):
             print("begun", flush=True)
         go_on = comm.broadcast_object(time.monotonic() - began < 4)
     print(f"{number} {longest:.3f}")
+
+
+def starved(comm, seconds):
+    """Rank 1 can open no more files when rank 0 connects for the first time: for so long, or for good."""
+    x, kept = np.full(100_000, comm.rank), []
+    if comm.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                kept.append(open(os.devnull))  # noqa: SIM115
+    comm.store.add("starved", 1)
+    while comm.store.add("starved", 0) < comm.size:
+        time.sleep(0.01)
+    if comm.rank == 0:
+        comm.send(x + 7, 1)
+        comm.recv(x, 1)
+    else:
+        time.sleep(float(seconds or 0))
+        if seconds:
+            [file.close() for file in kept]
+        comm.recv(x, 0)
+        comm.send(x, 0)
+    assert (x == 7).all()
 
 
 def die(comm):
@@ -237,3 +262,5 @@ if __name__ == "__main__":
     else:
         with xvcomm.init() as communicator:
             action(communicator, *sys.argv[2:])
+        left = psutil.Process().net_connections() + [t for t in threading.enumerate() if t.name.startswith("xvcomm")]
+        assert not left, left

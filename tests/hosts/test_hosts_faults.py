@@ -1,7 +1,9 @@
 """Faults of jobs over several hosts: on host labels, and between network namespaces."""
 
 import ctypes
+import os
 import re
+import signal
 import time
 
 import numpy as np
@@ -81,3 +83,62 @@ def test_last_words_of_a_stuck_rank():
     assert re.search(
         r"rank 1: its last operation: all_reduce #0 of 3 x float64 at test_hosts_faults.py:\d+ \(done\)", first
     )
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_direction_of_a_link(two_hosts, side):
+    """Where one host hears nothing over a link, and is heard, the other link does the work."""
+    ranks = two_hosts.begun()
+    two_hosts.mute(side, 1)
+    two_hosts.unharmed(ranks)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_direction_of_all_links(two_hosts, side):
+    """Where one host hears nothing, and is heard, both lose each other after XVCOMM_PEER_TIMEOUT."""
+    ranks = two_hosts.begun(env={"XVCOMM_PEER_TIMEOUT": "1.5"})
+    for link in range(2):
+        two_hosts.mute(side, link)
+    for rank, process in enumerate(ranks):
+        text = process.communicate(timeout=40)[0]
+        assert process.returncode == 1 and re.search(rf"PeerLost: .*rank {1 - rank} .*on [ab] was lost", text), text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("seconds", [0.4, 4], ids=["shortly", "for long"])
+def test_stopped(two_hosts, rank, seconds):
+    """A process that is stopped and goes on is not lost, however XVCOMM_PEER_TIMEOUT is, as long as its host answers."""
+    ranks = two_hosts.begun(env={"XVCOMM_PEER_TIMEOUT": "1.5"})
+    os.kill(ranks[rank].pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(ranks[rank].pid, signal.SIGCONT)
+    two_hosts.unharmed(ranks)
+
+
+def test_stopped_for_good(two_hosts):
+    """Who waits for a process that is stopped hears so at the deadline."""
+    ranks = two_hosts.begun(env={"XVCOMM_PEER_TIMEOUT": "1.5", "XVCOMM_TIMEOUT": "8"})
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    text = ranks[0].communicate(timeout=60)[0]
+    assert ranks[0].returncode == 1 and re.search(r"DeadlineExceeded: .*rank 1 ", text), text
+    ranks[1].kill()
+
+
+def test_full_buffers(two_hosts):
+    """Sockets that take little at a time cost time only."""
+    for side in range(2):
+        for name in ("rmem", "wmem"):
+            two_hosts.begin(side, "sysctl", "-w", f"net.ipv4.tcp_{name}=4096 4608 8192").communicate()
+    two_hosts.run("collectives")
+
+
+def test_out_of_descriptors(two_hosts):
+    """A process that can accept no connection for a while does so afterwards."""
+    two_hosts.run("starved", "2", env={"XVCOMM_PEER_TIMEOUT": "1"})
+
+
+def test_out_of_descriptors_for_good(two_hosts):
+    """A process that can open nothing more says so, and the others end with it."""
+    first, second = (process.communicate(timeout=60)[0] for process in two_hosts.start("starved", ""))
+    assert "ResourceError: cannot map shared memory: too many open files" in second, second
+    assert re.search(r"Aborted: .*rank 1 on b .*: ResourceError: cannot map shared memory", first), first
