@@ -556,7 +556,7 @@ struct WatchState {
     Verdict verdict;
     bool warned;  // the ring has stopped
 };
-constexpr u32 PATIENCE = WIDTH == 1 ? 20 : 1000;  // looks: a microsecond each over PCIe, a turn of the core on the host
+constexpr u32 PATIENCE = 1000;  // looks: a microsecond each over PCIe, a turn of the core on the host
 constexpr u32 SELDOM = 32;  // looks from one at the abort word to the next
 
 XV_DEVICE u64* word(const Row& row, i64 offset) { return reinterpret_cast<u64*>(row.ring + offset); }
@@ -673,7 +673,7 @@ XV_DEVICE void look_around(Part& p, WatchState& w) {
             shared.left = 1;
         }
         w.warned = w.warned || (asks && found.second);
-        if (++w.idle > PATIENCE || w.ready) rest();
+        if (++w.idle > PATIENCE || (WIDTH > 1 && w.ready)) rest();
         if (alone()) pause();
         return;
     }
