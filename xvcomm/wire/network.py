@@ -170,13 +170,18 @@ class Network:
         self._loop.add_reader(self.carrier.news, self._on_news)
         for listener in self._listeners:
             listener.setblocking(False)
-            self._spawn(self._accept(listener))
+        accepting = [self._spawn(self._accept(listener)) for listener in self._listeners]
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await self._over.wait()
             self._look()
         self._loop.remove_reader(self.carrier.news)
+        for (
+            listener
+        ) in self._listeners:  # asyncio loses what is accepted while it cancels; the other end would wait for it
+            listener.shutdown(socket.SHUT_RDWR)
+        await asyncio.wait(accepting, timeout=_LOOK_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -190,12 +195,12 @@ class Network:
         return task
 
     async def _accept(self, listener: socket.socket) -> None:
-        while True:
+        while not self._over.is_set():
             await self._strangers.room()
             try:
                 connection, _ = await self._loop.sock_accept(listener)
-            except OSError:  # out of descriptors, for the moment
-                await asyncio.sleep(_LOOK_SECONDS)
+            except OSError:  # shut down, or out of descriptors for the moment
+                await asyncio.sleep(0 if self._over.is_set() else _LOOK_SECONDS)
                 continue
             self._strangers.enter(connection)
             self._spawn(self._greet(connection))

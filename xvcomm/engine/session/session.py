@@ -228,7 +228,11 @@ class Session:
             try:
                 name = place.get(key, Deadline.after(deadline.sooner(_LOOK_SECONDS))).decode()
                 break
-            except NotSet as error:
+            except DeadlineExceeded as error:
+                if not isinstance(error, NotSet):  # the store itself did not answer, for the moment
+                    if deadline.expired():
+                        raise
+                    continue
                 words = self.last_words(maker)
                 if left:
                     text = f"{where} left before it created its shared memory; {words}"
