@@ -128,8 +128,8 @@ def explained(rank, endings, run):
     """Whether a rank raised what the fault requires and named the victim.
 
     Ranks outside of a subgroup, and members that come later, learn of its failure only from members that leave or do not come,
-    as do hosts to which the store tells nothing: their error may name such a rank, if the chain of named ranks leads to the
-    victim.
+    as do hosts to which the store tells nothing, or of a loss later than the rings: their error may name such a rank, if the
+    chain of named ranks leads to the victim.
     """
     error, mine = endings[rank].error, rank == run.victim
     wanted = (MINE if mine else OTHERS)[run.fault]
@@ -145,7 +145,8 @@ def explained(rank, endings, run):
     ):
         return isinstance(error, (DeadlineExceeded, PeerLost) if run.parts else DeadlineExceeded)
     follows = isinstance(error, (PeerLost, wanted)) if late else isinstance(error, PeerLost) and not mine
-    return (run.parts or run.deaf) and follows and run.victim in chain(rank, endings)
+    by_rumour = run.parts or run.deaf or (run.hosts and wanted is PeerLost)
+    return by_rumour and follows and run.victim in chain(rank, endings)
 
 
 def awaited(run, text):
