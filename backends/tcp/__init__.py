@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.abc.transport import Capabilities, Interface, Membership, Transport
+from xvcomm.abc.transport import Capabilities, Interface, Membership, Rail, Transport
 from xvcomm.backends.tcp import choice, interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
@@ -111,6 +111,9 @@ class TcpTransport(Transport):
 
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         return {} if self.network is None else self.network.probe(members)
+
+    def rails(self) -> list[Rail]:
+        return [] if self.network is None else self.network.rails()
 
     def refused(self) -> int:
         return 0 if self.network is None else self.network.refused

@@ -102,3 +102,22 @@ def test_order(world):
     """More messages under way than the ledger has entries."""
     world.run(pointtopoint.check_order, 200)
     world.run(pointtopoint.check_many_in_flight, 100)
+
+
+def carry(comm, count):
+    """Send large messages until all connections are there; what each has carried."""
+    x = np.ones((2, 1 << 20), np.uint8)
+    until = time.monotonic() + 30
+    while not all(comm.all_gather_object(len(comm.rails()) == count)):
+        assert time.monotonic() < until, comm.rails()
+        comm.all_to_all(x)
+    return [(rail.rank, rail.number, rail.sent, rail.received) for rail in comm.rails()]
+
+
+def test_rails():
+    """Each connection counts its bytes, which together are those of the messages at least."""
+    with World(hosts="a,b", env={"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": "3"}) as ranks:
+        for me, rails in enumerate(ranks.run(carry, 3)):
+            peers, numbers, sent, received = zip(*rails, strict=True)
+            assert set(peers) == {1 - me} and sorted(numbers) == [0, 1, 2]
+            assert sum(sent) > 1 << 20 and sum(received) > 1 << 20

@@ -50,6 +50,25 @@ class Interface:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """A connection that carries rings to a rank of another host.
+
+    Attributes:
+        rank: at the other end.
+        local, remote: the addresses of this host and of the other.
+        number: of the connection among those between these addresses.
+        sent, received: bytes that it has carried since it came up, with those of the headers.
+    """
+
+    rank: int
+    local: str
+    remote: str
+    number: int
+    sent: int
+    received: int
+
+
 def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capabilities:
     """The transport for one direction of a pair: a pure function of what both ends offer.
 
@@ -184,6 +203,10 @@ class Transport(ABC):
     def refused(self) -> int:
         """How many connections it has closed that did not prove to belong to the job, or broke its protocol."""
         return 0
+
+    def rails(self) -> list[Rail]:
+        """The connections that carry its rings at the moment; ranks are numbers of the whole job."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

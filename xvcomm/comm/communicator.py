@@ -17,10 +17,12 @@ Aborted the communicator is unusable on all its ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any, NoReturn, SupportsIndex
 
 from xvcomm.abc.store import Store
+from xvcomm.abc.transport import Rail
 from xvcomm.comm.counts import blocks, in_elements, own_block, whole
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
@@ -369,6 +371,15 @@ class Communicator(PointToPoint, Objects):
             At most `XVCOMM_TRACE_RECORDS` records; `describe()` formats one. Empty after `close`.
         """
         return self._context.session.journal.recorder.history()
+
+    def rails(self) -> list[Rail]:
+        """The connections to ranks of this communicator on other hosts, with the bytes that each has carried. Never blocks.
+
+        All communicators of a process use the same ones. They are made when ranks first communicate.
+        """
+        every = (rail for transport in self._context.session.transports for rail in transport.rails())
+        ranks = self._context.ranks
+        return [replace(rail, rank=ranks.index(rail.rank)) for rail in every if rail.rank in ranks]
 
     def refused(self) -> int:
         """How many connections of strangers this process has closed: they did not prove the job's key, or broke the protocol."""

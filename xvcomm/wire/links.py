@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from xvcomm.abc import transport as abc
 from xvcomm.errors import AuthenticationError
 from xvcomm.system.notice import notice
 from xvcomm.types.route import MAX_RAILS, Ends, Route
@@ -216,6 +217,14 @@ class Link:
         for index, rail in self.rails.items():
             if now - rail.moved > (_STALL_SECONDS if alive else self._own.timeout):
                 carrier.drop(index)
+
+    def state(self) -> list[abc.Rail]:
+        """Its rails, for the user."""
+        records = self._own.carrier.rails
+        return [
+            abc.Rail(self.rank, *rail.ends, records[i].sent, records[i].received)
+            for i, rail in list(self.rails.items())
+        ]
 
     def leaving(self) -> bool:
         """Whether the process has not acknowledged yet that this one leaves."""

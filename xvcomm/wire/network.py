@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from xvcomm.abc.transport import Rail
 from xvcomm.errors import AuthenticationError
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.system import forking
@@ -122,6 +123,10 @@ class Network:
 
         asyncio.run_coroutine_threadsafe(every(), self._loop).result()
         return found
+
+    def rails(self) -> list[Rail]:
+        """See `Transport.rails`."""
+        return [rail for link in list(self._links.values()) for rail in link.state()]
 
     def close(self) -> None:
         """Wait until the others have what was sent to them, and leave. Idempotent."""
