@@ -31,9 +31,9 @@ class TwoHosts(Hosts):
         """`start`, and wait for a good end; what the ranks have printed."""
         return self.outputs(self.start(*arguments, **options))
 
-    def begun(self, **options):
+    def begun(self, *seconds, **options):
         """Ranks of `cut`, which send to each other for some seconds and have begun to."""
-        ranks = self.start("cut", **options)
+        ranks = self.start("cut", *seconds, **options)
         for rank in ranks:
             while (line := rank.stdout.readline()) != "begun\n":
                 assert line.startswith("xvcomm: compiling"), line + rank.stdout.read()

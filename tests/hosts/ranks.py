@@ -35,7 +35,7 @@ def collectives(comm):
     print(f"{len(set(comm.topology.hosts))} hosts")
 
 
-def cut(comm):
+def cut(comm, seconds=4):
     """Messages of known contents, while the test cuts a link after the first line and mends it after the second."""
     x = np.zeros(1 << 18, np.int64)
     began, longest = time.monotonic(), 0.0
@@ -53,7 +53,7 @@ def cut(comm):
         number += 1
         if number == 5:
             print("begun", flush=True)
-        go_on = comm.broadcast_object(time.monotonic() - began < 4)
+        go_on = comm.broadcast_object(time.monotonic() - began < float(seconds))
     print(f"{number} {longest:.3f}")
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,17 @@ def test_blocked_interface(two_hosts):
     assert re.search(f"{there}|{back}", said) and "XVCOMM_NICS" in said
 
 
+def test_lost_interface(two_hosts):
+    """An interface whose link does not come back is named, too; one whose link comes back soon is not."""
+    ranks = two_hosts.begun(9)
+    two_hosts.link(0, "down")
+    time.sleep(1)
+    two_hosts.link(0, "up")
+    two_hosts.link(1, "down")
+    text = "".join(two_hosts.outputs(ranks))
+    assert re.findall(r"\((10.77.\d.\d)\) carries nothing to rank \d: ", text) in (["10.77.1.1"], ["10.77.1.2"]), text
+
+
 def test_refused_first(two_hosts, tmp_path):
     """A process is not lost because nobody listens at one of its addresses, while another one does not answer yet."""
     ranks = two_hosts.start("misled", tmp_path / "go")
@@ -165,4 +177,4 @@ def test_who_reaches_whom(routed):
 @pytest.mark.parametrize("two_hosts", [{"addresses": [SIX]}], indirect=True)
 def test_who_reaches_whom_by_six(two_hosts):
     found = json.loads(reach(two_hosts, "--json"))
-    assert [rail["local"] for rail in found["rails"]] == ["fd77::1", "fd77:1::1", "fd77::2", "fd77:1::2"]
+    assert [rail["local"] for rail in found["rails"]] == ["fd77::1", "fd77:1::1", "fd77::2", "fd77:1::2"], found

@@ -3,6 +3,7 @@
 import pytest
 
 from xvcomm.backends.tcp.interfaces import Address, Place, routes
+from xvcomm.wire import reachability
 from xvcomm.wire.reachability import Search, disjoint
 
 
@@ -108,8 +109,8 @@ def test_a_refusal_is_not_the_end():
     assert search.ended()
 
 
-def test_blocked():
-    """Interfaces are blocked once every pair of those without a rail has failed, unless they had one."""
+def test_blocked(monkeypatch):
+    """Interfaces are blocked once every pair of those without a rail has failed, and a while after they had one."""
     search = Search(routes(*TWO))
     first, second = search.begin([], 0.0)
     search.end(first)
@@ -119,8 +120,12 @@ def test_blocked():
     assert search.blocked([FIRST]) == {second: "no answer"}
     search.end(second)
     search.prove(SECOND)
+    assert search.blocked([FIRST, SECOND]) == {}
+    search.lose(SECOND)
     search.end(second, "reset")
     assert search.blocked([FIRST]) == {}
+    monkeypatch.setattr(reachability, "GRACE_SECONDS", -1.0)
+    assert search.blocked([FIRST]) == {second: "reset"}
 
 
 def test_no_routes():

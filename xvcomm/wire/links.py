@@ -42,7 +42,7 @@ class Process:
     timeout: float
     routes: Callable[[int], Sequence[Route]]
     lost: Callable[[int, str], None]
-    blocked: set[str] = field(default_factory=set)  # interfaces of which was told that they are
+    blocked: set[str] = field(default_factory=set)  # addresses of which was said that they are
 
 
 @dataclass(eq=False)
@@ -162,6 +162,7 @@ class Link:
         index = own.carrier.add_rail(self.number, connection, tls, channel)
         self.rails[index] = Rail(connection, both, channel)
         self._search.prove(both)
+        own.blocked.discard(both[0])
 
     def _judge(self) -> None:
         """Decide whether a process without rails is gone, and say which interface is in no rail although others are."""
@@ -196,6 +197,7 @@ class Link:
             if record.state == DOWN:
                 broken = broken or record.error in (PROTOCOL, TAMPERED)
                 del self.rails[index]
+                self._search.lose(rail.ends)
                 rail.connection.close()
                 self._own.carrier.release(index)
                 self._stir.set()

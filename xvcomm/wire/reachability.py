@@ -13,6 +13,8 @@ from xvcomm.wire import handshake
 
 _CONNECT_SECONDS = 2.0
 """How long a host may take to accept a connection."""
+GRACE_SECONDS = 3.0
+"""How long nothing is said of an interface whose rail was lost."""
 REMEDY = "let the hosts reach each other there (firewall, routes; XVCOMM_PORTS), or choose interfaces by XVCOMM_NICS"
 
 
@@ -44,17 +46,19 @@ def reason(error: Exception) -> str:
 
 
 async def probe(at_once: asyncio.Semaphore, key: bytes, rank: int, peer: int, route: Route) -> str:
-    """Try a route to a rank, with the proof of the job's key; why it does not work, or nothing."""
-    async with at_once:
-        try:
-            with await connect(route) as connection:
-                async with asyncio.timeout(handshake.SECONDS):
-                    await handshake.connect(connection, key, rank, peer, handshake.PROBE)
-        except handshake.Refused:
-            pass  # as every probe
-        except (OSError, handshake.Malformed) as error:
-            return reason(error)
-        return ""
+    """Try a route to a rank twice, with the proof of the job's key; why it does not work, or nothing."""
+    why = ""
+    for _ in range(2):
+        async with at_once:
+            try:
+                with await connect(route) as connection:
+                    async with asyncio.timeout(handshake.SECONDS):
+                        await handshake.connect(connection, key, rank, peer, handshake.PROBE)
+            except handshake.Refused:  # as every probe
+                return ""
+            except (OSError, handshake.Malformed) as error:
+                why = reason(error)
+    return why
 
 
 def free(routes: Iterable[Route], taken: Collection[tuple[str, str]]) -> list[Route]:
@@ -100,7 +104,7 @@ class Search:
         self._tried: dict[Route, float] = {}  # when, the last time
         self._refusing: set[Route] = set()
         self._proven: set[str] = set()
-        self._used: set[tuple[str, str]] = set()
+        self._lost: dict[tuple[str, str], float] = {}  # when a rail of these interfaces was lost
         self.failures: dict[Route, str] = {}
 
     def _of(self, ends: Ends) -> tuple[str, str]:
@@ -144,7 +148,10 @@ class Search:
     def prove(self, ends: Ends) -> None:
         """Note that a rail has come up, so that the address at its other end is the process's."""
         self._proven.add(ends[1])
-        self._used.add(self._of(ends))
+
+    def lose(self, ends: Ends) -> None:
+        """Note that a rail is lost."""
+        self._lost[self._of(ends)] = time.monotonic()
 
     def forget(self) -> None:
         """Begin anew, because all rails are lost: what was tried before says nothing any more."""
@@ -164,6 +171,7 @@ class Search:
         return tried and bool(refusing & self._proven or refusing == every) and bool(every)
 
     def blocked(self, rails: Collection[Ends]) -> dict[Route, str]:
-        """The routes between interfaces that no rail uses or has used, with their failures, once all of them have failed."""
-        unused = free(self._routes, {*self._used, *map(self._of, rails)})
+        """The routes between interfaces that have been in no rail for a while, with their failures, if all have failed."""
+        before = time.monotonic() - GRACE_SECONDS
+        unused = free(self._routes, [*map(self._of, rails), *(pair for pair, at in self._lost.items() if at > before)])
         return {r: self.failures[r] for r in unused} if all(r in self.failures for r in unused) else {}
