@@ -1,8 +1,10 @@
 """The suites of collectives and messages, with each rank on a host of its own by label."""
 
+import os
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from xvcomm.testing import World, channels, collectives, pointtopoint, refusals
@@ -102,6 +104,24 @@ def test_order(world):
     """More messages under way than the ledger has entries."""
     world.run(pointtopoint.check_order, 200)
     world.run(pointtopoint.check_many_in_flight, 100)
+
+
+def send_little(comm):
+    """Bytes of the rings to other hosts, and of the memory that they take, after small messages."""
+    x = np.zeros(1000)
+    for _ in range(100):
+        comm.all_reduce(x)
+        comm.sendrecv(x, (comm.rank + 1) % comm.size, x.copy(), (comm.rank - 1) % comm.size)
+    rings = [m for m in psutil.Process().memory_maps(grouped=False) if "/memfd:xvcomm" in m.path]
+    taken = (os.stat(f"/proc/self/map_files/{m.addr}").st_blocks * 512 for m in rings)
+    return sum(m.size for m in rings), sum(taken)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may look at a mapping's file")
+def test_memory(world):
+    """A ring takes memory only as far as messages fill it."""
+    for size, resident in world.run(send_little):
+        assert resident < 1 << 20 < size
 
 
 def carry(comm, count):

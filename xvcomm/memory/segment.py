@@ -100,17 +100,17 @@ class Segment:
 
     @classmethod
     def anonymous(cls, size: int) -> Segment:
-        """Make a segment without a name, for this process alone.
+        """Make a segment without a name, for this process alone. It takes memory only where it is written.
 
         Raises:
-            ResourceError: the memory cannot be had.
+            ResourceError: the address space cannot be had.
         """
         size = round_up(size, PAGE)
         try:
             fd = os.memfd_create("xvcomm")
-            os.posix_fallocate(fd, 0, size)
+            os.ftruncate(fd, size)
         except OSError as error:
-            what = f"cannot get {size} bytes of memory for a ring between hosts: {error.strerror}"
+            what = f"cannot get {size} bytes of address space for a ring between hosts: {error.strerror}"
             raise limits.reached(error, _MAPPING) or ResourceError(what) from error
         return cls(Path("/dev/null/xvcomm"), fd)
 
