@@ -7,6 +7,7 @@ victim, before one step.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -298,6 +299,7 @@ def play(comm: Any, seed: int, folder: str) -> Ending:
 def left() -> tuple[str, ...]:
     """Connections of this rank, and its threads but for those that live as long as the process; what ends soon does not count."""
     until = time.monotonic() + GRACE
+    gc.collect()  # what is left in a cycle of references is not a leak
     while True:
         names = [
             f"thread {one.name}" for one in threading.enumerate() if one.name not in ("MainThread", "xvcomm-mover")

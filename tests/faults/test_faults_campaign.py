@@ -145,7 +145,7 @@ def explained(rank, endings, run):
     ):
         return isinstance(error, (DeadlineExceeded, PeerLost) if run.parts else DeadlineExceeded)
     follows = isinstance(error, (PeerLost, wanted)) if late else isinstance(error, PeerLost) and not mine
-    by_rumour = run.parts or run.deaf or (run.hosts and wanted is PeerLost)
+    by_rumour = run.parts or run.deaf or (run.hosts and run.fault != "mismatch")
     return by_rumour and follows and run.victim in chain(rank, endings)
 
 

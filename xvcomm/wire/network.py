@@ -135,7 +135,7 @@ class Network:
         until = time.monotonic() + LINGER_SECONDS
         while self._halves.sweep() and time.monotonic() < until:
             time.sleep(0.001)
-        for link in self._links.values():
+        for link in list(self._links.values()):
             if not link.gone:
                 self.carrier.leave(link.number)
         until = time.monotonic() + _FLUSH_SECONDS
@@ -212,13 +212,12 @@ class Network:
 
     async def _greet(self, connection: socket.socket) -> None:
         """Check who has connected, and use the connection as a rail."""
-        proven = None
+        proven, used = None, False
         try:
             connection.setblocking(False)
             async with asyncio.timeout(handshake.SECONDS):
                 proven = await handshake.accept(connection, self._process.key, self._process.rank, self._size)
-                if await self._admit(connection, proven):
-                    return
+                used = await self._admit(connection, proven)
         except (AuthenticationError, handshake.Malformed) as error:
             self._refuse(str(error) or "a connection was refused that does not speak this protocol")
         except TimeoutError:
@@ -228,7 +227,8 @@ class Network:
             self.refused += proven is None
         finally:
             self._strangers.leave(connection)
-        connection.close()
+            if not used:
+                connection.close()
 
     async def _admit(self, connection: socket.socket, proven: handshake.Proven) -> bool:
         """Answer a rank of the job; whether its connection has become a rail."""
