@@ -80,6 +80,21 @@ def starved(comm, seconds):
     assert (x == 7).all()
 
 
+def share(comm):
+    """Large messages one way; rank 0 tells the bytes that it has sent over each interface, in their order."""
+    x = np.zeros(1 << 20)
+    for number in range(8):
+        if comm.rank == 0:
+            x[:] = number
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0)
+            assert (x == number).all()
+    comm.barrier()
+    if comm.rank == 0:
+        print(json.dumps([rail.sent for rail in sorted(comm.rails(), key=lambda rail: rail.local)]))
+
+
 def die(comm):
     """Rank 1 ends without a word while rank 0 waits for it."""
     x = np.zeros(10)

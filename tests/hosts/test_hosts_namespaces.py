@@ -33,6 +33,14 @@ def test_listening(two_hosts, nics, networks):
         assert {address for address, _ in json.loads(text.splitlines()[-1])} == due
 
 
+@pytest.mark.parametrize("two_hosts", [{"rate": ("500mbit", "50mbit")}], indirect=True, ids=["a tenth"])
+def test_slow_link(two_hosts):
+    """Two links carry a message together, each as much as it can: of a tenth of the speed, about a tenth."""
+    text, _ = two_hosts.run("share")
+    fast, slow = json.loads(text.splitlines()[-1])
+    assert fast + slow > 64 << 20 and 0.02 * fast < slow < 0.3 * fast
+
+
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_link_cut(two_hosts, threads):
     """A link is cut and comes back while messages are under way: nothing is lost."""

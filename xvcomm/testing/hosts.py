@@ -33,7 +33,8 @@ class Hosts:
 
     Args:
         links: between the hosts.
-        rate: what each link carries each way, in the spelling of tc: `1gbit`; as much as the machine can if left out.
+        rate: what each link carries each way, in the spelling of tc: `1gbit`, or one for each link; as much as the machine can
+            if left out.
         addresses: of each interface, with `{link}` and `{side}`, which is 1 or 2; the names of the hosts mean the first one of
             link 0.
 
@@ -42,7 +43,10 @@ class Hosts:
     """
 
     def __init__(
-        self, links: int = 2, rate: str | None = None, addresses: Sequence[str] = ("10.77.{link}.{side}/24",)
+        self,
+        links: int = 2,
+        rate: str | Sequence[str] | None = None,
+        addresses: Sequence[str] = ("10.77.{link}.{side}/24",),
     ) -> None:
         self._tag = secrets.token_hex(3)
         self._namespaces = [f"xv{self._tag}{name}" for name in NAMES]
@@ -57,8 +61,9 @@ class Hosts:
             for namespace in self._namespaces:
                 _call("ip", "netns", "add", namespace)
                 _call("ip", "-n", namespace, "link", "set", "lo", "up")
+            rates = [rate] * links if rate is None or isinstance(rate, str) else rate
             for link in range(links):
-                self._join(link, rate, addresses)
+                self._join(link, rates[link], addresses)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError | subprocess.CalledProcessError):
