@@ -71,7 +71,7 @@ def _check_types(comm: Objects, choices: list[_Choice]) -> None:
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of an agreement for all members that came: success, or why not; `peer` is the rank that is gone or late."""
+    """Outcome of an agreement for all members that came: success, or why not; `peer` is the rank that is gone or late, or failed."""
 
     late: str = ""
     differs: str = ""
@@ -176,7 +176,8 @@ class Meetings:
             if isinstance(error, PeerLost) and error.peer is not None:
                 why = _Verdict(gone=str(error), peer=error.peer)
             else:
-                why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}")
+                culprit = error.peer if isinstance(error, Aborted) else context.rank
+                why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}", peer=culprit)
             with contextlib.suppress(XvcommError):
                 _decide(place, why)
             raise
