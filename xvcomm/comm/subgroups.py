@@ -71,7 +71,7 @@ def _check_types(comm: Objects, choices: list[_Choice]) -> None:
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of an agreement for all members that came: success, or why not; `peer` is the rank that is gone or late, or failed."""
+    """Outcome of an agreement for all members that came: success, or why not; `peer`: the rank that is gone, late or failed."""
 
     late: str = ""
     differs: str = ""
