@@ -21,7 +21,7 @@ _NO_DEVICE = 100
 class CudaBackend(GpuBackend):
     """Ranks with arrays in the memory of an NVIDIA GPU."""
 
-    kind = "cuda"
+    kind, native = "cuda", "nccl"
     dlpack_device, dlpack_host = 2, (3,)
     torch_device = xla_platform = "cuda"
     packages = ("cupy-cuda13x", "cupy-cuda12x", "nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -15,7 +15,7 @@ __all__ = ["HostBackend"]
 class HostBackend(Backend):
     """Ranks with arrays in host memory."""
 
-    kind = "host"
+    kind = native = "host"
     dlpack_device = 1
     torch_device = xla_platform = "cpu"
 

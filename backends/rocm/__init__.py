@@ -22,7 +22,7 @@ _NO_DEVICE = 100
 class RocmBackend(GpuBackend):
     """Ranks with arrays in the memory of an AMD GPU."""
 
-    kind = "rocm"
+    kind, native = "rocm", "rccl"
     dlpack_device, dlpack_host = 10, (11,)
     torch_device, xla_platform = "cuda", "rocm"  # torch's build for ROCm keeps the name
     packages = ("hip-python",)

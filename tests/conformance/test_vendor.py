@@ -33,7 +33,7 @@ EXT_DEV = 12
 
 
 class AcmeBackend(GpuBackend):
-    kind = "acme"
+    kind, native = "acme", "accl"
     dlpack_device = EXT_DEV
 
     def refusal(self):

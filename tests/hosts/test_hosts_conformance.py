@@ -10,6 +10,7 @@ import pytest
 from xvcomm.testing import World, channels, collectives, pointtopoint, refusals
 from xvcomm.testing.cases import reductions
 from xvcomm.types.dtype import DTYPES
+from xvcomm.types.opcode import OpCode
 
 PLACES = [("a,b", None, 3), ("a:2,b:1", None, 1), ("a,b,a,b", "x:2,y:2", 2)]
 
@@ -141,3 +142,24 @@ def test_rails():
             peers, numbers, sent, received = zip(*rails, strict=True)
             assert set(peers) == {1 - me} and sorted(numbers) == [0, 1, 2]
             assert sum(sent) > 1 << 20 and sum(received) > 1 << 20
+
+
+def train(comm):
+    """Data parallel in each island, pipeline parallel between them; how each operation went."""
+    data, pipeline = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    x = np.ones(1000)
+    data.all_reduce(x)
+    if pipeline.rank == 0:
+        pipeline.send(x, 1)
+    else:
+        pipeline.recv(x, 0)
+    comm.all_reduce(x)
+    return [(str(OpCode(record.op)), record.way) for record in comm.history()]
+
+
+def test_ways():
+    """The flight recorder shows what carries each operation: the native library in an island, the wire between hosts."""
+    with World(hosts="a:2,b:2", env={"XVCOMM_DEVICE": "host"}) as ranks:
+        for rank, ways in enumerate(ranks.run(train)):
+            message = ("send" if rank < 2 else "recv", "tcp")
+            assert ways[-3:] == [("all_reduce", "host"), message, ("all_reduce", "host + tcp")]

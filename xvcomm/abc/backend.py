@@ -22,6 +22,9 @@ class Backend(ABC):
     kind: ClassVar[str]
     """What `XVCOMM_DEVICE` and `RankInfo.device` call it; the name of its entry point."""
 
+    native: ClassVar[str]
+    """Name of its native library, `nccl`."""
+
     dlpack_device: ClassVar[int]
     """DLPack's device type of its memory, for instance 2 (kDLCUDA). No other backend has the same."""
 

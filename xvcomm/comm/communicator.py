@@ -368,9 +368,10 @@ class Communicator(PointToPoint, Objects):
         """The last operations of this process, oldest first, over all its communicators: its flight recorder. Never blocks.
 
         Returns:
-            At most `XVCOMM_TRACE_RECORDS` records; `describe()` formats one. Empty after `close`.
+            At most `XVCOMM_TRACE_RECORDS` records; `describe()` formats one, with the native library or the transport that
+            carries it. Empty after `close`.
         """
-        return self._context.session.journal.recorder.history()
+        return self._context.session.history()
 
     def rails(self) -> list[Rail]:
         """The connections to ranks of this communicator on other hosts, with the bytes that each has carried. Never blocks.

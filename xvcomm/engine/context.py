@@ -121,6 +121,14 @@ class Context:
             self.lifecycle.join(found)
         return found
 
+    def way(self, peer: int) -> str:
+        """See `Supervised.way`."""
+        if peer >= 0:
+            return self.rings.scheme(peer) if peer != self.rank else ""
+        island = self.topology.island_of(self.rank).ranks
+        native = [self.session.backend.native] if len(island) > 1 else []
+        return " + ".join([*native, *sorted({self.rings.scheme(r) for r in range(len(self.ranks)) if r not in island})])
+
     def _check_island(self) -> None:
         self.lifecycle.check_island(self._made_by)
 

@@ -40,7 +40,11 @@ class Life(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One operation. Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`."""
+    """One operation.
+
+    Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`. `way` is what carries it:
+    the native library, the transport, or both, `nccl + tcp`; it is not recorded, and empty where the reader does not know it.
+    """
 
     sequence: int
     communicator: int
@@ -53,15 +57,17 @@ class Record:
     posted: int
     ended: int
     call_site: str
+    way: str = ""
 
     def describe(self) -> str:
-        """`all_reduce #12 of 4096 x float32 at train.py:120 (in progress)`."""
+        """`all_reduce #12 by nccl of 4096 x float32 at train.py:120 (in progress)`."""
         dtype = BY_CODE.get(self.dtype)
         what = f"{self.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{self.nbytes} bytes"
         peer = f" with rank {self.peer}" if self.peer >= 0 else ""
         state = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}[State(self.state)]
         of = "" if self.op == OpCode.PROBE else f" of {what}"
-        return f"{OpCode(self.op)} #{self.sequence}{peer}{of} at {self.call_site} ({state})"
+        way = f" by {self.way}" if self.way else ""
+        return f"{OpCode(self.op)} #{self.sequence}{peer}{way}{of} at {self.call_site} ({state})"
 
 
 class Excerpt(NamedTuple):
@@ -75,7 +81,9 @@ class Excerpt(NamedTuple):
     records: tuple[Record, ...]
 
 
-_RECORD = struct.Struct(f"<{len(fields(Record)) - 1}q{CALL_SITE_BYTES}s")
+WORDS = tuple(field.name for field in fields(Record) if field.type == "int")
+"""Names of a record's words, in their order."""
+_RECORD = struct.Struct(f"<{len(WORDS)}q{CALL_SITE_BYTES}s")
 RECORD_BYTES = _RECORD.size
 
 

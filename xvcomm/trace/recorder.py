@@ -9,7 +9,6 @@ import ctypes
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import numpy as np
 from numba.extending import register_jitable
@@ -23,6 +22,7 @@ from xvcomm.trace.format import (
     HEADER_BYTES,
     POSTED,
     RECORD_BYTES,
+    WORDS,
     Life,
     Record,
     capacity,
@@ -39,7 +39,7 @@ _WRITER = np.dtype([
     ("number", "i8"),  # of the next record
 ])  # fmt: skip
 _HEADER = np.dtype([("life", "i8"), ("written", "i8")])  # see `format`
-_RECORD = np.dtype([(f.name, "i8") for f in fields(Record)[:-1]] + [("call_site", f"S{CALL_SITE_BYTES}")])
+_RECORD = np.dtype([(name, "i8") for name in WORDS] + [("call_site", f"S{CALL_SITE_BYTES}")])
 _Writer, _writer_at = python_type(_WRITER), compiled_at(_WRITER)
 _header_at, _record_at = compiled_at(_HEADER), compiled_at(_RECORD)
 

@@ -116,12 +116,14 @@ class Rings:
 
     def schemes(self) -> list[str]:
         """Names of the transports between this rank and the others."""
-        mine = self._members[self._rank].offers
-        others = [m.offers for rank, m in enumerate(self._members) if rank != self._rank]
-        return sorted({choose(mine, offers).scheme for offers in others})
+        return sorted({self.scheme(rank) for rank in range(len(self._members)) if rank != self._rank})
+
+    def scheme(self, peer: int) -> str:
+        """Name of the transport between this rank and another."""
+        return choose(self._members[self._rank].offers, self._members[peer].offers).scheme
 
     def _transport(self, peer: int) -> Transport:
-        return self._transports[choose(self._members[self._rank].offers, self._members[peer].offers).scheme]
+        return self._transports[self.scheme(peer)]
 
     def _layout(self, peer: int, use: Use, channel: int) -> RingLayout:
         """Layout of a ring, the same on both ranks because it depends only on use, channel and members.

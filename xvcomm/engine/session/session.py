@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
 import msgspec
 
@@ -42,7 +43,7 @@ from xvcomm.memory.segment import Segment, sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.system import forking, limits
-from xvcomm.trace.format import Excerpt, Life
+from xvcomm.trace.format import Excerpt, Life, Record
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.topology import RankInfo
 
@@ -311,6 +312,12 @@ class Session:
         """Stop watching a communicator that is closed."""
         with self._lock:
             self._contexts.discard(context)
+
+    def history(self) -> list[Record]:
+        """The flight recorder's records; those of open communicators tell their way."""
+        of = {context.ident: context for context in self._open_contexts()}
+        kept = self.journal.recorder.history()
+        return [replace(r, way=of[r.communicator].way(r.peer)) if r.communicator in of else r for r in kept]
 
     def _open_contexts(self) -> list[Supervised]:
         with self._lock:

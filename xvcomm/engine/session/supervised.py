@@ -35,6 +35,10 @@ class Supervised(Protocol):
     """Its name, equal on all ranks and used once."""
 
     @property
+    def ident(self) -> int:
+        """Its number in records."""
+
+    @property
     def rank(self) -> int:
         """This process's rank in it."""
 
@@ -45,6 +49,9 @@ class Supervised(Protocol):
     @property
     def tracker(self) -> Tracked:
         """Its operations on the device's streams."""
+
+    def way(self, peer: int) -> str:
+        """See `Record.way`: of a message with a rank of it, or of a collective if `peer` is negative."""
 
     def look(self) -> None:
         """Handle messages of other ranks; never waits for the device."""
