@@ -176,8 +176,8 @@ class Meetings:
             if isinstance(error, PeerLost) and error.peer is not None:
                 why = _Verdict(gone=str(error), peer=error.peer)
             else:
-                culprit = error.peer if isinstance(error, Aborted) else context.rank
-                why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}", peer=culprit)
+                failed = error.peer if isinstance(error, Aborted) else context.rank
+                why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}", peer=failed)
             with contextlib.suppress(XvcommError):
                 _decide(place, why)
             raise
