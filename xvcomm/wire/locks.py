@@ -49,11 +49,15 @@ def leave_rail(rail: Any) -> None:
 @register_jitable
 def lock_all(carrier: Any) -> int:
     """Acquire the locks of all rails and the carrier's; the number of rails, for `unlock_all`."""
-    count = carrier.rail_count
-    for i in range(count):
-        _acquire(address_of(rail_at(load(carrier.rails + 8 * i)), "lock"))
-    lock(carrier)
-    return count
+    count = 0
+    while True:
+        while count < load_acquire(address_of(carrier, "rail_count")):
+            _acquire(address_of(rail_at(load(carrier.rails + 8 * count)), "lock"))
+            count += 1
+        lock(carrier)
+        if count == carrier.rail_count:
+            return count
+        unlock(carrier)  # Python has added a rail meanwhile
 
 
 @register_jitable
