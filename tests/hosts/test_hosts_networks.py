@@ -1,7 +1,10 @@
 """Networks of several shapes between two hosts: which connections come up, and what is said where some cannot."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -178,3 +181,17 @@ def test_who_reaches_whom(routed):
 def test_who_reaches_whom_by_six(two_hosts):
     found = json.loads(reach(two_hosts, "--json"))
     assert [rail["local"] for rail in found["rails"]] == ["fd77::1", "fd77:1::1", "fd77::2", "fd77:1::2"], found
+
+
+@pytest.mark.parametrize("launcher", ["xvcomm run -n 4 --", "mpirun --allow-run-as-root --oversubscribe -n 4"])
+def test_who_reaches_whom_by_launcher(launcher):
+    """`xvcomm doctor --reach` finds the ranks as any launcher has started them; here on three hosts by label."""
+    if shutil.which(launcher.split()[0]) is None:
+        pytest.skip(f"no {launcher.split()[0]}")
+    label = "XVCOMM_HOST=h$((${OMPI_COMM_WORLD_RANK:-$XVCOMM_RANK} % 3)) exec xvcomm doctor --reach"
+    env = {**os.environ, "COLUMNS": "100", "XVCOMM_SECRET": "of this test"}
+    done = subprocess.run([*launcher.split(), "sh", "-c", label], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "All hosts reach each other." in done.stdout, done
+    for host in range(3):
+        cells = [r"1: lo to lo +│ " if other != host else r"- +│ " for other in range(3)]
+        assert re.search(rf"│ h{host} +│ {''.join(cells)}".rstrip(), done.stdout), done.stdout

@@ -22,7 +22,7 @@ SECRET = np.frombuffer(b"nobody else may read this text. " * 4096, np.uint8)
 
 @pytest.fixture(scope="module")
 def world():
-    with World(hosts="a:2,b:1", env=ENV) as ranks:
+    with World(hosts="a:2,b:1", env={**ENV, "XVCOMM_WIRE_THREADS": "2"}) as ranks:
         yield ranks
 
 
@@ -68,7 +68,7 @@ def test_some_ranks_without():
 
 def test_link_cut(two_hosts):
     """A link is cut and comes back while messages are under way: nothing is lost."""
-    two_hosts.cut_and_mend(env={"XVCOMM_TLS": "1"})
+    two_hosts.cut_and_mend(env={"XVCOMM_TLS": "1", "XVCOMM_WIRE_THREADS": "2"})
 
 
 async def secured(tls, accepting, connecting):
