@@ -176,21 +176,20 @@ def listening(comm):
 
 def rails(comm, wanted):
     """The addresses of the connections between the hosts, this side's first, once there are so many; or after a while."""
+
+    def found():
+        every = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+        return [(c.laddr.ip, c.raddr.ip) for c in every if 29711 not in (c.laddr.port, c.raddr.port)]
+
     end = time.monotonic() + 8
     while True:
         comm.all_reduce(np.zeros(10))
-        found = [
-            (connection.laddr.ip, connection.raddr.ip)
-            for connection in psutil.Process().net_connections("tcp")
-            if connection.status == psutil.CONN_ESTABLISHED
-            and 29711 not in (connection.laddr.port, connection.raddr.port)
-        ]
         late = time.monotonic() > end
-        if comm.all_gather_object(late or len(found) >= int(wanted)).count(True) == comm.size:
+        if all(comm.all_gather_object(late or len(found()) >= int(wanted))):
             break
         time.sleep(0.05)
-    time.sleep(0.5)  # more than are wanted would come now
-    print(json.dumps(sorted(found)))
+    time.sleep(1)  # where both sides have connected, one of the two connections is closed
+    print(json.dumps(sorted(found())))
     comm.barrier()
 
 

@@ -7,6 +7,7 @@ stay.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from xvcomm.wire.tls import Channel, Tls
 
 _RETRY_SECONDS = 0.5
 _REMEDY = f"{REMEDY}; `xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
-_STALL_SECONDS = 0.6
+_STALL_SECONDS = 0.35
 """A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
 
 
@@ -47,13 +48,13 @@ class Process:
 
 @dataclass(eq=False)
 class Rail:
-    """A connection, its TLS, and when the other host last acknowledged something on it."""
+    """A connection, its TLS, and since when looks at it have found that the other host acknowledges nothing."""
 
     connection: socket.socket
     ends: Ends
     channel: Channel | None
     acknowledged: int = 0
-    moved: float = field(default_factory=time.monotonic)
+    waits: float = math.inf
 
 
 class Link:
@@ -148,7 +149,7 @@ class Link:
             return "this side connects at the moment"
         for index, rail in self.rails.items():
             if rail.ends == both:
-                if first and time.monotonic() - rail.moved < _STALL_SECONDS:
+                if first and time.monotonic() - rail.waits < _STALL_SECONDS:
                     return "there is such a rail"
                 self._own.carrier.drop(index)
         return "" if len(self.rails) < MAX_RAILS else f"a link has at most {MAX_RAILS} rails"
@@ -213,11 +214,13 @@ class Link:
             record = carrier.rails[index]
             acknowledged = record.sent - queued(rail.connection)
             if acknowledged != rail.acknowledged or acknowledged == record.sent:
-                rail.acknowledged, rail.moved = acknowledged, now
+                rail.acknowledged, rail.waits = acknowledged, math.inf
+            else:
+                rail.waits = min(rail.waits, now)
             record.ping = 1
-        alive = any(now - rail.moved < _STALL_SECONDS for rail in self.rails.values())
+        alive = any(now - rail.waits < _STALL_SECONDS for rail in self.rails.values())
         for index, rail in self.rails.items():
-            if now - rail.moved > (_STALL_SECONDS if alive else self._own.timeout):
+            if now - rail.waits > (_STALL_SECONDS if alive else self._own.timeout):
                 carrier.drop(index)
 
     def state(self) -> list[abc.Rail]:

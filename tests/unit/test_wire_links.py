@@ -1,0 +1,57 @@
+"""When a connection counts as stalled."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from xvcomm.wire import links
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """A link with two connections: a function that looks at them at a time, and gives those that it drops.
+
+    Its arguments are the time, and for each connection the bytes sent so far, and those that the other host has not acknowledged.
+    """
+    now, dropped, unseen = [0.0], [], {}
+    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(links, "queued", unseen.get)
+    records = [SimpleNamespace(sent=0, ping=0) for _ in range(2)]
+    carrier = SimpleNamespace(add_link=lambda: 0, rails=records, drop=dropped.append)
+    link = links.Link(links.Process(0, b"", carrier, None, 10.0, lambda rank: (), lambda rank, why: None), 1)
+    with socket.socket() as first, socket.socket() as second:
+        link.rails = {index: links.Rail(end, ("", "", index), None) for index, end in enumerate((first, second))}
+
+        def look(at, *states):
+            now[0] = at
+            dropped.clear()
+            for rail, record, (sent, queued) in zip(link.rails.values(), records, states, strict=True):
+                record.sent, unseen[rail.connection] = sent, queued
+            link.look()
+            return list(dropped)
+
+        yield look
+
+
+def test_a_late_look(looks):
+    """Bytes that are under way at the moment of a look say nothing, however late the look is."""
+    assert looks(0.0, (100, 0), (100, 0)) == []
+    assert looks(5.0, (164, 64), (164, 0)) == []
+    assert looks(10.0, (228, 64), (228, 0)) == []
+
+
+def test_a_stalled_connection(looks):
+    """A connection on which nothing more is acknowledged is dropped, as long as the other one works."""
+    assert looks(0.0, (100, 0), (100, 0)) == []
+    assert looks(0.2, (164, 64), (164, 0)) == []
+    assert looks(0.4, (228, 128), (228, 0)) == []
+    assert looks(0.6, (292, 192), (292, 0)) == [0]
+
+
+def test_all_stalled(looks):
+    """If none works, they are dropped after XVCOMM_PEER_TIMEOUT."""
+    assert looks(0.0, (164, 64), (164, 64)) == []
+    for at in range(1, 11):
+        assert looks(float(at), (164, 64), (164, 64)) == []
+    assert looks(11.1, (164, 64), (164, 64)) == [0, 1]
