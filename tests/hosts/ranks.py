@@ -193,6 +193,18 @@ def rails(comm, wanted):
     comm.barrier()
 
 
+def redial(comm):
+    """Rank 0 loses its only connection again and again, while a second one is looked for in vain."""
+    network = next(t.network for t in comm._context.session.transports if t.capabilities().scheme == "tcp")
+    x = np.zeros(10)
+    for _ in range(8):
+        comm.all_reduce(x)
+        time.sleep(0.3)
+        for index in list(range(len(network.carrier.rails))) if comm.rank == 0 else ():
+            network.carrier.drop(index)
+        comm.all_reduce(x, timeout=1.4)  # less than a connection that is not answered takes
+
+
 def misled(comm, file):
     """Once a file is there, rank 0 looks for rank 1's first interface at a port where nobody listens."""
     relay.mislead(comm, 1)

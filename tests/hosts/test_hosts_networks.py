@@ -103,6 +103,13 @@ def test_lost_interface(two_hosts):
     assert re.findall(r"\((10.77.\d.\d)\) carries nothing to rank \d: ", text) in (["10.77.1.1"], ["10.77.1.2"]), text
 
 
+def test_slow_route(two_hosts):
+    """A route that does not answer holds up no other: a lost connection is made again at once."""
+    for side in range(2):
+        two_hosts.mute(side, 1)
+    two_hosts.run("redial")
+
+
 def test_refused_first(two_hosts, tmp_path):
     """A process is not lost because nobody listens at one of its addresses, while another one does not answer yet."""
     ranks = two_hosts.start("misled", tmp_path / "go")
