@@ -161,12 +161,8 @@ class Bench:
 
     def _rank(self, action: str, **settings: Any) -> tuple[str, ...]:
         """The command line of a rank."""
-        return (
-            sys.executable,
-            str(RANK),
-            action,
-            json.dumps({**asdict(self._effort), "out": str(self._folder), **settings}),
-        )
+        settings = {**asdict(self._effort), "out": str(self._folder), **settings}
+        return sys.executable, str(RANK), action, json.dumps(settings)
 
     def _iperf3(self, hosts: Hosts | None) -> list[float]:
         """10^9 bytes a second of one stream of iperf3, as its receiver counts them; none where it is not installed."""
@@ -182,10 +178,11 @@ class Bench:
         seconds = max(1, round(self._effort.seconds * 5))
         address = "10.77.0.2" if hosts else "127.0.0.1"
         text, _ = begin(hosts, 0, "iperf3", "-c", address, "-p", port, "-t", seconds, "-J").communicate(timeout=60)
-        ended(server)
         told = json.loads(text)
-        if "error" in told:  # its exit code is 0
+        if "error" in told:  # its exit code is 0, and the server still waits for its one client
+            server.kill()
             sys.exit(f"error: iperf3: {told['error']}")
+        ended(server)
         self.found["iperf3"]["version"] = told["start"]["version"].removeprefix("iperf ")
         return [told["end"]["sum_received"]["bits_per_second"] / 8e9]
 
