@@ -60,6 +60,9 @@ class Verdict(msgspec.Struct, frozen=True):
     unique_id: bytes = b""
 
 
+_decode_member, _decode_verdict = msgspec.json.Decoder(Member).decode, msgspec.json.Decoder(Verdict).decode
+
+
 def version_text(version: int) -> str:
     """Version number as text: `2.28.9` for 22809."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
@@ -98,7 +101,7 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
     keys = [f"{name}/{member}" for member in range(members)]
     if me:
         try:
-            verdict = msgspec.json.decode(store.get(name, deadline), type=Verdict)
+            verdict = _decode_verdict(store.get(name, deadline))
         except NotSet as error:
             raise CollectiveStalled(_missing(keys, store) or (0,)) from error
     else:
@@ -106,7 +109,7 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
             store.wait(keys, deadline)
         except NotSet as error:
             raise CollectiveStalled(_missing(keys, store)) from error
-        everybody = [msgspec.json.decode(store.get(key, deadline), type=Member) for key in keys]
+        everybody = [_decode_member(store.get(key, deadline)) for key in keys]
         verdict = Verdict(refusal(everybody))
         if not verdict.refusal:
             # With the same version of the library, some GPUs may support reductions that others do not.

@@ -38,6 +38,9 @@ class _Made(msgspec.Struct, frozen=True, array_like=True):
     slot_bytes: int
 
 
+_decode_place, _decode_made = msgspec.msgpack.Decoder(Place).decode, msgspec.msgpack.Decoder(_Made).decode
+
+
 class TcpTransport(Transport):
     """Rings whose halves lie in memory of their own on each host.
 
@@ -74,7 +77,7 @@ class TcpTransport(Transport):
 
         @cache
         def routes(rank: int) -> list[Route]:
-            theirs = msgspec.msgpack.decode(store.get(f"place/{rank}", Deadline.after(config.timeout)), type=Place)
+            theirs = _decode_place(store.get(f"place/{rank}", Deadline.after(config.timeout)))
             return interfaces.routes(mine, theirs, threads)
 
         self.network = Network(
@@ -89,7 +92,7 @@ class TcpTransport(Transport):
         """See `Transport.open_ring`."""
         assert self.network is not None
         if store.add(name + "/ends", 1, deadline) > 1:
-            made = msgspec.msgpack.decode(store.get(name, deadline), type=_Made)
+            made = _decode_made(store.get(name, deadline))
         else:
             if not layout.fixed and layout == self._host_layout():
                 layout = RingLayout(1, self._config.wire_slots, self._config.wire_slot_bytes)

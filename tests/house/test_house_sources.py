@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,19 @@ def test_exported_names_exist_and_are_documented(module: str) -> None:
         value = getattr(namespace, name)
         if inspect.isclass(value) or inspect.isroutine(value):
             assert inspect.getdoc(value), f"{module}.{name} has no docstring"
+
+
+def test_decoders_are_made_at_import(root: Path) -> None:
+    """msgspec 0.22 ends the process if several threads decode a Struct at once for the first time. Commands have one thread."""
+    first = re.compile(r"decode\(.*type=_?[A-Z]\w*\)")
+    files = [f for f in sources(root, *PACKAGES) if "cli" not in f.relative_to(root).parts]
+    found = [
+        f"{f.relative_to(root)}: {line.strip()}"
+        for f in files
+        for line in f.read_text().splitlines()
+        if first.search(line)
+    ]
+    assert not found, "make a Decoder beside the class:\n" + "\n".join(found)
 
 
 def test_modules_are_short(root: Path) -> None:

@@ -25,6 +25,7 @@ _LOOKS = 8
 """Number of members whose cards a waiting rank reads at a time: each read is a request to the store."""
 _NAMED = 16
 _Choice = tuple[int | str | None, int]
+_decode_choice = msgspec.msgpack.Decoder(_Choice).decode
 
 
 def subgroups(
@@ -43,7 +44,7 @@ def subgroups(
     packed = gathered.tobytes()
     choices, start = [], 0
     for count in counts:
-        choices.append(msgspec.msgpack.decode(packed[start : start + count], type=_Choice))
+        choices.append(_decode_choice(packed[start : start + count]))
         start += count
     _check_types(comm, choices)
     if color is None:
@@ -85,6 +86,9 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
 
     members: tuple[int, ...]
     number: int
+
+
+_decode_verdict, _decode_card = msgspec.msgpack.Decoder(_Verdict).decode, msgspec.msgpack.Decoder(_Card).decode
 
 
 class Meetings:
@@ -163,7 +167,7 @@ class Meetings:
             if place.add("here", 1, deadline) == len(mine.members):
                 verdict = _decide(place, _Verdict())
             else:
-                verdict = msgspec.msgpack.decode(place.get("verdict", deadline), type=_Verdict)
+                verdict = _decode_verdict(place.get("verdict", deadline))
         except (NotSet, MismatchError) as error:
             context.check()  # if the parent has failed, that is the reason, which all members know
             late = isinstance(error, NotSet)
@@ -208,7 +212,7 @@ class Meetings:
         for i in range(min(_LOOKS, len(members))):
             other = members[(looks * _LOOKS + i) % len(members)]
             try:
-                theirs = msgspec.msgpack.decode(cards.get(str(other), Deadline.after(0)), type=_Card)
+                theirs = _decode_card(cards.get(str(other), Deadline.after(0)))
             except DeadlineExceeded:
                 continue
             with self._gate:
@@ -229,7 +233,7 @@ def _decide(place: Store, verdict: _Verdict) -> _Verdict:
         return verdict
     try:
         # Read through the unguarded store: the guard would raise the failure that this verdict describes.
-        return msgspec.msgpack.decode(place.get("verdict", settling), type=_Verdict)
+        return _decode_verdict(place.get("verdict", settling))
     except NotSet as error:
         raise DeadlineExceeded(
             "subgroup: the member that decides the outcome is stopped or very slow, or has ended; look for a stopped process"

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import secrets
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -50,6 +50,11 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     refusal: str = ""
 
 
+_DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Challenge, Hello, Verdict)
+}
+
+
 class Refused(Exception):
     """The accepting side does not use the connection; gives the reason in words."""
 
@@ -83,7 +88,7 @@ async def _receive(connection: socket.socket, kind: type[msgspec.Struct]) -> msg
     if length > _LIMIT:
         raise Malformed
     try:
-        return msgspec.msgpack.decode(await _exactly(connection, length), type=kind)
+        return _DECODERS[kind].decode(await _exactly(connection, length))
     except msgspec.MsgspecError as error:
         raise Malformed(str(error)) from None
 

@@ -42,6 +42,9 @@ class _Notice(msgspec.Struct, frozen=True, array_like=True):
     stop: Stop | None = None
 
 
+_decode_notice = msgspec.msgpack.Decoder(_Notice).decode
+
+
 class Elsewhere:
     """Follows the store's notices in a daemon thread, and posts this rank's in another one.
 
@@ -87,7 +90,7 @@ class Elsewhere:
         store_ends = False
         while True:
             try:
-                notice = msgspec.msgpack.decode(notices.next(), type=_Notice)
+                notice = _decode_notice(notices.next())
             except XvcommError as error:
                 if isinstance(error, StoreError) and self._served_by_first and not (store_ends or self._over):
                     self._lose(0)

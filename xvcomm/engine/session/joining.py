@@ -36,6 +36,9 @@ class Joining(msgspec.Struct, frozen=True):
     serves: bool
 
 
+decode = msgspec.msgpack.Decoder(Joining).decode
+
+
 def host_identity(folder: str, label: str | None = None) -> str:
     """An identifier that is equal for two processes exactly if they can share memory: boot id and tmpfs.
 

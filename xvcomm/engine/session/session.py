@@ -20,7 +20,7 @@ from xvcomm.abc.peer_memory import SupportsPeerMemory
 from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Membership, Transport, choose
 from xvcomm.config import Config
-from xvcomm.engine.session import plugins
+from xvcomm.engine.session import joining, plugins
 from xvcomm.engine.session.elsewhere import Elsewhere, Stop
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
@@ -87,7 +87,7 @@ class Session:
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
         mine = self._introduce(PrefixStore("join", store))
         everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
-        self._joined = [msgspec.msgpack.decode(data, type=Joining) for data in everybody]
+        self._joined = [joining.decode(data) for data in everybody]
         self.infos = tuple(j.info for j in self._joined)
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
         self.peer_rings = PeerRings(shared, self.gone)

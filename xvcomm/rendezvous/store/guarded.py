@@ -34,6 +34,9 @@ class _Failure(msgspec.Struct, frozen=True, array_like=True):
     peer: int | None = None
 
 
+_decode_failure = msgspec.msgpack.Decoder(_Failure).decode
+
+
 class GuardedStore(PrefixStore):
     """A view of another store in which every key begins with `prefix/`, and waits end early.
 
@@ -69,7 +72,7 @@ class GuardedStore(PrefixStore):
         except DeadlineExceeded:
             self._check()
             return
-        failure = msgspec.msgpack.decode(found, type=_Failure)
+        failure = _decode_failure(found)
         raise _KINDS[failure.kind](failure.text, peer=failure.peer)
 
     def settle(self) -> None:

@@ -49,6 +49,9 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     failed: str = ""
 
 
+_decode_entry, _decode_verdict = msgspec.msgpack.Decoder(_Entry).decode, msgspec.msgpack.Decoder(_Verdict).decode
+
+
 def join_barrier(
     store: Store, rank: int, size: int, info: bytes, deadline: Deadline, *, noun: Noun = _RANK
 ) -> list[bytes]:
@@ -160,11 +163,11 @@ def _decided(store: Store) -> _Verdict:
 
 
 def _read(store: Store, deadline: Deadline) -> _Verdict:
-    return msgspec.msgpack.decode(store.get(_VERDICT, deadline), type=_Verdict)
+    return _decode_verdict(store.get(_VERDICT, deadline))
 
 
 def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:
-    return msgspec.msgpack.decode(store.get(f"info/{rank}", deadline), type=_Entry)
+    return _decode_entry(store.get(f"info/{rank}", deadline))
 
 
 def _give_up(store: Store, size: int, noun: Noun) -> _Verdict:
