@@ -11,12 +11,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from xvcomm.engine.session import plugins
 from xvcomm.errors import ArrayError, DTypeError
 from xvcomm.memory import array
 from xvcomm.memory.array import empty_like, finish, view
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.dlpack import Exporter
 from xvcomm.types.dtype import BY_NAME, DTYPES, DType
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known() -> None:
+    """The memory of the built-in backends is known."""
+    plugins.backends()
 
 
 def nowhere(nbytes: int) -> array.Memory:
@@ -253,6 +260,13 @@ def test_jax_results_that_are_still_computed() -> None:
     for _ in range(8):
         x = x @ x / 600
     assert np.frombuffer(contents(view(x)), np.float32).max() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_types_of_functions_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other libraries set the types of Python's functions, of which ctypes has one object for the whole process."""
+    monkeypatch.setattr(ctypes.pythonapi.PyCapsule_New, "argtypes", [ctypes.CFUNCTYPE(None)])
+    data = np.arange(5.0)
+    assert (np.from_dlpack(Exporter(data, data.ctypes.data, (5,), BY_NAME["float64"], "host", 0)) == data).all()
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.numpy.isbuiltin == 1], ids=str)

@@ -65,15 +65,13 @@ class ExchangeAPI(ctypes.Structure):
     ]
 
 
-pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-pointer_of.restype = ctypes.c_void_p
-pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
-name_of = ctypes.pythonapi.PyCapsule_GetName
-name_of.restype = ctypes.c_char_p
-name_of.argtypes = [ctypes.py_object]
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+# Functions of our own: `ctypes.pythonapi` has one object of each for the whole process, whose types JAX and others set.
+_PYTHON = ctypes.pythonapi
+pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", _PYTHON))
+name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", _PYTHON))
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", _PYTHON)
+)
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
