@@ -88,9 +88,8 @@ def _addresses() -> Iterator[tuple[str, str, bool]]:
     """Every interface's name, and every address of it, if it has any; and whether the interface is up."""
     state = {name: found.flags.split(",") for name, found in psutil.net_if_stats().items()}
     for name, addresses in sorted(psutil.net_if_addrs().items()):
-        up = "up" in state.get(
-            name, []
-        )  # not `isup`, which is false for a moment where an interface was just switched on
+        # Not `isup`, which is false for a moment where an interface was just switched on.
+        up = "up" in state.get(name, [])
         found = [a for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6) and a.netmask]
         for one in found:
             yield name, _with_prefix(one.address.partition("%")[0], one.netmask or ""), up

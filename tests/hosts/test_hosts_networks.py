@@ -85,7 +85,6 @@ def test_blocked_interface(two_hosts):
     forbid(two_hosts, "10.77.1.1", "10.77.1.2")
     first, second = two_hosts.run("rails", "2")  # which do not come
     assert all(len(json.loads(text.splitlines()[-1])) == 1 for text in (first, second))
-    # the hosts share the file by whose lock one process is chosen that prints
     (said,) = re.findall(r"v\w+1 \(10.77.1.\d\) carries nothing to rank \d: .*", first + second)
     there = r"10.77.1.1 \(v\w+1\) to 10.77.1.2 \(v\w+1\) port \d+: Permission denied"
     back = r"10.77.1.2 \(v\w+1\) to 10.77.1.1 \(v\w+1\) port \d+: no answer"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xvcomm.testing import World
-from xvcomm.testing.inside import context
+from xvcomm.testing.inside import network
 from xvcomm.wire.records import UP
 
 MOST_BYTES = 1 << 22
@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 22
 
 def lose_rails(comm, stop):
     """Lose one of several rails after another, as if their connections broke; how many."""
-    carrier = next(t.network.carrier for t in context(comm).session.transports if getattr(t, "network", None))
+    carrier = network(comm).carrier
     choice, lost = random.Random(comm.rank), 0
     while not stop.wait(choice.uniform(0.1, 0.5)):
         up = [index for index, rail in enumerate(carrier.rails) if rail.state == UP]

@@ -16,8 +16,7 @@ import pytest
 import relay
 
 from xvcomm.errors import AuthenticationError
-from xvcomm.testing import World
-from xvcomm.testing.inside import context
+from xvcomm.testing import World, inside
 from xvcomm.wire import connections, handshake, network
 from xvcomm.wire.carrier import WireEnd
 from xvcomm.wire.frames import FRAME, Kind
@@ -26,10 +25,6 @@ from xvcomm.wire.records import UP
 CROWD = 10_000
 GROWTH = 12 << 20
 SAID = []
-
-
-def network_of(comm):
-    return next(t.network for t in context(comm).session.transports if t.capabilities().scheme == "tcp")
 
 
 def work(comm, rounds):
@@ -48,8 +43,8 @@ def prepare(comm):
     """Listen to what is said of strangers from now on; the job's key."""
     SAID.clear()
     network.notice = SAID.append
-    network_of(comm)._silent_until = 0.0
-    return network_of(comm)._process.key
+    inside.network(comm)._silent_until = 0.0
+    return inside.network(comm)._process.key
 
 
 def usage(comm):
@@ -61,15 +56,15 @@ def usage(comm):
 
 def ranks_of_wires(comm):
     """Which rank the other half of each wire is in."""
-    ranks = {link.number: link.rank for link in network_of(comm)._links.values()}
-    return [ranks[kept.record.link] for kept in network_of(comm).carrier._kept if isinstance(kept, WireEnd)]
+    ranks = {link.number: link.rank for link in inside.network(comm)._links.values()}
+    return [ranks[kept.record.link] for kept in inside.network(comm).carrier._kept if isinstance(kept, WireEnd)]
 
 
 def lose_rails(comm):
     """Lose every connection to the others."""
-    for index, rail in enumerate(network_of(comm).carrier.rails):
+    for index, rail in enumerate(inside.network(comm).carrier.rails):
         if rail.state == UP:
-            network_of(comm).carrier.drop(index)
+            inside.network(comm).carrier.drop(index)
 
 
 def be_patient(comm, seconds):

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.context import Context
+
+if TYPE_CHECKING:
+    from xvcomm.wire.network import Network
 
 
 def context(comm: Communicator) -> Context:
     """The engine's side of a communicator: device, rings, tracker, lifecycle, and the session of the job."""
     return comm._context
+
+
+def network(comm: Communicator) -> Network:
+    """The links of this process to those of other hosts, in a job that has some."""
+    tcp: Any = next(t for t in context(comm).session.transports if t.capabilities().scheme == "tcp")
+    found: Network = tcp.network
+    return found

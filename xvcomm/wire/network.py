@@ -182,9 +182,8 @@ class Network:
                     await self._over.wait()
             self._look()
         self._loop.remove_reader(self.carrier.news)
-        for (
-            listener
-        ) in self._listeners:  # asyncio loses what is accepted while it cancels; the other end would wait for it
+        # asyncio loses a connection that it accepts while it cancels, and the other end would wait for it.
+        for listener in self._listeners:
             listener.shutdown(socket.SHUT_RDWR)
         await asyncio.wait(accepting, timeout=_LOOK_SECONDS)
         for task in self._tasks:
