@@ -116,7 +116,7 @@ def test_stopped(two_hosts, rank, seconds):
 
 
 def test_stopped_for_good(two_hosts):
-    """Who waits for a process that is stopped hears so at the deadline."""
+    """A rank that waits for a stopped process raises an error at the deadline."""
     ranks = two_hosts.begun(env={"XVCOMM_PEER_TIMEOUT": "1.5", "XVCOMM_TIMEOUT": "8"})
     os.kill(ranks[1].pid, signal.SIGSTOP)
     text = ranks[0].communicate(timeout=60)[0]

@@ -84,7 +84,7 @@ async def secured(tls, accepting, connecting):
 
 
 def test_keys():
-    """Only who has the same key can talk."""
+    """Only processes with the same key can talk."""
     for theirs, due in ((b"k" * 32, False), (b"q" * 32, True)):
         for connection, end in asyncio.run(secured(Tls(), b"k" * 32, theirs)):
             connection.close()

@@ -94,7 +94,7 @@ async def _receive(connection: socket.socket, kind: type[msgspec.Struct]) -> msg
 
 
 class Proven(NamedTuple):
-    """Who has proved the key on a connection that this side has accepted.
+    """The rank that has proved the key on a connection that this side has accepted.
 
     Attributes:
         rank: the other side's, in the whole job.
