@@ -124,7 +124,10 @@ def routes(mine: Place, theirs: Place, threads: int = 1) -> list[Route]:
     fast interface has several connections, at most one for each of the threads that carry.
     """
     if mine.stack == theirs.stack:
-        return [Route(_LOOPBACK, _LOOPBACK, theirs.loopback, ("lo", "lo"), number) for number in range(threads)]
+        return [
+            Route(_LOOPBACK, _LOOPBACK, theirs.loopback, ("lo", "lo"), number)
+            for number in range(min(threads, MAX_RAILS))
+        ]
     here, there = (list(dict.fromkeys(a.interface for a in place.addresses)) for place in (mine, theirs))
     most = max(1, min(threads, MAX_RAILS // max(1, len(here))))
     found: list[tuple[tuple[bool, int, int], Route]] = []

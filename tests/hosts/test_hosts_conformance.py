@@ -155,6 +155,7 @@ def train(comm):
     else:
         pipeline.recv(x, 0)
     comm.all_reduce(x)
+    comm.sendrecv(x, comm.rank, x.copy(), comm.rank)
     return [(str(OpCode(record.op)), record.way) for record in comm.history()]
 
 
@@ -163,4 +164,5 @@ def test_ways():
     with World(hosts="a:2,b:2", env={"XVCOMM_DEVICE": "host"}) as ranks:
         for rank, ways in enumerate(ranks.run(train)):
             message = ("send" if rank < 2 else "recv", "tcp")
-            assert ways[-3:] == [("all_reduce", "host"), message, ("all_reduce", "host + tcp")]
+            assert ways[-5:-2] == [("all_reduce", "host"), message, ("all_reduce", "host + tcp")]
+            assert {way for _, way in ways[-2:]} == {""}  # to itself

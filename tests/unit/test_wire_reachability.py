@@ -3,6 +3,7 @@
 import pytest
 
 from xvcomm.backends.tcp.interfaces import Address, Place, routes
+from xvcomm.types.route import MAX_RAILS
 from xvcomm.wire import reachability
 from xvcomm.wire.reachability import Search, disjoint
 
@@ -56,6 +57,11 @@ def test_several_connections():
     search.end(third, "no answer")
     assert search.begin([second.ends], 0.0) == [third]
     assert search.blocked([second.ends]) == {}
+
+
+def test_at_most_all_rails_of_a_link():
+    """However many threads there are, no more connections are looked for than a link has."""
+    assert len(routes(TWO[0], place("a", "eth0=10.0.0.2/24"), 100)) == MAX_RAILS
 
 
 def test_routes_do_not_wait_for_each_other():

@@ -25,7 +25,7 @@ from xvcomm.memory.segment import Segment
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.format import DONE, State
-from xvcomm.trace.operation import NO_PEER, Operation
+from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation
 from xvcomm.trace.recorder import hooks
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
@@ -123,8 +123,10 @@ class Context:
 
     def way(self, peer: int) -> str:
         """See `Supervised.way`."""
-        if peer >= 0:
-            return self.rings.scheme(peer) if peer != self.rank else ""
+        if peer in (self.rank, ANY_PEER):
+            return ""
+        if peer != NO_PEER:
+            return self.rings.scheme(peer)
         island = self.topology.island_of(self.rank).ranks
         native = [self.session.backend.native] if len(island) > 1 else []
         return " + ".join([*native, *sorted({self.rings.scheme(r) for r in range(len(self.ranks)) if r not in island})])

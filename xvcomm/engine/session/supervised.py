@@ -51,7 +51,7 @@ class Supervised(Protocol):
         """Its operations on the device's streams."""
 
     def way(self, peer: int) -> str:
-        """See `Record.way`: of a message with a rank of it, or of a collective if `peer` is negative."""
+        """See `Record.way`: of a message with a rank of it, or of a collective if `peer` is NO_PEER."""
 
     def look(self) -> None:
         """Handle messages of other ranks; never waits for the device."""
