@@ -5,7 +5,8 @@
 The hosts are network namespaces of this machine, so that this needs Linux, root and iproute2; the parts `loopback` and `cuda`, in
 which labels stand for hosts, do not. `cuda`, of arrays on GPUs, is measured only if `--parts` names it. What is missing of Gloo
 (torch), MPI (mpi4py, mpirun), C (gcc) and iperf3 is said and left out. Everything is measured in one run; each bar is a ratio in
-it. Writes hosts.md, hosts.json and hosts.png, and exits with code 1 if a bar is not met. `--quick` only tests the program.
+it. Writes hosts.md, hosts.json and hosts.png, or hosts-gpu.* if `cuda` is among the parts, and exits with code 1 if a bar is not
+met. `--quick` only tests the program.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gpu import gpus
 from host import Bar, bar_table, table
 
 from xvcomm.cli.bench.command import mpirun, parse_size, run_ranks
-from xvcomm.cli.bench.measure import Record
+from xvcomm.cli.bench.measure import PEERS, Record
 from xvcomm.cli.bench.report import Setting, draw
 from xvcomm.cli.doctor import size_text
 from xvcomm.errors import BackendUnavailable, ResourceError
@@ -40,7 +42,8 @@ from xvcomm.testing.hosts import NAMES, Hosts
 PARTS = ("loopback", "veth", "links", "alone", "failover", "cuda")
 RANK = Path(__file__).with_name("hosts_rank.py")
 PLACES = {"loopback": "Loopback", "cuda": "Loopback, arrays on GPUs", "veth": "Between two hosts, one link (veth)"}
-FROM_64K, FROM_4M = 64 << 10, 4 << 20
+GPU_OPS = ("p2p", "send", "sendrecv", "all_reduce", "all_gather")
+FROM_64K, FROM_1M, FROM_4M = 64 << 10, 1 << 20, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +88,18 @@ class Bench:
         found: the other figures.
     """
 
-    def __init__(self, effort: Effort, folder: Path) -> None:
+    def __init__(self, effort: Effort, folder: Path, parts: Sequence[str]) -> None:
         self._effort, self._folder = effort, folder
         self.setting: Setting | None = None
         self.records: dict[str, list[Record]] = {}
         self.found: dict[str, Any] = {"iperf3": {}}
         self._there = {
             "gloo": importlib.util.find_spec("torch"), "mpi": importlib.util.find_spec("mpi4py") and mpirun_here(),
-            "C": shutil.which("gcc"), "iperf3": shutil.which("iperf3"),
+            "C": shutil.which("gcc"), "iperf3": shutil.which("iperf3"), "nccl-socket": "cuda" in parts and gpus() > 1,
         }  # fmt: skip
-        missing = [name for name, there in self._there.items() if not there]
+        missing = [
+            name for name, there in self._there.items() if not there and (name != "nccl-socket" or "cuda" in parts)
+        ]
         if missing:
             print(f"# not on this machine, and left out: {', '.join(missing)}", file=sys.stderr)
         if self._there["C"]:
@@ -106,7 +111,7 @@ class Bench:
         self._transfers("loopback", None)
 
     def cuda(self) -> None:
-        """The same with arrays on GPUs, or on one that both ranks use."""
+        """The same with arrays on GPUs, or on one that both ranks use; with two, also beside NCCL's sockets."""
         self._transfers("cuda", None)
 
     def veth(self) -> None:
@@ -117,6 +122,8 @@ class Bench:
     def _transfers(self, place: str, hosts: Hosts | None) -> None:
         sizes = [parse_size(size) for size in self._effort.sizes]
         cases = [("p2p", sizes), ("send", [size for size in sizes if size >= FROM_64K]), ("all_reduce", sizes)]
+        if place == "cuda":
+            cases = [(op, sizes) for op in GPU_OPS]
         rates = self._iperf3(hosts)
         self.records[place] = self._measure(place, hosts, cases)
         rates += self._iperf3(hosts)
@@ -134,12 +141,15 @@ class Bench:
         """Start two ranks, on two hosts or on this one, and measure with all libraries."""
         networks = ",".join(f"10.77.{link}.0/24" for link in range(links)) if hosts else "127.0.0.0/8"
         device = "cuda" if place == "cuda" else "host"
-        libraries = [name for name in ("gloo", "mpi") if self._there[name] and (name == "gloo" or device == "host")]
+        libraries = [
+            name for name in ("gloo", "mpi", "nccl-socket") if self._there[name] and PEERS[name].serves(device)
+        ]
         variables = [
             {
                 "XVCOMM_HOST": name, "XVCOMM_ISLAND": name, "XVCOMM_DEVICE": device, "XVCOMM_NICS": networks if hosts else "lo",
                 "GLOO_SOCKET_IFNAME": ",".join(hosts.interface(side, n) for n in range(links)) if hosts else "lo",
                 "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": networks,
+                **PEERS["nccl-socket"].environment,
             }
             for side, name in enumerate(NAMES)
         ]  # fmt: skip
@@ -243,7 +253,7 @@ def ended(*processes: subprocess.Popen[str]) -> None:
     Raises:
         SystemExit: one failed.
     """
-    printed = [process.communicate(timeout=300)[0] for process in processes]
+    printed = [process.communicate(timeout=1200)[0] for process in processes]
     for process, text in zip(processes, printed, strict=True):
         if process.returncode:
             sys.exit(f"error: a process ended with exit code {process.returncode}:\n{text}")
@@ -289,7 +299,7 @@ def bars(bench: Bench) -> list[Bar]:
         return {r.size: r.algbw for r in records if r.size >= least}
 
     records, figures = bench.records.get("veth", []), bench.found
-    messages, every = ("p2p", "send"), ("p2p", "send", "all_reduce")
+    every = ("p2p", "send", "all_reduce")
     if "veth" in figures["iperf3"]:
         rate = figures["iperf3"]["veth"]
         bar("one way, 4 MiB and more, part of iperf3", [r / rate for r in sent("veth", FROM_4M).values()], 0.9)
@@ -306,9 +316,10 @@ def bars(bench: Bench) -> list[Bar]:
             [s / one for s in sent(gigabits(count), 0).values() if one],
             0.95 * count,
         )
-    gpus, hosts = sent("cuda", FROM_4M), sent("loopback", FROM_4M)
-    bar("GPU arrays, 4 MiB and more, times Gloo", ratios(bench.records.get("cuda", []), "gloo", FROM_4M, messages), 10)
-    bar("GPU arrays, one way, part of host arrays", [gpus[size] / hosts[size] for size in gpus if size in hosts], 0.9)
+    fast, plain, on_gpus = sent("cuda", FROM_4M), sent("loopback", FROM_4M), bench.records.get("cuda", [])
+    bar("GPU arrays, 1 MiB and more, times Gloo", ratios(on_gpus, "gloo", FROM_1M, GPU_OPS), 10)
+    bar("GPU arrays, times NCCL's sockets", ratios(on_gpus, "nccl-socket", 0, GPU_OPS), 1)
+    bar("GPU arrays, one way, part of host arrays", [fast[size] / plain[size] for size in fast if size in plain], 0.9)
     if cut := figures.get("failover"):
         bar("one of two links cut: longest wait for a message, s", [cut["stall"]], 1, most=True)
         bar("from the link's return to full speed, s", [cut["full"]], 5, most=True)
@@ -353,40 +364,51 @@ def markdown(bench: Bench, setting: Setting, reached: Sequence[Bar]) -> str:
         others += [(f"CPU seconds of an idle rank in {idle['seconds']:g} s", f"{max(idle['cpu']):.3f}")]
     if others:
         lines += ["", "| other figures | |", "| --- | --: |", *(f"| {what} | {value} |" for what, value in others)]
-    return "\n".join([*lines, "", "![time and bandwidth over size](hosts.png)", ""])
+    return "\n".join([*lines, "", f"![time and bandwidth over size]({stem(bench)}.png)", ""])
+
+
+def stem(bench: Bench) -> str:
+    """Name of the files, without extension."""
+    return "hosts-gpu" if "cuda" in bench.records else "hosts"
 
 
 def write(out: Path, bench: Bench, setting: Setting) -> list[Bar]:
-    """Judge the figures, and write hosts.md, hosts.json and hosts.png; the bars."""
+    """Judge the figures, and write the page, the records and the drawing; the bars."""
     reached = bars(bench)
     records = [{"place": place, **asdict(record)} for place, found in bench.records.items() for record in found]
     judged = [{**asdict(bar), "met": bar.met} for bar in reached]
     report = {**asdict(setting), **bench.found, "bars": judged, "records": records}
-    (out / "hosts.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "hosts.md").write_text(markdown(bench, setting, reached))
+    name = out / stem(bench)
+    name.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    name.with_suffix(".md").write_text(markdown(bench, setting, reached))
     rows: dict[str, list[Record]] = {}
     for place in bench.records.keys() & PLACES.keys():
         for record in bench.records[place]:
             rows.setdefault(f"{record.op}, {PLACES[place]}", []).append(record)
-    draw(out / "hosts.png", rows, setting)
+    draw(name.with_suffix(".png"), rows, setting)
     return reached
 
 
 def main() -> int:
     """Measure, write the report and check the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/figures"), help="folder for hosts.md, hosts.json, hosts.png"
-    )
+    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder for the files")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="all but cuda if left out")
+    parser.add_argument("--sizes", help="separated by commas, instead of 8 to 256M")
+    parser.add_argument("--seconds", type=float, help="for each case and library, instead of 0.6")
     parser.add_argument("--quick", action="store_true", help="few and short measurements, whose bars are not judged")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the hosts are removed
+    effort = QUICK if arguments.quick else Effort()
+    if arguments.sizes:
+        effort = replace(effort, sizes=tuple(arguments.sizes.split(",")))
+    if arguments.seconds:
+        effort = replace(effort, seconds=arguments.seconds)
     load = [os.getloadavg()[0]]
     try:
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(QUICK if arguments.quick else Effort(), Path(folder))
+            bench = Bench(effort, Path(folder), arguments.parts)
             for part in arguments.parts:
                 print(f"# {part}", file=sys.stderr, flush=True)
                 getattr(bench, part)()

@@ -3,10 +3,11 @@
     python benchmarks/torch_train.py --out docs/figures
 
 runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each communication library, each in a job of its
-own: xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island (a rehearsal), NCCL, NCCL
-without P2P, Gloo. The larger model is trained by the pipeline only, over two islands and with NCCL. The text is random
-tokens: only speed and the first losses matter. Writes torch-trainN.md and .json for N ranks; modes that are not measured in
-this run keep their entries there and are not judged. Exits with code 1 if a bar is not met.
+own: xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island or another host, between which
+TCP carries (rehearsals), NCCL, NCCL without P2P, Gloo. The larger model is trained by the pipeline only, over two islands,
+over two hosts and with NCCL. The text is random tokens: only speed and the first losses matter. Writes torch-trainN.md and
+.json for N ranks; modes that are not measured in this run keep their entries there and are not judged. Exits with code 1 if a
+bar is not met.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,32 @@ from torch.nn import functional as F
 
 from xvcomm.cli.run import launch
 
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the ranks communicate.
+
+    Attributes:
+        backend: of torch.distributed.
+        islands: whether the second half of the ranks is labelled as another island.
+        hosts: whether it is labelled as on another host too.
+        environment: additional variables of all ranks.
+    """
+
+    backend: str
+    islands: bool = False
+    hosts: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+ISLANDS, HOSTS = "xvcomm, two islands", "xvcomm, two hosts"
 WAYS = {
-    "xvcomm, one island": ("xvcomm", False, {}),
-    "xvcomm, two islands": ("xvcomm", True, {}),
-    "nccl": ("nccl", False, {}),
-    "nccl without P2P": ("nccl", False, {"NCCL_P2P_DISABLE": "1"}),
-    "gloo": ("gloo", False, {}),
+    "xvcomm, one island": Way("xvcomm"),
+    ISLANDS: Way("xvcomm", islands=True),
+    HOSTS: Way("xvcomm", islands=True, hosts=True),
+    "nccl": Way("nccl"),
+    "nccl without P2P": Way("nccl", environment={"NCCL_P2P_DISABLE": "1"}),
+    "gloo": Way("gloo"),
 }
 SEED = 1
 
@@ -66,7 +87,7 @@ SHAPES = dict.fromkeys(("ddp", "fsdp2", "pp"), Shape()) | {"pp-8b": Shape(dim=40
 """The model that is trained in each mode."""
 
 LARGE = "pp-8b"
-LARGE_WAYS = ("xvcomm, two islands", "nccl", "nccl without P2P")
+LARGE_WAYS = (ISLANDS, HOSTS, "nccl", "nccl without P2P")
 
 
 class Block(nn.Module):
@@ -159,11 +180,13 @@ class Piped:
         return torch.stack(losses).mean() if losses else math.nan
 
 
-def rank_main(backend: str, mode: str, steps: int, shape: Shape, file: str) -> None:
+def rank_main(way: Way, mode: str, steps: int, shape: Shape, file: str) -> None:
     """Main function of each rank; the last one writes speed and losses to `file`."""
     warnings.simplefilter("ignore")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend)
+    if way.hosts:
+        os.environ["XVCOMM_HOST"] = os.environ["XVCOMM_ISLAND"]
+    dist.init_process_group(way.backend)
     trainer = (Piped if mode.startswith("pp") else Replicated)(shape, mode)
     optimizer = torch.optim.AdamW(trainer.parameters, lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(SEED)
@@ -208,24 +231,28 @@ class Figure:
 
 def measure(way: str, mode: str, ranks: int, steps: int) -> Figure:
     """Run one job."""
-    (backend, islands, environment), date = WAYS[way], f"{datetime.now(UTC):%Y-%m-%d}"
+    chosen, date = WAYS[way], f"{datetime.now(UTC):%Y-%m-%d}"
+    islands = chosen.islands
     labels = [("cuda" if r < ranks // 2 else "rocm") if islands else "" for r in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "result"))
-        argv = (sys.executable, __file__, "--rank", backend, mode, str(steps), json.dumps(asdict(SHAPES[mode])), file)
-        if launch(argv, labels, extra={**environment, "XVCOMM_DEVICE": ""}):
+        argv = (sys.executable, __file__, "--rank", way, mode, str(steps), json.dumps(asdict(SHAPES[mode])), file)
+        if launch(argv, labels, extra={**chosen.environment, "XVCOMM_DEVICE": ""}):
             return Figure(way, mode, ranks, 0.0, [], islands, date, failed=True)
         speed, losses = json.loads(Path(file).read_text())
     return Figure(way, mode, ranks, speed, losses, islands, date)
 
 
 def bars(figures: Sequence[Figure]) -> list[Bar]:
-    """The bar of the larger pipeline, if both sides were measured. A failed xvcomm job has no speed and misses the bar."""
+    """The bars of the larger pipeline, if both sides were measured. A failed xvcomm job has no speed and misses the bar."""
     speed = {figure.way: figure.speed for figure in figures if figure.mode == LARGE}
-    if "xvcomm, two islands" not in speed or not speed.get("nccl"):
+    if not speed.get("nccl"):
         return []
-    what = f"pipeline of 8B over two islands, {figures[0].ranks} ranks, part of NCCL's tokens a second"
-    return [Bar(what, speed["xvcomm, two islands"] / speed["nccl"], 0.99)]
+    what = "pipeline of 8B over two {}, {} ranks, part of NCCL's tokens a second"
+    return [
+        Bar(what.format(name, figures[0].ranks), speed[way] / speed["nccl"], bound)
+        for way, name, bound in ((ISLANDS, "islands", 0.99), (HOSTS, "hosts", 0.97)) if way in speed
+    ]  # fmt: skip
 
 
 def verdict(figures: Sequence[Figure]) -> int:
@@ -249,7 +276,8 @@ def markdown(figures: Sequence[Figure]) -> str:
         f"{ranks} x {torch.cuda.get_device_name()}. torch {torch.__version__}. A LLaMA of "
         f"{shape.parameters() / 1e9:.2f} billion parameters (8B: {large.parameters() / 1e9:.2f}), bfloat16, AdamW; "
         f"{shape.samples} samples of {shape.tokens} tokens a "
-        f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands are labels: a rehearsal.",
+        f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands and hosts are labels: a "
+        "rehearsal.",
         "",
         *judged,
         "| | date | "
@@ -259,7 +287,7 @@ def markdown(figures: Sequence[Figure]) -> str:
     ]
     for mode in dict.fromkeys(f.mode for f in figures):
         speed = {f.way: f.speed for f in figures if f.mode == mode}
-        mixed = speed["xvcomm, two islands"]
+        mixed = speed[ISLANDS]
         cells = [
             "not measured" if way not in speed else f"{speed[way]:,.0f}" if speed[way] else "fails" for way in WAYS
         ]
@@ -286,8 +314,8 @@ def main() -> int:
     parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
-        backend, mode, steps, shape, file = arguments.rank
-        rank_main(backend, mode, int(steps), Shape(**json.loads(shape)), file)
+        way, mode, steps, shape, file = arguments.rank
+        rank_main(WAYS[way], mode, int(steps), Shape(**json.loads(shape)), file)
         return 0
     ranks = torch.cuda.device_count()
     if ranks < 2:

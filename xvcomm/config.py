@@ -86,7 +86,9 @@ class Config:
     )
     gpu_ring_slots: int = _var(4, "Slots per lane of such a ring.", least=2)
     gpu_ring_slot_bytes: int = _var(
-        256 << 10, "Bytes per slot of such a ring, a quarter of it for collectives; a multiple of 4096.", least=4096
+        256 << 10,
+        "Bytes per slot of such a ring, a quarter of it for collectives on one host; a multiple of 4096.",
+        least=4096,
     )
     peer_memory: int = _var(
         1,

@@ -22,6 +22,8 @@ sys.path.append(str(Path(__file__).parent.parent / "conformance"))
 Job = Callable[..., World]
 SHARE = "SHARE_GPUS"
 """If set, islands of ranks share GPUs if there are too few: time slices are about two milliseconds long."""
+SPREAD = "SPREAD_RANKS"
+"""If set, each rank of a job that names no hosts is labelled as on a host of its own, so that rings go over TCP."""
 JAX = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Otherwise JAX would allocate most of the memory of all GPUs that a rank sees, including other ranks'."""
 
@@ -94,6 +96,8 @@ def job(
         devices: str, islands: str | None = None, env: Mapping[str, str] | None = None, hosts: str | None = None
     ) -> World:
         kinds = places(devices)
+        if hosts is None and os.environ.get(SPREAD):
+            hosts = ",".join(f"host{rank}" for rank in range(len(kinds)))
         indices = _gpus(kinds, parse_islands(islands) if islands else kinds, gpus)
         ranks = World(islands=islands, devices=",".join(kinds), hosts=hosts, env=[
             {**SMALL_GPU_RINGS, **JAX, **libraries(kind), **indices[rank], **(env or {})}

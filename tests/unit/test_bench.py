@@ -91,7 +91,7 @@ def test_peers_with_an_environment_are_refused_where_ranks_are_started_already()
 
 def test_peers_on_unsupported_devices_are_refused():
     assert [name for name, peer in PEERS.items() if peer.serves("host")] == ["gloo", "mpi", "memcpy"]
-    on_gpus = ["gloo", "nccl", "nccl-cupy", "nccl-shm", "raw"]
+    on_gpus = ["gloo", "nccl", "nccl-cupy", "nccl-shm", "nccl-socket", "raw"]
     assert [name for name, peer in PEERS.items() if peer.serves("rocm")] == on_gpus
 
 

@@ -57,6 +57,20 @@ PEERS = {
     "nccl": Peer("gpu"),
     "nccl-cupy": Peer("gpu"),
     "nccl-shm": Peer("gpu", {"NCCL_P2P_DISABLE": "1"}),
+    "nccl-socket": Peer(
+        "gpu",
+        {
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1",
+            "NCCL_NET": "Socket",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_NTHREADS": "4",
+            "NCCL_NSOCKS_PERTHREAD": "4",
+            "NCCL_MIN_NCHANNELS": "4",
+            "NCCL_MIN_P2P_NCHANNELS": "4",
+            "NCCL_NCHANNELS_PER_NET_PEER": "4",
+        },
+    ),
     "raw": Peer("gpu"),
 }
 

@@ -166,6 +166,7 @@ def contenders(
         "memcpy": Memcpy,
         "nccl": lambda: TorchLibrary("nccl", "nccl", ranks),
         "nccl-shm": lambda: TorchLibrary("nccl-shm", "nccl", ranks),
+        "nccl-socket": lambda: TorchLibrary("nccl-socket", "nccl", ranks),
         "nccl-cupy": lambda: CupyNccl(meeting),
         "raw": lambda: Copies(memory, meeting.rank),
     }
