@@ -10,8 +10,8 @@ from xvcomm.config import Config
 from xvcomm.engine.planner import Planner
 from xvcomm.engine.session.rings import at_once
 from xvcomm.errors import ArgumentError
-from xvcomm.schedule.steps import Collective, Native, NativeOp, Request
-from xvcomm.schedule.tuning import SHORT_BYTES, tune
+from xvcomm.schedule.steps import Collective, GetReduce, Native, NativeOp, Request
+from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, WIRE_PARTS_BYTES, tune
 from xvcomm.types.topology import Topology
 
 CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
@@ -74,10 +74,22 @@ def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> No
     ]
     assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 5
     roomy = Config(ring_lanes=8)
-    for config, most in ((CONFIG, AT_ONCE), (roomy, SHORT_BYTES)):
+    for config, most in ((CONFIG, AT_ONCE), (roomy, ARRAYS_BYTES)):
         assert most <= at_once(config)
         request = Request(Collective.ALL_REDUCE, 4, count=most // 4 + 1)
         assert len(Planner(TOPOLOGY, 2, config, gpus=True).plan(request).schedule.steps) == 5
+
+
+@pytest.mark.parametrize(("hosts", "least"), [(1, PARTS_BYTES), (2, WIRE_PARTS_BYTES)])
+def test_large_arrays_in_host_memory_are_added_by_halves(hosts: int, least: int) -> None:
+    """Between two islands: each adds half of the elements, then they exchange the results. GPUs add everything at once."""
+    topology = Topology.from_labels("ab", ["x", "y"] if hosts == 2 else None)
+    added = []
+    for nbytes, gpus in ((least - 4, False), (least, False), (least, True)):
+        plan = Planner(topology, 0, CONFIG, gpus=gpus).plan(Request(Collective.ALL_REDUCE, 4, count=nbytes // 4))
+        reduced = sum(step.dst.count for step in plan.schedule.steps if isinstance(step, GetReduce))
+        added.append(reduced * 4 / nbytes)
+    assert added == [1, 0.5, 1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xvcomm.schedule import build
 from xvcomm.schedule.simulate import run
-from xvcomm.schedule.steps import Buf, Collective, GetReduce, Native, Put, Reduce, Request
+from xvcomm.schedule.steps import Buf, Collective, Exchange, GetReduce, Native, Put, Reduce, Request
 from xvcomm.types.dtype import ReduceOp
 from xvcomm.types.topology import Topology
 
@@ -30,19 +30,19 @@ class Case:
     requests: list[Request]
     inputs: list[Array]
     segment: int = 0
-    short: bool = False
+    exchange: Exchange = Exchange.SUMS
     op: ReduceOp = ReduceOp.SUM
     factors: list[float] = field(default_factory=list)
 
     def run(self, **how: Any) -> list[Array]:
-        schedules = [build(q, self.topology, r, self.segment, self.short) for r, q in enumerate(self.requests)]
+        schedules = [build(q, self.topology, r, self.segment, self.exchange) for r, q in enumerate(self.requests)]
         return run(self.requests, schedules, self.topology, self.inputs, self.op, factors=self.factors or None, **how)
 
 
 def runs(case: Case, seeds: int = 2) -> list[list[Array]]:
     """Results for all rules, in place and not, in several orders of events."""
     orders = ("sequential", "concurrent") if case.segment else ("sequential", "concurrent", "buffered")
-    if case.short:  # relies on rings that take every message at once
+    if case.exchange is Exchange.ARRAYS:  # relies on rings that take every message at once
         orders = orders[-1:]
     return [
         case.run(order=order, shared=shared, seed=seed)
@@ -50,6 +50,11 @@ def runs(case: Case, seeds: int = 2) -> list[list[Array]]:
         for shared in (False, True)
         for seed in range(seeds)
     ]
+
+
+def exchanges(segment: int) -> list[Exchange]:
+    """Ways to carry out an all-reduce; whole arrays are not cut into segments."""
+    return [way for way in Exchange if way is not Exchange.ARRAYS or not segment]
 
 
 def data(rank: int, count: int, dtype: str = "int64") -> Array:
@@ -155,7 +160,7 @@ def cases(draw: st.DrawFn, op: Collective) -> Case:
     count = draw(st.sampled_from((0, 1, 2, 3, 7, 16, 33, 64, 100, 257)))
     case = make(op, topology, dtype, count, counts, draw(st.integers(0, size - 1)))
     case.segment = draw(st.sampled_from((0, 0, 5, 16, 40)))
-    case.short = not case.segment and draw(st.booleans())
+    case.exchange = draw(st.sampled_from(exchanges(case.segment)))
     if op in (Collective.ALL_REDUCE, Collective.REDUCE, Collective.REDUCE_SCATTER) and dtype != "complex128":
         case.op = draw(st.sampled_from((ReduceOp.SUM, ReduceOp.MAX)))
     return case
@@ -198,7 +203,8 @@ def test_every_collective_on_chosen_islands(op: Collective, sizes: tuple[int, ..
             case = make(op, topology, "int32", 301, [(r * 5) % 9 for r in range(size)], root)
             check(case, seeds=1)
             check(replace(case, segment=64), seeds=1)
-            check(replace(case, short=True), seeds=1)
+            for way in (Exchange.ARRAYS, Exchange.PARTS):
+                check(replace(case, exchange=way), seeds=1)
 
 
 @given(
@@ -230,7 +236,7 @@ def test_scaled_reductions(topology: Topology, op: Collective, scale: str, more:
     counts = more.draw(st.lists(st.integers(0, 40), min_size=size, max_size=size))
     case = make(op, topology, "float64", 131, counts, more.draw(st.integers(0, size - 1)))
     case.segment = more.draw(st.sampled_from((0, 32)))
-    case.short = not case.segment and more.draw(st.booleans())
+    case.exchange = more.draw(st.sampled_from(exchanges(case.segment)))
     request = replace(
         case.requests[0], average=scale == "avg", premul=scale == "premul", low_precision=more.draw(st.booleans())
     )
@@ -254,8 +260,8 @@ def test_low_precision_over_three_islands(dtype: str, op: Collective) -> None:
     request = Request(op, 2, count=12, root=0) if op is Collective.REDUCE else Request(op, 2, count=12)
     if op is Collective.REDUCE_SCATTER:
         request = Request(op, 2, counts=(4, 4, 4))
-    for short in (False, True):
-        for results in runs(Case(topology, uniform(topology, request), inputs, short=short)):
+    for way in Exchange:
+        for results in runs(Case(topology, uniform(topology, request), inputs, exchange=way)):
             assert all((result == kind.type(1 + ulp)).all() for result in results)
 
 
@@ -282,7 +288,7 @@ def test_low_precision_rounds_once(
     counts = more.draw(st.lists(st.integers(0, 40), min_size=size, max_size=size))
     case = make(op, topology, "int64", 131, counts, more.draw(st.integers(0, size - 1)))
     case.segment = more.draw(st.sampled_from((0, 32)))
-    case.short = not case.segment and more.draw(st.booleans())
+    case.exchange = more.draw(st.sampled_from(exchanges(case.segment)))
     case.factors = [(0.75, 3.0, 1.25, 0.5)[rank % 4] for rank in range(size)]
     terms = [exact(dtype, x.size, more.draw(st.integers(0, 1 << 30))) for x in case.inputs]
     weights = case.factors if scale == "premul" else [1.0] * size
@@ -322,8 +328,8 @@ def test_partial_sums_of_single_ranks_cross_in_their_own_precision() -> None:
 def test_two_islands_add_the_first_island_on_the_left() -> None:
     topology = Topology.from_labels("abba")
     request = Request(Collective.ALL_REDUCE, 4, count=64)
-    for rank, short in itertools.product(range(4), (False, True)):
-        reduces = [s for s in build(request, topology, rank, short=short).steps if isinstance(s, GetReduce)]
+    for rank, way in itertools.product(range(4), Exchange):
+        reduces = [s for s in build(request, topology, rank, exchange=way).steps if isinstance(s, GetReduce)]
         assert reduces
         assert all(s.remote_first == (rank in (1, 2)) for s in reduces)
 
@@ -337,8 +343,8 @@ def test_the_border_adds_in_island_order(op: Collective, islands: int) -> None:
     case.inputs = [random.standard_normal(240).astype("f4") for _ in range(islands)]
     wanted = expected(case)  # adds rank by rank
     assert not np.array_equal(sum(case.inputs[::-1]), sum(case.inputs)) or islands == 2
-    for short in (False, True):
-        for results in runs(replace(case, short=short)):
+    for way in Exchange:
+        for results in runs(replace(case, exchange=way)):
             for got, want in zip(results, wanted, strict=True):
                 np.testing.assert_array_equal(got, want)
 

@@ -54,7 +54,7 @@ def plan(
     for line in describe(topology, made, steps):
         typer.echo(line)
     typer.echo("")
-    for line in costs(request, estimate(request, topology, made.segment, links, made.short), links):
+    for line in costs(request, estimate(request, topology, made.segment, links, made.exchange), links):
         typer.echo(line)
     typer.echo(f"planned in {took * 1e3:.1f} ms; cached for the next call")
 

@@ -11,7 +11,7 @@ from xvcomm.engine.session.rings import at_once
 from xvcomm.schedule import build
 from xvcomm.schedule.describe import lines
 from xvcomm.schedule.runs import runs
-from xvcomm.schedule.steps import Lane, Put, Request, Schedule, Step
+from xvcomm.schedule.steps import Exchange, Lane, Put, Request, Schedule, Step
 from xvcomm.schedule.tuning import tune
 from xvcomm.types.topology import Topology
 
@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         nbytes: size of the whole array.
-        segment, short: how it is carried out; see `schedule.build`.
+        segment, exchange: how it is carried out; see `schedule.build`.
         runs: of one segment the same, messages that may start together as one.
         messages: the most that one rank is sent.
     """
@@ -33,7 +33,7 @@ class Plan:
     rank: int
     nbytes: int
     segment: int
-    short: bool
+    exchange: Exchange
     schedule: Schedule
     runs: tuple[tuple[Step, ...], ...]
     lanes: frozenset[Lane]
@@ -62,9 +62,8 @@ class Planner:
     def __init__(self, topology: Topology, rank: int, config: Config, gpus: bool = False) -> None:
         self._topology = topology
         self._rank = rank
-        # Among processes of one host, which share its cores, less work counts for more than fewer calls.
         self._gpus = gpus
-        self._at_once = at_once(config) if gpus else 0
+        self._at_once = at_once(config) if gpus else None
         self._link_bytes = config.gpu_segment_bytes if gpus else config.segment_bytes
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 
@@ -81,12 +80,12 @@ class Planner:
         tuning = tune(request.op, nbytes, self._topology, self._link_bytes, self._at_once)
         segment = tuning.segment_bytes // request.itemsize
         wide = not self._gpus  # whose libraries round what an island adds
-        schedule = build(request, self._topology, self._rank, segment, tuning.short, wide)
+        schedule = build(request, self._topology, self._rank, segment, tuning.exchange, wide)
         lanes = frozenset(step.lane for step in schedule.steps)
         messages = Counter(step.peer for step in schedule.steps if isinstance(step, Put))
         most = max(messages.values(), default=0)
         together = runs(schedule.steps) if not segment else ()
-        return Plan(request, self._rank, nbytes, segment, tuning.short, schedule, together, lanes, most)
+        return Plan(request, self._rank, nbytes, segment, tuning.exchange, schedule, together, lanes, most)
 
 
 def _elements(request: Request) -> int:

@@ -20,7 +20,7 @@ from xvcomm.schedule import (
 from xvcomm.schedule.builder import Builder
 from xvcomm.schedule.layout import check
 from xvcomm.schedule.partition import grain
-from xvcomm.schedule.steps import Collective, Request, Schedule
+from xvcomm.schedule.steps import Collective, Exchange, Request, Schedule
 from xvcomm.types.topology import Topology
 
 __all__ = ["SEGMENTED", "build"]
@@ -41,14 +41,19 @@ _WRITERS: Mapping[Collective, Callable[[Builder], None]] = {
 
 
 def build(
-    request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False, wide: bool = True
+    request: Request,
+    topology: Topology,
+    rank: int,
+    segment: int = 0,
+    exchange: Exchange = Exchange.SUMS,
+    wide: bool = True,
 ) -> Schedule:
     """Build the schedule of one rank.
 
     Args:
         request: the collective; the same on all ranks, except for the counts of an all_to_all.
         segment: elements per segment, rounded up to 16 bytes; 0 for one segment.
-        short: prefer fewer steps to fewer bytes between islands. Rings must be able to buffer every message whole.
+        exchange: how an all-reduce is carried out; the others ignore it.
         wide: whether partial results of low-precision dtypes may be stored and sent as float32 until they are rounded.
 
     Raises:
@@ -56,7 +61,7 @@ def build(
     """
     check(request, topology, rank)
     unit = grain(request.itemsize)
-    builder = Builder(request, topology, rank, -(-segment // unit) * unit, short, wide)
+    builder = Builder(request, topology, rank, -(-segment // unit) * unit, exchange, wide)
     write = homogeneous.write if topology.homogeneous else _WRITERS[request.op]
     write(builder)
     return builder.schedule()

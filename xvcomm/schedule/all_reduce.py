@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from xvcomm.schedule.builder import Builder, part, pipelined
 from xvcomm.schedule.partials import island_sum, room, total, wide_sum
 from xvcomm.schedule.partition import Cut, weighted
-from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Exchange, Lane, NativeOp, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ class _Interval:
 def write(b: Builder) -> None:
     """Write the steps of an all-reduce.
 
-    Two islands send each other their sums, and both add them. With three or more islands the additions are divided, so that
-    each rank of the communicator adds the same number of elements, and then the results are exchanged.
+    Two islands may send each other their sums, and both add them. Else the additions are divided, so that each rank of the
+    communicator adds the same number of elements, and then the results are exchanged.
     """
-    if b.short and b.request.count and not b.wide:
+    if b.exchange is Exchange.ARRAYS and b.request.count and not b.wide:
         _exchange_all(b)
         return
-    two = len(b.topology.islands) == 2
+    two = len(b.topology.islands) == 2 and b.exchange is not Exchange.PARTS
 
     def first(slot: int, start: int, stop: int) -> _Piece:
         return _island_part(b, slot, start, stop, two)
@@ -148,6 +149,29 @@ def _divide_sums(b: Builder, piece: _Piece) -> None:
             start, stop = interval.finished_by(other.index)
             b.put(interval.holders[other.index], part(piece.partial, start - begin, stop - begin))
     own = [interval.finished_by(me) for interval in intervals]
+    if b.adds_two:
+        _add_arriving(b, piece, intervals, own)
+    else:
+        _add_received(b, piece, intervals, own)
+    for other in b.ahead():
+        for interval, mine in zip(intervals, own, strict=True):
+            b.put(interval.holders[other.index], part(piece.whole, *mine))
+    for other in b.behind():
+        for interval in intervals:
+            b.get(interval.holders[other.index], part(piece.whole, *interval.finished_by(other.index)))
+
+
+def _add_arriving(b: Builder, piece: _Piece, intervals: Sequence[_Interval], own: Sequence[tuple[int, int]]) -> None:
+    """Add the other island's sums, as they arrive, to this rank's in OUT."""
+    for other in b.behind():
+        for interval, mine in zip(intervals, own, strict=True):
+            b.get_reduce(interval.holders[other.index], part(piece.whole, *mine))
+            b.finish(part(piece.whole, *mine))
+
+
+def _add_received(b: Builder, piece: _Piece, intervals: Sequence[_Interval], own: Sequence[tuple[int, int]]) -> None:
+    """Receive the sums of all other islands, and add them up in the islands' order."""
+    begin, _ = piece.shares.part(b.local)
     received: list[dict[int, Span]] = [{} for _ in intervals]
     packed = Cut.of(stop - start for start, stop in own)
     for other in b.behind():
@@ -158,12 +182,6 @@ def _divide_sums(b: Builder, piece: _Piece) -> None:
     for others, mine in zip(received, own, strict=True):
         partial = part(piece.partial, mine[0] - begin, mine[1] - begin)
         b.copy(total(b, partial, others, piece.slot), part(piece.whole, *mine), Lane.RECV)
-    for other in b.ahead():
-        for interval, mine in zip(intervals, own, strict=True):
-            b.put(interval.holders[other.index], part(piece.whole, *mine))
-    for other in b.behind():
-        for interval in intervals:
-            b.get(interval.holders[other.index], part(piece.whole, *interval.finished_by(other.index)))
 
 
 def _intervals(b: Builder, piece: _Piece) -> list[_Interval]:

@@ -12,6 +12,7 @@ from xvcomm.schedule.partition import Cut, fair, grain
 from xvcomm.schedule.steps import (
     Buf,
     Copy,
+    Exchange,
     Factor,
     Get,
     GetReduce,
@@ -53,12 +54,13 @@ class Builder:
         scale_after: factor for the result, or None.
         wide: whether partial results are in WIDE and only the final result is rounded.
         adds_two: whether there are two islands, and data from the other one is added as it arrives.
-        short: see `build`.
+        exchange: see `build`.
     """
 
     def __init__(
-        self, request: Request, topology: Topology, rank: int, segment: int = 0, short: bool = False, wide: bool = True
-    ) -> None:
+        self, request: Request, topology: Topology, rank: int, segment: int = 0, exchange: Exchange = Exchange.SUMS,
+        wide: bool = True,
+    ) -> None:  # fmt: skip
         self.request = request
         self.topology = topology
         self.rank = rank
@@ -71,7 +73,7 @@ class Builder:
         low, many = request.low_precision, topology.size > len(topology.islands)
         self.wide = wide and low and not topology.homogeneous and (scaled or many)
         self.adds_two = len(topology.islands) == 2 and not self.wide and not (low and request.average)
-        self.short = short
+        self.exchange = exchange
         self._segment = segment
         self._steps: list[Step] = []
         self._reserved = dict.fromkeys((Buf.TMP, Buf.WIDE), 0)

@@ -10,6 +10,7 @@ from xvcomm.schedule import build
 from xvcomm.schedule.steps import (
     Buf,
     Copy,
+    Exchange,
     Get,
     GetReduce,
     Lane,
@@ -71,9 +72,11 @@ def representatives(topology: Topology) -> tuple[int, ...]:
     return tuple(sorted({rank for island in topology.islands for rank in (island.ranks[0], island.ranks[-1])}))
 
 
-def estimate(request: Request, topology: Topology, segment: int, links: Links, short: bool = False) -> Prediction:
+def estimate(
+    request: Request, topology: Topology, segment: int, links: Links, exchange: Exchange = Exchange.SUMS
+) -> Prediction:
     """Predict the time of a collective with the same `request` on all ranks, from representative ranks."""
-    schedules = {rank: build(request, topology, rank, segment, short) for rank in representatives(topology)}
+    schedules = {rank: build(request, topology, rank, segment, exchange) for rank in representatives(topology)}
     return predict(schedules, request.itemsize, links)
 
 

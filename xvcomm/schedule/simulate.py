@@ -62,9 +62,9 @@ def run(
         op: the element-wise reduction, without scaling.
         factors: multiplier of `Factor.PREMUL` on each rank; default 1.
         shared: put IN and OUT into one array, as in an in-place call; a broadcast always does.
-        order: `"sequential"`: each rank runs its steps in order, but starts consecutive border steps together. `"concurrent"`:
-            each lane proceeds as soon as `after` permits. `"buffered"`: one of `runs` after the other, as on a single stream,
-            with rings that buffer every message whole.
+        order: `"sequential"`: each rank runs its steps in order, but starts consecutive border steps together, as `after`
+            permits. `"concurrent"`: each lane proceeds as soon as `after` permits. `"buffered"`: one of `runs` after the other,
+            as on a single stream, with rings that buffer every message whole.
         seed: for the choice among possible events.
 
     Raises:
@@ -113,9 +113,16 @@ def _in_order(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
         index += 1
         while isinstance(steps[begin], _BORDER) and index < len(steps) and isinstance(steps[index], _BORDER):
             index += 1
-        yield list(range(begin, index))
-        while not all(done[begin:index]):
-            yield []
+        waiting = list(range(begin, index))
+        while waiting or not all(done[begin:index]):
+            ready = [i for i in waiting if all(_through(steps, done, begin, wait) for wait in steps[i].after)]
+            waiting = [i for i in waiting if i not in ready]
+            yield ready
+
+
+def _through(steps: Sequence[Step], done: Sequence[bool], begin: int, wait: int) -> bool:
+    """Whether a lane's steps from `begin` to `wait` are done; `after` names only the last one of a lane."""
+    return all(done[i] for i in range(begin, wait + 1) if steps[i].lane is steps[wait].lane)
 
 
 def _in_runs(steps: Sequence[Step], done: Sequence[bool]) -> _Program:

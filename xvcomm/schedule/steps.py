@@ -167,14 +167,22 @@ class Schedule:
 
     Attributes:
         steps: in an order that is itself a correct sequential program if consecutive border steps (Put, Get, GetReduce without
-            a Native between them) progress together. With one segment they may also run one by one if no Put has to wait for
-            its Get; schedules with `short` rely on that.
+            a Native between them) progress together, as `after` permits. With one segment they may also run one by one if no
+            Put has to wait for its Get; those of `Exchange.ARRAYS` rely on that.
         scratch, wide: required elements of TMP and of WIDE.
     """
 
     steps: tuple[Step, ...]
     scratch: int
     wide: int = 0
+
+
+class Exchange(enum.Enum):
+    """What the islands of an all-reduce send each other."""
+
+    ARRAYS = "whole arrays"  # in the fewest steps; rings must be able to buffer every message whole
+    SUMS = "sums"  # two islands send their sums, and both add all of them; more of them send PARTS
+    PARTS = "parts of sums, then of results"  # the additions are divided among all ranks
 
 
 class Collective(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xvcomm.schedule import SEGMENTED
-from xvcomm.schedule.steps import Collective
+from xvcomm.schedule.steps import Collective, Exchange
 from xvcomm.types.topology import Topology
 
 
@@ -15,28 +15,36 @@ class Tuning:
 
     Attributes:
         segment_bytes: bytes of the array per segment; 0 for one segment.
-        short: see `schedule.build`.
+        exchange: see `schedule.build`.
     """
 
     segment_bytes: int
-    short: bool = False
+    exchange: Exchange = Exchange.SUMS
 
 
-SHORT_BYTES = 256 << 10
+ARRAYS_BYTES = 256 << 10
 """Up to this size, sending the whole array instead of a share costs less time than the two native calls that it saves."""
+PARTS_BYTES, WIRE_PARTS_BYTES = 4 << 20, 1 << 20
+"""From this size on, between two islands of one host or of two, ranks in host memory save more by adding half of the elements
+than the second exchange costs: a tenth to a third."""
 
 
-def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_once: int) -> Tuning:
+def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_once: int | None) -> Tuning:
     """Choose the tuning of a collective; the same on all ranks.
 
     Args:
         link_bytes: bytes of a segment on each link between two equal islands: enough to hide the cost of a call, few enough for
             the stages to overlap. A segment is divided among all ranks, so its size grows with their number.
-        at_once: bytes of a message that an empty ring can buffer whole.
+        at_once: bytes of a message that an empty ring can buffer whole; None if no rank has a GPU.
     """
     if topology.homogeneous or op not in SEGMENTED:
         return Tuning(0)
-    if op is Collective.ALL_REDUCE and nbytes <= min(SHORT_BYTES, at_once):
-        return Tuning(0, short=True)
     segment = link_bytes * topology.size // 2
-    return Tuning(segment if nbytes > segment // 2 else 0)
+    segment = segment if nbytes > segment // 2 else 0
+    if op is not Collective.ALL_REDUCE:
+        return Tuning(segment)
+    if at_once is None:
+        # Processes of one host share its cores: less work counts for more than fewer calls.
+        least = PARTS_BYTES if len(set(topology.hosts)) == 1 else WIRE_PARTS_BYTES
+        return Tuning(segment, Exchange.SUMS if nbytes < least else Exchange.PARTS)
+    return Tuning(0, Exchange.ARRAYS) if nbytes <= min(ARRAYS_BYTES, at_once) else Tuning(segment)
