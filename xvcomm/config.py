@@ -65,7 +65,7 @@ class Config:
     )
     wire_threads: int = _var(
         0,
-        "Threads of a rank that carry data between hosts; 0: half of the cores for each rank of the host, at least 1, at most 8.",
+        "Threads of a rank that carry data between hosts; 0: three quarters of its share of the host's cores, at most 12.",
         least=0,
     )
     wire_slots: int = _var(16, "Slots of a ring between host ranks of different hosts.", least=4)

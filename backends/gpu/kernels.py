@@ -108,7 +108,7 @@ class Transfer(NamedTuple):
     ring: int
     slots: int
     state: int
-    geometry: tuple[int, int, int, int, int]
+    geometry: tuple[int, int, int, int, int, int]
     producer: bool
     data: int
     message: Message
@@ -306,8 +306,8 @@ def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], mo
     share = most // len(transfers) or 1
     block = 0
     for number, transfer in enumerate(transfers):
-        message, (_, slots, slot_bytes, ledger, data) = transfer.message, transfer.geometry
-        chunk, lanes, part = _cut(message.nbytes, transfer.geometry[0], slot_bytes, transfer.slots != 0)
+        message, (all_lanes, slots, slot_bytes, ledger, data, least) = transfer.message, transfer.geometry
+        chunk, lanes, part = _cut(message.nbytes, all_lanes, slot_bytes, least)
         blocks = lanes if lanes < share else share
         reduction = 0 if transfer.op is None else _code(message.dtype, transfer.op)
         _ROW.pack_into(
@@ -385,9 +385,9 @@ class _Arguments:
 
 
 @lru_cache(maxsize=4096)
-def _cut(nbytes: int, lanes: int, slot_bytes: int, apart: bool) -> tuple[int, int, int]:
-    """Division of a message: bytes per slot, lanes, bytes per lane; `apart` tells where the slots are, see `RingLayout`."""
-    chunk = ring.chunk_bytes(nbytes, lanes, slot_bytes, ring.LEAST_APART_CHUNK if apart else ring.LEAST_CHUNK)
+def _cut(nbytes: int, lanes: int, slot_bytes: int, least: int) -> tuple[int, int, int]:
+    """Division of a message: bytes per slot, lanes, bytes per lane."""
+    chunk = ring.chunk_bytes(nbytes, lanes, slot_bytes, least)
     used = ring.lanes_used(nbytes, lanes, chunk)
     return chunk, used, ring.part_bytes(nbytes, used)
 

@@ -41,6 +41,7 @@ from xvcomm.memory.ring import (
     CONSUMED,
     COUNTERS,
     DIRECT,
+    GEOMETRY,
     LEDGER,
     LEDGER_ENTRY,
     LINE,
@@ -80,7 +81,7 @@ ROW = np.dtype([
     ("message", MESSAGE),
     ("phase", "i8"),
     ("turn", "i8"),  # address of the ring end's number of completed messages
-    ("geometry", [(name, "i8") for name in ("lanes", "slots", "slot_bytes", "ledger", "data")]),  # as in `RingEnd`
+    ("geometry", GEOMETRY),
     ("itemsize", "i8"),
     ("combine", "i8"),  # address of the function that reduces
     ("remote_first", "i8"),
@@ -223,7 +224,7 @@ def _move_lane(row: Any, lane: int, low: int, high: int, chunk: int) -> int:
 def _move_lanes(row: Any) -> int:
     """Move at most one slot per lane."""
     nbytes, ring = row.message.nbytes, row.geometry
-    chunk = _chunk_bytes(nbytes, ring.lanes, ring.slot_bytes)
+    chunk = _chunk_bytes(nbytes, ring.lanes, ring.slot_bytes, ring.least_chunk)
     used = _lanes_used(nbytes, ring.lanes, chunk)
     part = _part_bytes(nbytes, used)
     complete, moved = 0, False

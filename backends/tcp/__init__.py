@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpTransport"]
 
-_MAX_THREADS = 8
+_MAX_THREADS = 12
 
 
 class _Made(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +98,7 @@ class TcpTransport(Transport):
                 layout = RingLayout(1, self._config.wire_slots, self._config.wire_slot_bytes)
             made = _Made(secrets.randbits(62), layout.lanes, layout.slots, layout.slot_bytes)
             store.set(name, msgspec.msgpack.encode(made), deadline)
-        half = RingLayout(made.lanes, made.slots, made.slot_bytes)
+        half = RingLayout(made.lanes, made.slots, made.slot_bytes, wired=True)
         return self.network.open_ring(member, made.name, half, group=group, peer=peer, producer=producer)
 
     def leave(self, group: int, word: int) -> None:
@@ -133,4 +133,4 @@ class TcpTransport(Transport):
 
 def _threads(config: Config, neighbours: int) -> int:
     """How many threads carry frames in each of so many ranks of this host."""
-    return config.wire_threads or min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // (2 * neighbours)))
+    return config.wire_threads or min(_MAX_THREADS, max(1, 3 * len(os.sched_getaffinity(0)) // (4 * neighbours)))

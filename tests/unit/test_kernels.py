@@ -123,7 +123,7 @@ def test_a_launch_shares_its_blocks(tmp_path: Path) -> None:
     """A lane a block while there are enough; rows follow each other, and each says how it reduces."""
     runtime, kernels = counting(tmp_path)
     layout = RingLayout(16, 8, 65536)
-    geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
+    geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data, layout.least_chunk)
     big, small = message(64 << 20), message(100, BY_NAME["bfloat16"])
     put = Transfer(1 << 40, 0, 256, geometry, True, 4096, big, 3)
     get = Transfer(2 << 40, 3 << 40, 512, geometry, False, 8192, small, 3, ReduceOp.SUM, remote_first=True)

@@ -19,7 +19,9 @@ from xvcomm.memory.ring import (
     CONSUMED,
     COUNTERS,
     ENTRY,
+    LEAST_APART_CHUNK,
     LEAST_CHUNK,
+    LEAST_WIRE_CHUNK,
     LEDGER,
     LEDGER_ENTRY,
     LINE,
@@ -37,13 +39,15 @@ from xvcomm.types.dtype import BY_NAME
 from xvcomm.types.opcode import OpCode
 
 layouts = st.builds(
-    RingLayout, st.integers(1, 64), st.integers(2, 16), st.integers(1, 64).map(lambda pages: pages * 4096)
-)
+    RingLayout, st.integers(1, 64), st.integers(2, 16), st.integers(1, 64).map(lambda pages: pages * 4096),
+    wired=st.booleans(),
+)  # fmt: skip
+LEAST = (LEAST_CHUNK, LEAST_APART_CHUNK, LEAST_WIRE_CHUNK)
 
 
-def lane_parts(nbytes: int, lanes: int, slot_bytes: int) -> tuple[tuple[int, int], ...]:
+def lane_parts(nbytes: int, lanes: int, slot_bytes: int, least: int) -> tuple[tuple[int, int], ...]:
     """How movers cut a message: (first byte, one past the last) for each lane that carries a part, in order."""
-    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, lanes, slot_bytes))
+    used = lanes_used(nbytes, lanes, chunk_bytes(nbytes, lanes, slot_bytes, least))
     part = part_bytes(nbytes, used)
     return tuple((lane * part, min(nbytes, (lane + 1) * part)) for lane in range(used) if lane * part < nbytes)
 
@@ -61,14 +65,16 @@ def test_nothing_overlaps(layout: RingLayout) -> None:
     assert layout.size == layout.data + layout.lanes * layout.slots * layout.slot_bytes
 
 
-@given(st.integers(0, 1 << 26), st.integers(1, 64), st.integers(1, 256).map(lambda pages: pages * 4096))
-def test_parts_cover_a_message(nbytes: int, lanes: int, slot_bytes: int) -> None:
-    parts = lane_parts(nbytes, lanes, slot_bytes)
+@given(
+    st.integers(0, 1 << 26), st.integers(1, 64), st.integers(1, 256).map(lambda pages: pages * 4096), st.sampled_from(LEAST)
+)  # fmt: skip
+def test_parts_cover_a_message(nbytes: int, lanes: int, slot_bytes: int, least: int) -> None:
+    parts = lane_parts(nbytes, lanes, slot_bytes, least)
     assert [low for low, _ in parts] == [0, *(high for _, high in parts[:-1])] if parts else nbytes == 0
     assert sum(high - low for low, high in parts) == nbytes
     assert all(high > low and low % ALIGN == 0 for low, high in parts)
     assert len(parts) <= lanes
-    chunk = chunk_bytes(nbytes, lanes, slot_bytes)
+    chunk = chunk_bytes(nbytes, lanes, slot_bytes, least)
     assert 0 < chunk <= slot_bytes
     if nbytes <= chunk:
         assert len(parts) <= 1
@@ -85,8 +91,9 @@ def test_an_empty_ring_buffers_messages_up_to_at_once(layout: RingLayout, data: 
     cuts = sorted(data.draw(st.lists(st.integers(0, most), min_size=messages - 1, max_size=messages - 1)))
     slots = [0] * layout.lanes
     for low, high in pairwise([0, *cuts, most]):
-        chunk = chunk_bytes(high - low, layout.lanes, layout.slot_bytes)
-        for lane, (begin, end) in enumerate(lane_parts(high - low, layout.lanes, layout.slot_bytes)):
+        shape = layout.lanes, layout.slot_bytes, layout.least_chunk
+        chunk = chunk_bytes(high - low, *shape)
+        for lane, (begin, end) in enumerate(lane_parts(high - low, *shape)):
             slots[lane] += -(-(end - begin) // chunk)
     assert max(slots) <= layout.slots
     assert layout.at_once(layout.slots + 1) == 0
@@ -112,11 +119,11 @@ def test_fixed_rings_are_not_made_smaller() -> None:
 
 
 def test_examples_of_cuts() -> None:
-    assert lane_parts(0, 4, 4096) == ()
-    assert lane_parts(4096, 4, 4096) == ((0, 4096),)
-    assert lane_parts(4097, 4, 4096) == ((0, 2064), (2064, 4097))
-    assert lane_parts(16384, 4, 1 << 20) == ((0, 16384),)
-    assert lane_parts(100_000, 3, 4096) == ((0, 33_344), (33_344, 66_688), (66_688, 100_000))
+    assert lane_parts(0, 4, 4096, LEAST_CHUNK) == ()
+    assert lane_parts(4096, 4, 4096, LEAST_CHUNK) == ((0, 4096),)
+    assert lane_parts(4097, 4, 4096, LEAST_CHUNK) == ((0, 2064), (2064, 4097))
+    assert lane_parts(16384, 4, 1 << 20, LEAST_CHUNK) == ((0, 16384),)
+    assert lane_parts(100_000, 3, 4096, LEAST_CHUNK) == ((0, 33_344), (33_344, 66_688), (66_688, 100_000))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from xvcomm.wire.frames import FRAME, HEADER, Kind
 from xvcomm.wire.progress import progress_address
 from xvcomm.wire.records import UP
 
-LAYOUT = RingLayout(lanes=2, slots=4, slot_bytes=PAGE)
+LAYOUT = RingLayout(lanes=2, slots=4, slot_bytes=PAGE, wired=True)
 ARRAY_BYTES = 9000
 MARGIN, CANARY = 64 * PAGE, 0xA5
 FIELDS = [(name,) for name in FRAME.names if name != "entry"]
@@ -162,7 +162,7 @@ def frames_of(sizes):
     numbers = [0] * LAYOUT.lanes
     for index, nbytes in enumerate(sizes):
         entry = index + 1, message(nbytes)
-        chunk = chunk_bytes(nbytes, LAYOUT.lanes, LAYOUT.slot_bytes)
+        chunk = chunk_bytes(nbytes, LAYOUT.lanes, LAYOUT.slot_bytes, LAYOUT.least_chunk)
         used = lanes_used(nbytes, LAYOUT.lanes, chunk)
         part = part_bytes(nbytes, used)
         slots = []

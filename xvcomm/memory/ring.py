@@ -48,6 +48,8 @@ ALIGN = 16
 LEAST_CHUNK = 16 << 10
 LEAST_APART_CHUNK = 32 << 10
 """The same of slots in a GPU's memory, where copying is fast and the hand-over through host memory is not."""
+LEAST_WIRE_CHUNK = 64 << 10
+"""The same between hosts, where each slot costs both ends a system call."""
 
 _PIECES = 4
 """Slots of a lane that a message takes, if they are large enough: so both ends copy at the same time."""
@@ -89,6 +91,7 @@ class RingLayout:
 
     Attributes:
         apart: whether the slots lie in a GPU's memory instead of behind the ledger.
+        wired: whether it is one half of a ring between hosts.
         fixed: whether whoever makes the ring must keep to it, because somebody counts on what the ring takes at once; else
             the ring may be smaller where memory is short.
     """
@@ -97,7 +100,13 @@ class RingLayout:
     slots: int
     slot_bytes: int
     apart: bool = False
+    wired: bool = False
     fixed: bool = field(default=False, compare=False)
+
+    @property
+    def least_chunk(self) -> int:
+        """Bytes that a slot of a message carries at least, but the last; see `chunk_bytes`."""
+        return LEAST_APART_CHUNK if self.apart else LEAST_WIRE_CHUNK if self.wired else LEAST_CHUNK
 
     @property
     def ledger(self) -> int:
@@ -152,7 +161,7 @@ def header() -> str:
     return "".join(f"constexpr long long XV_{name} = {+value};\n" for name, value in names.items())
 
 
-def chunk_bytes(nbytes: int, lanes: int, slot_bytes: int, least: int = LEAST_CHUNK) -> int:
+def chunk_bytes(nbytes: int, lanes: int, slot_bytes: int, least: int) -> int:
     """Bytes of a message that one slot carries: a quarter of a lane's part, but no less than is worth a hand-over.
     Movers compile this very function."""
     pieces = _PIECES * lanes
@@ -212,6 +221,9 @@ def ledger_at(address: int) -> np.ndarray[Any, Any]:
     return np.ndarray(LEDGER, LEDGER_ENTRY, memoryview((ctypes.c_byte * (LEDGER * ENTRY)).from_address(address)))
 
 
+GEOMETRY = [(name, "i8") for name in ("lanes", "slots", "slot_bytes", "ledger", "data", "least_chunk")]
+"""What movers and the carrier need of a layout; `ledger` and `data` are offsets."""
+
 CARRIER = np.dtype([
     ("progress", "i8"),  # function that carries frames while a mover waits
     ("wake", "i8"),  # function that lets the carrier's thread look at the rings, for movers that do not carry
@@ -231,7 +243,7 @@ class RingEnd:
     Attributes:
         channel: which of the pair's channels of messages it is, as `Rings` opened it.
         counter: address of the number of the next message, for compiled code; `sequence` in memory.
-        geometry: lanes, slots, slot bytes, offsets of ledger and slots: what movers need, computed once.
+        geometry: the values of GEOMETRY.
         slots: where this process's device sees the slots, if they are apart; else 0.
         stuck: whether something on the device may still use the ring when it is closed.
         turn: address of this end's turn word, by which transfers keep their order whichever thread moves them.
@@ -256,7 +268,9 @@ class RingEnd:
         self.peer = peer
         self.producer = producer
         self.channel = 0
-        self.geometry = (layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data)
+        self.geometry = (
+            layout.lanes, layout.slots, layout.slot_bytes, layout.ledger, layout.data, layout.least_chunk
+        )  # fmt: skip
         self.slots = 0
         self._sequence, self._replayed = ctypes.c_int64(), ctypes.c_int64()
         self.counter = ctypes.addressof(self._sequence)

@@ -79,15 +79,15 @@ class Carrier:
         self._sink = np.zeros(SINK_BYTES, np.uint8)
         self._poll = np.zeros(1 + _RAILS, records.POLLED)
         self._wake, self.news = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
-        self._help = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
         self._helpers = np.zeros(threads - 1, records.HELPER)
+        self._helpers["wake"] = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(1, threads)]
         self._offers = np.zeros(records.OFFERS, records.OFFER)
         self._answers = np.zeros(records.ANSWERS, records.ANSWER)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
-            movers=(progress_address, wake_address), wake=self._wake, news=self.news, help=self._help, spins=spins,
+            movers=(progress_address, wake_address), wake=self._wake, news=self.news, spins=spins,
             sink=self._sink.ctypes.data, poll=self._poll.ctypes.data, helpers=self._helpers.ctypes.data,
-            offers=self._offers.ctypes.data, answers=self._answers.ctypes.data, one=1,
+            helper_count=len(self._helpers), offers=self._offers.ctypes.data, answers=self._answers.ctypes.data, one=1,
             **tables,
         )  # fmt: skip
         self.address = ctypes.addressof(self._record)
@@ -223,8 +223,10 @@ class Carrier:
         """End the threads. No ring may be attached, and no connection is closed."""
         self._record.over = 1
         self.wake()
-        os.eventfd_write(self._help, len(self._threads))
+        helpers = self._helpers["wake"].tolist()
+        for descriptor in helpers:
+            os.eventfd_write(descriptor, 1)
         for thread in self._threads:
             thread.join()
-        for descriptor in (self._wake, self._help, self.news):
+        for descriptor in (self._wake, self.news, *helpers):
             os.close(descriptor)

@@ -42,7 +42,7 @@ class _Offer(NamedTuple):
     @property
     def layout(self) -> RingLayout:
         """Its shape."""
-        return RingLayout(self.lanes, self.slots, self.slot_bytes)
+        return RingLayout(self.lanes, self.slots, self.slot_bytes, wired=True)
 
     def sound(self) -> bool:
         """Whether a ring may have this shape."""

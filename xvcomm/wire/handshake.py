@@ -23,7 +23,7 @@ PROBE = -1
 """Number of a connection that only shows that it can be made; it is refused after the proofs."""
 _LIMIT = 1 << 10
 _NONCE = 32
-_VERSION = 1
+_VERSION = 2
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):

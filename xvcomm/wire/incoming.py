@@ -48,7 +48,7 @@ _FIRST_REASON, _LAST_REASON = int(min(Reason)), int(max(Reason))
 
 _memmove = types.ExternalFunction("memmove", types.voidptr(types.voidptr, types.voidptr, types.uint64))
 
-RECEIVE_BYTES = 1 << 20
+RECEIVE_BYTES = 128 << 10
 """Bytes that a rail receives before the other rails have their turn."""
 
 PROTOCOL = -1000

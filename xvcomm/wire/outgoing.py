@@ -36,7 +36,7 @@ _part_bytes = register_jitable(part_bytes)
 _OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL = map(int, Kind)
 _LEFT = int(Reason.LEFT)
 
-SEND_BYTES = 1 << 20
+SEND_BYTES = 128 << 10
 """Bytes that a rail sends before the other rails have their turn."""
 
 
@@ -209,7 +209,7 @@ def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
     while _begun(wire):
         entry, ring = entry_of(wire, wire.message, True), wire.geometry
         nbytes = entry.message.nbytes
-        chunk = _chunk_bytes(nbytes, ring.lanes, ring.slot_bytes)
+        chunk = _chunk_bytes(nbytes, ring.lanes, ring.slot_bytes, ring.least_chunk)
         used = _lanes_used(nbytes, ring.lanes, chunk)
         part = _part_bytes(nbytes, used)
         complete = True

@@ -93,6 +93,17 @@ def _carry_for(carrier: Any, rail: Any, index: int, idle: bool) -> int:
 
 
 @register_jitable
+def _call_helper(carrier: Any) -> None:
+    """Wake one of the further threads, if one sleeps."""
+    for i in range(carrier.helper_count):
+        helper = helper_at(carrier.helpers, i)
+        resting = address_of(helper, "resting")
+        if load_acquire(resting) != 0 and compare_and_swap(resting, 1, 0) == 1:
+            raise_event(helper.wake, address_of(carrier, "one"))
+            return
+
+
+@register_jitable
 def _carry(carrier: Any, idle: bool, first: int) -> bool:
     """Receive and send on all rails for which no other thread does, from rail `first` on; whether anything moved."""
     moved, count = False, carrier.rail_count
@@ -108,8 +119,8 @@ def _carry(carrier: Any, idle: bool, first: int) -> bool:
         unlock(carrier)
         leave_rail(rail)
         moved = moved or nbytes != 0
-        if nbytes >= _MUCH and count > 1 and load_acquire(address_of(carrier, "resting")) > 0:
-            raise_event(carrier.help, address_of(carrier, "one"))
+        if nbytes >= _MUCH and count > 1:
+            _call_helper(carrier)
     if carrier.has_news != 0 and compare_and_swap(address_of(carrier, "has_news"), 1, 0) == 1:
         raise_event(carrier.news, address_of(carrier, "one"))
     return moved
@@ -255,13 +266,12 @@ def _assist(address: int, number: int) -> int:
             sched_yield()
             continue
         polled = helper.polled
-        polled.fd, polled.events = carrier.help, POLLIN
-        fetch_add(address_of(carrier, "resting"), 1)
-        ready = wait(address_of(helper, "polled"), 1, address_of(helper, "pause"), _HELPER_NS)
-        fetch_add(address_of(carrier, "resting"), -1)
-        if ready > 0:
-            take_event(carrier.help, address_of(helper, "word"))
+        polled.fd, polled.events = helper.wake, POLLIN
+        store_release(address_of(helper, "resting"), 1)
+        if wait(address_of(helper, "polled"), 1, address_of(helper, "pause"), _HELPER_NS) > 0:
+            take_event(helper.wake, address_of(helper, "word"))
             quiet = 0
+        store_release(address_of(helper, "resting"), 0)
     return 0
 
 

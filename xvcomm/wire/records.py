@@ -10,7 +10,7 @@ import numpy as np
 
 from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import CARRIER as MOVERS
-from xvcomm.memory.ring import DIRECT, MAX_LANES
+from xvcomm.memory.ring import DIRECT, GEOMETRY, MAX_LANES
 from xvcomm.trace.format import RECORD_BYTES
 from xvcomm.types.route import MAX_RAILS
 from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
@@ -89,7 +89,7 @@ WIRE = np.dtype([
     ("there", "i8"),  # the other side's index; -1: not known
     ("producer", "i8"),
     ("ring", "i8"),  # address; 0: detached
-    ("geometry", [(name, "i8") for name in ("lanes", "slots", "slot_bytes", "ledger", "data")]),
+    ("geometry", GEOMETRY),
     ("counter", "i8"),  # addresses of the ring end's number of the next message, and of its turn
     ("turn", "i8"),
     ("replays", "i8"),  # address of the word of `RingEnd.replayed`
@@ -141,6 +141,8 @@ ANSWER = np.dtype([
 """A TELL that has come."""
 
 HELPER = np.dtype([
+    ("resting", "i8"),  # whether it sleeps until `wake` is raised
+    ("wake", "i8"),  # eventfd
     ("polled", POLLED),
     ("pause", "i8", 2),  # struct timespec
     ("word", "i8"),
@@ -154,9 +156,8 @@ CARRIER = np.dtype([
     ("calls", "i8"),  # how often they did
     ("asleep", "i8"),
     ("over", "i8"),
-    ("help", "i8"),  # eventfd that wakes a further thread for each 1 added
-    ("resting", "i8"),  # how many of them sleep
-    ("helpers", "i8"),  # address of their records
+    ("helpers", "i8"),  # address of the records of the further threads, and how many there are
+    ("helper_count", "i8"),
     ("wake", "i8"),  # eventfd that ends the carrier's sleep
     ("news", "i8"),  # eventfd by which compiled code tells Python of changes
     ("spins", "i8"),
