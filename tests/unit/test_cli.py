@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tracemalloc
 from types import SimpleNamespace
 
@@ -116,6 +117,20 @@ def test_plan_of_ten_thousand_ranks():
     result = CliRunner().invoke(app, ["plan", "all_reduce", "--ranks", "10000", "--steps", "2"])
     assert result.exit_code == 0, result.output
     assert "10000 ranks: cuda x 5000, rocm x 5000" in result.output and "more" in result.output
+
+
+def test_plan_over_hosts():
+    """Prints the hosts, counts their interfaces in, and refuses labels that do not name as many ranks."""
+    arguments = ["plan", "all_reduce", "--islands", "cuda:2,rocm:2", "--bytes", "64M", "--hosts"]
+    times = []
+    for hosts in ("a:4", "a:2,b:2"):
+        result = CliRunner().invoke(app, [*arguments, hosts, "--wire", "10"])
+        assert result.exit_code == 0, result.output
+        assert ("hosts: a x 2, b x 2" in result.output) == (hosts == "a:2,b:2")
+        times.append(float(re.search(r"predicted: ([\d.]+) us", result.output)[1]))
+    assert times[1] > 3 * times[0]
+    result = CliRunner().invoke(app, [*arguments, "a:3"])
+    assert isinstance(result.exception, ArgumentError) and "has 3 ranks" in str(result.exception)
 
 
 def test_doctor_reports_as_json():

@@ -89,3 +89,20 @@ def test_every_step_reads_as_text() -> None:
         "after ",
     ):
         assert word in joined
+
+
+def test_ranks_of_a_host_share_its_rails() -> None:
+    """Between hosts: the wire's latency, and the host's bandwidth divided by its ranks; never more than a link's."""
+    hosts = ("x", "x", "y", "y", "z")
+    links = Links(border_latency=1e-6, border_bandwidth=50e9, wire_latency=3e-6, wire_bandwidth=60e9)
+
+    def seconds(rank: int, peer: int) -> float:
+        put = Put(Lane.SEND, (), peer, Span(Buf.IN, 0, 1_500_000))
+        return predict({rank: Schedule((put,), 0)}, 4, links, hosts).seconds
+
+    assert seconds(0, 1) == pytest.approx(1e-6 + 6e6 / 50e9)
+    assert seconds(0, 2) == pytest.approx(3e-6 + 6e6 / 30e9)
+    assert seconds(4, 2) == pytest.approx(3e-6 + 6e6 / 30e9)
+    alone = Links(border_latency=1e-6, border_bandwidth=50e9, wire_latency=3e-6, wire_bandwidth=100e9)
+    put = Put(Lane.SEND, (), 1, Span(Buf.IN, 0, 1_500_000))
+    assert predict({0: Schedule((put,), 0)}, 4, alone, ("x", "y")).seconds == pytest.approx(3e-6 + 6e6 / 50e9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,19 +39,29 @@ def plan(
     border: Annotated[
         float, typer.Option(min=0.001, help="Bandwidth of a rank's link to other islands, GB/s per direction.")
     ] = 50,
+    hosts: Annotated[
+        str | None, typer.Option(help="Hosts in rank order, for instance x:2,y:2; one host if left out.")
+    ] = None,
+    wire: Annotated[
+        float, typer.Option(min=0.001, help="Bandwidth of a host's network interfaces together, GB/s per direction.")
+    ] = 25,
 ) -> None:
     """Print the steps of one rank and the predicted time of the collective; starts no ranks and moves no data."""
-    topology = Topology.from_labels(scale(parse_islands(islands), ranks))
+    labels = scale(parse_islands(islands), ranks)
+    places = ("host",) * len(labels) if hosts is None else scale(parse_islands(hosts), ranks)
+    if len(places) != len(labels):
+        raise ArgumentError(f"--hosts {hosts} has {len(places)} ranks, --islands {islands} has {len(labels)}")
+    topology = Topology.from_labels(labels, places)
     if max(rank, root) >= topology.size:
         raise ArgumentError(f"rank {max(rank, root)} does not exist: there are {topology.size} ranks")
     request = make_request(op, topology.size, parse_size(size), dtype, root)
     from xvcomm.engine.planner import Planner  # imports numba
 
-    planner = Planner(topology, rank, Config.from_env())
+    planner = Planner(topology, rank, Config.from_env(), gpus=any(label != "host" for label in labels))
     begin = time.perf_counter()
     made = planner.plan(request)
     took = time.perf_counter() - begin
-    links = Links(native_bandwidth=native * 1e9, border_bandwidth=border * 1e9)
+    links = Links(native_bandwidth=native * 1e9, border_bandwidth=border * 1e9, wire_bandwidth=wire * 1e9)
     for line in describe(topology, made, steps):
         typer.echo(line)
     typer.echo("")
@@ -101,10 +112,12 @@ def make_request(op: Collective, ranks: int, size: int, dtype: str, root: int) -
 def describe(topology: Topology, made: Plan, steps: int) -> list[str]:
     """The topology and the plan, limited to `steps` steps."""
     islands = ", ".join(f"{i.label} x {i.size}" for i in topology.islands)
+    ranks = Counter(topology.hosts)
+    hosts = "; hosts: " + ", ".join(f"{name} x {count}" for name, count in ranks.items()) if len(ranks) > 1 else ""
     head, *lines = made.explain()
     more = len(lines) - steps
     return [
-        f"{topology.size} ranks: {islands}",
+        f"{topology.size} ranks: {islands}{hosts}",
         head,
         *lines[:steps],
         *([f"      ... {more} more"] if more > 0 else []),
@@ -120,5 +133,5 @@ def costs(request: Request, prediction: Prediction, links: Links) -> list[str]:
         f"predicted: {prediction.seconds * 1e6:.1f} us for {size_text(size)}, {rate:.2f} GB/s; slowest is rank {prediction.rank}",
         f"busy on it: {lanes}",
         f"model: {links.native_bandwidth / 1e9:g} GB/s within an island, "
-        f"{links.border_bandwidth / 1e9:g} GB/s per link between islands",
+        f"{links.border_bandwidth / 1e9:g} GB/s per link between islands, {links.wire_bandwidth / 1e9:g} GB/s per host",
     ]

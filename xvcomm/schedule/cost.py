@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xvcomm.errors import ScheduleError
@@ -32,11 +33,13 @@ from xvcomm.types.topology import Topology
 class Links:
     """Latency in seconds per call, and bandwidth in bytes per second, of everything that moves data.
 
-    The defaults describe a data-centre GPU: NVLink within the island, PCIe 5 x16 through host memory between islands.
+    The defaults describe a data-centre GPU: NVLink within the island, PCIe 5 x16 through host memory between islands, TCP over
+    two network interfaces of 100 Gbit/s between hosts.
 
     Attributes:
         native_latency, native_bandwidth: of the native library, per rank and direction.
-        border_latency, border_bandwidth: of one rank's link to other islands, per direction.
+        border_latency, border_bandwidth: of one rank's link to other islands of its host, per direction.
+        wire_latency, wire_bandwidth: of a host's rails to other hosts together, per direction; its ranks share them.
         local_latency, local_bandwidth: of copies and reductions within a rank, counting bytes read and written.
     """
 
@@ -44,6 +47,8 @@ class Links:
     native_bandwidth: float = 300e9
     border_latency: float = 12e-6
     border_bandwidth: float = 50e9
+    wire_latency: float = 20e-6
+    wire_bandwidth: float = 25e9
     local_latency: float = 4e-6
     local_bandwidth: float = 2.5e12
 
@@ -62,9 +67,29 @@ class Prediction:
     busy: Mapping[Lane, float]
 
 
-def predict(schedules: Mapping[int, Schedule], itemsize: int, links: Links) -> Prediction:
-    """Predict the time of the slowest of these ranks, assuming that its peers are never late."""
-    return max((_predict(rank, s, itemsize, links) for rank, s in schedules.items()), key=lambda p: p.seconds)
+class _Wires:
+    """Latency and bandwidth of a rank's messages, which depend on the hosts of both ranks."""
+
+    def __init__(self, links: Links, hosts: Sequence[str]) -> None:
+        self._links, self._hosts, self._sharing = links, hosts, Counter(hosts)
+
+    def between(self, rank: int, peer: int) -> tuple[float, float]:
+        """Seconds per message and bytes per second, from a rank to a peer and back."""
+        links, hosts = self._links, self._hosts
+        if not hosts or hosts[rank] == hosts[peer]:
+            return links.border_latency, links.border_bandwidth
+        ranks = max(self._sharing[hosts[rank]], self._sharing[hosts[peer]])
+        return links.wire_latency, min(links.border_bandwidth, links.wire_bandwidth / ranks)
+
+
+def predict(schedules: Mapping[int, Schedule], itemsize: int, links: Links, hosts: Sequence[str] = ()) -> Prediction:
+    """Predict the time of the slowest of these ranks, assuming that its peers are never late.
+
+    Args:
+        hosts: a label for each rank of the job; one host if left out.
+    """
+    wires = _Wires(links, hosts)
+    return max((_predict(rank, s, itemsize, links, wires) for rank, s in schedules.items()), key=lambda p: p.seconds)
 
 
 def representatives(topology: Topology) -> tuple[int, ...]:
@@ -77,15 +102,15 @@ def estimate(
 ) -> Prediction:
     """Predict the time of a collective with the same `request` on all ranks, from representative ranks."""
     schedules = {rank: build(request, topology, rank, segment, exchange) for rank in representatives(topology)}
-    return predict(schedules, request.itemsize, links)
+    return predict(schedules, request.itemsize, links, topology.hosts)
 
 
-def _predict(rank: int, schedule: Schedule, itemsize: int, links: Links) -> Prediction:
+def _predict(rank: int, schedule: Schedule, itemsize: int, links: Links, wires: _Wires) -> Prediction:
     free = dict.fromkeys(Lane, 0.0)
     busy = dict.fromkeys(Lane, 0.0)
     ends: list[float] = []
     for step in schedule.steps:
-        duration = _duration(step, itemsize, links)
+        duration = _duration(rank, step, itemsize, links, wires)
         start = max([free[step.lane], *(ends[wait] for wait in step.after)])
         free[step.lane] = start + duration
         busy[step.lane] += duration
@@ -93,12 +118,13 @@ def _predict(rank: int, schedule: Schedule, itemsize: int, links: Links) -> Pred
     return Prediction(max(ends, default=0.0), rank, busy)
 
 
-def _duration(step: Step, itemsize: int, links: Links) -> float:
+def _duration(rank: int, step: Step, itemsize: int, links: Links, wires: _Wires) -> float:
     match step:
         case Native():
             return links.native_latency + _moved(step) * _size(step.src, itemsize) / links.native_bandwidth
-        case Put(src=span) | Get(dst=span) | GetReduce(dst=span):
-            return links.border_latency + _nbytes(span, itemsize) / links.border_bandwidth
+        case Put(peer=peer, src=span) | Get(peer=peer, dst=span) | GetReduce(peer=peer, dst=span):
+            latency, bandwidth = wires.between(rank, peer)
+            return latency + _nbytes(span, itemsize) / bandwidth
         case Copy(src=src, dst=dst) | Scale(src=src, dst=dst):
             touched = _nbytes(src, itemsize) + _nbytes(dst, itemsize)
         case Reduce(srcs=srcs, dst=dst):
