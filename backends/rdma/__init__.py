@@ -1,0 +1,5 @@
+"""RDMA between hosts: devices, queue pairs, and the compiled code that posts requests and polls completions.
+
+Not here: rings and rails, which `wire` has. A transport over these parts does not exist yet; nothing of xvcomm imports them.
+Begin with `devices`, then `queues`, and `verbs` for what runs without the interpreter.
+"""

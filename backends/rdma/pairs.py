@@ -1,0 +1,276 @@
+"""Queue pairs of a device: what is made once, before compiled code posts and polls.
+
+pyverbs opens the device and registers memory. It does not give away the addresses of queue pairs and completion queues, so these
+are made by libibverbs itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from xvcomm.backends.rdma import layout
+from xvcomm.backends.rdma.devices import pyverbs
+from xvcomm.backends.rdma.queues import CompletionQueue, SendQueue
+from xvcomm.errors import BackendUnavailable, ResourceError
+
+_RESET, _INIT, _READY_TO_RECEIVE, _READY_TO_SEND, _ERROR = 0, 1, 2, 3, 6
+"""enum ibv_qp_state."""
+_STATE, _ACCESS, _PKEY, _PORT, _ADDRESS, _MTU = 1 << 0, 1 << 3, 1 << 4, 1 << 5, 1 << 7, 1 << 8
+_TIMEOUT, _RETRIES, _RNR_RETRIES, _RECEIVE_PSN, _READS = 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13
+_RNR_TIMER, _SEND_PSN, _READS_HERE, _NUMBER = 1 << 15, 1 << 16, 1 << 17, 1 << 20
+"""enum ibv_qp_attr_mask."""
+_RELIABLE = 2
+"""IBV_QPT_RC."""
+LOCAL_WRITE, REMOTE_WRITE = 1, 2
+"""enum ibv_access_flags."""
+_HOPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How a queue pair sends, and how long it tries.
+
+    Attributes:
+        port: of the device.
+        gid_index: of this end's GID in the port's table.
+        mtu: payload bytes of a packet, at most what both ports have.
+        timeout: the device waits 4.096 us * 2**timeout for an answer, and then repeats,
+        retries: so many times, at most 6: some devices repeat for ever with 7.
+        traffic_class, service_level: as the fabric's operator defines them.
+    """
+
+    port: int
+    gid_index: int
+    mtu: int = 1024
+    timeout: int = 14
+    retries: int = 6
+    traffic_class: int = 0
+    service_level: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """The queue pair at the other end.
+
+    Attributes:
+        number: its qp_num.
+        gid: of its port, 16 bytes.
+        lid: of its port; 0 on Ethernet.
+    """
+
+    number: int
+    gid: bytes
+    lid: int = 0
+
+
+@cache
+def _library() -> Any:
+    """libibverbs: the one that pyverbs has loaded."""
+    try:
+        found = ctypes.CDLL("libibverbs.so.1", use_errno=True)
+    except OSError as error:
+        raise BackendUnavailable(f"libibverbs does not load: {error}; apt-get install libibverbs1") from error
+    address, number = ctypes.c_void_p, ctypes.c_int
+    for name, result, arguments in (
+        ("ibv_get_device_name", ctypes.c_char_p, [address]),
+        ("ibv_create_comp_channel", address, [address]),
+        ("ibv_destroy_comp_channel", number, [address]),
+        ("ibv_create_cq", address, [address, number, address, address, number]),
+        ("ibv_destroy_cq", number, [address]),
+        ("ibv_create_qp", address, [address, address]),
+        ("ibv_modify_qp", number, [address, address, number]),
+        ("ibv_destroy_qp", number, [address]),
+    ):
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+def _made(what: str, device: str, address: int | None) -> int:
+    if not address:
+        number = ctypes.get_errno()
+        remedy = "; raise the memlock limit (`ulimit -l unlimited`)" if number == errno.ENOMEM else ""
+        raise ResourceError(f"{device} gives no {what}: {os.strerror(number)}{remedy}")
+    return address
+
+
+def _done(what: str, device: str, number: int) -> None:
+    if number:
+        raise ResourceError(f"{device} does not {what}: {os.strerror(abs(number))}")
+
+
+class Domain:
+    """An open device with a protection domain: memory and queue pairs that belong together.
+
+    Attributes:
+        name: of the device.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Open a device.
+
+        Raises:
+            BackendUnavailable: pyverbs is missing, or libibverbs is not laid out as `layout` says.
+            ResourceError: there is no such device, or this user may not open it.
+        """
+        device, domain = pyverbs("device"), pyverbs("pd")
+        self.name = name
+        self._held: list[Any] = []
+        try:
+            self._context = device.Context(name=name)
+            self._domain = domain.PD(self._context)
+        except pyverbs("pyverbs_error").PyverbsError as error:
+            raise ResourceError(f"{name} cannot be opened: {error}") from error
+        self.domain = int(self._domain.pd)
+        self.context = int(layout.at(self.domain, layout.PROTECTION_DOMAIN)["context"])
+        try:
+            layout.check_context(self.context, name, self._context.num_comp_vectors)
+            device_address = int(layout.at(self.context, layout.CONTEXT)["device"])
+            if _library().ibv_get_device_name(device_address) != name.encode():
+                raise layout.refused(f"the context of {name} does not begin with its device")
+        except BackendUnavailable:
+            self.close()
+            raise
+
+    def register(self, address: int, nbytes: int) -> Any:
+        """Let the device read memory, and the other ends' devices write to it; pyverbs' region, with `lkey` and `rkey`.
+
+        Raises:
+            ResourceError: the device or a limit refuses.
+        """
+        try:
+            region = pyverbs("mr").MR(self._domain, nbytes, LOCAL_WRITE | REMOTE_WRITE, address=address)
+        except pyverbs("pyverbs_error").PyverbsError as error:
+            raise ResourceError(
+                f"{self.name} does not register {nbytes} bytes: {error}; raise the memlock limit (`ulimit -l unlimited`; in "
+                "containers --ulimit memlock=-1)"
+            ) from error
+        self._held.append(region)
+        return region
+
+    def close(self) -> None:
+        """Close the device, with the regions; its queue pairs and completion queues must be closed before."""
+        for region in self._held:
+            region.close()
+        self._domain.close()
+        self._context.close()
+
+
+class PolledQueue(CompletionQueue):
+    """A completion queue of a device, with its channel."""
+
+    def __init__(self, domain: Domain, entries: int) -> None:
+        """Make one.
+
+        Args:
+            domain: of the device.
+            entries: at least the depths of all its queue pairs together: when they fail, each request has a completion.
+
+        Raises:
+            ResourceError: the device gives none.
+        """
+        library, self._domain = _library(), domain
+        self._channel = _made("completion channel", domain.name, library.ibv_create_comp_channel(domain.context))
+        try:
+            made = library.ibv_create_cq(domain.context, entries, None, self._channel, 0)
+            self._queue = _made(f"completion queue of {entries}", domain.name, made)
+        except ResourceError:
+            library.ibv_destroy_comp_channel(self._channel)
+            raise
+        layout.check_fields(
+            "a completion queue", self._queue, layout.COMPLETION_QUEUE, context=domain.context, channel=self._channel
+        )
+        get, ack = (_address(getattr(library, f"ibv_{name}")) for name in ("get_cq_event", "ack_cq_events"))
+        super().__init__(self._queue, get, ack)
+
+    def close(self) -> None:
+        """Give it back; its queue pairs must be closed before."""
+        _done("give a completion queue back", self._domain.name, _library().ibv_destroy_cq(self._queue))
+        _done("give a channel back", self._domain.name, _library().ibv_destroy_comp_channel(self._channel))
+
+
+class ReliableQueue(SendQueue):
+    """A reliable queue pair (RC) that sends, and is written to by the one that it is connected to.
+
+    Attributes:
+        number: by which the other end knows it.
+    """
+
+    def __init__(self, domain: Domain, completions: PolledQueue, depth: int, inline: int) -> None:
+        """Make one, not connected.
+
+        Args:
+            domain: whose memory it sends.
+            completions: where its completions go.
+            depth: most requests that may be posted and not ended.
+            inline: most bytes of `verbs.write_inline`.
+
+        Raises:
+            ResourceError: the device gives none of this size.
+        """
+        self._domain, self._completions = domain, completions
+        queue = completions.record.queue
+        wanted = np.zeros(1, layout.PAIR_INIT)
+        wanted["send_cq"] = wanted["recv_cq"] = queue
+        wanted["qp_type"] = _RELIABLE
+        capacity = wanted["capacity"]
+        capacity["send_wr"], capacity["recv_wr"], capacity["send_sge"], capacity["recv_sge"] = depth, 1, 1, 1
+        capacity["inline_data"] = inline
+        made = _library().ibv_create_qp(domain.domain, wanted.ctypes.data)
+        self._pair = _made(f"queue pair of {depth} requests with {inline} bytes inline", domain.name, made)
+        layout.check_fields(
+            "a queue pair", self._pair, layout.QUEUE_PAIR, context=domain.context, pd=domain.domain, send_cq=queue,
+            recv_cq=queue, state=_RESET, qp_type=_RELIABLE,
+        )  # fmt: skip
+        super().__init__(self._pair, depth)
+        self.number = int(self.record.number)
+        completions.add(self)
+
+    def connect(self, path: Path, remote: Remote) -> None:
+        """Join it with the queue pair at the other end, which must do the same. Neither may post before both have.
+
+        Raises:
+            ResourceError: the device refuses: most often a GID or a path that does not fit.
+        """
+        wanted = np.zeros(1, layout.PAIR_ATTRIBUTES)
+        wanted["port_num"], wanted["access_flags"] = path.port, LOCAL_WRITE | REMOTE_WRITE
+        self._move(wanted, _INIT, _PKEY | _PORT | _ACCESS)
+
+        address = wanted["address"]
+        address["route"]["gid"] = np.frombuffer(remote.gid, np.uint64)
+        address["route"]["sgid_index"], address["route"]["hop_limit"] = path.gid_index, _HOPS
+        address["route"]["traffic_class"], address["sl"] = path.traffic_class, path.service_level
+        address["lid"], address["is_global"], address["port"] = remote.lid, 1, path.port
+        wanted["path_mtu"], wanted["dest_qp_num"] = path.mtu.bit_length() - 8, remote.number
+        wanted["max_dest_rd_atomic"], wanted["min_rnr_timer"] = 1, 12
+        self._move(wanted, _READY_TO_RECEIVE, _ADDRESS | _MTU | _NUMBER | _RECEIVE_PSN | _READS_HERE | _RNR_TIMER)
+
+        wanted["timeout"], wanted["retry_cnt"] = path.timeout, path.retries
+        wanted["rnr_retry"], wanted["max_rd_atomic"] = 6, 1
+        self._move(wanted, _READY_TO_SEND, _TIMEOUT | _RETRIES | _RNR_RETRIES | _SEND_PSN | _READS)
+
+    def fail(self) -> None:
+        """Let all that is posted end, and nothing arrive from the other end any more. It cannot be connected again."""
+        self._move(np.zeros(1, layout.PAIR_ATTRIBUTES), _ERROR, 0)
+
+    def _move(self, wanted: Any, state: int, mask: int) -> None:
+        wanted["state"] = state
+        number = _library().ibv_modify_qp(self._pair, wanted.ctypes.data, mask | _STATE)
+        _done(f"take a queue pair to state {state}", self._domain.name, number)
+
+    def close(self) -> None:
+        """Give it back."""
+        self._completions.remove(self)
+        _done("give a queue pair back", self._domain.name, _library().ibv_destroy_qp(self._pair))
+
+
+def _address(function: Any) -> int:
+    """Address of a C function."""
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
