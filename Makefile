@@ -23,10 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts test test-slow test-gpu test-examples torch-suite check bench bench-hosts bench-gpu docs clean
+.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-examples torch-suite check bench bench-hosts bench-gpu docs clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
-demo test test-slow bench: export XVCOMM_DEVICE := host
+demo test test-slow test-rdma bench: export XVCOMM_DEVICE := host
 
 help:
 	@awk -F ' *## *' '/^[a-z-]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long r
 test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if not cuda
 	status=0; $(PY) -m pytest -rs tests/hardware || status=1; \
 	$(PY) -m pytest -rs xvcomm/testing -k "cuda or rocm" || status=1; exit $$status
+
+test-rdma: $(READY)   ## the tests of RDMA, on two small hosts with Soft-RoCE that are built once, in 10 to 20 minutes
+	$(PY) tests/shims/rxe/run.py -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
 
 test-examples: $(READY)-examples   ## programs of others, unchanged: Hugging Face's Trainer and accelerate
 	$(PY) -m pytest -rs tests/adapters/torch/test_torch_transformers.py

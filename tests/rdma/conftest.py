@@ -1,0 +1,76 @@
+"""Fixtures of the tests that run on two hosts with RDMA devices at the same time, each as HOST_INDEX."""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
+
+ME, PORT, SECONDS = int(os.environ.get("HOST_INDEX", "-1")), 7000, 60
+
+
+def pytest_collection_modifyitems(items):
+    """Skip the tests elsewhere."""
+    if ME < 0:
+        for item in items:
+            if item.get_closest_marker("rdma"):
+                item.add_marker(pytest.mark.skip(reason="no two hosts with RDMA devices here: make test-rdma"))
+
+
+class OtherHost:
+    """A connection to the same test on the other host, for what queue pairs need before they work.
+
+    Attributes:
+        index: of this host.
+        nics: how many each host has.
+    """
+
+    def __init__(self, connection):
+        self.index, self.nics = ME, int(os.environ["NIC_COUNT"])
+        self._file = connection.makefile("rwb")
+
+    def swap(self, value=None):
+        """Give a value to the other host for its own; both wait for each other here."""
+        self._file.write(json.dumps(value).encode() + b"\n")
+        self._file.flush()
+        return json.loads(self._file.readline())
+
+    def address(self, host, nic):
+        """IPv4 address of a NIC."""
+        return os.environ[f"HOST_ADDR_{host}_{nic}"]
+
+    def close(self):
+        """Close the connection."""
+        self._file.close()
+
+
+def _connection():
+    """Host 0 listens, host 1 connects as soon as it does."""
+    address = os.environ["HOST_ADDR_0_0"], PORT
+    if ME == 0:
+        with socket.create_server(address) as listener:
+            listener.settimeout(SECONDS)
+            return listener.accept()[0]
+    end = time.monotonic() + SECONDS
+    while True:
+        try:
+            return socket.create_connection(address, timeout=SECONDS)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def other_host():
+    """The other host, where the same test has begun."""
+    with _connection() as connection:
+        connection.settimeout(SECONDS)
+        host = OtherHost(connection)
+        yield host
+        host.close()

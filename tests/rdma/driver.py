@@ -1,0 +1,56 @@
+"""Compiled code that drives queue pairs, as a carrier will: chains of WRITEs, each with the WRITE of a counter behind it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from xvcomm.backends.rdma import verbs
+from xvcomm.jit.atomics import load, store
+from xvcomm.jit.record import compiled_at
+
+JOB = np.dtype([("here", "i8"), ("key", "i8"), ("there", "i8"), ("there_key", "i8"), ("bytes", "i8")])
+"""One WRITE."""
+
+_job_at = compiled_at(JOB)
+REFUSED = -1
+
+
+@njit(nogil=True)
+def send_chain(queue, jobs, count, counter, there, there_key):
+    """Post WRITEs and, behind them, the counter increased by one; 0 if there is no room, 1 if posted, REFUSED."""
+    queue = verbs.queue_at(queue)
+    if verbs.room(queue) < count + 1:
+        return 0
+    for i in range(count):
+        job = _job_at(jobs, i)
+        verbs.write(queue, job.here, job.key, job.there, job.there_key, job.bytes)
+    store(counter, load(counter) + 1)
+    verbs.write_inline(queue, counter, there, there_key, 8)
+    return REFUSED if verbs.post(queue) else 1
+
+
+@njit(nogil=True)
+def flush(queue):
+    """Post a WRITE of nothing: when it has ended, in whatever way, all before it has."""
+    queue = verbs.queue_at(queue)
+    verbs.write(queue, 0, 0, 0, 0, 0)
+    return verbs.post(queue)
+
+
+@njit(nogil=True)
+def take(completions):
+    """Take a batch of completions."""
+    return verbs.take(verbs.completions_at(completions))
+
+
+@njit(nogil=True)
+def arm(completions):
+    """Ask for an event at the next completion."""
+    return verbs.arm(verbs.completions_at(completions))
+
+
+@njit(nogil=True)
+def take_events(completions):
+    """Reset the channel."""
+    return verbs.take_events(verbs.completions_at(completions))

@@ -1,0 +1,276 @@
+"""Between two hosts with Soft-RoCE: devices and GIDs, and bytes that compiled code moves over both NICs."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.rdma
+
+CHAINS, PIECES, AREA, DEPTH = 1000, 4, 8192, 64
+SECONDS = 120.0
+
+
+def devices() -> list[Any]:
+    from xvcomm.backends.rdma.devices import devices as found
+
+    return sorted(found(), key=lambda device: device.name)
+
+
+def gid_of(device: Any, address: str) -> Any:
+    """The GID of RoCE v2 of an address, on port 1."""
+    return next(g for g in device.ports[0].gids if (g.version, g.address) == ("RoCE v2", address))
+
+
+def test_devices_have_the_addresses_of_their_interfaces(other_host: Any) -> None:
+    found = devices()
+    assert [device.name for device in found] == [f"rxe{nic}" for nic in range(other_host.nics)]
+    for nic, device in enumerate(found):
+        (port,) = device.ports
+        assert (port.number, port.state, port.link, port.mtu) == (1, "active", "Ethernet", 4096)
+        gids = {ip_address(gid.address): gid for gid in port.gids}
+        for name in ("HOST_ADDR", "HOST_ADDR6"):
+            gid = gids[ip_address(os.environ[f"{name}_{other_host.index}_{nic}"])]
+            assert (gid.version, gid.interface) == ("RoCE v2", f"eth{nic}")
+
+
+LAYOUTS = {
+    "ibv_context": "CONTEXT", "ibv_pd": "PROTECTION_DOMAIN", "ibv_comp_channel": "CHANNEL", "ibv_cq": "COMPLETION_QUEUE",
+    "ibv_qp": "QUEUE_PAIR", "ibv_sge": "PART", "ibv_send_wr": "REQUEST", "ibv_wc": "COMPLETION", "ibv_qp_cap": "CAPACITY",
+    "ibv_qp_init_attr": "PAIR_INIT", "ibv_qp_attr": "PAIR_ATTRIBUTES",
+}  # fmt: skip
+BEGINNINGS = ("ibv_cq", "ibv_qp")
+IN_C = {
+    "ibv_context": "device ops cmd_fd async_fd num_comp_vectors mutex abi_compat",
+    "ibv_send_wr": "wr_id next sg_list num_sge opcode send_flags imm_data wr.rdma.remote_addr wr.rdma.rkey",
+    "ibv_sge": "addr length lkey",
+    "ibv_wc": "wr_id status opcode vendor_err byte_len imm_data qp_num src_qp wc_flags pkey_index slid sl dlid_path_bits",
+    "ibv_qp_attr": "qp_state ah_attr.grh.dgid ah_attr.grh.sgid_index ah_attr.dlid ah_attr.is_global alt_ah_attr timeout",
+    "ibv_context_ops": "poll_cq req_notify_cq post_send post_recv",
+}
+OURS = {
+    "ibv_context": "device operations cmd_fd async_fd num_comp_vectors mutex abi_compat",
+    "ibv_send_wr": "id next parts part_count opcode flags immediate target.address target.key",
+    "ibv_sge": "address length key",
+    "ibv_wc": "id status opcode vendor_error bytes immediate qp_num src_qp flags pkey_index slid sl path_bits",
+    "ibv_qp_attr": "state address.route.gid address.route.sgid_index address.lid address.is_global alt_address timeout",
+    "ibv_context_ops": "poll_cq req_notify_cq post_send post_recv",
+}
+
+
+def offset(dtype: np.dtype[Any], path: str) -> int:
+    """Where a field of a field lies."""
+    total = 0
+    for name in path.split("."):
+        dtype, place, *_ = dtype.fields[name]  # type: ignore[index, assignment]
+        total += place
+    return total
+
+
+def test_layouts_are_those_of_the_header(tmp_path: Path) -> None:
+    from xvcomm.backends.rdma import layout
+
+    lines = [f'printf("%zu\\n", sizeof(struct {name}));' for name in LAYOUTS if name not in BEGINNINGS]
+    lines += [
+        f'printf("%zu\\n", offsetof(struct {name}, {f}));' for name, fields in IN_C.items() for f in fields.split()
+    ]
+    source = tmp_path / "layouts.c"
+    text = (
+        "#include <stddef.h>\n#include <stdio.h>\n#include <infiniband/verbs.h>\nint main(void) {\n%s\nreturn 0;\n}\n"
+    )
+    source.write_text(text % "\n".join(lines))
+    program = tmp_path / "layouts"
+    subprocess.run(["gcc", "-w", "-I", os.environ["RXE_HEADERS"], "-o", program, source], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    in_c = [int(word) for word in printed.split()]
+
+    dtypes = {name: getattr(layout, ours) for name, ours in LAYOUTS.items()} | {"ibv_context_ops": layout.OPERATIONS}
+    ours = [dtypes[name].itemsize for name in LAYOUTS if name not in BEGINNINGS]
+    ours += [offset(dtypes[name], field) for name, fields in OURS.items() for field in fields.split()]
+    assert ours == in_c
+
+
+class End:
+    """This host's queue pair on one NIC, connected to the other host's, and memory that both write."""
+
+    def __init__(self, other_host: Any, nic: int, memory: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> None:
+        from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
+
+        device = devices()[nic]
+        mine = gid_of(device, other_host.address(other_host.index, nic))
+        self.domain = Domain(device.name)
+        self.region = self.domain.register(memory.ctypes.data, memory.nbytes)
+        self.words = self.domain.register(words.ctypes.data, words.nbytes)
+        self.completions = PolledQueue(self.domain, 256)
+        self.queue = ReliableQueue(self.domain, self.completions, DEPTH, inline=64)
+        self.theirs = other_host.swap({
+            "number": self.queue.number, "gid": mine.value.hex(), "memory": memory.ctypes.data, "key": self.region.rkey,
+            "words": words.ctypes.data, "words_key": self.words.rkey,
+        })  # fmt: skip
+        remote = Remote(self.theirs["number"], bytes.fromhex(self.theirs["gid"]))
+        self.queue.connect(Path(1, mine.index, device.ports[0].mtu, timeout=12, retries=3), remote)
+
+    def close(self) -> None:
+        self.queue.close()
+        self.completions.close()
+        self.domain.close()
+
+
+@pytest.fixture
+def connect(other_host: Any) -> Iterator[Callable[..., End]]:
+    """`End`, closed when the test has ended."""
+    with ExitStack() as ends:
+
+        def made(nic: int, memory: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> End:
+            end = End(other_host, nic, memory, words)
+            ends.callback(end.close)
+            return end
+
+        yield made
+
+
+def take_by_event(end: End, seconds: float) -> int:
+    """Completions, after sleeping on the channel until there are some."""
+    import driver
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if taken := driver.take(end.completions.address):
+            return int(taken)
+        assert driver.arm(end.completions.address) == 0
+        if taken := driver.take(end.completions.address):
+            return int(taken)
+        if select.select([end.completions.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            assert driver.take_events(end.completions.address) >= 1
+    return 0
+
+
+def plan() -> list[tuple[int, list[tuple[int, int]]]]:
+    """For each chain its NIC and its pieces, offset and bytes in the chain's area: the same on both hosts."""
+    random = np.random.default_rng(26)
+    chains = []
+    for _ in range(CHAINS):
+        cuts = (
+            np.sort(random.choice(np.arange(1, AREA // 8), 2 * int(random.integers(1, PIECES + 1)), replace=False)) * 8
+        )
+        pieces = [(int(begin), int(end - begin)) for begin, end in zip(cuts[::2], cuts[1::2], strict=True)]
+        chains.append((int(random.integers(2)), pieces))
+    return chains
+
+
+def payload() -> np.ndarray[Any, Any]:
+    return np.random.default_rng(27).integers(1, 1 << 62, CHAINS * AREA // 8, np.int64)
+
+
+def send_all(ends: list[End], source: np.ndarray[Any, Any], counters: np.ndarray[Any, Any]) -> None:
+    """Post all chains, each on its NIC, and wait until all have been written."""
+    import driver
+
+    jobs = np.zeros(PIECES, driver.JOB)
+    for chain, (nic, pieces) in enumerate(plan()):
+        end = ends[nic]
+        for i, (at, nbytes) in enumerate(pieces):
+            where = chain * AREA + at
+            jobs[i] = (
+                source.ctypes.data + where,
+                end.region.lkey,
+                end.theirs["memory"] + where,
+                end.theirs["key"],
+                nbytes,
+            )
+        arguments = (jobs.ctypes.data, len(pieces), counters[nic:].ctypes.data, end.theirs["words"] + 8 * nic)
+        while not (posted := driver.send_chain(end.queue.address, *arguments, end.theirs["words_key"])):
+            assert take_by_event(end, SECONDS)
+        assert posted == 1
+        driver.take(end.completions.address)
+    for end in ends:
+        while not end.queue.drained:
+            assert take_by_event(end, SECONDS)
+        assert end.queue.failure() is None
+        assert end.queue.record.written == end.queue.record.posted
+
+
+def watch(arrived: np.ndarray[Any, Any], counters: np.ndarray[Any, Any]) -> int:
+    """Follow both counters until all chains have come; all of a chain must be there when its counter is. Changes seen."""
+    expected, seen, changes = payload(), [0, 0], 0
+    of_nic: list[list[tuple[int, list[tuple[int, int]]]]] = [[], []]
+    for chain, (nic, pieces) in enumerate(plan()):
+        of_nic[nic].append((chain, pieces))
+    deadline = time.monotonic() + SECONDS
+    while seen != [len(chains) for chains in of_nic]:
+        assert time.monotonic() < deadline, f"only {seen} have come"
+        for nic in (0, 1):
+            now = int(counters[nic])
+            assert now >= seen[nic]
+            changes += now > seen[nic]
+            for chain, pieces in of_nic[nic][seen[nic] : now]:
+                for at, nbytes in pieces:
+                    words = slice((chain * AREA + at) // 8, (chain * AREA + at + nbytes) // 8)
+                    assert (arrived[words] == expected[words]).all(), f"chain {chain} is not there, its counter is"
+            seen[nic] = now
+        time.sleep(0)  # lets the kernel's part of Soft-RoCE run
+    return changes
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_random_chains_over_both_nics(other_host: Any, connect: Any, sender: int) -> None:
+    sends = other_host.index == sender
+    memory = payload() if sends else np.zeros(CHAINS * AREA // 8, np.int64)
+    words = np.zeros(2, np.int64)
+    ends = [connect(nic, memory, words) for nic in (0, 1)]
+    other_host.swap()
+    if sends:
+        send_all(ends, memory, np.zeros(2, np.int64))
+    else:
+        assert watch(memory, words) > 2
+        pieces = [(chain * AREA + at, n) for chain, (_, chosen) in enumerate(plan()) for at, n in chosen]
+        for begin, nbytes in pieces:
+            memory[begin // 8 : (begin + nbytes) // 8] = 0
+        assert not memory.any(), "bytes beside the pieces were written"
+    other_host.swap()
+
+
+@pytest.mark.parametrize("nic", [0, 1])
+def test_a_write_that_the_other_side_has_not_registered_is_named(other_host: Any, connect: Any, nic: int) -> None:
+    import driver
+
+    memory, words = np.zeros(AREA // 8, np.int64), np.zeros(2, np.int64)
+    end = connect(nic, memory, words)
+    other_host.swap()
+    if other_host.index == 0:
+        wrong = end.theirs["key"] ^ 0x5500
+        jobs = np.array([(memory.ctypes.data, end.region.lkey, end.theirs["memory"], wrong, AREA)], driver.JOB)
+        counter = words.copy()
+        arguments = (jobs.ctypes.data, 1, counter.ctypes.data, end.theirs["words"], end.theirs["words_key"])
+        assert driver.send_chain(end.queue.address, *arguments) == 1
+        while not end.queue.drained:
+            assert take_by_event(end, SECONDS)
+        assert str(end.queue.failure()).startswith("REM_ACCESS_ERR: the other side has not registered that memory")
+        assert end.queue.record.written == 0
+    other_host.swap()
+    assert not words.any(), "the counter came, though the WRITE before it failed"
+    other_host.swap()
+
+
+def test_a_failed_queue_pair_is_drained(other_host: Any, connect: Any) -> None:
+    import driver
+
+    memory, words = np.zeros(AREA // 8, np.int64), np.zeros(2, np.int64)
+    end = connect(0, memory, words)
+    other_host.swap()
+    end.queue.fail()
+    assert driver.flush(end.queue.address) == 0
+    while not end.queue.drained:
+        assert take_by_event(end, SECONDS)
+    assert str(end.queue.failure()).startswith("WR_FLUSH_ERR")
+    other_host.swap()
