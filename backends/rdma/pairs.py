@@ -171,7 +171,8 @@ class PolledQueue(CompletionQueue):
 
         Args:
             domain: of the device.
-            entries: at least the depths of all its queue pairs together: when they fail, each request has a completion.
+            entries: at least the depths of all its queue pairs together and one more for each: when they fail, each request has a
+                completion.
 
         Raises:
             ResourceError: the device gives none.
@@ -221,7 +222,7 @@ class ReliableQueue(SendQueue):
         wanted["send_cq"] = wanted["recv_cq"] = queue
         wanted["qp_type"] = _RELIABLE
         capacity = wanted["capacity"]
-        capacity["send_wr"], capacity["recv_wr"], capacity["send_sge"], capacity["recv_sge"] = depth, 1, 1, 1
+        capacity["send_wr"], capacity["recv_wr"], capacity["send_sge"], capacity["recv_sge"] = depth + 1, 1, 1, 1
         capacity["inline_data"] = inline
         made = _library().ibv_create_qp(domain.domain, wanted.ctypes.data)
         self._pair = _made(f"queue pair of {depth} requests with {inline} bytes inline", domain.name, made)

@@ -100,7 +100,7 @@ class SendQueue:
 
         Args:
             pair: address of the struct.
-            depth: most requests that may be posted and not ended; at most what the queue pair was made for.
+            depth: most requests that may be posted and not ended; the queue pair must have room for one more.
         """
         made = at(pair, QUEUE_PAIR)
         operations = at(int(made["context"]), CONTEXT)["operations"]

@@ -36,7 +36,7 @@ QUEUE = np.dtype([
     ("number", "i8"),  # its qp_num
     ("requests", "i8"),  # of `depth` requests, each of one part, each with the next one as its `next`
     ("parts", "i8"),
-    ("depth", "i8"),  # most requests that may be posted and not ended
+    ("depth", "i8"),  # most requests that may be posted and not ended, beside one of `flush`
     ("place", "i8"),  # in COMPLETIONS.queues
     ("filled", "i8"),  # requests of the chain that is not posted yet
     ("posted", "i8"),  # requests handed over; with the two below, counted from the first one
@@ -77,28 +77,31 @@ def room(queue: Any) -> int:
 
 
 @register_jitable
-def _add(queue: Any, here: int, key: int, there: int, there_key: int, nbytes: int, flags: int) -> bool:
-    if room(queue) <= 0:
-        return False
+def _add(queue: Any, here: int, key: int, there: int, there_key: int, nbytes: int, flags: int) -> None:
     part, request = part_at(queue.parts, queue.filled), request_at(queue.requests, queue.filled)
     part.address, part.length, part.key = here, nbytes, key
     queue.filled += 1
     request.id = (queue.place << _COUNT_BITS) | (queue.posted + queue.filled)
     request.flags = flags
     request.target.address, request.target.key = there, there_key
-    return True
 
 
 @register_jitable
 def write(queue: Any, here: int, key: int, there: int, there_key: int, nbytes: int) -> bool:
     """Add a WRITE of registered memory to the chain; False if there is no room. The memory must stay until it is `written`."""
-    return _add(queue, here, key, there, there_key, nbytes, 0)
+    if room(queue) <= 0:
+        return False
+    _add(queue, here, key, there, there_key, nbytes, 0)
+    return True
 
 
 @register_jitable
 def write_inline(queue: Any, here: int, there: int, there_key: int, nbytes: int) -> bool:
     """Add a WRITE of a few bytes that `post` takes along, so that they may change afterwards and need no registration."""
-    return _add(queue, here, 0, there, there_key, nbytes, INLINE)
+    if room(queue) <= 0:
+        return False
+    _add(queue, here, 0, there, there_key, nbytes, INLINE)
+    return True
 
 
 @register_jitable
@@ -128,6 +131,20 @@ def post(queue: Any) -> int:
             count = (queue.bad - queue.requests) // _REQUEST_BYTES
     queue.posted += count
     return abs(error)
+
+
+@register_jitable
+def flush(queue: Any) -> int:
+    """Post a WRITE of nothing: once it has ended, well or not, all that was posted before has. 0 or an errno.
+
+    Of use after a failure, because requests that are not signalled end unseen, and where a completion seems lost. There is always
+    room for one. A chain that was not posted is given up.
+    """
+    if queue.posted - queue.ended > queue.depth:
+        return 0
+    queue.filled = 0
+    _add(queue, 0, 0, 0, 0, 0, INLINE)
+    return post(queue)
 
 
 @register_jitable

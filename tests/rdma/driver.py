@@ -32,10 +32,8 @@ def send_chain(queue, jobs, count, counter, there, there_key):
 
 @njit(nogil=True)
 def flush(queue):
-    """Post a WRITE of nothing: when it has ended, in whatever way, all before it has."""
-    queue = verbs.queue_at(queue)
-    verbs.write(queue, 0, 0, 0, 0, 0)
-    return verbs.post(queue)
+    """Post a WRITE of nothing behind all others."""
+    return verbs.flush(verbs.queue_at(queue))
 
 
 @njit(nogil=True)

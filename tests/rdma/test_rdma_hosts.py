@@ -262,11 +262,16 @@ def test_a_write_that_the_other_side_has_not_registered_is_named(other_host: Any
     other_host.swap()
 
 
-def test_a_failed_queue_pair_is_drained(other_host: Any, connect: Any) -> None:
+def test_a_queue_pair_is_drained_before_and_after_it_fails(other_host: Any, connect: Any) -> None:
     import driver
 
     memory, words = np.zeros(AREA // 8, np.int64), np.zeros(2, np.int64)
     end = connect(0, memory, words)
+    other_host.swap()
+    assert driver.flush(end.queue.address) == 0
+    while not end.queue.drained:
+        assert take_by_event(end, SECONDS)
+    assert end.queue.failure() is None
     other_host.swap()
     end.queue.fail()
     assert driver.flush(end.queue.address) == 0
