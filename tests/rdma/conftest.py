@@ -1,5 +1,8 @@
-"""Fixtures of the tests that run on two hosts with RDMA devices at the same time, each as HOST_INDEX."""
+"""Fixtures of the tests of RDMA: the fake provider, and for two hosts with RDMA devices that run a test at the same time, each as
+HOST_INDEX.
+"""
 
+import itertools
 import json
 import os
 import socket
@@ -9,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
+SHIM = Path(__file__).resolve().parents[1] / "shims" / "verbs"
+sys.path[:0] = [str(Path(__file__).parent), str(SHIM)]  # for the modules beside this one, and the fake provider's
 
 ME, PORT, SECONDS = int(os.environ.get("HOST_INDEX", "-1")), 7000, 60
 
@@ -74,3 +78,27 @@ def other_host():
         host = OtherHost(connection)
         yield host
         host.close()
+
+
+@pytest.fixture(scope="session")
+def shim():
+    """Folder of the fake provider."""
+    return SHIM
+
+
+@pytest.fixture(scope="session")
+def fake_verbs(tmp_path_factory):
+    """The fake provider, compiled."""
+    from fabric import NoCompiler, build
+
+    try:
+        return build(tmp_path_factory.mktemp("verbs"))
+    except NoCompiler as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory):
+    """A function that names a new file at each call."""
+    folder, numbers = tmp_path_factory.mktemp("fabrics"), itertools.count()
+    return lambda: folder / str(next(numbers))

@@ -1,0 +1,109 @@
+#include "fabric.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+struct shared {
+    uint32_t pairs, regions; /* how many there have been */
+    struct shared_pair pair[PAIRS];
+    struct region region[REGIONS];
+};
+
+struct fabric {
+    struct shared *shared;
+    int32_t process;
+    struct { /* regions of other processes that this one has mapped */
+        uint32_t key;
+        char *start;
+        uint64_t bytes;
+    } mapped[REGIONS];
+};
+
+struct fabric *fabric_open(const char *path)
+{
+    int fd = open(path, O_RDWR | O_CREAT, 0600);
+    if (fd < 0)
+        return NULL;
+    struct fabric *fabric = NULL;
+    void *shared = MAP_FAILED;
+    if (ftruncate(fd, sizeof(struct shared)) == 0)
+        shared = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (shared != MAP_FAILED && (fabric = calloc(1, sizeof *fabric)))
+        *fabric = (struct fabric){.shared = shared, .process = getpid()};
+    return fabric;
+}
+
+void fabric_close(struct fabric *fabric)
+{
+    for (int i = 0; i < REGIONS; i++)
+        if (fabric->mapped[i].start)
+            munmap(fabric->mapped[i].start, fabric->mapped[i].bytes);
+    munmap(fabric->shared, sizeof(struct shared));
+    free(fabric);
+}
+
+uint32_t fabric_add_pair(struct fabric *fabric)
+{
+    uint32_t number = 1 + __atomic_fetch_add(&fabric->shared->pairs, 1, __ATOMIC_ACQ_REL);
+    return number < PAIRS ? number : 0;
+}
+
+struct shared_pair *fabric_pair(struct fabric *fabric, uint32_t number)
+{
+    return &fabric->shared->pair[number % PAIRS];
+}
+
+uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset)
+{
+    uint32_t index = 1 + __atomic_fetch_add(&fabric->shared->regions, 1, __ATOMIC_ACQ_REL);
+    if (index >= REGIONS || strlen(path) >= PATH_BYTES)
+        return 0;
+    struct region *region = &fabric->shared->region[index];
+    *region = (struct region){.process = fabric->process, .base = base, .bytes = bytes, .offset = offset};
+    strcpy(region->path, path);
+    uint32_t key = index << 8 | 0x5a;
+    __atomic_store_n(&region->key, key, __ATOMIC_RELEASE);
+    return key;
+}
+
+void fabric_deregister(struct fabric *fabric, uint32_t key)
+{
+    __atomic_store_n(&fabric->shared->region[(key >> 8) % REGIONS].key, 0, __ATOMIC_RELEASE);
+}
+
+static char *map_region(struct fabric *fabric, uint32_t index, const struct region *region)
+{
+    if (fabric->mapped[index].key == region->key)
+        return fabric->mapped[index].start + region->offset;
+    struct stat found;
+    int fd = region->path[0] ? open(region->path, O_RDWR) : -1;
+    if (fd < 0)
+        return NULL;
+    void *start = MAP_FAILED;
+    if (fstat(fd, &found) == 0)
+        start = mmap(NULL, found.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (start == MAP_FAILED)
+        return NULL;
+    fabric->mapped[index].key = region->key;
+    fabric->mapped[index].start = start;
+    fabric->mapped[index].bytes = found.st_size;
+    return fabric->mapped[index].start + region->offset;
+}
+
+char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64_t bytes)
+{
+    uint32_t index = (key >> 8) % REGIONS;
+    const struct region *region = &fabric->shared->region[index];
+    if (key == 0 || __atomic_load_n(&region->key, __ATOMIC_ACQUIRE) != key)
+        return NULL;
+    if (address < region->base || bytes > region->bytes || address - region->base > region->bytes - bytes)
+        return NULL;
+    char *start = region->process == fabric->process ? (char *)region->base : map_region(fabric, index, region);
+    return start ? start + (address - region->base) : NULL;
+}
