@@ -22,7 +22,7 @@ STATUSES = (
 
 _CAUSES = {
     "LOC_PROT_ERR": "the memory is not registered, or not any more (in containers look at the memlock limit of the runtime)",
-    "WR_FLUSH_ERR": "the queue pair was in the error state before",
+    "WR_FLUSH_ERR": "the queue pair was in the error state, or the memory is not registered and the device is Soft-RoCE",
     "REM_ACCESS_ERR": "the other side has not registered that memory for writing, or not any more",
     "REM_INV_REQ_ERR": "the other side's queue pair does not accept such a request",
     "REM_OP_ERR": "the other side's device or queue pair failed",

@@ -240,22 +240,33 @@ def test_random_chains_over_both_nics(other_host: Any, connect: Any, sender: int
     other_host.swap()
 
 
+WRONG_KEY = 0x5500
+
+
 @pytest.mark.parametrize("nic", [0, 1])
-def test_a_write_that_the_other_side_has_not_registered_is_named(other_host: Any, connect: Any, nic: int) -> None:
+@pytest.mark.parametrize(("fault", "told"), [
+    ("remote key", "REM_ACCESS_ERR: the other side has not registered that memory"),
+    ("local key", "WR_FLUSH_ERR: the queue pair was in the error state, or the memory is not registered"),
+    ("silence", "RETRY_EXC_ERR: the other side does not answer"),
+])  # fmt: skip
+def test_a_write_that_fails_is_named(other_host: Any, connect: Any, nic: int, fault: str, told: str) -> None:
     import driver
 
     memory, words = np.zeros(AREA // 8, np.int64), np.zeros(2, np.int64)
     end = connect(nic, memory, words)
+    if other_host.index == 1 and fault == "silence":
+        end.queue.fail()
     other_host.swap()
     if other_host.index == 0:
-        wrong = end.theirs["key"] ^ 0x5500
-        jobs = np.array([(memory.ctypes.data, end.region.lkey, end.theirs["memory"], wrong, AREA)], driver.JOB)
+        key = end.region.lkey ^ (WRONG_KEY if fault == "local key" else 0)
+        there_key = end.theirs["key"] ^ (WRONG_KEY if fault == "remote key" else 0)
+        jobs = np.array([(memory.ctypes.data, key, end.theirs["memory"], there_key, AREA)], driver.JOB)
         counter = words.copy()
         arguments = (jobs.ctypes.data, 1, counter.ctypes.data, end.theirs["words"], end.theirs["words_key"])
         assert driver.send_chain(end.queue.address, *arguments) == 1
         while not end.queue.drained:
             assert take_by_event(end, SECONDS)
-        assert str(end.queue.failure()).startswith("REM_ACCESS_ERR: the other side has not registered that memory")
+        assert str(end.queue.failure()).startswith(told)
         assert end.queue.record.written == 0
     other_host.swap()
     assert not words.any(), "the counter came, though the WRITE before it failed"
