@@ -106,7 +106,7 @@ def at(address: int, dtype: np.dtype[Any]) -> Any:
 def refused(what: str) -> BackendUnavailable:
     """The error where the library lays out its structures in another way."""
     return BackendUnavailable(
-        f"libibverbs does not lay out its structures as xvcomm knows them: {what}; use rdma-core 17 to 65 on x86_64 or aarch64, "
+        f"libibverbs does not lay out its structures as xvcomm knows them: {what}; use rdma-core 44 to 65 on x86_64 or aarch64, "
         "or the transport tcp, and report this"
     )
 

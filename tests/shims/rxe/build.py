@@ -220,7 +220,11 @@ def _build_libraries(target: Path) -> None:
         shutil.copytree(made / "include", ready / "include")
         _run(*pip, "wheel", "--no-deps", "-w", work, archive, **limits)
         _run(*pip, "install", "--no-deps", "--target", ready / "python", next(work.glob("pyverbs-*.whl")))
-        ready.rename(target)
+        try:
+            ready.rename(target)
+        except OSError:
+            if not target.is_dir():  # then another process was first
+                raise
     _say(f"built {target}")
 
 

@@ -72,11 +72,11 @@ class Host:
 
     def join(self, seconds: float) -> None:
         """Wait until the command has ended, or the time has passed."""
-        if not self._booted.wait(min(seconds, BOOT_SECONDS)):
+        if self._booted.wait(min(seconds, BOOT_SECONDS)):
+            self._reader.join(seconds)
+        elif seconds > BOOT_SECONDS:
             print(f"host {self.index} has not booted in time: {''.join(self._console[-15:])}", file=sys.stderr)
             self.status = BROKEN
-            return
-        self._reader.join(seconds)
 
     def kill(self) -> None:
         """End the kernel and what runs on it, like a power cut."""
