@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -71,8 +72,6 @@ class TcpTransport(Transport):
             store.set("key", secrets.token_bytes(32), deadline)
         key = hmac.digest((config.secret or "").encode(errors="surrogateescape"), store.get("key", deadline), "sha256")
         listeners, mine = interfaces.listen(config)
-        store.set(f"place/{membership.rank}", msgspec.msgpack.encode(mine), deadline)
-
         threads = _threads(config, membership.neighbours)
 
         @cache
@@ -80,10 +79,15 @@ class TcpTransport(Transport):
             theirs = _decode_place(store.get(f"place/{rank}", Deadline.after(config.timeout)))
             return interfaces.routes(mine, theirs, threads)
 
-        self.network = Network(
-            membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
-            threads, Tls() if config.tls else None, membership.lost, membership.left,
-        )  # fmt: skip
+        with contextlib.ExitStack() as failing:
+            for listener in listeners:
+                failing.callback(listener.close)
+            store.set(f"place/{membership.rank}", msgspec.msgpack.encode(mine), deadline)
+            self.network = Network(
+                membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
+                threads, Tls() if config.tls else None, membership.lost, membership.left,
+            )  # fmt: skip
+            failing.pop_all()
 
     def open_ring(
         self, name: str, peer: int, member: int, layout: RingLayout, store: Store, deadline: Deadline, *, producer: bool,

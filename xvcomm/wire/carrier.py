@@ -71,6 +71,9 @@ class Carrier:
         Args:
             spins: rounds without work before a thread yields its core.
             threads: how many may carry at the same time, beside those that wait for messages.
+
+        Raises:
+            ResourceError: the system refuses one of them; none is left.
         """
         self._lock = threading.Lock()
         self._tables = {
@@ -97,8 +100,12 @@ class Carrier:
         self._threads = [Daemon("xvcomm-carrier", lambda: run(self.address))]
         for number in range(1, threads):
             self._threads.append(Daemon(f"xvcomm-carrier-{number}", partial(assist, self.address, number)))
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def _put(self, record: Any, field: str, value: int) -> None:
         put(self.address, ctypes.addressof(record) + getattr(type(record), field).offset, value)

@@ -65,6 +65,9 @@ class Network:
             spins, threads: see `Carrier`.
             tls: what encrypts the connections, on all ranks or on none.
             lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
+
+        Raises:
+            ResourceError: the system refuses a thread; the listeners stay the caller's.
         """
         self._size, self._listeners, self._left = size, listeners, left
         self.carrier = Carrier(spins, threads)
@@ -82,7 +85,12 @@ class Network:
         self._strangers: Strangers[socket.socket] = Strangers(self._crowd_out)
         forking.register(self)
         self._thread = Daemon("xvcomm-network", self._run)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.carrier.close()
+            self._loop.close()
+            raise
 
     def open_ring(self, rank: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
         """This process's half of a ring, mirrored by the one of the same name in the process of a rank.
