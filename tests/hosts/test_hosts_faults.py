@@ -11,7 +11,8 @@ import pytest
 
 from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.testing import World, failures
-from xvcomm.testing.signals import Signals
+from xvcomm.testing.inside import context
+from xvcomm.testing.signals import Signals, await_that
 
 HOST = {"XVCOMM_DEVICE": "host"}
 
@@ -60,6 +61,32 @@ def test_departure(world, what, first):
     """A wait for a rank that has closed the communicator fails, also if that rank never opened the ring."""
     for text in world.run(depart, first, what)[:-1]:
         assert f"rank {world.size - 1} on " in text and " left; " in text
+
+
+def late(comm):
+    """Rank 1 calls another collective than rank 0, which has given up by then: the ring has told so, the session not yet."""
+    group = comm.split(0)
+    for each in (comm, group):
+        each.all_reduce(np.zeros(3))
+    inside = context(group)
+    try:
+        if comm.rank == 0:
+            group.all_reduce(np.zeros(1000), timeout=0.3)
+        else:
+            with inside.lifecycle.lock:  # which who looks at the rings needs
+                await_that(inside.rings.told)
+                group.broadcast(np.zeros(1000), 0)
+    except DeadlineExceeded as error:
+        return str(error)
+    finally:
+        group.close()
+
+
+def test_a_deadline_is_no_mismatch():
+    """A rank that comes after another one's deadline, with another call, learns of the deadline."""
+    with World(hosts="a,b", env=HOST) as ranks:
+        for text in ranks.run(late):
+            assert "all_reduce #1 was waiting for rank 1 on b" in text
 
 
 def stuck(comm, milliseconds):

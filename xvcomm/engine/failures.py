@@ -14,6 +14,7 @@ from xvcomm.system.forking import FORKED
 from xvcomm.trace.operation import Operation
 from xvcomm.types.opcode import OpCode
 
+_OVER = (Reason.DEADLINE, Reason.ABORTED)
 _CLOSED_EARLY = "on a communicator that was closed while it was under way; wait for asynchronous operations first"
 
 
@@ -42,8 +43,9 @@ class Failures:
         if known := lifecycle.word():
             lifecycle.abort(known)
         elif isinstance(error, (RingStopped, CollectiveStopped)):
-            # A mismatch says more than that its rank left since.
-            differs = isinstance(error, RingStopped) and error.end.mismatch()
+            # A mismatch says more than that its rank is gone since. After a deadline or an abort, calls differ anyway.
+            over = bool(error.word) and Reason.parse(error.word)[0] in _OVER
+            differs = isinstance(error, RingStopped) and not over and error.end.mismatch()
             self._pass_on(+Reason.MISMATCH if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
             late = diagnosis.late(operation, self._suspects(error))
