@@ -116,6 +116,10 @@ class TcpTransport(Transport):
     def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
         return None if self.network is None else self.network.ask(member, wanted, deadline)
 
+    def part(self, member: int) -> None:
+        if (network := self.network) is not None:
+            network.part(member)
+
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         return {} if self.network is None else self.network.probe(members)
 

@@ -63,6 +63,29 @@ def test_departure(world, what, first):
         assert f"rank {world.size - 1} on " in text and " left; " in text
 
 
+def leave(comm, what):
+    """The last rank closes its session before anything joins it with ranks of other hosts."""
+    if comm.rank == comm.size - 1:
+        comm.close()
+        return None
+    begun = time.monotonic()
+    with comm, pytest.raises(PeerLost) as caught:
+        if what == "subgroup":
+            comm.subgroup(range(comm.size), "all")
+        else:
+            comm.barrier()
+    return caught.value.peer, str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("what", ["subgroup", "barrier"])
+def test_departure_without_a_wire(what):
+    """Ranks hear of one that has left the job before there was any connection to it, long before their deadline."""
+    with World(hosts="a,b,c", env=HOST, timeout=60) as ranks:
+        for peer, text, seconds in ranks.run(leave, what)[:-1]:
+            assert peer == 2 and seconds < 30
+            assert what != "subgroup" or "rank 2 on c closed the communicator before it joined" in text
+
+
 def late(comm):
     """Rank 1 calls another collective than rank 0, which has given up by then: the ring has told so, the session not yet."""
     group = comm.split(0)

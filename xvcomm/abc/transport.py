@@ -192,6 +192,15 @@ class Transport(ABC):
         """
         return None
 
+    def part(self, member: int) -> None:  # noqa: B027 - ranks that share memory see it there
+        """The job's store has told that a rank has left in good order, and that all it had sent has come. Never blocks.
+
+        Calls `Membership.left`, unless a connection to the rank is open, which tells it behind what it carries.
+
+        Args:
+            member: its number in the whole job.
+        """
+
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         """Try every route to ranks of other hosts, without a ring: why each does not work, or nothing. Preferred ones come first.
 

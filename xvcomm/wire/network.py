@@ -76,6 +76,7 @@ class Network:
         self._links: dict[int, Link] = {}
         self._of_number: dict[int, Link] = {}
         self._kept: set[Link] = set()
+        self._parted: set[int] = set()
         self._lock = threading.Lock()
         self._halves = Halves(self.carrier, lambda number: self._of_number[number].gone)
         self.refused, self._silent_until = 0, 0.0
@@ -117,6 +118,26 @@ class Network:
         found = self._link(rank)
         self._loop.call_soon_threadsafe(self._keep, found)
         return None if found.gone else self._questions.ask(found.number, wanted, deadline)
+
+    def part(self, rank: int) -> None:
+        """A rank has left in good order, as is known from elsewhere: so it is if no connection to it is up that will tell it."""
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._loop.call_soon_threadsafe(self._part, rank)
+
+    def _part(self, rank: int) -> None:
+        with self._lock:
+            self._parted.add(rank)
+            link = self._links.get(rank)
+        if link is None:
+            self._left(rank)
+        else:
+            self._settle(link)
+
+    def _settle(self, link: Link) -> None:
+        """Notice that a process has left: it has said so over the link, or the link has no rails to say it."""
+        if not link.gone and (self.carrier.link(link.number).left or (link.rank in self._parted and not link.rails)):
+            link.gone = True
+            self._left(link.rank)
 
     def probe(self, ranks: Sequence[int]) -> dict[int, dict[Route, str]]:
         """Try every route to these ranks, without a link: why each does not work, or nothing."""
@@ -170,6 +191,7 @@ class Network:
         with self._lock:
             if rank not in self._links:
                 found = self._links[rank] = Link(self._process, rank)
+                found.gone = rank in self._parted
                 self._of_number[found.number] = found
             return self._links[rank]
 
@@ -279,10 +301,8 @@ class Network:
                 self._refuse(
                     f"a connection was closed that had proved to be rank {link.rank} and then broke the protocol"
                 )
-            if not link.gone and self.carrier.link(link.number).left:
-                link.gone = True
-                self._left(link.rank)
-            elif not link.rails:
+            self._settle(link)
+            if not link.rails:
                 self._keep(link)
         self._questions.hear()
         self._halves.look()

@@ -1,4 +1,4 @@
-"""What the job's store tells of ranks on other hosts, also of those to which this one has no wire: deaths and aborts."""
+"""What the job's store tells of ranks on other hosts, also of those to which this one has no wire: deaths, departures, aborts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Notice(msgspec.Struct, frozen=True, array_like=True):
-    """Of a rank: it has stopped a communicator; or, with `left`, it is rank 0, which has left in good order, and the store will
-    end with it; else it has died.
-    """
+    """Of a rank: it has stopped a communicator; or, with `left`, it has left in good order; else it has died."""
 
     rank: int
     left: bool = False
@@ -56,6 +54,7 @@ class Elsewhere:
         neighbours: the ranks of this host, which learn of each other in shared memory.
         served_by_first: whether the store ends with rank 0.
         lost: called for a rank of another host that has died, with the reason.
+        left: called for a rank of another host that has left in good order.
         stopped: called for a rank of another host that has stopped a communicator.
 
     Attributes:
@@ -64,10 +63,10 @@ class Elsewhere:
 
     def __init__(
         self, store: Store, rank: int, neighbours: Collection[int], served_by_first: bool,
-        lost: Callable[[int, str], None], stopped: Callable[[int, Stop], None],
+        lost: Callable[[int, str], None], left: Callable[[int], None], stopped: Callable[[int, Stop], None],
     ) -> None:  # fmt: skip
         self._rank, self._neighbours, self._served_by_first = rank, neighbours, served_by_first
-        self._lost, self._stopped, self._over = lost, stopped, False
+        self._lost, self._left, self._stopped, self._over = lost, left, stopped, False
         self._notices = store.notices("deaths", msgspec.msgpack.encode(_Notice(rank)))
         self.tells = self._notices is not None
         self._outbox: SimpleQueue[_Notice | None] = SimpleQueue()
@@ -95,26 +94,31 @@ class Elsewhere:
                 if isinstance(error, StoreError) and self._served_by_first and not (store_ends or self._over):
                     self._lose(0)
                 return
-            if notice.left:
-                store_ends = True
-            elif notice.stop is None:
-                self._lose(notice.rank)
-            elif notice.rank not in self._neighbours:
+            store_ends = store_ends or (notice.left and notice.rank == 0)
+            if notice.rank in self._neighbours:
+                continue
+            if notice.stop is not None:
                 self._stopped(notice.rank, notice.stop)
+            elif notice.left:
+                self._left(notice.rank)
+            else:
+                self._lose(notice.rank)
 
     def _lose(self, rank: int) -> None:
         if rank not in self._neighbours:
             self._lost(rank, _WHY)
 
     def close(self) -> None:
-        """Leave in good order, and end the threads. Idempotent."""
+        """Leave in good order, and end the threads. Idempotent.
+
+        All that was sent to ranks of other hosts must be there: they expect nothing more of a rank that has left.
+        """
         if self._over or self._notices is None:
             return
         self._over = True
-        if self._served_by_first and self._rank == 0:
-            self._outbox.put(_Notice(0, left=True))
         follower, announcer = self._threads
+        self._outbox.put(_Notice(self._rank, left=True))
         self._outbox.put(None)
+        self._notices.leave()  # meanwhile, as each waits for a store that is stopped
         announcer.join()
-        self._notices.leave()
         follower.join()

@@ -119,6 +119,7 @@ class Session:
     def _start(self, mine: Joining, deadline: Deadline) -> None:
         self._place = self.guarded(f"journal/{self.neighbours[0]}", self._check_neighbours)
         following = self.guarded("comm/0", self._check_neighbours)
+        leaving = self._cleanup.enter_context(contextlib.ExitStack())  # entered first, so after what was sent has come
         for transport in self.transports:
             self._cleanup.callback(transport.close)
         try:
@@ -126,7 +127,7 @@ class Session:
                 self._join_transports()
                 if len(self.neighbours) < self.size:
                     self._elsewhere = self._hear_from_elsewhere()
-                    self._cleanup.callback(self._elsewhere.close)
+                    leaving.callback(self._elsewhere.close)
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
                 watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
@@ -159,10 +160,11 @@ class Session:
                 transport.join(membership)
 
     def _hear_from_elsewhere(self) -> Elsewhere:
-        """Begin to listen for deaths and aborts of ranks on other hosts."""
+        """Begin to listen for deaths, departures and aborts of ranks on other hosts."""
         return Elsewhere(
-            self.store, self.rank, self.neighbours, self._joined[0].serves, self._lose_elsewhere, self._on_stop
-        )
+            self.store, self.rank, self.neighbours, self._joined[0].serves, self._lose_elsewhere,
+            lambda rank: self._transport(rank).part(rank), self._on_stop,
+        )  # fmt: skip
 
     @staticmethod
     def _watched(other: Joining, mine: Joining) -> WatchedProcess:
@@ -415,10 +417,13 @@ class Session:
         return self._lost[rank] if rank in self._lost else self.recorders.words(rank)
 
     def _ask(self, rank: int, wanted: int, deadline: Deadline) -> Excerpt | None:
-        """The newest records of a rank of another host, by the transport that joins this one with it."""
+        """The newest records of a rank of another host."""
+        return self._transport(rank).ask(rank, wanted, deadline)
+
+    def _transport(self, rank: int) -> Transport:
+        """What joins this rank with another."""
         scheme = choose(self._joined[self.rank].offers, self._joined[rank].offers).scheme
-        transport = next(t for t in self.transports if t.capabilities().scheme == scheme)
-        return transport.ask(rank, wanted, deadline)
+        return next(t for t in self.transports if t.capabilities().scheme == scheme)
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""
