@@ -310,6 +310,38 @@ def test_a_rank_that_stops_inside_a_split():
     assert "rank 0 on" in str(error) and "its last operation" in str(error) and "was not set" not in str(error), error
 
 
+def around(comm, how):
+    """Every rank waits for a message of the one before it, and rank 0 is stopped; the last rank's deadline passes first."""
+    x, before, after = np.zeros(1000), (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    comm.sendrecv(x, after, x.copy(), before)
+    comm.timeout = 2.0 if comm.rank == comm.size - 1 else 30.0
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "blocking":
+        comm.recv(x, before)
+    else:
+        work = comm.irecv(x, before)
+        comm.isend(x, after, channel=1).wait()
+        work.wait()
+    comm.send(x, after)
+
+
+@pytest.mark.parametrize("how", ["blocking", "asynchronous"])
+@pytest.mark.parametrize("hosts", [None, "a:2,b,c", "a:3,b"])
+def test_a_chain_of_ranks_that_wait_leads_to_the_one_that_is_stopped(how, hosts):
+    """Also where what a rank did last is not what it waits for."""
+    with World(4, hosts=hosts, timeout=30) as world:
+        for rank in range(4):
+            world.submit(rank, around, how)
+        outcomes = world.collect(1, 2, 3)
+        world.kill(0, signal.SIGCONT)
+        world.collect(0)
+    for error in outcomes:
+        assert isinstance(error, DeadlineExceeded) and error.peer == 0, outcomes
+    text = str(outcomes[2])
+    assert "rank 0: its process is stopped" in text or "rank 0: it runs on host a, which did not answer" in text
+
+
 def subgroup_without_store(comm, first):
     """Rank 0, of pid `first`, serves the store and stops; then the others create a subgroup."""
     comm.barrier()

@@ -119,7 +119,7 @@ def last_record(memory: memoryview) -> Record | None:
     return read_record(memory, count - 1) if count else None
 
 
-def read_history(memory: memoryview) -> list[Record]:
-    """All records kept in a region, oldest first."""
-    count = memory.cast("q")[1]
-    return [read_record(memory, n) for n in range(max(0, count - capacity(memory)), count)]
+def read_history(memory: memoryview, wanted: int | None = None) -> list[Record]:
+    """All records kept in a region, or so many of the newest, oldest first."""
+    count, kept = memory.cast("q")[1], capacity(memory)
+    return [read_record(memory, n) for n in range(max(0, count - min(kept, wanted or kept)), count)]

@@ -11,7 +11,7 @@ from xvcomm.engine.session.session import Session
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.trace.contract import ContractCheck
-from xvcomm.trace.format import State
+from xvcomm.trace.format import Record, State
 from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation, describe
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
@@ -127,12 +127,12 @@ class Diagnosis:
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
         """The ranks that really delay an operation.
 
-        These are, for the ranks that have not called the collective, else for the suspects: the rank at the end of the chain of
-        waits, if the rank waits itself.
+        These are, for the ranks that have not called the collective, else for the suspects: the ranks at the ends of the chains
+        of waits, if the rank waits itself.
         """
         until = Deadline.after(_LATE_SECONDS)
         absent = self._absent(operation.sequence, self._rank, until) if operation.peer == NO_PEER else []
-        return tuple(dict.fromkeys(r for s in (absent or suspects) for r in self._follow(s, until)))
+        return tuple(self._follow(absent or list(suspects), until))
 
     def _mismatch(self, about: int) -> tuple[str, int | None]:
         mismatch = self.contract.mismatch() if self.contract is not None else None
@@ -198,18 +198,35 @@ class Diagnosis:
         # The record of a message has the number of the next collective.
         return bool(called) and called[-1].sequence + (called[-1].peer == NO_PEER) > sequence
 
-    def _follow(self, suspect: int, until: Deadline) -> list[int]:
-        """Follow a chain of ranks that wait for each other to its end; the suspect itself if the chain is a cycle."""
-        seen, rank = {self._rank}, suspect
-        while rank not in seen:
+    def _follow(self, suspects: list[int], until: Deadline) -> list[int]:
+        """Follow ranks that wait for each other: first the ranks that do not answer, then those that wait for none; if there
+        are neither, all wait in a cycle, and it gives the suspects.
+
+        A rank whose newest operation is over may wait for an earlier, asynchronous one, or compute: what it waits for is only
+        told if that does not answer.
+        """
+        silent, idle, seen = [], [], {self._rank}
+        rest = [(suspect, True) for suspect in suspects]
+        while rest and not until.expired():
+            rank, surely = rest.pop(0)
+            if rank in seen:
+                continue
             seen.add(rank)
-            found = self._session.recorders.newest(self._ranks[rank], until)
-            record = found.records[-1] if found is not None and found.records else None
-            if record is None or record.state != State.POSTED or record.communicator != self._ident:
-                return [rank]
-            if record.peer == ANY_PEER:
-                return [rank]
-            if record.peer == NO_PEER:
-                return self._absent(record.sequence, rank, until) or [suspect]
-            rank = record.peer
-        return [suspect]
+            recorders, world = self._session.recorders, self._ranks[rank]
+            found = recorders.newest(world, until, _LATE_RECORDS)
+            if recorders.halted(world) or (found is None and not until.expired()):
+                silent.append(rank)
+                continue
+            records = found.records if found is not None else ()
+            waits = [r for r in records if r.state == State.POSTED and r.communicator == self._ident]
+            if not waits or waits[-1] is not records[-1] or waits[-1].peer == ANY_PEER:
+                idle += [rank] if surely else []
+                surely = False
+            rest += [(peer, surely) for peer in self._awaited(rank, waits, until)]
+        return [*silent, *idle] or suspects
+
+    def _awaited(self, rank: int, waits: list[Record], until: Deadline) -> list[int]:
+        """The ranks that a rank waits for in its operations, of its collectives in the oldest one."""
+        peers = [r.peer for r in waits if r.peer not in (NO_PEER, ANY_PEER)]
+        collective = next((r.sequence for r in waits if r.peer == NO_PEER), None)
+        return [*peers, *(self._absent(collective, rank, until) if collective is not None else [])]

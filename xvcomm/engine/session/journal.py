@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from xvcomm.memory.segment import Segment
-from xvcomm.trace.format import Life, Record, last_record, read_life, read_record, region_bytes
+from xvcomm.trace.format import Life, Record, read_history, read_life, read_record, region_bytes
 from xvcomm.trace.recorder import Recorder
 
 
@@ -47,13 +47,13 @@ class Journal:
         self.recorder.live(Life.RUNNING)
         self._regions = regions
 
-    def last_record(self, rank: int) -> Record | None:
-        """The last operation of a rank of this host; None if there is none, or it runs on another host."""
+    def newest(self, rank: int, wanted: int) -> list[Record]:
+        """The newest operations of a rank of this host, so many, oldest first."""
         region = self._regions.get(rank)
         try:
-            return None if region is None else last_record(region)
+            return [] if region is None else read_history(region, wanted)
         except ValueError:  # released
-            return None
+            return []
 
     def call_site(self, record: int) -> str:
         """The user's call site of an operation of this rank, by its number in the flight recorder; empty if unknown."""

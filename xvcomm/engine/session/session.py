@@ -92,7 +92,7 @@ class Session:
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
         self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
-        self.recorders = Recorders(self.journal, self.infos, self.neighbours, self._ask)
+        self.recorders = Recorders(self.journal, self._joined, rank, self.neighbours, self._ask)
         atexit.register(self.close)
         forking.register(self)
         self._start(mine, deadline)

@@ -26,7 +26,12 @@ def stopped(process: str) -> bool:
     """Whether the process that `own` identified is stopped by a signal; False if it cannot be seen from here."""
     where, _, pid = process.rpartition(" ")
     known = bool(where) and where == place() and pid.isdecimal() and len(pid) <= _DIGITS
-    return known and _stat(int(pid))[:1] == ["T"]
+    return known and halted(int(pid))
+
+
+def halted(pid: int) -> bool:
+    """Whether a process of this PID namespace is stopped by a signal."""
+    return _stat(pid)[:1] == ["T"]
 
 
 def started(pid: int) -> str:
