@@ -77,6 +77,22 @@ def test_routes_do_not_wait_for_each_other():
     assert search.begin([quick.ends], 0.0) == []
 
 
+def test_routes_that_fail_in_turn_keep_no_other_waiting():
+    """A route that was not tried gets its turn, also where those in its way do not end at the same time."""
+    search = Search(routes(*TWO))
+    first, second = search.begin([], 0.0)
+    search.end(first, "no answer")
+    assert search.begin([], 0.0) == [first]
+    search.end(second, "no answer")
+    assert search.begin([], 0.0) == []
+    search.end(first, "no answer")
+    crossed = search.begin([], 0.0)
+    assert pairs(crossed) == CROSSED
+    for route in crossed:
+        search.end(route, "no answer")
+    assert search.waited()
+
+
 def test_every_pair_gets_its_turn():
     """Pairs that fail make way for those that were not tried, and come again after them."""
     search, seen = Search(routes(*TWO)), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -85,6 +86,11 @@ def disjoint(routes: Iterable[Route], taken: Collection[tuple[str, str, int]] = 
     return found
 
 
+def _place(route: Route) -> tuple[str, str, int]:
+    """The interfaces that a route needs, and its number."""
+    return (*route.interfaces, route.number)
+
+
 def told(failures: Mapping[Route, str]) -> str:
     """The routes that do not work, each with its reason."""
     return "; ".join(dict.fromkeys(f"{route}: {why}" for route, why in failures.items()))
@@ -115,13 +121,19 @@ class Search:
         """The routes to try now, which are tried until their `end`.
 
         An interface that is in a rail, or is tried, is left alone. Of the other routes those come first that were not tried, then
-        those that were tried longest ago, if that is `pause` seconds.
+        those that were tried longest ago, if that is `pause` seconds; but not where a route that was not tried waits for nothing
+        but routes that are tried again, or two of those could keep it waiting in turn.
         """
-        taken = [(*self._of(ends), ends[2]) for ends in rails]
-        taken += [(*route.interfaces, route.number) for route in self._trying]
+        joined = [(*self._of(ends), ends[2]) for ends in rails]
+        taken = [*joined, *map(_place, self._trying)]
+        firmly = [*joined, *(_place(route) for route in self._trying if route not in self._tried)]
+        fresh = [route for route in self._routes if route not in self._tried and route not in self._trying]
+        found = disjoint(fresh, taken)
+        waiting = [route for route in fresh if route not in found and disjoint([route], firmly)]
         before = time.monotonic() - pause
-        due = [route for route in self._routes if self._tried.get(route, 0.0) <= before]
-        found = disjoint(sorted(due, key=lambda route: self._tried.get(route, 0.0)), taken)
+        due = [route for route in self._routes if self._tried.get(route, math.inf) <= before]
+        due.sort(key=self._tried.__getitem__)
+        found += disjoint(due, [*taken, *map(_place, (*found, *waiting))])
         self._trying.update(found)
         return found
 
