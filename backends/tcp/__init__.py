@@ -120,6 +120,14 @@ class TcpTransport(Transport):
         if (network := self.network) is not None:
             network.part(member)
 
+    def meet(self, member: int) -> None:
+        if (network := self.network) is not None:
+            network.routes(member)
+
+    def doubt(self, member: int, seconds: float) -> None:
+        if (network := self.network) is not None:
+            network.doubt(member, seconds)
+
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         return {} if self.network is None else self.network.probe(members)
 

@@ -59,6 +59,25 @@ def cut(comm, seconds=4):
     print(f"{number} {longest:.3f}")
 
 
+def apart(comm, what):
+    """An operation after all links between the hosts were cut, and before there was any connection between the ranks."""
+    print("begun", flush=True)
+    while any(state.isup for name, state in psutil.net_if_stats().items() if name != "lo"):
+        time.sleep(0.01)
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(np.zeros(3)),
+        "subgroup": lambda: comm.subgroup(range(comm.size), "all"),
+    }
+    begun = time.monotonic()
+    try:
+        calls[what]()
+    except xvcomm.XvcommError as error:
+        print(f"{time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}")
+    begun = time.monotonic()
+    comm.close()
+    print(f"{time.monotonic() - begun:.1f} s to leave")
+
+
 def starved(comm, seconds):
     """Rank 1 can open no more files when rank 0 connects for the first time: for so long, or for good."""
     x, kept = np.full(100_000, comm.rank), []

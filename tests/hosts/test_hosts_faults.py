@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import signal
+import threading
 import time
 
 import numpy as np
@@ -152,6 +153,31 @@ def test_one_direction_of_all_links(two_hosts, side):
     for rank, process in enumerate(ranks):
         text = process.communicate(timeout=40)[0]
         assert process.returncode == 1 and re.search(rf"PeerLost: .*rank {1 - rank} .*on [ab] was lost", text), text
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "subgroup"])
+def test_hosts_that_are_apart_before_the_first_wire(two_hosts, what):
+    """Both lose each other after XVCOMM_PEER_TIMEOUT, also where no connection but those of the store has joined them."""
+    ranks = two_hosts.start("apart", what, env={"XVCOMM_PEER_TIMEOUT": "4", "XVCOMM_TIMEOUT": "60"})
+    for rank in ranks:
+        while (line := rank.stdout.readline()) != "begun\n":
+            assert line.startswith("xvcomm: compiling"), line + rank.stdout.read()
+    for link in range(2):
+        two_hosts.link(link, "down")
+    for rank, text in enumerate(two_hosts.outputs(ranks)):
+        found = re.search(rf"([\d.]+) s: PeerLost: .*rank {1 - rank} .*on [ab],? .*was lost", text)
+        assert found and float(found[1]) < 20, text
+        assert float(re.search(r"([\d.]+) s to leave", text)[1]) < 8, text
+
+
+def test_a_store_out_of_reach(two_hosts):
+    """A store that cannot be reached for longer than XVCOMM_PEER_TIMEOUT loses no rank that another link reaches."""
+    ranks = two_hosts.begun("7", env={"XVCOMM_PEER_TIMEOUT": "2"})
+    two_hosts.link(0, "down")
+    mend = threading.Timer(5, two_hosts.link, (0, "up"))
+    mend.start()
+    two_hosts.unharmed(ranks)
+    mend.join()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
@@ -35,6 +36,10 @@ class Notices(ABC):
             DeadlineExceeded: the store did not answer in time.
             StoreError: the store cannot be reached.
         """
+
+    @abstractmethod
+    def silence(self) -> float:
+        """For how many seconds the store's host has not answered; 0 if none was to be told of a silence. Never blocks."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -82,15 +87,22 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
-    def notices(self, place: str, will: bytes) -> Notices | None:
+    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         """Follow the notices in `place`, where the store posts `will` once this process ends without `Notices.leave`.
 
         None if the store does not notice that a process ends.
+
+        Args:
+            silence: what the store posts each time that this host has not answered for `patience` seconds; nothing if empty.
+            patience: in seconds, 2.5 at least; the process itself may be stopped for longer.
 
         Raises:
             StoreError: the store cannot be reached.
         """
         return None
+
+    def give_up(self) -> None:  # noqa: B027 - most stores have no calls that only a network would end
+        """Let calls in progress in other threads, and all later ones, raise StoreError: the store's host is out of reach."""
 
     @property
     def served_here(self) -> bool:
@@ -123,8 +135,11 @@ class PrefixStore(Store):
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         return self._store.add(self._prefix + key, amount, deadline)
 
-    def notices(self, place: str, will: bytes) -> Notices | None:
-        return self._store.notices(self._prefix + place, will)
+    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
+        return self._store.notices(self._prefix + place, will, silence, patience)
+
+    def give_up(self) -> None:
+        self._store.give_up()
 
     @property
     def served_here(self) -> bool:

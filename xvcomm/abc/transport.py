@@ -201,6 +201,22 @@ class Transport(ABC):
             member: its number in the whole job.
         """
 
+    def meet(self, member: int) -> None:  # noqa: B027 - ranks that share memory need nothing
+        """Find out how a rank can be reached, while the job's store can be asked. May block; any thread.
+
+        Args:
+            member: its number in the whole job.
+        """
+
+    def doubt(self, member: int, seconds: float) -> None:  # noqa: B027 - ranks that share memory see it there
+        """The job's store has heard nothing of a rank's host for some seconds, or this rank nothing of the store's. Never blocks.
+
+        Calls `Membership.lost` after XVCOMM_PEER_TIMEOUT, with those seconds, if the rank cannot be reached meanwhile.
+
+        Args:
+            member: its number in the whole job.
+        """
+
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         """Try every route to ranks of other hosts, without a ring: why each does not work, or nothing. Preferred ones come first.
 

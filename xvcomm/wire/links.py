@@ -76,6 +76,11 @@ class Link:
         self._trouble = ""
         self._stir = asyncio.Event()
 
+    def doubt(self, seconds: float) -> None:
+        """Nothing was heard of the process's host for some seconds, over other ways than this link's."""
+        if not self.rails:
+            self._seen = time.monotonic() - seconds
+
     async def keep(self) -> None:
         """Make rails and replace lost ones, until the process is gone."""
         while not self.gone and not await self._find_routes():

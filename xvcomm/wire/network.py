@@ -119,6 +119,21 @@ class Network:
         self._loop.call_soon_threadsafe(self._keep, found)
         return None if found.gone else self._questions.ask(found.number, wanted, deadline)
 
+    def routes(self, rank: int) -> Sequence[Route]:
+        """Ways to a rank; may block until they are known."""
+        return self._process.routes(rank)
+
+    def doubt(self, rank: int, seconds: float) -> None:
+        """Nothing was heard of a rank's host for some seconds: find out whether it can be reached. Makes the link if needed."""
+        found = self._link(rank)
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._loop.call_soon_threadsafe(self._doubt, found, seconds)
+
+    def _doubt(self, link: Link, seconds: float) -> None:
+        if link not in self._kept:
+            link.doubt(seconds)
+        self._keep(link)
+
     def part(self, rank: int) -> None:
         """A rank has left in good order, as is known from elsewhere: so it is if no connection to it is up that will tell it."""
         with contextlib.suppress(RuntimeError):  # closed meanwhile

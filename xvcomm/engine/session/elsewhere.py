@@ -10,12 +10,15 @@ from queue import SimpleQueue
 import msgspec
 
 from xvcomm.abc.store import Notices, Store
+from xvcomm.abc.transport import Transport
 from xvcomm.errors import StoreError, XvcommError
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
 
 _WHY = "its process has ended: its connection to the job's store is closed"
 _POST_SECONDS = 2.0
+_LEAST_SECONDS = 2.5
+"""The shortest silence that makes anything doubtful, see `Store.notices`."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True):
@@ -33,10 +36,11 @@ class Stop(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Notice(msgspec.Struct, frozen=True, array_like=True):
-    """Of a rank: it has stopped a communicator; or, with `left`, it has left in good order; else it has died."""
+    """Of a rank: it has stopped a communicator; or it has left in good order; or its host does not answer; else it has died."""
 
     rank: int
     left: bool = False
+    silent: bool = False
     stop: Stop | None = None
 
 
@@ -46,15 +50,17 @@ _decode_notice = msgspec.msgpack.Decoder(_Notice).decode
 class Elsewhere:
     """Follows the store's notices in a daemon thread, and posts this rank's in another one.
 
-    A store that does not notice the end of a process, for instance a folder, tells nothing.
+    A store that does not notice the end of a process, for instance a folder, tells nothing. One whose host does not answer tells
+    nothing either: then a rank of another host is tried, the first one, which usually serves the store.
 
     Args:
         store: of the job.
-        rank: of this process in the whole job, as all ranks here.
+        rank, size: of this process in the whole job, as all ranks here; of the job.
         neighbours: the ranks of this host, which learn of each other in shared memory.
         served_by_first: whether the store ends with rank 0.
+        timeout: seconds without a sign of a host after which it is lost.
+        transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
         lost: called for a rank of another host that has died, with the reason.
-        left: called for a rank of another host that has left in good order.
         stopped: called for a rank of another host that has stopped a communicator.
 
     Attributes:
@@ -62,12 +68,15 @@ class Elsewhere:
     """
 
     def __init__(
-        self, store: Store, rank: int, neighbours: Collection[int], served_by_first: bool,
-        lost: Callable[[int, str], None], left: Callable[[int], None], stopped: Callable[[int, Stop], None],
+        self, store: Store, rank: int, size: int, neighbours: Collection[int], served_by_first: bool, timeout: float,
+        transport: Callable[[int], Transport], lost: Callable[[int, str], None], stopped: Callable[[int, Stop], None],
     ) -> None:  # fmt: skip
-        self._rank, self._neighbours, self._served_by_first = rank, neighbours, served_by_first
-        self._lost, self._left, self._stopped, self._over = lost, left, stopped, False
-        self._notices = store.notices("deaths", msgspec.msgpack.encode(_Notice(rank)))
+        self._store, self._rank, self._neighbours, self._served_by_first = store, rank, neighbours, served_by_first
+        self._transport, self._lost, self._stopped, self._over = transport, lost, stopped, False
+        self._patience, self._doubts = max(_LEAST_SECONDS, timeout / 2), False
+        self._first = next(r for r in range(size) if r not in neighbours)
+        died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
+        self._notices = store.notices("deaths", died, silent, self._patience)
         self.tells = self._notices is not None
         self._outbox: SimpleQueue[_Notice | None] = SimpleQueue()
         self._threads: list[Daemon] = []
@@ -80,7 +89,22 @@ class Elsewhere:
         """Tell the ranks of all other hosts that this one has stopped a communicator. Does not wait for the store."""
         self._outbox.put(_Notice(self._rank, stop=stop))
 
+    def look(self) -> None:
+        """Try another host if the store's does not answer; call it regularly. Never blocks."""
+        silence = self._notices.silence() if self._notices is not None else 0.0
+        doubts = silence > self._patience
+        if doubts and not self._doubts:
+            self._transport(self._first).doubt(self._first, silence)
+        self._doubts = doubts
+
+    def note_lost(self, rank: int) -> None:
+        """A rank cannot be reached: if the store cannot either, what waits for its answers ends."""
+        if self._doubts and rank == self._first:
+            self._store.give_up()
+
     def _announce(self, notices: Notices) -> None:
+        with contextlib.suppress(XvcommError):
+            self._transport(self._first).meet(self._first)
         while (notice := self._outbox.get()) is not None:
             with contextlib.suppress(XvcommError):
                 notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
@@ -100,7 +124,9 @@ class Elsewhere:
             if notice.stop is not None:
                 self._stopped(notice.rank, notice.stop)
             elif notice.left:
-                self._left(notice.rank)
+                self._transport(notice.rank).part(notice.rank)
+            elif notice.silent:
+                self._transport(notice.rank).doubt(notice.rank, self._patience)
             else:
                 self._lose(notice.rank)
 

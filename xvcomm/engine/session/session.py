@@ -126,7 +126,10 @@ class Session:
             with self.telling(following), limits.told("join the job"):
                 self._join_transports()
                 if len(self.neighbours) < self.size:
-                    self._elsewhere = self._hear_from_elsewhere()
+                    self._elsewhere = Elsewhere(
+                        self.store, self.rank, self.size, self.neighbours, self._joined[0].serves,
+                        self.config.peer_timeout, self._transport, self._lose_elsewhere, self._on_stop,
+                    )  # fmt: skip
                     leaving.callback(self._elsewhere.close)
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
                 watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
@@ -158,13 +161,6 @@ class Session:
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
                 transport.join(membership)
-
-    def _hear_from_elsewhere(self) -> Elsewhere:
-        """Begin to listen for deaths, departures and aborts of ranks on other hosts."""
-        return Elsewhere(
-            self.store, self.rank, self.neighbours, self._joined[0].serves, self._lose_elsewhere,
-            lambda rank: self._transport(rank).part(rank), self._on_stop,
-        )  # fmt: skip
 
     @staticmethod
     def _watched(other: Joining, mine: Joining) -> WatchedProcess:
@@ -341,6 +337,8 @@ class Session:
         with self._lock:
             self._lost.setdefault(rank, why)
         self._lose(rank)
+        if self._elsewhere is not None:
+            self._elsewhere.note_lost(rank)
 
     def _on_left(self, rank: int) -> None:
         """A rank of another host has closed its session."""
@@ -376,6 +374,8 @@ class Session:
                 with self._lock:
                     self._seen_left.add(rank)
                 self._lose(rank)
+        if self._elsewhere is not None:
+            self._elsewhere.look()
         self._watch_over(lambda context: context.look())
 
     def _look_at_device(self) -> None:

@@ -88,11 +88,16 @@ class Add(Message, frozen=True):
 
 
 class Will(Message, frozen=True):
-    """Client: once this connection is closed, add 1 to `key` and set `key/SUM` to `value`, unless `unless` is set."""
+    """Client: once this connection is closed, add 1 to `key` and set `key/SUM` to `value`, unless `unless` is set.
+
+    The same with `silence`, if it is not empty, each time that its host has not answered for `patience` seconds.
+    """
 
     key: str
     value: bytes
     unless: str
+    silence: bytes
+    patience: float
 
 
 class Done(Message, frozen=True):

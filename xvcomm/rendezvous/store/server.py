@@ -8,7 +8,7 @@ import socket
 import threading
 from typing import cast
 
-from xvcomm.rendezvous.store import processes, protocol
+from xvcomm.rendezvous.store import heartbeat, processes, protocol
 from xvcomm.rendezvous.store.listening import SERVING, close, listen
 from xvcomm.system import forking, limits
 from xvcomm.system.strangers import Strangers
@@ -19,6 +19,8 @@ _LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
 _ACCEPT_PAUSE = 0.1
 _STILL_SECONDS, _LOOK_SECONDS = 1.0, 0.1
 """How long the server waits for clients that are all stopped, and how often it checks whether they are."""
+_LISTEN_SECONDS = 0.5
+"""How often the server checks whether the hosts of clients still answer."""
 _UNKNOWN = "unknown"
 
 
@@ -73,7 +75,7 @@ class TcpServer:
 
         Args:
             grace: seconds to continue serving while clients are connected; shorter if all of them are stopped processes of this
-                host.
+                host, or on hosts that do not answer.
         """
         with self._closing:
             if self._thread.is_alive():
@@ -141,9 +143,12 @@ class _Clients:
         self.authenticated = 0
         self.empty = asyncio.Event()
         self.empty.set()
+        self._listening: set[_Connection] = set()
 
     async def drain(self, grace: float) -> None:
-        """Wait until all clients have left, for at most `grace` seconds, or until the others have been stopped for a while."""
+        """Wait until all clients have left, for at most `grace` seconds, or until the others have been stopped, or have not
+        answered, for a while.
+        """
         loop = asyncio.get_running_loop()
         end, moved = loop.time() + grace, loop.time()
         while self.authenticated and loop.time() < min(end, moved + _STILL_SECONDS):
@@ -151,7 +156,8 @@ class _Clients:
                 async with asyncio.timeout(min(_LOOK_SECONDS, end - loop.time())):
                     await self.empty.wait()
             except TimeoutError:
-                if not all(processes.stopped(c.process) for c in self.connections if c.process):
+                silent = {c.process for c in self.connections if c.silent()}
+                if not all(c.process in silent or processes.stopped(c.process) for c in self.connections if c.process):
                     moved = loop.time()
 
     def enter(self) -> None:
@@ -180,10 +186,26 @@ class _Clients:
         self.put(key, b"%d" % total)
         return protocol.Total(total)
 
-    def execute(self, will: protocol.Will) -> None:
-        """Post what a client left for the case that its connection is closed."""
+    def execute(self, will: protocol.Will, notice: bytes) -> None:
+        """Post what a client left for the case that its connection is closed, or that its host does not answer."""
         if will.unless not in self.values and isinstance(number := self.add(will.key, 1), protocol.Total):
-            self.put(f"{will.key}/{number.total}", will.value)
+            self.put(f"{will.key}/{number.total}", notice)
+
+    def listen_to(self, connection: _Connection) -> None:
+        """Look at a connection regularly, until it is closed."""
+        if not self._listening:
+            self._listen_later()
+        self._listening.add(connection)
+
+    def _listen_later(self) -> None:
+        asyncio.get_running_loop().call_later(_LISTEN_SECONDS, self._listen)
+
+    def _listen(self) -> None:
+        self._listening &= self.connections
+        for connection in self._listening:
+            connection.listen()
+        if self._listening:
+            self._listen_later()
 
 
 class _Connection(asyncio.Protocol):
@@ -200,6 +222,7 @@ class _Connection(asyncio.Protocol):
         self._missing: set[str] = set()
         self._wanted: str | None = None
         self._will: protocol.Will | None = None
+        self._heard = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -232,12 +255,30 @@ class _Connection(asyncio.Protocol):
             self._clients.leave()
         # A process that ends closes its connections. A failure of the network proves nothing.
         if self._will is not None and (exc is None or isinstance(exc, ConnectionError)):
-            self._clients.execute(self._will)
+            self._clients.execute(self._will, self._will.value)
 
     def descriptor(self) -> int:
         """File descriptor of the socket; negative once it is closed."""
-        number: int = self._transport.get_extra_info("socket").fileno()
-        return number
+        return self._socket().fileno()
+
+    def silent(self) -> bool:
+        """Whether the client's host does not answer, as far as the client wants that to be known."""
+        return (
+            self._will is not None
+            and bool(self._will.silence)
+            and heartbeat.silence(self._socket()) > self._will.patience
+        )
+
+    def listen(self) -> None:
+        """Post what the client left for the case that its host does not answer, once each time."""
+        heard = not self.silent()
+        if self._heard and not heard and self._will is not None:
+            self._clients.execute(self._will, self._will.silence)
+        self._heard = heard
+
+    def _socket(self) -> socket.socket:
+        found: socket.socket = self._transport.get_extra_info("socket")
+        return found
 
     def end(self) -> None:
         """Close the connection, including copies of its socket in forked processes."""
@@ -307,6 +348,9 @@ class _Connection(asyncio.Protocol):
                 self._park(keys, None, seconds)
             case protocol.Will():
                 self._will = request
+                if request.silence:
+                    heartbeat.begin(self._socket(), request.patience)
+                    self._clients.listen_to(self)
                 self._send(protocol.Done())
 
     def _park(self, keys: list[str], wanted: str | None, seconds: float | None) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from xvcomm.abc.store import ANSWER_SECONDS, Notices, NotSet, Store
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
-from xvcomm.rendezvous.store import processes, protocol
+from xvcomm.rendezvous.store import heartbeat, processes, protocol
 from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.system import forking, limits
 from xvcomm.types.deadline import NEVER, Deadline
@@ -60,7 +60,7 @@ class TcpStore(Store):
         self._host, self._port, self._secret, self._epoch = host, port, secret, epoch
         self._on_close = on_close
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._given_up = False
         self._links: set[_Link] = set()
         self._idle: list[_Link] = [self._connect(deadline, patient=True)]
 
@@ -83,14 +83,24 @@ class TcpStore(Store):
         assert isinstance(reply, protocol.Total)
         return reply.total
 
-    def notices(self, place: str, will: bytes) -> Notices:
+    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
         """See `Store.notices`; uses a connection of its own."""
         deadline = Deadline.after(ANSWER_SECONDS)
         link = self._take(deadline, "follow notices")
         link.outlast_the_network()
-        following = _TcpNotices(self, partial(self._ask, link), link.hang_up, place)
-        self._ask(link, protocol.encode(protocol.Will(place, will, following.left)), deadline, "leave a will")
+        if silence:
+            link.listen(patience)
+        following = _TcpNotices(self, partial(self._ask, link), link, place)
+        request = protocol.Will(place, will, following.left, silence, patience)
+        self._ask(link, protocol.encode(request), deadline, "leave a will")
         return following
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+            links = list(self._links)
+        for link in links:
+            link.hang_up()
 
     @property
     def served_here(self) -> bool:
@@ -163,6 +173,8 @@ class TcpStore(Store):
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
+            if self._given_up:
+                raise StoreError(f"the host of the store at {self._host}:{self._port} cannot be reached")
             if self._idle:
                 return self._idle.pop()
         try:
@@ -222,10 +234,10 @@ class _TcpNotices(Notices):
     """
 
     def __init__(
-        self, store: TcpStore, ask: Callable[[bytes, Deadline, str], protocol.Reply], hang_up: Callable[[], None], place: str
-    ) -> None:  # fmt: skip
+        self, store: TcpStore, ask: Callable[[bytes, Deadline, str], protocol.Reply], link: _Link, place: str
+    ) -> None:
         self.left = f"{place}/left/{secrets.token_hex(8)}"
-        self._store, self._ask, self._hang_up, self._place = store, ask, hang_up, place
+        self._store, self._ask, self._link, self._place = store, ask, link, place
         self._read = 0
 
     def next(self) -> bytes:
@@ -239,12 +251,15 @@ class _TcpNotices(Notices):
     def post(self, notice: bytes, deadline: Deadline) -> None:
         self._store.set(f"{self._place}/{self._store.add(self._place, 1, deadline)}", notice, deadline)
 
+    def silence(self) -> float:
+        return self._link.silence()
+
     def leave(self) -> None:
         try:
             self._store.set(self.left, b"", Deadline.after(_LEAVE_SECONDS))
         except (StoreError, DeadlineExceeded):
             pass  # nobody is left to read a will
-        self._hang_up()
+        self._link.hang_up()
 
 
 class _NotYet(Exception):
@@ -258,6 +273,7 @@ class _Link:
         self._sock = sock
         forking.register(self)
         self._seals: tuple[protocol.Seal, protocol.Seal] | None = None
+        self._listens = False
 
     def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
         """Authenticate all further messages; called once both sides have proved the secret."""
@@ -289,6 +305,15 @@ class _Link:
     def outlast_the_network(self) -> None:
         """Stay open while the other host cannot be reached: only the end of a process closes the connection."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+
+    def listen(self, patience: float) -> None:
+        """Find out from now on whether the other host answers; stays open nevertheless."""
+        heartbeat.begin(self._sock, patience)
+        self._listens = True
+
+    def silence(self) -> float:
+        """See `Notices.silence`."""
+        return heartbeat.silence(self._sock) if self._listens else 0.0
 
     def hang_up(self) -> None:
         """Shut down the connection, also while a thread waits on it."""

@@ -1,0 +1,49 @@
+"""Whether the host at the other end of a connection still answers.
+
+The kernels of both hosts ask and answer, so that no process takes part, and one that is stopped is not taken for a host that
+cannot be reached.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+
+LEAST_SECONDS = 2.5
+"""The shortest silence that says anything: the kernel asks once a second at most."""
+_ASKED = 3
+"""How often the kernel asks before a silence counts."""
+_FOREVER_MS = (1 << 31) - 1
+_BYTES = ("state", "ca_state", "retransmits", "probes", "backoff", "options", "scales", "flags")
+_WORDS = (
+    "rto", "ato", "snd_mss", "rcv_mss", "unacked", "sacked", "lost", "retrans", "fackets", "last_data_sent", "last_ack_sent",
+    "last_data_recv", "last_ack_recv",
+)  # fmt: skip
+
+
+class _TcpInfo(ctypes.Structure):
+    """The beginning of Linux' `struct tcp_info`."""
+
+    _fields_ = [(name, ctypes.c_uint8) for name in _BYTES] + [(name, ctypes.c_uint32) for name in _WORDS]
+
+
+def begin(sock: socket.socket, seconds: float) -> None:
+    """Let the kernel ask the other host for an answer, so often that a `silence` of `seconds` counts.
+
+    The connection stays open however long there is none: that the network fails does not end it.
+    """
+    every = max(1, int(seconds / _ASKED))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _FOREVER_MS)
+
+
+def silence(sock: socket.socket) -> float:
+    """Seconds since the other host has acknowledged anything; 0 if the system does not tell, or the socket is closed."""
+    size = ctypes.sizeof(_TcpInfo)
+    try:
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    except OSError:
+        return 0.0
+    return _TcpInfo.from_buffer_copy(told).last_ack_recv / 1000 if len(told) == size else 0.0
