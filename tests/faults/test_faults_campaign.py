@@ -17,11 +17,11 @@ import pytest
 from campaign import AMPLE, CUTS, HOSTS, Ending, Run, Stumble, play
 
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost, ResourceError
-from xvcomm.rendezvous.store.hosting import CLOSE_GRACE
 from xvcomm.testing.hosts import NAMES, Hosts
 from xvcomm.testing.processes import RankFailure
 from xvcomm.testing.world import World
 from xvcomm.types.topology import parse_islands
+from xvcomm.wire.links import SILENT_SECONDS
 
 USUAL, ALL = 60, 1000
 SOON = 6.0
@@ -120,8 +120,8 @@ def check(run, outcomes, folder):
 
 
 def patience(run):
-    """Seconds for a rank to end: more where it waits for another host that does not answer to have what was sent, or to leave."""
-    return SOON + (CLOSE_GRACE if run.hosts and run.fault in ("stop", "cut off") else 0.0)
+    """Seconds for a rank to end: more where it waits for a stopped rank of another host to have what was sent."""
+    return SOON + (SILENT_SECONDS if run.hosts and run.fault == "stop" else 0.0)
 
 
 def explained(rank, endings, run):
@@ -172,13 +172,12 @@ def chain(rank, endings):
 
 
 def check_cut_off(run, endings):
-    """Check that every rank lost one of the other host; without the store it may wait until its deadline for one to begin."""
+    """Check that every rank lost one of the other host."""
     places = parse_islands(run.hosts)
     for rank, ending in endings.items():
-        storeless = run.store == "rank 0" and places[rank] != places[0]
         apart = any(places[peer] != places[rank] for peer in chain(rank, endings))
-        right = isinstance(ending.error, (PeerLost, DeadlineExceeded) if storeless else PeerLost) and apart
-        assert right or (storeless and "the process that serves it" in str(ending.error)), f"rank {rank}: {ending}"
+        storeless = places[rank] != places[0] and "which served the job's store" in str(ending.error)
+        assert isinstance(ending.error, PeerLost) and (apart or storeless), f"rank {rank}: {ending}"
 
 
 def check_without_room(endings, folder):

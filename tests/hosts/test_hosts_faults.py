@@ -8,6 +8,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from xvcomm.errors import DeadlineExceeded, PeerLost
@@ -198,6 +199,37 @@ def test_stopped_for_good(two_hosts):
     text = ranks[0].communicate(timeout=60)[0]
     assert ranks[0].returncode == 1 and re.search(r"DeadlineExceeded: .*rank 1 ", text), text
     ranks[1].kill()
+
+
+def leave_beside_a_stopped(comm, other, count):
+    """Rank 0 sends to rank 1, process `other`, which is stopped, and leaves: its seconds; how much rank 1 receives afterwards."""
+    x, peer = np.full(1000, 7.0), 1 - comm.rank
+    comm.sendrecv(x, peer, x.copy(), peer)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(count):
+            y = np.zeros(1000)
+            comm.recv(y, 0)
+            assert (y == 7).all()
+        comm.close()
+        return count
+    await_that(lambda: psutil.Process(other).status() == psutil.STATUS_STOPPED)
+    for _ in range(count):
+        comm.send(x, 1)
+    begun = time.monotonic()
+    comm.close()
+    return time.monotonic() - begun
+
+
+def test_leaving_beside_a_stopped_process():
+    """A rank does not wait long for a stopped one to have what was sent, which comes nevertheless."""
+    with World(hosts="a,b", env=HOST, timeout=60) as ranks:
+        for rank in range(2):
+            ranks.submit(rank, leave_beside_a_stopped, ranks.pids()[1], 5)
+        (seconds,) = ranks.collect(0)
+        ranks.kill(1, signal.SIGCONT)
+        assert ranks.collect(1) == [5]
+    assert seconds < 8
 
 
 def test_full_buffers(two_hosts):

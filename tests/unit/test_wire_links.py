@@ -17,7 +17,7 @@ def looks(monkeypatch):
     now, dropped, unseen = [0.0], [], {}
     monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(links, "queued", unseen.get)
-    records = [SimpleNamespace(sent=0, ping=0) for _ in range(2)]
+    records = [SimpleNamespace(sent=0, received=0, ping=0) for _ in range(2)]
     carrier = SimpleNamespace(add_link=lambda: 0, rails=records, drop=dropped.append)
     link = links.Link(links.Process(0, b"", carrier, None, 10.0, lambda rank: (), lambda rank, why: None), 1)
     with socket.socket() as first, socket.socket() as second:

@@ -28,6 +28,8 @@ from xvcomm.wire.tls import Channel, Tls
 
 _RETRY_SECONDS = 0.5
 _REMEDY = f"{REMEDY}; `xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
+SILENT_SECONDS = 3.0
+"""How long a process that leaves waits for one of which nothing comes; the carrier of one that runs sends signs of life."""
 _STALL_SECONDS = 0.35
 """A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
 
@@ -71,7 +73,10 @@ class Link:
         self._own, self.rank, self.number = own, rank, own.carrier.add_link()
         self.rails: dict[int, Rail] = {}
         self.gone = False
-        self._seen = time.monotonic()  # when it last had a rail, or its host answered
+        self._seen = self._heard = (
+            time.monotonic()
+        )  # when it last had a rail, or its host answered; when something came
+        self._received = 0
         self._search = Search(())
         self._trouble = ""
         self._stir = asyncio.Event()
@@ -215,6 +220,9 @@ class Link:
     def look(self) -> None:
         """Send a sign of life on each rail, and replace those that have stalled."""
         now, carrier = time.monotonic(), self._own.carrier
+        received = sum(carrier.rails[index].received for index in self.rails)
+        if received != self._received:
+            self._received, self._heard = received, now
         for index, rail in self.rails.items():
             record = carrier.rails[index]
             acknowledged = record.sent - queued(rail.connection)
@@ -227,6 +235,16 @@ class Link:
         for index, rail in self.rails.items():
             if now - rail.waits > (_STALL_SECONDS if alive else self._own.timeout):
                 carrier.drop(index)
+
+    def silent(self, since: float) -> bool:
+        """Whether nothing has come for long, and not since a time either: the process is stopped, or its host is out of reach."""
+        return time.monotonic() - max(self._heard, since) > SILENT_SECONDS
+
+    def give_up(self) -> None:
+        """Send nothing more: what a connection has begun to send and cannot end keeps its memory in use."""
+        self.gone = True
+        for index in self.rails:
+            self._own.carrier.drop(index)
 
     def state(self) -> list[abc.Rail]:
         """Its rails, for the user."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -78,6 +79,7 @@ class Network:
         self._kept: set[Link] = set()
         self._parted: set[int] = set()
         self._lock = threading.Lock()
+        self._closing = math.inf
         self._halves = Halves(self.carrier, lambda number: self._of_number[number].gone)
         self.refused, self._silent_until = 0, 0.0
         self._loop = asyncio.new_event_loop()
@@ -173,10 +175,11 @@ class Network:
         return [rail for link in list(self._links.values()) for rail in link.state()]
 
     def close(self) -> None:
-        """Wait until the others have what was sent to them, and leave. Idempotent."""
+        """Wait until the others have what was sent to them, but not long for those that are silent, and leave. Idempotent."""
         if not self._thread.is_alive():
             return
-        until = time.monotonic() + LINGER_SECONDS
+        self._closing = time.monotonic()
+        until = self._closing + LINGER_SECONDS
         while self._halves.sweep() and time.monotonic() < until:
             time.sleep(0.001)
         for link in list(self._links.values()):
@@ -327,4 +330,7 @@ class Network:
         for link in list(self._links.values()):
             link.look()
         self.carrier.wake()
-        self._halves.sweep()
+        if self._halves.sweep():
+            for link in list(self._links.values()):
+                if link.silent(self._closing) and not link.gone:
+                    link.give_up()
