@@ -134,7 +134,7 @@ def explained(rank, endings, run):
     error, mine = endings[rank].error, rank == run.victim
     wanted = (MINE if mine else OTHERS)[run.fault]
     if run.fault == "mismatch":
-        named = f"rank {run.victim} on " in str(error) or (run.deaf and "two other ranks" in str(error))
+        named = f"rank {run.victim} on " in str(error)
     else:
         named = mine or endings[rank].peer == run.victim
     if isinstance(error, wanted) and named:
@@ -147,7 +147,7 @@ def explained(rank, endings, run):
     # Without a ring between them, a deaf host learns of it by its own deadline alone.
     known = (PeerLost, wanted) if late else (PeerLost, DeadlineExceeded) if run.deaf else PeerLost
     follows = isinstance(error, known) and (late or not mine)
-    by_rumour = run.parts or run.deaf or (run.hosts and run.fault != "mismatch")
+    by_rumour = run.parts or run.deaf
     return by_rumour and follows and run.victim in chain(rank, endings)
 
 

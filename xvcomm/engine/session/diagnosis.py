@@ -23,7 +23,7 @@ _LATE_SECONDS, _ASKED, _LATE_RECORDS = 1.2, 64, 16
 _HEAR_SECONDS = 0.3
 """How long an error waits for the reason in words that a rank of another host gives."""
 _UNHEARD = "its reason has not come to this host; see that rank's own error"
-_DIFFERENTLY = "two other ranks described the same message differently"
+_DIFFERENTLY = "two other ranks made different calls"
 
 
 class Diagnosis:
@@ -54,15 +54,15 @@ class Diagnosis:
         finds a mismatch does not say whose message it is.
         """
         mismatch = self.mismatch() if word and Reason.parse(word)[0] is Reason.MISMATCH else None
-        return (word, "") if mismatch is None else (Reason.MISMATCH.word(self._rank), mismatch[0])
+        return (word, "") if mismatch is None else (_differ(self._rank, mismatch[1]), mismatch[0])
 
     def abroad(self, word: int) -> tuple[int, str]:
         """An abort word as ranks of other hosts understand it, and the text that this rank must tell them with it."""
         found = self.contract.mismatch() if self.contract is not None else None
         if found is None:
             return word, ""
-        finder = found[0][0]
-        return Reason.MISMATCH.word(finder), self._calls(*found) if finder == self._rank else ""
+        (finder, _), (other, _) = found
+        return _differ(finder, other), self._calls(*found) if finder == self._rank else ""
 
     def error(self, word: int, operation: Operation) -> XvcommError:
         """The error that an operation raises on a communicator that was stopped for the reason `word`."""
@@ -71,7 +71,7 @@ class Diagnosis:
         known: dict[str, Any] = {"rank": self._rank, "op": str(operation.name), "seq": sequence}
         what = f"{operation} on {self.name(self._rank)}"
         if reason is Reason.MISMATCH:
-            text, peer = self._mismatch(about)
+            text, peer = self._mismatch(about, Reason.reporter(word) - 1)
             call_site = self._session.journal.call_site(operation.record) if sequence is not None else ""
             here = f" (raised in {operation} at {call_site})" if call_site else ""
             return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
@@ -134,7 +134,8 @@ class Diagnosis:
         absent = self._absent(operation.sequence, self._rank, until) if operation.peer == NO_PEER else []
         return tuple(self._follow(absent or list(suspects), until))
 
-    def _mismatch(self, about: int) -> tuple[str, int | None]:
+    def _mismatch(self, finder: int, other: int) -> tuple[str, int | None]:
+        """What differs, and the other rank if this one is concerned; see `_differ`."""
         mismatch = self.contract.mismatch() if self.contract is not None else None
         if mismatch is not None:
             (a, _), (b, _) = mismatch
@@ -142,8 +143,10 @@ class Diagnosis:
         own = self.mismatch()
         if own is not None:
             return own
-        told = self._told(about)
-        return told if told not in ("", _UNHEARD) else _DIFFERENTLY, None
+        told = self._told(finder)
+        if told in ("", _UNHEARD):
+            told = f"{self.name(finder)} and {self.name(other)} made different calls" if other >= 0 else _DIFFERENTLY
+        return told, None
 
     def _calls(self, one: tuple[int, Message], other: tuple[int, Message]) -> str:
         """What two ranks called."""
@@ -230,3 +233,8 @@ class Diagnosis:
         peers = [r.peer for r in waits if r.peer not in (NO_PEER, ANY_PEER)]
         collective = next((r.sequence for r in waits if r.peer == NO_PEER), None)
         return [*peers, *(self._absent(collective, rank, until) if collective is not None else [])]
+
+
+def _differ(finder: int, other: int) -> int:
+    """The abort word for two ranks that differ, for ranks that cannot see what they called. Compiled code names no other one."""
+    return Reason.MISMATCH.word(finder, other + 1)
