@@ -66,6 +66,9 @@ COMPLETION = np.dtype([
 ], align=True)  # fmt: skip
 """struct ibv_wc. After a failure only `id`, `status`, `qp_num` and `vendor_error` are valid."""
 
+EVENT = np.dtype([("element", "i8"), ("type", "u4")], align=True)
+"""struct ibv_async_event. The element is the address of a structure, or of 4 bytes the number of a port."""
+
 CAPACITY = np.dtype([(name, "u4") for name in ("send_wr", "recv_wr", "send_sge", "recv_sge", "inline_data")])
 """struct ibv_qp_cap."""
 

@@ -6,17 +6,21 @@ are made by libibverbs itself.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from xvcomm.backends.rdma import layout
 from xvcomm.backends.rdma.devices import pyverbs
+from xvcomm.backends.rdma.library import (
+    REGISTERING,
+    address_of,
+    check,
+    checked,
+    keep_registered_memory_over_forks,
+    libibverbs,
+)
 from xvcomm.backends.rdma.queues import CompletionQueue, SendQueue
 from xvcomm.errors import BackendUnavailable, ResourceError
 
@@ -70,42 +74,6 @@ class Remote:
     lid: int = 0
 
 
-@cache
-def _library() -> Any:
-    """libibverbs: the one that pyverbs has loaded."""
-    try:
-        found = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-    except OSError as error:
-        raise BackendUnavailable(f"libibverbs does not load: {error}; apt-get install libibverbs1") from error
-    address, number = ctypes.c_void_p, ctypes.c_int
-    for name, result, arguments in (
-        ("ibv_get_device_name", ctypes.c_char_p, [address]),
-        ("ibv_create_comp_channel", address, [address]),
-        ("ibv_destroy_comp_channel", number, [address]),
-        ("ibv_create_cq", address, [address, number, address, address, number]),
-        ("ibv_destroy_cq", number, [address]),
-        ("ibv_create_qp", address, [address, address]),
-        ("ibv_modify_qp", number, [address, address, number]),
-        ("ibv_destroy_qp", number, [address]),
-    ):
-        function = getattr(found, name)
-        function.restype, function.argtypes = result, arguments
-    return found
-
-
-def _made(what: str, device: str, address: int | None) -> int:
-    if not address:
-        number = ctypes.get_errno()
-        remedy = "; raise the memlock limit (`ulimit -l unlimited`)" if number == errno.ENOMEM else ""
-        raise ResourceError(f"{device} gives no {what}: {os.strerror(number)}{remedy}")
-    return address
-
-
-def _done(what: str, device: str, number: int) -> None:
-    if number:
-        raise ResourceError(f"{device} does not {what}: {os.strerror(abs(number))}")
-
-
 class Domain:
     """An open device with a protection domain: memory and queue pairs that belong together.
 
@@ -118,9 +86,10 @@ class Domain:
 
         Raises:
             BackendUnavailable: pyverbs is missing, or libibverbs is not laid out as `layout` says.
-            ResourceError: there is no such device, or this user may not open it.
+            ResourceError: there is no such device, this user may not open it, or forks would not be safe.
         """
         device, domain = pyverbs("device"), pyverbs("pd")
+        keep_registered_memory_over_forks()
         self.name = name
         self._held: list[Any] = []
         try:
@@ -133,7 +102,7 @@ class Domain:
         try:
             layout.check_context(self.context, name, self._context.num_comp_vectors)
             device_address = int(layout.at(self.context, layout.CONTEXT)["device"])
-            if _library().ibv_get_device_name(device_address) != name.encode():
+            if libibverbs().ibv_get_device_name(device_address) != name.encode():
                 raise layout.refused(f"the context of {name} does not begin with its device")
         except BackendUnavailable:
             self.close()
@@ -148,10 +117,7 @@ class Domain:
         try:
             region = pyverbs("mr").MR(self._domain, nbytes, LOCAL_WRITE | REMOTE_WRITE, address=address)
         except pyverbs("pyverbs_error").PyverbsError as error:
-            raise ResourceError(
-                f"{self.name} does not register {nbytes} bytes: {error}; raise the memlock limit (`ulimit -l unlimited`; in "
-                "containers --ulimit memlock=-1)"
-            ) from error
+            raise ResourceError(f"{self.name} does not register {nbytes} bytes: {error}; {REGISTERING}") from error
         self._held.append(region)
         return region
 
@@ -177,24 +143,24 @@ class PolledQueue(CompletionQueue):
         Raises:
             ResourceError: the device gives none.
         """
-        library, self._domain = _library(), domain
-        self._channel = _made("completion channel", domain.name, library.ibv_create_comp_channel(domain.context))
+        library, self._domain = libibverbs(), domain
+        self._channel = checked("completion channel", domain.name, library.ibv_create_comp_channel(domain.context))
         try:
             made = library.ibv_create_cq(domain.context, entries, None, self._channel, 0)
-            self._queue = _made(f"completion queue of {entries}", domain.name, made)
+            self._queue = checked(f"completion queue of {entries}", domain.name, made)
         except ResourceError:
             library.ibv_destroy_comp_channel(self._channel)
             raise
         layout.check_fields(
             "a completion queue", self._queue, layout.COMPLETION_QUEUE, context=domain.context, channel=self._channel
         )
-        get, ack = (_address(getattr(library, f"ibv_{name}")) for name in ("get_cq_event", "ack_cq_events"))
+        get, ack = (address_of(getattr(library, f"ibv_{name}")) for name in ("get_cq_event", "ack_cq_events"))
         super().__init__(self._queue, get, ack)
 
     def close(self) -> None:
         """Give it back; its queue pairs must be closed before."""
-        _done("give a completion queue back", self._domain.name, _library().ibv_destroy_cq(self._queue))
-        _done("give a channel back", self._domain.name, _library().ibv_destroy_comp_channel(self._channel))
+        check("give a completion queue back", self._domain.name, libibverbs().ibv_destroy_cq(self._queue))
+        check("give a channel back", self._domain.name, libibverbs().ibv_destroy_comp_channel(self._channel))
 
 
 class ReliableQueue(SendQueue):
@@ -224,8 +190,8 @@ class ReliableQueue(SendQueue):
         capacity = wanted["capacity"]
         capacity["send_wr"], capacity["recv_wr"], capacity["send_sge"], capacity["recv_sge"] = depth + 1, 1, 1, 1
         capacity["inline_data"] = inline
-        made = _library().ibv_create_qp(domain.domain, wanted.ctypes.data)
-        self._pair = _made(f"queue pair of {depth} requests with {inline} bytes inline", domain.name, made)
+        made = libibverbs().ibv_create_qp(domain.domain, wanted.ctypes.data)
+        self._pair = checked(f"queue pair of {depth} requests with {inline} bytes inline", domain.name, made)
         layout.check_fields(
             "a queue pair", self._pair, layout.QUEUE_PAIR, context=domain.context, pd=domain.domain, send_cq=queue,
             recv_cq=queue, state=_RESET, qp_type=_RELIABLE,
@@ -263,15 +229,10 @@ class ReliableQueue(SendQueue):
 
     def _move(self, wanted: Any, state: int, mask: int) -> None:
         wanted["state"] = state
-        number = _library().ibv_modify_qp(self._pair, wanted.ctypes.data, mask | _STATE)
-        _done(f"take a queue pair to state {state}", self._domain.name, number)
+        number = libibverbs().ibv_modify_qp(self._pair, wanted.ctypes.data, mask | _STATE)
+        check(f"take a queue pair to state {state}", self._domain.name, number)
 
     def close(self) -> None:
         """Give it back."""
         self._completions.remove(self)
-        _done("give a queue pair back", self._domain.name, _library().ibv_destroy_qp(self._pair))
-
-
-def _address(function: Any) -> int:
-    """Address of a C function."""
-    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+        check("give a queue pair back", self._domain.name, libibverbs().ibv_destroy_qp(self._pair))

@@ -47,7 +47,7 @@ def test_devices_have_the_addresses_of_their_interfaces(other_host: Any) -> None
 LAYOUTS = {
     "ibv_context": "CONTEXT", "ibv_pd": "PROTECTION_DOMAIN", "ibv_comp_channel": "CHANNEL", "ibv_cq": "COMPLETION_QUEUE",
     "ibv_qp": "QUEUE_PAIR", "ibv_sge": "PART", "ibv_send_wr": "REQUEST", "ibv_wc": "COMPLETION", "ibv_qp_cap": "CAPACITY",
-    "ibv_qp_init_attr": "PAIR_INIT", "ibv_qp_attr": "PAIR_ATTRIBUTES",
+    "ibv_qp_init_attr": "PAIR_INIT", "ibv_qp_attr": "PAIR_ATTRIBUTES", "ibv_async_event": "EVENT",
 }  # fmt: skip
 BEGINNINGS = ("ibv_cq", "ibv_qp")
 IN_C = {
@@ -57,6 +57,7 @@ IN_C = {
     "ibv_wc": "wr_id status opcode vendor_err byte_len imm_data qp_num src_qp wc_flags pkey_index slid sl dlid_path_bits",
     "ibv_qp_attr": "qp_state ah_attr.grh.dgid ah_attr.grh.sgid_index ah_attr.dlid ah_attr.is_global alt_ah_attr timeout",
     "ibv_context_ops": "poll_cq req_notify_cq post_send post_recv",
+    "ibv_async_event": "element event_type",
 }
 OURS = {
     "ibv_context": "device operations cmd_fd async_fd num_comp_vectors mutex abi_compat",
@@ -65,6 +66,7 @@ OURS = {
     "ibv_wc": "id status opcode vendor_error bytes immediate qp_num src_qp flags pkey_index slid sl path_bits",
     "ibv_qp_attr": "state address.route.gid address.route.sgid_index address.lid address.is_global alt_address timeout",
     "ibv_context_ops": "poll_cq req_notify_cq post_send post_recv",
+    "ibv_async_event": "element type",
 }
 
 
@@ -103,7 +105,9 @@ def test_layouts_are_those_of_the_header(tmp_path: Path) -> None:
 class End:
     """This host's queue pair on one NIC, connected to the other host's, and memory that both write."""
 
-    def __init__(self, other_host: Any, nic: int, memory: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> None:
+    def __init__(
+        self, other_host: Any, nic: int, memory: np.ndarray[Any, Any], words: np.ndarray[Any, Any], entries: int = 256
+    ) -> None:
         from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
 
         device = devices()[nic]
@@ -111,7 +115,7 @@ class End:
         self.domain = Domain(device.name)
         self.region = self.domain.register(memory.ctypes.data, memory.nbytes)
         self.words = self.domain.register(words.ctypes.data, words.nbytes)
-        self.completions = PolledQueue(self.domain, 256)
+        self.completions = PolledQueue(self.domain, entries)
         self.queue = ReliableQueue(self.domain, self.completions, DEPTH, inline=64)
         self.theirs = other_host.swap({
             "number": self.queue.number, "gid": mine.value.hex(), "memory": memory.ctypes.data, "key": self.region.rkey,
@@ -131,8 +135,8 @@ def connect(other_host: Any) -> Iterator[Callable[..., End]]:
     """`End`, closed when the test has ended."""
     with ExitStack() as ends:
 
-        def made(nic: int, memory: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> End:
-            end = End(other_host, nic, memory, words)
+        def made(nic: int, memory: np.ndarray[Any, Any], words: np.ndarray[Any, Any], **options: Any) -> End:
+            end = End(other_host, nic, memory, words, **options)
             ends.callback(end.close)
             return end
 
@@ -290,3 +294,69 @@ def test_a_queue_pair_is_drained_before_and_after_it_fails(other_host: Any, conn
         assert take_by_event(end, SECONDS)
     assert str(end.queue.failure()).startswith("WR_FLUSH_ERR")
     other_host.swap()
+
+
+def test_a_completion_queue_that_overflows_is_reported(other_host: Any, connect: Any) -> None:
+    import driver
+
+    from xvcomm.backends.rdma.events import Events
+
+    memory, words = np.zeros(AREA // 8, np.int64), np.zeros(2, np.int64)
+    end = connect(0, memory, words, entries=2)
+    events = Events(end.domain.name, end.domain.context)
+    other_host.swap()
+    if other_host.index == 0:
+        counter = words.copy()
+        for _ in range(DEPTH):
+            assert driver.send_chain(
+                end.queue.address, 0, 0, counter.ctypes.data, end.theirs["words"], end.theirs["words_key"]
+            )
+        deadline = time.monotonic() + SECONDS
+        found: list[Any] = []
+        while not any(event.name == "CQ_ERR" for event in found):
+            assert time.monotonic() < deadline, [str(event) for event in found]
+            if select.select([events.fd], [], [], 1)[0]:
+                found += events.take()
+        event = next(event for event in found if event.name == "CQ_ERR")
+        assert (event.device, event.loss) == ("rxe0", True)
+        assert "less room than its queue pairs" in str(event)
+    other_host.swap()
+
+
+def forked(work: Callable[[], None]) -> None:
+    """Do something in a child that is forked without exec, and wait until it has ended."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_forks_after_registration_keep_the_bytes_right(other_host: Any, connect: Any, sender: int) -> None:
+    """A child that is alive shares the pages while both sides write to them: the device must see the parent's."""
+    sends = other_host.index == sender
+    memory, words = np.zeros(CHAINS * AREA // 8, np.int64), np.zeros(2, np.int64)
+    ends = [connect(nic, memory, words) for nic in (0, 1)]
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # keeps what the fork gave it until the parent has ended its part
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    memory[:] = payload() if sends else 0  # after the fork: a page that was only shared would be copied now
+    assert subprocess.run(["echo", "forked"], capture_output=True, check=True).stdout == b"forked\n"
+    forked(lambda: None)
+    other_host.swap()
+    if sends:
+        send_all(ends, memory, np.zeros(2, np.int64))
+    else:
+        watch(memory, words)
+    other_host.swap()
+    os.close(writing)
+    assert os.waitpid(child, 0)[1] == 0

@@ -13,6 +13,8 @@ enum { RESET = 0, READY = 3, ERROR = 6 };
 
 enum { SUCCESS = 0, LOC_PROT_ERR = 4, WR_FLUSH_ERR = 5, REM_ACCESS_ERR = 10, RETRY_EXC_ERR = 12 };
 
+enum { QP_FATAL = 1, PATH_MIG_ERR = 7 }; /* the first and the last event of queue pairs */
+
 struct ibv_context {
     void *device;
     void *ops[OPERATIONS];
@@ -67,6 +69,14 @@ struct ibv_wc {
     uint32_t status, opcode, vendor_err, byte_len, imm_data, qp_num, src_qp, wc_flags;
     uint16_t pkey_index, slid;
     uint8_t sl, dlid_path_bits;
+};
+
+struct ibv_async_event {
+    union {
+        struct ibv_qp *qp;
+        int port_num;
+    } element;
+    uint32_t event_type;
 };
 
 _Static_assert(sizeof(struct ibv_send_wr) == 128, "struct ibv_send_wr");

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from xvcomm.backends.rdma.events import NAMES, Events
 from xvcomm.backends.rdma.queues import CompletionQueue, SendQueue
 
 SOURCES = Path(__file__).resolve().parent
@@ -28,6 +29,7 @@ FLAGS = (
     "-shared",
     "-pthread",
 )
+NAME = "fake0"
 RESET, ERROR = 0, 6
 STATUS, DROP, REFUSE = 0, 1, 2
 """Faults of a request: it ends with a status, its completion is lost, it is refused when it is posted."""
@@ -53,7 +55,7 @@ def build(folder: Path) -> Path:
 
 
 def _load(library: Path) -> Any:
-    found = ctypes.CDLL(str(library))
+    found = ctypes.CDLL(str(library), use_errno=True)
     pointer, word, half, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int
     for name, result, arguments in (
         ("fabric_open", pointer, [ctypes.c_char_p]),
@@ -67,7 +69,11 @@ def _load(library: Path) -> Any:
         ("fake_create_qp", pointer, [pointer, pointer, word]),
         ("fake_connect", None, [pointer, half]),
         ("fake_leave", None, [pointer, half]),
-        ("fake_destroy_qp", None, [pointer]),
+        ("fake_destroy_qp", number, [pointer]),
+        ("fake_report", None, [pointer, half, pointer, number]),
+        ("fake_remove", None, [pointer]),
+        ("fake_get_async_event", number, [pointer, pointer]),
+        ("fake_ack_async_event", None, [pointer]),
         ("fake_cut", None, [pointer]),
         ("fake_set_late", None, [pointer]),
         ("fake_set_fault", None, [pointer, number, word, half]),
@@ -155,6 +161,18 @@ class FakeDevice:
         """Let time pass."""
         self.calls.fake_pass(self.address, ticks)
 
+    def events(self) -> Events:
+        """What reads its events."""
+        return Events(NAME, self.address, self.calls.fake_get_async_event, self.calls.fake_ack_async_event)
+
+    def report(self, name: str, port: int = 0) -> None:
+        """Let it report an event of itself, or of a port."""
+        self.calls.fake_report(self.address, NAMES.index(name), None, port)
+
+    def remove(self) -> None:
+        """Let it be removed: it reports nothing any more."""
+        self.calls.fake_remove(self.address)
+
     def close(self) -> None:
         """Close all that belongs to it."""
         for pair in list(self.pairs):
@@ -211,8 +229,13 @@ class FakePair(SendQueue):
         """Let something happen to the request of a number, counted from 1: STATUS, DROP or REFUSE."""
         self._device.calls.fake_set_fault(self._pair, fault, request, status)
 
+    def report(self, name: str) -> None:
+        """Let the device report an event of this pair."""
+        self._device.calls.fake_report(self._device.address, NAMES.index(name), self._pair, 0)
+
     def close(self) -> None:
         """Give it back."""
         self._completions.remove(self)
         self._device.pairs.remove(self)
-        self._device.calls.fake_destroy_qp(self._pair)
+        owed = self._device.calls.fake_destroy_qp(self._pair)
+        assert not owed, "events of the queue pair were not acknowledged"

@@ -3,10 +3,12 @@
  * No time passes by itself. A poll of a completion queue is a tick, in which some of what is due happens; arming the queue lets
  * ticks pass until it has a completion. A device and all that belongs to it is used by one thread at a time.
  */
+#define _GNU_SOURCE
 #include "abi.h"
 #include "fabric.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -41,6 +43,7 @@ struct pair {
     uint64_t fault_at[FAULTS];           /* number of the request, from 1; 0: none */
     uint32_t fault_status;
     int late; /* what is under way when it leaves READY arrives nevertheless, afterwards */
+    int reports; /* events of it that are not acknowledged */
 };
 
 struct device {
@@ -49,6 +52,7 @@ struct device {
     struct pair *pairs[DEVICE_PAIRS];
     uint32_t count, late_count;
     uint64_t tick, random, delay;
+    int reports; /* end of a pipe, whose other one is verbs.async_fd */
     struct {
         struct request request;
         struct shared_pair *shared;
@@ -273,6 +277,41 @@ void fake_ack_cq_events(struct ibv_cq *queue, unsigned int count)
     ((struct cq *)queue)->acked += count;
 }
 
+int fake_get_async_event(struct ibv_context *context, struct ibv_async_event *event)
+{
+    ssize_t count = read(context->async_fd, event, sizeof *event);
+    if (count == 0)
+        errno = EIO;
+    return count == sizeof *event ? 0 : -1;
+}
+
+void fake_ack_async_event(struct ibv_async_event *event)
+{
+    if (event->event_type >= QP_FATAL && event->event_type <= PATH_MIG_ERR)
+        ((struct pair *)event->element.qp)->reports--;
+}
+
+/* Let the device report an event: of a pair, or of a port. */
+void fake_report(struct device *device, uint32_t type, struct pair *pair, int port)
+{
+    struct ibv_async_event event = {.event_type = type};
+    if (pair) {
+        event.element.qp = &pair->verbs;
+        pair->reports++;
+    } else {
+        event.element.port_num = port;
+    }
+    if (write(device->reports, &event, sizeof event) != sizeof event)
+        abort();
+}
+
+/* Like the removal of the device: nothing is reported any more. */
+void fake_remove(struct device *device)
+{
+    close(device->reports);
+    device->reports = -1;
+}
+
 struct device *fake_open(struct fabric *fabric, uint64_t seed, uint64_t delay)
 {
     struct device *device = calloc(1, sizeof *device);
@@ -282,6 +321,11 @@ struct device *fake_open(struct fabric *fabric, uint64_t seed, uint64_t delay)
     device->verbs.ops[POLL_CQ] = (void *)poll_cq;
     device->verbs.ops[REQ_NOTIFY_CQ] = (void *)req_notify_cq;
     device->verbs.ops[POST_SEND] = (void *)post_send;
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC))
+        abort();
+    device->verbs.async_fd = ends[0];
+    device->reports = ends[1];
     device->verbs.num_comp_vectors = 1;
     device->verbs.abi_compat = (void *)UINTPTR_MAX;
     return device;
@@ -289,6 +333,9 @@ struct device *fake_open(struct fabric *fabric, uint64_t seed, uint64_t delay)
 
 void fake_close(struct device *device)
 {
+    close(device->verbs.async_fd);
+    if (device->reports >= 0)
+        close(device->reports);
     free(device);
 }
 
@@ -352,8 +399,10 @@ void fake_leave(struct pair *pair, uint32_t state)
         pair->done = pair->ended = pair->posted;
 }
 
-void fake_destroy_qp(struct pair *pair)
+/* How many of its events were not acknowledged; real libraries would wait for them for ever. */
+int fake_destroy_qp(struct pair *pair)
 {
+    int owed = pair->reports;
     struct device *device = (struct device *)pair->verbs.context;
     fake_leave(pair, RESET);
     for (uint32_t i = 0; i < device->count; i++)
@@ -361,6 +410,7 @@ void fake_destroy_qp(struct pair *pair)
             device->pairs[i] = device->pairs[--device->count];
     free(pair->ring);
     free(pair);
+    return owed;
 }
 
 void fake_cut(struct pair *pair)
