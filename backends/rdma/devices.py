@@ -15,7 +15,7 @@ from xvcomm.errors import BackendUnavailable
 
 ACTIVE = 4
 """IBV_PORT_ACTIVE."""
-_STATES = {1: "down", 2: "initializing", 3: "armed", ACTIVE: "active", 5: "active, deferred"}
+STATES = {1: "down", 2: "initializing", 3: "armed", ACTIVE: "active", 5: "active, deferred"}
 _LINKS = {1: "InfiniBand", 2: "Ethernet"}
 _VERSIONS = {0: "InfiniBand", 1: "RoCE v1", 2: "RoCE v2"}
 
@@ -80,6 +80,14 @@ def pyverbs(module: str) -> ModuleType:
         raise BackendUnavailable(". ".join(_missing(str(error)))) from error
 
 
+_NO_DEVICE = (
+    "load the driver of the network card (`rdma link` lists devices); in containers pass them in: --device=/dev/infiniband "
+    "--ulimit memlock=-1, and the host's network: --network=host"
+)
+NONE = ("this host has no RDMA device", _NO_DEVICE)
+"""Reason and remedy where libibverbs lists none."""
+
+
 def refusal() -> tuple[str, str] | None:
     """Why no RDMA device can be used here and what to do about it, or None if one can."""
     try:
@@ -88,13 +96,7 @@ def refusal() -> tuple[str, str] | None:
         return _missing(str(error))
     except Exception as error:  # pyverbs' own, which derive from Exception; the import of their class may fail as well
         return f"RDMA devices cannot be listed: {error}", _NO_DEVICE
-    return None if found else ("this host has no RDMA device", _NO_DEVICE)
-
-
-_NO_DEVICE = (
-    "load the driver of the network card (`rdma link` lists devices); in containers pass them in: --device=/dev/infiniband "
-    "--ulimit memlock=-1, and the host's network: --network=host"
-)
+    return None if found else NONE
 
 
 def _missing(error: str) -> tuple[str, str]:
@@ -120,12 +122,21 @@ def devices() -> list[Device]:
     """
     if (refused := refusal()) is not None:
         raise BackendUnavailable("; ".join(refused))
-    device = pyverbs("device")
-    return [_ask(device, found.name.decode()) for found in device.get_device_list()]
+    return [ask(name) for name in names()]
 
 
-def _ask(device: Any, name: str) -> Device:
-    context = device.Context(name=name)
+def names() -> list[str]:
+    """The devices that libibverbs lists; those that this process may not open are not among them.
+
+    Raises:
+        BackendUnavailable: pyverbs does not load.
+    """
+    return [found.name.decode() for found in pyverbs("device").get_device_list()]
+
+
+def ask(name: str) -> Device:
+    """A device, opened and closed again to ask it."""
+    context = pyverbs("device").Context(name=name)
     try:
         count = context.query_device().phys_port_cnt
         ports = [context.query_port(number) for number in range(1, count + 1)]
@@ -136,7 +147,7 @@ def _ask(device: Any, name: str) -> Device:
 
 
 def _port(number: int, port: Any, entries: Any) -> Port:
-    state, link = _STATES.get(port.state, f"state {port.state}"), _LINKS.get(port.link_layer, "InfiniBand")
+    state, link = STATES.get(port.state, f"state {port.state}"), _LINKS.get(port.link_layer, "InfiniBand")
     return Port(number, state, link, 128 << port.active_mtu, port.lid, tuple(_gids(number, entries)))
 
 

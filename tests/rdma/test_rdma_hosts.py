@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -360,3 +361,25 @@ def test_forks_after_registration_keep_the_bytes_right(other_host: Any, connect:
     other_host.swap()
     os.close(writing)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_doctor_shows_the_devices_and_a_limit_that_is_too_low(other_host: Any) -> None:
+    """The limit counts as doctor says: with CAP_IPC_LOCK it does not, and without it a registration fails."""
+    from xvcomm.backends.rdma import report, sysfs
+
+    for device, told in zip(devices(), report.examine(), strict=True):
+        assert told.usable, told
+        assert (told.name, told.pcie, told.numa_node, told.ports[0].mtu) == (device.name, "", -1, 4096)
+        (of_kernel,) = sysfs.ports(device.name)
+        assert (of_kernel.state, of_kernel.link, of_kernel.gids) == ("active", "Ethernet", device.ports[0].gids)
+    program = (
+        "import numpy\nfrom xvcomm.backends.rdma import pairs, report\nprint(report.examine()[0].obstacles[0].reason)\n"
+        "memory = numpy.zeros(4 << 20, numpy.uint8)\npairs.Domain('rxe0').register(memory.ctypes.data, memory.nbytes)\n"
+    )
+    shell = 'ulimit -l 1024; exec "$0" -c "$1"'
+    limited = ["setpriv", "--bounding-set=-ipc_lock", "sh", "-c", shell, sys.executable, program]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("only 1024 KiB of memory may be registered (RLIMIT_MEMLOCK)"), done.stderr
+    assert done.returncode != 0
+    assert "rxe0 does not register 4194304 bytes" in done.stderr
+    other_host.swap()

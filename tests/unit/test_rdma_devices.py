@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 from ipaddress import IPv6Address
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from xvcomm.backends.rdma import layout, report
 from xvcomm.backends.rdma.devices import Gid, devices, pyverbs, refusal
+from xvcomm.cli import app
 from xvcomm.errors import BackendUnavailable
 
 
@@ -97,3 +102,123 @@ def test_ports_and_gids(monkeypatch: pytest.MonkeyPatch) -> None:
         Gid(4, IPv6Address("fe80::1").packed, "RoCE v1", "lo", "fe80::1"),
     )
     assert (second.state, second.link, second.lid, second.gids) == ("down", "InfiniBand", 17, ())
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Path:
+    """The folder of /sys/class/infiniband of a host with the device above; the other port has no address yet."""
+    bus = tmp_path / "devices" / "0000:3b:00.1"
+    bus.mkdir(parents=True)
+    root = tmp_path / "infiniband"
+    files = {
+        "fw_ver": "22.31.1014", "hca_type": "MT4125", "board_id": "MT_0000000436", "ports/1/state": "4: ACTIVE",
+        "ports/1/link_layer": "Ethernet", "ports/1/lid": "0x0", "ports/1/gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001",
+        "ports/1/gid_attrs/types/0": "IB/RoCE v1", "ports/1/gid_attrs/ndevs/0": "eth4",
+        "ports/1/gids/3": "0000:0000:0000:0000:0000:ffff:0a01:0203", "ports/1/gid_attrs/types/3": "RoCE v2",
+        "ports/1/gid_attrs/ndevs/3": "eth4", "ports/1/gids/4": "0000:0000:0000:0000:0000:0000:0000:0000",
+        "ports/2/state": "1: DOWN", "ports/2/link_layer": "Ethernet", "ports/2/lid": "0x0",
+    }  # fmt: skip
+    for name, text in files.items():
+        file = root / "mlx5_0" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    (root / "mlx5_0" / "device").symlink_to(bus)
+    (bus / "numa_node").write_text("1\n")
+    return root
+
+
+def reasons(device: report.DeviceReport) -> str:
+    return "; ".join(f"{o.reason}: {o.remedy}" for o in device.obstacles)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit of locked memory."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
+
+
+def test_what_the_kernel_tells_without_pyverbs(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+    (device,) = report.examine(kernel)
+    assert (device.name, device.pcie, device.numa_node) == ("mlx5_0", "0000:3b:00.1", 1)
+    assert (device.firmware, device.card, device.usable) == ("22.31.1014", "MT4125 MT_0000000436", False)
+    assert reasons(device).startswith("pyverbs is missing")
+    up, down = device.ports
+    assert (up.state, up.link, up.usable) == ("active", "Ethernet", True)
+    assert [(g.index, g.version, g.interface, g.address) for g in up.gids] == [
+        (0, "RoCE v1", "eth4", "fe80::1"), (3, "RoCE v2", "eth4", "10.1.2.3"),
+    ]  # fmt: skip
+    assert [o.reason for o in down.obstacles] == ["port 2 is down", "port 2 has no GID of RoCE v2"]
+
+
+def test_the_file_of_a_device_is_missing(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, get_device_list=list)
+    (kernel.with_name("infiniband_verbs") / "uverbs77").mkdir(parents=True)
+    assert "offers mlx5_0 to no process: modprobe ib_uverbs" in reasons(*report.examine(kernel))
+    (kernel.with_name("infiniband_verbs") / "uverbs77" / "ibdev").write_text("mlx5_0\n")
+    (device,) = report.examine(kernel)
+    assert "/dev/infiniband/uverbs77 of mlx5_0 is missing: modprobe ib_uverbs; in containers pass" in reasons(device)
+
+
+def test_a_port_that_could_be_used(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, get_device_list=lambda: [SimpleNamespace(name=b"mlx5_0")], Context=Context)
+    monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", Context)
+    (device,) = report.examine(kernel)
+    assert (device.usable, device.obstacles, device.numa_node) == (True, [], 1)
+    assert [(port.usable, port.mtu) for port in device.ports] == [(True, 4096), (False, 4096)]
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 20, 1 << 20))
+    monkeypatch.setattr(report, "may_lock_all", lambda: False)
+    (device,) = report.examine(kernel)
+    assert not device.usable
+    assert "only 1024 KiB of memory may be registered (RLIMIT_MEMLOCK)" in reasons(device)
+    assert "--ulimit memlock=-1, in Kubernetes LimitMEMLOCK=infinity for containerd" in reasons(device)
+
+
+def test_libibverbs_is_laid_out_in_another_way(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(name: str) -> None:
+        raise layout.refused("another ABI")
+
+    install(monkeypatch, get_device_list=lambda: [SimpleNamespace(name=b"mlx5_0")], Context=Context)
+    monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", differs)
+    (device,) = report.examine(kernel)
+    assert not device.usable
+    assert "another ABI; use rdma-core 44 to 65" in reasons(device)
+
+
+def test_the_right_to_lock_all_memory(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nCapEff:\t0000000000004000\n")
+    (tmp_path / "uid_map").write_text("         0          0 4294967295\n")
+    assert report.may_lock_all(tmp_path)
+    (tmp_path / "uid_map").write_text("         0       1000          1\n")
+    assert not report.may_lock_all(tmp_path)
+    (tmp_path / "status").write_text("Name:\tpython\nCapEff:\t00000000a80425fb\n")
+    (tmp_path / "uid_map").write_text("         0          0 4294967295\n")
+    assert not report.may_lock_all(tmp_path), "docker's default"
+
+
+def test_doctor_shows_devices(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+    examined = report.examine(kernel)
+    monkeypatch.setattr(report, "examine", lambda: examined)
+    shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
+    assert shown.exit_code == 0
+    for text in (
+        "sends no data over them yet",
+        "0000:3b:00.1",
+        "NUMA node 1",
+        "3: 10.1.2.3 RoCE v2 eth4",
+        "port 2 is down",
+    ):
+        assert text in shown.output
+    told = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)["rdma"]
+    assert not told["carries_data"]
+    assert told["devices"][0]["ports"][0]["gids"][1]["address"] == "10.1.2.3"
+
+
+def test_doctor_has_one_line_where_there_is_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+    assert report.examine(tmp_path / "infiniband") == []
+    monkeypatch.setattr(report, "examine", list)
+    shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    (line,) = [line for line in shown.output.splitlines() if "RDMA" in line]
+    assert line == "RDMA: this host has no device. xvcomm sends no data over RDMA yet."

@@ -7,7 +7,7 @@ import os
 import platform
 import resource
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xvcomm.abc.transport import Interface
+from xvcomm.backends.rdma import report as rdma
 from xvcomm.cli import reach
 from xvcomm.config import Config, table
 from xvcomm.engine.session import plugins, watchdog
@@ -60,6 +61,7 @@ class Report:
     backends: list[dict[str, Any]]
     transports: list[dict[str, Any]]
     interfaces: list[Interface]
+    rdma: dict[str, Any]
     variables: list[dict[str, str]]
     problems: list[Problem]
 
@@ -111,6 +113,7 @@ def examine(env: Mapping[str, str]) -> Report:
         backends=backends,
         transports=transports,
         interfaces=_interfaces(config, env, problems),
+        rdma={"carries_data": False, "devices": [asdict(device) for device in rdma.examine()]},
         variables=_variables(env),
         problems=problems,
     )
@@ -305,12 +308,37 @@ def show(report: Report, console: Console, every: bool = False) -> None:
         console.print(_table(title, ("name", "usable", "remarks", "remedy"), rows))
     rows = ((i.name, i.address, "yes" if i.used else "no", i.reason) for i in report.interfaces)
     console.print(_table("Network interfaces between hosts", ("name", "address", "used", "reason"), rows))
+    _show_rdma(report.rdma["devices"], console)
     shown = [v for v in report.variables if every or v["value"]]
     if shown:
         settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in shown)
         console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
     if len(shown) < len(report.variables):
         console.print(f"{len(report.variables) - len(shown)} settings are not set; --all shows them.", highlight=False)
+
+
+def _show_rdma(devices: list[dict[str, Any]], console: Console) -> None:
+    """Each port of each RDMA device; one line if there is none."""
+    if not devices:
+        console.print("RDMA: this host has no device. xvcomm sends no data over RDMA yet.", highlight=False)
+        return
+    columns = ("device", "port", "GIDs", "could be used", "reason", "remedy")
+    rows = (row for device in devices for row in _ports(device))
+    console.print(_table("RDMA devices: xvcomm sends no data over them yet", columns, rows))
+
+
+def _ports(device: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    node = f"NUMA node {device['numa_node']}" if device["numa_node"] >= 0 else ""
+    firmware = f"firmware {device['firmware']}" if device["firmware"] else ""
+    what = "\n".join(filter(None, (device["name"], device["pcie"], node, device["card"], firmware)))
+    for port in device["ports"]:
+        obstacles = device["obstacles"] + port["obstacles"]
+        mtu = f"MTU {port['mtu']}" if port["mtu"] else ""
+        state = "\n".join(filter(None, (f"{port['number']}: {port['state']}", port["link"], mtu)))
+        gids = "\n".join(f"{g['index']}: {g['address']} {g['version']} {g['interface']}".rstrip() for g in port["gids"])
+        reasons, remedies = (";\n".join(filter(None, (o[key] for o in obstacles))) for key in ("reason", "remedy"))
+        yield what, state, gids, "no" if obstacles else "yes", reasons, remedies
+        what = ""
 
 
 def _show_verdict(report: Report, console: Console) -> None:
