@@ -35,7 +35,11 @@ PACKED = (
 
 
 class CannotBuild(Exception):
-    """This machine cannot build the hosts; the message says why, and what to do."""
+    """This machine cannot build the hosts, as for want of packages; the message says why, and what to do."""
+
+
+class BuildFailed(Exception):
+    """What should build the hosts does not; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,12 @@ def build(folder: Path | None = None) -> Built:
 
     Raises:
         CannotBuild: not on this machine.
+        BuildFailed: the recipe does not work any more.
     """
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise CannotBuild(
+            f"User-mode Linux runs on Linux on x86_64 only, this is {sys.platform} on {os.uname().machine}"
+        )
     folder = folder or cache()
     folder.mkdir(parents=True, exist_ok=True)
     _install(PRESENT)
@@ -98,13 +107,21 @@ def cache() -> Path:
     return Path(os.environ.get("RXE_CACHE") or Path(kept, "xvcomm", "rxe")).absolute()
 
 
+def _get(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
+    """Run a command that gets packages; its failure is `CannotBuild`."""
+    try:
+        return _run(*command, cwd=cwd, **variables)
+    except BuildFailed as failed:
+        raise CannotBuild(f"packages cannot be had: {failed}") from failed
+
+
 def _run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
-    """Run a command with low priority; its output. Its failure is `CannotBuild` with the end of what it printed."""
+    """Run a command with low priority; its output. Its failure is `BuildFailed` with the end of what it printed."""
     line = ["nice", "-n", "19", *map(str, command)]
     done = subprocess.run(line, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, check=False)
     if done.returncode:
         end = (done.stdout + done.stderr).strip().splitlines()[-20:]
-        raise CannotBuild(f"`{' '.join(line[3:6])}` failed:\n" + "\n".join(end))
+        raise BuildFailed(f"`{' '.join(line[3:6])}` failed:\n" + "\n".join(end))
     return done.stdout
 
 
@@ -125,8 +142,8 @@ def _install(packages: Sequence[str]) -> None:
     if os.getuid():
         raise CannotBuild(f"packages are missing: apt-get install --no-install-recommends {' '.join(missing)}")
     _say(f"installing {' '.join(missing)}")
-    _run("apt-get", "-qq", "update")
-    _run("apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing, DEBIAN_FRONTEND="noninteractive")
+    _get("apt-get", "-qq", "update")
+    _get("apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing, DEBIAN_FRONTEND="noninteractive")
 
 
 def _jobs() -> str:
@@ -134,8 +151,6 @@ def _jobs() -> str:
 
 
 def _build_kernel(target: Path) -> None:
-    if os.uname().machine != "x86_64":
-        raise CannotBuild(f"User-mode Linux runs on x86_64 only, this is {os.uname().machine}")
     _install(TOOLS)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
         work = Path(scratch)
@@ -156,7 +171,7 @@ def _build_kernel(target: Path) -> None:
         settings = (made / ".config").read_text()
         for option in OPTIONS:
             if f"CONFIG_{option}=y" not in settings:
-                raise CannotBuild(f"{package.name}: CONFIG_{option} cannot be set")
+                raise BuildFailed(f"{package.name}: CONFIG_{option} cannot be set")
         _run(*make, "linux")
         _run("strip", "-o", work / "linux", made / "linux")
         (work / "linux").rename(target)
@@ -167,7 +182,7 @@ def _fetch_source(work: Path) -> Path:
     """Debian's package of the kernel's source, from its backports, without a change of the machine's lists of packages."""
     (work / "lists" / "partial").mkdir(parents=True)
     (work / "archives" / "partial").mkdir(parents=True)
-    here = _run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").splitlines()
+    here = _get("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").splitlines()
     mirrors = [uri for uri in here if "security" not in uri and "debug" not in uri]
     if not mirrors:
         raise CannotBuild("apt has no lists of packages: apt-get update")
@@ -178,14 +193,14 @@ def _fetch_source(work: Path) -> Path:
         "Dir::Cache": work, "APT::Architectures": "amd64", "Acquire::Languages": "none", "APT::Sandbox::User": "root",
     }  # fmt: skip
     apt = ["apt-get", "-qq", *(part for name, value in options.items() for part in ("-o", f"{name}={value}"))]
-    _run(*apt, "update")
+    _get(*apt, "update")
     try:
-        _run(*apt, "download", SOURCE, cwd=work)
+        _get(*apt, "download", SOURCE, cwd=work)
     except CannotBuild:  # backports keep only the newest
-        depends = _run("apt-cache", *apt[1:], "depends", "linux-source").split()
+        depends = _get("apt-cache", *apt[1:], "depends", "linux-source").split()
         newest = next(name for name in depends if name.startswith("linux-source-"))
         _say(f"{SOURCE} is gone, taking {newest}")
-        _run(*apt, "download", newest, cwd=work)
+        _get(*apt, "download", newest, cwd=work)
     return next(work.glob("linux-source-*.deb"))
 
 
@@ -199,7 +214,7 @@ def _build_libraries(target: Path) -> None:
         limits = {"PIP_CONSTRAINT": str(work / "constraint"), "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
         _say("compiling pyverbs and rdma-core's libraries, which takes 6 CPU minutes")
         wanted = f"pyverbs=={PYVERBS}.*"
-        _run(*pip, "download", "--no-deps", "--no-binary", "pyverbs", "-d", work, wanted, **limits)
+        _get(*pip, "download", "--no-deps", "--no-binary", "pyverbs", "-d", work, wanted, **limits)
         archive = next(work.glob("pyverbs-*.tar.gz"))
         _run("tar", "-xzf", archive, "-C", work)
         source = work / archive.name.removesuffix(".tar.gz") / "rdma-core"

@@ -37,6 +37,19 @@ KILLED, BROKEN = 124, 125
 """Exit statuses: ended at the time limit; a host that did not boot, or crashed."""
 
 
+GUARD = """trap '' INT TERM HUP
+while read -r line; do
+  [ "$line" != done ] || exit 0
+  hosts="$hosts $line"
+done
+for host in $hosts; do kill -s KILL -- "-$host" 2>/dev/null; done
+rm -rf -- "$1"
+"""
+"""Ends the hosts and removes their files when this process has ended, also by SIGKILL: then its input is at its end."""
+REGISTERED = 'echo $$ >&0; exec "$@" </dev/null'
+"""Starts a kernel whose number the guard knows before it runs."""
+
+
 class Host:
     """One kernel and what is known of it."""
 
@@ -108,6 +121,9 @@ class Hosts:
         self, built: Built, command: Sequence[str], nics: int = 2, cpus: int = 1, writable: Sequence[Path] = ()
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rxe-"))
+        self._guard = subprocess.Popen(
+            ["sh", "-c", GUARD, "sh", self._folder], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
         self._links = [_link() for _ in range(nics)]
         self.hosts: list[Host] = []
         try:
@@ -152,8 +168,8 @@ class Hosts:
             "dummy.numdummies=0", "quiet", "loglevel=3", *([f"ncpus={cpus}"] if cpus > 1 else []), *nics, "--", job,
         ]  # fmt: skip
         return subprocess.Popen(
-            [str(word) for word in line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", pass_fds=descriptors, start_new_session=True,
+            ["sh", "-c", REGISTERED, "sh", *map(str, line)], stdin=self._guard.stdin, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", pass_fds=descriptors, start_new_session=True,
             env=os.environ | {"TMPDIR": str(_memory_folder())},
         )  # fmt: skip
 
@@ -171,6 +187,7 @@ class Hosts:
         for end in (end for link in self._links for end in link):
             end.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._guard.communicate("done\n")
 
     def __enter__(self) -> Hosts:
         return self

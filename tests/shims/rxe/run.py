@@ -1,6 +1,6 @@
 """Runs a command on two hosts with RDMA NICs: `python tests/shims/rxe/run.py [--timeout 600] [--writable FOLDER] -- COMMAND...`
 
-Its exit status is the worst of the two hosts'. Where the hosts cannot be built it says why, and ends with 0.
+Its exit status is the worst of the two hosts'. Where this machine cannot build the hosts it says why, and ends with 0.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from build import CannotBuild, build
-from hosts import Hosts
+from build import BuildFailed, CannotBuild, build
+from hosts import BROKEN, Hosts
 
 
 def main() -> int:
@@ -32,6 +32,9 @@ def main() -> int:
     except CannotBuild as reason:
         print(f"skipped: no hosts with RDMA NICs: {reason}")
         return 0
+    except BuildFailed as reason:
+        print(f"the hosts with RDMA NICs cannot be built: {reason}", file=sys.stderr)
+        return BROKEN
     begun = time.monotonic()
     with Hosts(built, options.command, options.nics, options.cpus, options.writable) as hosts:
         status = hosts.wait(options.timeout)
