@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -53,19 +56,30 @@ def combine(op: ReduceOp, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         }[op](a, b)  # fmt: skip
 
 
-def run_many(kit: reducers.Kit, dst: np.ndarray, sources: list[np.ndarray]) -> None:
+@functools.cache
+def callers() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Compiled calls of `reduce_many` and `call_scale`; compiled once, which takes longer than all that they compute here."""
     from numba import njit
 
-    many = reducers.reduce_many
+    many, one = reducers.reduce_many, reducers.call_scale
 
     @njit
-    def call(kit, dst, table, ways, count, itemsize, scratch):  # type: ignore[no-untyped-def]
+    def reduce(kit, dst, table, ways, count, itemsize, scratch):  # type: ignore[no-untyped-def]
         many(kit, dst, table, ways, count, itemsize, itemsize, scratch)
 
+    @njit
+    def scale(fn, dst, src, count, factor, divisor):  # type: ignore[no-untyped-def]
+        one(fn, dst, src, count, factor, divisor)
+
+    return reduce, scale
+
+
+def run_many(kit: reducers.Kit, dst: np.ndarray, sources: list[np.ndarray]) -> None:
     scratch = np.zeros(reducers.BLOCK * 16, np.uint8)
     table = np.array([s.ctypes.data for s in sources], np.int64)
     numbers = (kit.pair, kit.first, kit.more, kit.last)
-    call(numbers, dst.ctypes.data, table, len(sources), dst.size, dst.itemsize, scratch.ctypes.data)
+    reduce, _ = callers()
+    reduce(numbers, dst.ctypes.data, table, len(sources), dst.size, dst.itemsize, scratch.ctypes.data)
 
 
 def assert_same(got: np.ndarray, want: np.ndarray) -> None:
@@ -107,14 +121,7 @@ def test_chain_accumulates_wide_and_rounds_once(name: str, ways: int) -> None:
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind != "b"], ids=str)
 def test_scale_divides_and_multiplies(dtype: DType) -> None:
-    from numba import njit
-
-    call = reducers.call_scale
-
-    @njit
-    def scale(fn, dst, src, count, factor, divisor):  # type: ignore[no-untyped-def]
-        call(fn, dst, src, count, factor, divisor)
-
+    _, scale = callers()
     rng = np.random.default_rng(4)
     low = 0 if dtype.kind == "u" else -40
     x = rng.integers(low, 40, 999).astype(dtype.numpy)
