@@ -21,7 +21,7 @@ import relay
 
 import xvcomm
 from xvcomm.system import notice
-from xvcomm.testing.inside import network
+from xvcomm.testing.inside import forget_routes, network
 
 
 def collectives(comm):
@@ -232,6 +232,7 @@ def misled(comm, file):
     comm.store.add("ready", 1)
     while comm.store.add("ready", 0) < comm.size:
         time.sleep(0.01)
+    forget_routes(comm)
     print("ready", flush=True)
     while not Path(file).exists():
         time.sleep(0.01)

@@ -9,7 +9,7 @@ import msgspec
 
 from xvcomm.abc.store import PrefixStore
 from xvcomm.backends.tcp.interfaces import Place
-from xvcomm.testing.inside import context
+from xvcomm.testing.inside import context, forget_routes
 from xvcomm.types.deadline import Deadline
 
 
@@ -106,6 +106,7 @@ def relayed(world):
     relays = [Relay(target) for target in world.run(port)]
     try:
         world.run(detour, [relay.port for relay in relays])
+        world.run(forget_routes)
         yield relays
     finally:
         for relay in relays:

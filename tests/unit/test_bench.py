@@ -239,7 +239,7 @@ def test_bursts_are_waited_for_once():
 def test_each_operation_of_the_host_is_timed():
     sleeper, (record,) = _measured(HostMemory(), seconds=0.03, warmup=2)
     assert record.time == record.call == record.waited >= 1000
-    assert record.iterations == sleeper.calls - 2 >= 9
+    assert 9 <= record.iterations < sleeper.calls  # one call warms up, two where they are short
     _, (half,) = _measured(HostMemory(), op="p2p", iterations=2)
     assert half.time >= 500
 

@@ -21,3 +21,9 @@ def network(comm: Communicator) -> Network:
     tcp: Any = next(t for t in context(comm).session.transports if t.capabilities().scheme == "tcp")
     found: Network = tcp.network
     return found
+
+
+def forget_routes(comm: Communicator) -> None:
+    """Let this process, which may have looked up already how others are reached, do so again."""
+    routes: Any = network(comm)._process.routes
+    routes.cache_clear()
