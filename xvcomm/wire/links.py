@@ -30,7 +30,7 @@ _RETRY_SECONDS = 0.5
 _REMEDY = f"{REMEDY}; `xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
 SILENT_SECONDS = 3.0
 """How long a process that leaves waits for one of which nothing comes; the carrier of one that runs sends signs of life."""
-_FAREWELL_SECONDS = 0.5
+_NOTICE_SECONDS = 0.5
 """A process at which nothing listens any more may have left in good order: so long the job's store has to tell of it."""
 _STALL_SECONDS = 0.35
 """A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
@@ -184,7 +184,7 @@ class Link:
             self._say_blocked()
             return
         search, timeout = self._search, self._own.timeout
-        if search.ended() and time.monotonic() - self._seen > _FAREWELL_SECONDS:
+        if search.ended() and time.monotonic() - self._seen > _NOTICE_SECONDS:
             why = f"nothing listens any more where it did ({told(search.failures)})"
         elif time.monotonic() - self._seen > timeout and search.waited():
             why = f"it cannot be reached ({self._trouble or told(search.failures) or 'no connection'}); {_REMEDY}"
