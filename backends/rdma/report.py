@@ -91,9 +91,7 @@ def _device(name: str, listed: bool, missing: list[Obstacle], root: Path) -> Dev
     reports = [_port(port) for port in ports]
     where = sysfs.place(name, root)
     usable = not obstacles and any(port.usable for port in reports)
-    return DeviceReport(
-        name, where.pcie, where.numa_node, where.firmware, where.card, reports, usable, obstacles
-    )  # fmt: skip
+    return DeviceReport(name, where.pcie, where.numa_node, where.firmware, where.card, reports, usable, obstacles)
 
 
 def _open(name: str) -> None:
@@ -127,9 +125,7 @@ def _port(port: Port) -> PortReport:
     elif not port.gids:
         obstacles.append(Obstacle(f"port {port.number} has no GID", "start the subnet manager"))
     gids = [_gid(gid) for gid in port.gids]
-    return PortReport(
-        port.number, port.state, port.link, port.mtu, port.lid, gids, not obstacles, obstacles
-    )  # fmt: skip
+    return PortReport(port.number, port.state, port.link, port.mtu, port.lid, gids, not obstacles, obstacles)
 
 
 def _interface(port: Port) -> str:

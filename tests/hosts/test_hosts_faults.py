@@ -98,7 +98,7 @@ def late(comm):
         if comm.rank == 0:
             group.all_reduce(np.zeros(1000), timeout=0.3)
         else:
-            with inside.lifecycle.lock:  # which who looks at the rings needs
+            with inside.lifecycle.lock:  # the session needs it to look at the rings
                 await_that(inside.rings.told)
                 group.broadcast(np.zeros(1000), 0)
     except DeadlineExceeded as error:

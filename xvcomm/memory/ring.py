@@ -251,7 +251,6 @@ class RingEnd:
         kept: what the movers of this process's device keep with the end.
         carrier: address of the `CARRIER` record of a ring between hosts; 0 where both ends map the same memory.
         direct: address of the `DIRECT` record of a consumer's end between hosts; else 0.
-        begun: called when a message was enqueued whose mover does not carry frames.
         begun: called when a message was enqueued whose mover does not carry frames, and when the ring was stopped.
         told: whether the other end knows that the ring was stopped.
         gave_up: called when a message of this end was given up; returns when the other end does not touch its array.

@@ -75,9 +75,7 @@ class Link:
         self._own, self.rank, self.number = own, rank, own.carrier.add_link()
         self.rails: dict[int, Rail] = {}
         self.gone = False
-        self._seen = self._heard = (
-            time.monotonic()
-        )  # when it last had a rail, or its host answered; when something came
+        self._seen = self._heard = time.monotonic()  # when it last had a rail or its host answered; when something came
         self._received = 0
         self._search = Search(())
         self._trouble = ""

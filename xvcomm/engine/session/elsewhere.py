@@ -12,13 +12,12 @@ import msgspec
 from xvcomm.abc.store import Notices, Store
 from xvcomm.abc.transport import Transport
 from xvcomm.errors import StoreError, XvcommError
+from xvcomm.rendezvous.store import heartbeat
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
 
 _WHY = "its process has ended: its connection to the job's store is closed"
 _POST_SECONDS = 2.0
-_LEAST_SECONDS = 2.5
-"""The shortest silence that makes anything doubtful, see `Store.notices`."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +72,7 @@ class Elsewhere:
     ) -> None:  # fmt: skip
         self._store, self._rank, self._neighbours, self._served_by_first = store, rank, neighbours, served_by_first
         self._transport, self._lost, self._stopped, self._over = transport, lost, stopped, False
-        self._patience, self._doubts = max(_LEAST_SECONDS, timeout / 2), False
+        self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
         self._first = next(r for r in range(size) if r not in neighbours)
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
         self._notices = store.notices("deaths", died, silent, self._patience)
@@ -145,6 +144,6 @@ class Elsewhere:
         follower, announcer = self._threads
         self._outbox.put(_Notice(self._rank, left=True))
         self._outbox.put(None)
-        self._notices.leave()  # meanwhile, as each waits for a store that is stopped
+        self._notices.leave()  # beside the post: a store that is stopped delays both
         announcer.join()
         follower.join()
