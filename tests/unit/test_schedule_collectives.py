@@ -207,6 +207,12 @@ def test_every_collective_on_chosen_islands(op: Collective, sizes: tuple[int, ..
                 check(replace(case, exchange=way), seeds=1)
 
 
+def test_messages_of_two_segments_between_the_same_ranks_stay_in_order() -> None:
+    """The last segment is one element, whose messages wait for less than those of the segment before."""
+    topology = Topology.from_labels(["0", "1", "2"])
+    check(replace(make(Collective.ALL_REDUCE, topology, "uint8", 33, [], 0), segment=16))
+
+
 @given(
     topologies(), st.integers(0, 300), st.sampled_from(((0, False), (24, False), (0, True))), st.integers(0, 1 << 30)
 )

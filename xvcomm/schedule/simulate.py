@@ -115,7 +115,13 @@ def _in_order(steps: Sequence[Step], done: Sequence[bool]) -> _Program:
             index += 1
         waiting = list(range(begin, index))
         while waiting or not all(done[begin:index]):
-            ready = [i for i in waiting if all(_through(steps, done, begin, wait) for wait in steps[i].after)]
+            ready, kept_back = [], set[tuple[Lane, int]]()
+            for i in waiting:
+                ring = steps[i].lane, getattr(steps[i], "peer", -1)  # its messages start in order
+                if ring not in kept_back and all(_through(steps, done, begin, wait) for wait in steps[i].after):
+                    ready.append(i)
+                else:
+                    kept_back.add(ring)
             waiting = [i for i in waiting if i not in ready]
             yield ready
 
