@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from xvcomm.backends.rdma import verbs
+from xvcomm.wire import verbs
 
 SHIM = Path(__file__).resolve().parents[1] / "tests" / "shims" / "verbs"
 LENGTHS = (1, 2, 8, 32)

@@ -1,6 +1,6 @@
-"""How libibverbs lays out what compiled code reads and writes, by its ABI 1.1, and a check that the loaded library does so.
+"""How libibverbs lays out what xvcomm reads and writes, by its ABI 1.1, and a check that the loaded library does so.
 
-Where the ABI has a union, the member that xvcomm uses stands here, and `rest` fills it up to its size.
+Requests and completions, which compiled code works on, are in `wire.verbs`.
 """
 
 from __future__ import annotations
@@ -48,23 +48,6 @@ QUEUE_PAIR = np.dtype([
     ("handle", "u4"), ("qp_num", "u4"), ("state", "u4"), ("qp_type", "u4"),
 ], align=True)  # fmt: skip
 """The beginning of struct ibv_qp."""
-
-PART = np.dtype([("address", "i8"), ("length", "u4"), ("key", "u4")], align=True)
-"""struct ibv_sge."""
-
-_TARGET = np.dtype([("address", "i8"), ("key", "u4"), ("rest", "i8", 2)], align=True)
-
-REQUEST = np.dtype([
-    ("id", "i8"), ("next", "i8"), ("parts", "i8"), ("part_count", "i4"), ("opcode", "u4"), ("flags", "u4"), ("immediate", "u4"),
-    ("target", _TARGET), ("srq_number", "u4"), ("rest", "i8", 6),
-], align=True)  # fmt: skip
-"""struct ibv_send_wr."""
-
-COMPLETION = np.dtype([
-    ("id", "i8"), ("status", "u4"), ("opcode", "u4"), ("vendor_error", "u4"), ("bytes", "u4"), ("immediate", "u4"),
-    ("qp_num", "u4"), ("src_qp", "u4"), ("flags", "u4"), ("pkey_index", "u2"), ("slid", "u2"), ("sl", "u1"), ("path_bits", "u1"),
-], align=True)  # fmt: skip
-"""struct ibv_wc. After a failure only `id`, `status`, `qp_num` and `vendor_error` are valid."""
 
 EVENT = np.dtype([("element", "i8"), ("type", "u4")], align=True)
 """struct ibv_async_event. The element is the address of a structure, or of 4 bytes the number of a port."""
@@ -137,7 +120,7 @@ def check_context(address: int, name: str, vectors: int) -> None:
     for field, kind in (("cmd_fd", "uverbs"), ("async_fd", "infiniband")):
         if kind not in _opened(int(context[field])):
             raise refused(f"{field} of the context of {name} is {context[field]}, no descriptor of its device")
-    for field in ("poll_cq", "req_notify_cq", "post_send"):
+    for field in ("poll_cq", "req_notify_cq", "post_send", "post_recv"):
         function = int(context["operations"][field])
         if not any(begin <= function < end for begin, end in _code()):
             raise refused(f"{field} of {name} is {function:#x}, no code")

@@ -6,13 +6,14 @@ are made by libibverbs itself.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from xvcomm.backends.rdma import layout
-from xvcomm.backends.rdma.devices import pyverbs
+from xvcomm.backends.rdma.devices import Device, describe, pyverbs
 from xvcomm.backends.rdma.library import (
     REGISTERING,
     address_of,
@@ -21,7 +22,7 @@ from xvcomm.backends.rdma.library import (
     keep_registered_memory_over_forks,
     libibverbs,
 )
-from xvcomm.backends.rdma.queues import CompletionQueue, SendQueue
+from xvcomm.backends.rdma.queues import CompletionQueue, PostedQueue
 from xvcomm.errors import BackendUnavailable, ResourceError
 
 _RESET, _INIT, _READY_TO_RECEIVE, _READY_TO_SEND, _ERROR = 0, 1, 2, 3, 6
@@ -35,6 +36,8 @@ _RELIABLE = 2
 LOCAL_WRITE, REMOTE_WRITE = 1, 2
 """enum ibv_access_flags."""
 _HOPS = 64
+_FOR_EVER = 7
+"""Of rnr_retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Path:
         timeout: the device waits 4.096 us * 2**timeout for an answer, and then repeats,
         retries: so many times, at most 6: some devices repeat for ever with 7.
         traffic_class, service_level: as the fabric's operator defines them.
+        partition: where its key is in the port's table.
     """
 
     port: int
@@ -57,6 +61,7 @@ class Path:
     retries: int = 6
     traffic_class: int = 0
     service_level: int = 0
+    partition: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +126,35 @@ class Domain:
         self._held.append(region)
         return region
 
+    def release(self, region: Any) -> None:
+        """Register memory no more, so that the device does not touch it. Idempotent, also after `close`."""
+        if region in self._held:
+            self._held.remove(region)
+            with contextlib.suppress(pyverbs("pyverbs_error").PyverbsError):  # the device was removed
+                region.close()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Those that keep the device open."""
+        opened = layout.at(self.context, layout.CONTEXT)
+        return [int(opened["cmd_fd"]), int(opened["async_fd"])]
+
+    def ask(self) -> Device:
+        """Its ports and GIDs as they are now.
+
+        Raises:
+            ResourceError: it does not answer.
+        """
+        try:
+            return describe(self.name, self._context)
+        except pyverbs("pyverbs_error").PyverbsError as error:
+            raise ResourceError(f"{self.name} does not tell its ports: {error}") from error
+
     def close(self) -> None:
         """Close the device, with the regions; its queue pairs and completion queues must be closed before."""
-        for region in self._held:
-            region.close()
-        self._domain.close()
-        self._context.close()
+        for part in (*self._held, self._domain, self._context):
+            with contextlib.suppress(pyverbs("pyverbs_error").PyverbsError):  # it was removed
+                part.close()
 
 
 class PolledQueue(CompletionQueue):
@@ -137,8 +165,8 @@ class PolledQueue(CompletionQueue):
 
         Args:
             domain: of the device.
-            entries: at least the depths of all its queue pairs together and one more for each: when they fail, each request has a
-                completion.
+            entries: at least the depths and receives of all its queue pairs together, and one more for each: when they fail, each
+                request and each receive has a completion.
 
         Raises:
             ResourceError: the device gives none.
@@ -163,21 +191,22 @@ class PolledQueue(CompletionQueue):
         check("give a channel back", self._domain.name, libibverbs().ibv_destroy_comp_channel(self._channel))
 
 
-class ReliableQueue(SendQueue):
-    """A reliable queue pair (RC) that sends, and is written to by the one that it is connected to.
+class ReliableQueue(PostedQueue):
+    """A reliable queue pair (RC) that sends, and is sent and written to by the one that it is connected to.
 
     Attributes:
         number: by which the other end knows it.
     """
 
-    def __init__(self, domain: Domain, completions: PolledQueue, depth: int, inline: int) -> None:
+    def __init__(self, domain: Domain, completions: PolledQueue, depth: int, inline: int, receives: int = 1) -> None:
         """Make one, not connected.
 
         Args:
             domain: whose memory it sends.
             completions: where its completions go.
             depth: most requests that may be posted and not ended.
-            inline: most bytes of `verbs.write_inline`.
+            inline: most bytes of `wire.verbs.write_inline` and `send_inline`.
+            receives: most that may be posted and not received.
 
         Raises:
             ResourceError: the device gives none of this size.
@@ -188,10 +217,11 @@ class ReliableQueue(SendQueue):
         wanted["send_cq"] = wanted["recv_cq"] = queue
         wanted["qp_type"] = _RELIABLE
         capacity = wanted["capacity"]
-        capacity["send_wr"], capacity["recv_wr"], capacity["send_sge"], capacity["recv_sge"] = depth + 1, 1, 1, 1
+        capacity["send_wr"], capacity["recv_wr"], capacity["send_sge"], capacity["recv_sge"] = depth + 1, receives, 1, 1
         capacity["inline_data"] = inline
         made = libibverbs().ibv_create_qp(domain.domain, wanted.ctypes.data)
-        self._pair = checked(f"queue pair of {depth} requests with {inline} bytes inline", domain.name, made)
+        what = f"queue pair of {depth} requests with {inline} bytes inline and {receives} receives"
+        self._pair = checked(what, domain.name, made)
         layout.check_fields(
             "a queue pair", self._pair, layout.QUEUE_PAIR, context=domain.context, pd=domain.domain, send_cq=queue,
             recv_cq=queue, state=_RESET, qp_type=_RELIABLE,
@@ -200,16 +230,28 @@ class ReliableQueue(SendQueue):
         self.number = int(self.record.number)
         completions.add(self)
 
+    def prepare(self, port: int, partition: int = 0) -> None:
+        """Let receive requests be posted: it belongs to a port and a partition from now on.
+
+        Raises:
+            ResourceError: the device refuses.
+        """
+        wanted = np.zeros(1, layout.PAIR_ATTRIBUTES)
+        wanted["port_num"], wanted["access_flags"] = port, LOCAL_WRITE | REMOTE_WRITE
+        wanted["pkey_index"] = partition
+        self._move(wanted, _INIT, _PKEY | _PORT | _ACCESS)
+
     def connect(self, path: Path, remote: Remote) -> None:
-        """Join it with the queue pair at the other end, which must do the same. Neither may post before both have.
+        """Join it with the queue pair at the other end, which must do the same. Neither may post requests before both have.
+
+        A SEND for which the other end has posted no receive is repeated without end.
 
         Raises:
             ResourceError: the device refuses: most often a GID or a path that does not fit.
         """
+        if int(layout.at(self._pair, layout.QUEUE_PAIR)["state"]) == _RESET:
+            self.prepare(path.port, path.partition)
         wanted = np.zeros(1, layout.PAIR_ATTRIBUTES)
-        wanted["port_num"], wanted["access_flags"] = path.port, LOCAL_WRITE | REMOTE_WRITE
-        self._move(wanted, _INIT, _PKEY | _PORT | _ACCESS)
-
         address = wanted["address"]
         address["route"]["gid"] = np.frombuffer(remote.gid, np.uint64)
         address["route"]["sgid_index"], address["route"]["hop_limit"] = path.gid_index, _HOPS
@@ -220,7 +262,7 @@ class ReliableQueue(SendQueue):
         self._move(wanted, _READY_TO_RECEIVE, _ADDRESS | _MTU | _NUMBER | _RECEIVE_PSN | _READS_HERE | _RNR_TIMER)
 
         wanted["timeout"], wanted["retry_cnt"] = path.timeout, path.retries
-        wanted["rnr_retry"], wanted["max_rd_atomic"] = 6, 1
+        wanted["rnr_retry"], wanted["max_rd_atomic"] = _FOR_EVER, 1
         self._move(wanted, _READY_TO_SEND, _TIMEOUT | _RETRIES | _RNR_RETRIES | _SEND_PSN | _READS)
 
     def fail(self) -> None:

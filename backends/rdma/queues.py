@@ -1,4 +1,4 @@
-"""The records of `verbs` for queue pairs and completion queues that exist, whichever library made them."""
+"""The records of `wire.verbs` for queue pairs and completion queues that exist, whichever library made them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 
 import numpy as np
 
-from xvcomm.backends.rdma.layout import CHANNEL, COMPLETION, CONTEXT, PART, QUEUE_PAIR, REQUEST, at
-from xvcomm.backends.rdma.layout import COMPLETION_QUEUE as _COMPLETION_QUEUE
-from xvcomm.backends.rdma.verbs import PLACE_BITS, WRITE, Completions, Queue
+from xvcomm.backends.rdma.layout import CHANNEL, COMPLETION_QUEUE, CONTEXT, QUEUE_PAIR, at
 from xvcomm.errors import ResourceError
+from xvcomm.wire.verbs import COMPLETION, PART, PLACE_BITS, RECEIVE, REQUEST, Completions, Queue, receive_id
 
 STATUSES = (
     "SUCCESS", "LOC_LEN_ERR", "LOC_QP_OP_ERR", "LOC_EEC_OP_ERR", "LOC_PROT_ERR", "WR_FLUSH_ERR", "MW_BIND_ERR", "BAD_RESP_ERR",
@@ -41,12 +40,12 @@ def status_text(status: int) -> str:
 
 
 class CompletionQueue:
-    """The completions of several send queues.
+    """The completions of several queue pairs.
 
     Attributes:
-        record: what `verbs` works on, a COMPLETIONS.
+        record: what `wire.verbs` works on, a COMPLETIONS.
         address: of the record.
-        fd: ready when a completion has come after `verbs.arm`; `verbs.take_events` resets it.
+        fd: ready when a completion has come after `wire.verbs.arm`; `wire.verbs.take_events` resets it.
     """
 
     def __init__(self, queue: int, get_event: int, ack_events: int, batch: int = 64) -> None:
@@ -57,7 +56,7 @@ class CompletionQueue:
             get_event, ack_events: addresses of ibv_get_cq_event and ibv_ack_cq_events.
             batch: most completions that are taken at a time.
         """
-        made = at(queue, _COMPLETION_QUEUE)
+        made = at(queue, COMPLETION_QUEUE)
         operations = at(int(made["context"]), CONTEXT)["operations"]
         self._batch = np.zeros(batch, COMPLETION)
         self._queues = np.zeros(1 << PLACE_BITS, np.int64)
@@ -70,7 +69,7 @@ class CompletionQueue:
         self.fd = int(at(self.record.channel, CHANNEL)["fd"])
         os.set_blocking(self.fd, False)
 
-    def add(self, queue: SendQueue) -> None:
+    def add(self, queue: PostedQueue) -> None:
         """Count completions for a queue from now on.
 
         Raises:
@@ -82,16 +81,16 @@ class CompletionQueue:
         queue.record.place = int(free[0])
         self._queues[queue.record.place] = queue.address
 
-    def remove(self, queue: SendQueue) -> None:
+    def remove(self, queue: PostedQueue) -> None:
         """Forget a queue; completions of it that still come are counted as stray."""
         self._queues[queue.record.place] = 0
 
 
-class SendQueue:
-    """The requests of one queue pair.
+class PostedQueue:
+    """The requests and receives of one queue pair.
 
     Attributes:
-        record: what `verbs` works on, a QUEUE.
+        record: what `wire.verbs` works on, a QUEUE.
         address: of the record.
     """
 
@@ -108,12 +107,31 @@ class SendQueue:
         places = np.arange(depth, dtype=np.int64)
         self._requests["parts"] = self._parts.ctypes.data + places * PART.itemsize
         self._requests["next"] = self._requests.ctypes.data + (places + 1) * REQUEST.itemsize
-        self._requests["part_count"], self._requests["opcode"] = 1, WRITE
+        self._requests["part_count"] = 1
         self.record = Queue(
-            post=int(operations["post_send"]), pair=pair, number=int(made["qp_num"]), depth=depth,
-            requests=self._requests.ctypes.data, parts=self._parts.ctypes.data,
+            post=int(operations["post_send"]), post_receive=int(operations["post_recv"]), pair=pair, number=int(made["qp_num"]),
+            depth=depth, requests=self._requests.ctypes.data, parts=self._parts.ctypes.data,
         )  # fmt: skip
         self.address = ctypes.addressof(self.record)
+
+    def receive_into(self, address: int, key: int, nbytes: int, count: int) -> None:
+        """Set the buffers that `wire.verbs.offer` posts. None may be posted yet, and a completion queue must count for this one.
+
+        Args:
+            address: of the first one; each begins where the one before it ends.
+            key: lkey of their memory.
+            nbytes: of each one.
+            count: how many there are; the queue pair must have room for so many receives.
+        """
+        places = np.arange(count, dtype=np.int64)
+        self._receive_parts, self._receives = np.zeros(count, PART), np.zeros(count, RECEIVE)
+        self._receive_parts["address"] = address + places * nbytes
+        self._receive_parts["length"], self._receive_parts["key"] = nbytes, key
+        self._receives["id"], self._receives["part_count"] = receive_id(self.record.place), 1
+        self._receives["parts"] = self._receive_parts.ctypes.data + places * PART.itemsize
+        self._receives["next"] = self._receives.ctypes.data + (places + 1) * RECEIVE.itemsize
+        self.record.receives, self.record.receive_parts = self._receives.ctypes.data, self._receive_parts.ctypes.data
+        self.record.receive_depth = count
 
     @property
     def drained(self) -> bool:

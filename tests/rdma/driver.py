@@ -1,13 +1,13 @@
-"""Compiled code that drives queue pairs, as a carrier will: chains of WRITEs, each with the WRITE of a counter behind it."""
+"""Compiled code that drives queue pairs: chains of WRITEs, each with the WRITE of a counter or the SEND of a frame behind it."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from xvcomm.backends.rdma import verbs
 from xvcomm.jit.atomics import load, store
 from xvcomm.jit.record import compiled_at
+from xvcomm.wire import verbs
 
 JOB = np.dtype([("here", "i8"), ("key", "i8"), ("there", "i8"), ("there_key", "i8"), ("bytes", "i8")])
 """One WRITE."""
@@ -28,6 +28,28 @@ def send_chain(queue, jobs, count, counter, there, there_key):
     store(counter, load(counter) + 1)
     verbs.write_inline(queue, counter, there, there_key, 8)
     return REFUSED if verbs.post(queue) else 1
+
+
+@njit(nogil=True)
+def send_frame(queue, jobs, count, frame, key, nbytes):
+    """Post WRITEs and, behind them, the SEND of a frame, inline if its key is 0; as `send_chain`."""
+    queue = verbs.queue_at(queue)
+    if verbs.room(queue) < count + 1:
+        return 0
+    for i in range(count):
+        job = _job_at(jobs, i)
+        verbs.write(queue, job.here, job.key, job.there, job.there_key, job.bytes)
+    if key == 0:
+        verbs.send_inline(queue, frame, nbytes)
+    else:
+        verbs.send(queue, frame, key, nbytes)
+    return REFUSED if verbs.post(queue) else 1
+
+
+@njit(nogil=True)
+def offer(queue, count):
+    """Post the next receives."""
+    return verbs.offer(verbs.queue_at(queue), count)
 
 
 @njit(nogil=True)

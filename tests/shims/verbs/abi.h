@@ -5,9 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { POLL_CQ = 11, REQ_NOTIFY_CQ = 12, POST_SEND = 25, OPERATIONS = 32 };
+enum { POLL_CQ = 11, REQ_NOTIFY_CQ = 12, POST_SEND = 25, POST_RECV = 26, OPERATIONS = 32 };
 
-enum { WRITE = 0, SIGNALED = 2, INLINE = 8 };
+enum { WRITE = 0, SEND = 2, SIGNALED = 2, INLINE = 8 };
+
+enum { SENT = 0, WRITTEN = 1, RECEIVED = 128 }; /* opcodes of completions */
 
 enum { RESET = 0, READY = 3, ERROR = 6 };
 
@@ -64,6 +66,13 @@ struct ibv_send_wr {
     uint64_t rest[6];
 };
 
+struct ibv_recv_wr {
+    uint64_t wr_id;
+    struct ibv_recv_wr *next;
+    struct ibv_sge *sg_list;
+    int num_sge;
+};
+
 struct ibv_wc {
     uint64_t wr_id;
     uint32_t status, opcode, vendor_err, byte_len, imm_data, qp_num, src_qp, wc_flags;
@@ -80,4 +89,5 @@ struct ibv_async_event {
 };
 
 _Static_assert(sizeof(struct ibv_send_wr) == 128, "struct ibv_send_wr");
+_Static_assert(sizeof(struct ibv_recv_wr) == 32, "struct ibv_recv_wr");
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc");

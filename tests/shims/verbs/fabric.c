@@ -1,5 +1,6 @@
 #include "fabric.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,7 @@ struct shared {
 struct fabric {
     struct shared *shared;
     int32_t process;
+    pthread_mutex_t lock; /* of `mapped` */
     struct { /* regions of other processes that this one has mapped */
         uint32_t key;
         char *start;
@@ -34,7 +36,7 @@ struct fabric *fabric_open(const char *path)
         shared = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
     if (shared != MAP_FAILED && (fabric = calloc(1, sizeof *fabric)))
-        *fabric = (struct fabric){.shared = shared, .process = getpid()};
+        *fabric = (struct fabric){.shared = shared, .process = getpid(), .lock = PTHREAD_MUTEX_INITIALIZER};
     return fabric;
 }
 
@@ -47,15 +49,41 @@ void fabric_close(struct fabric *fabric)
     free(fabric);
 }
 
-uint32_t fabric_add_pair(struct fabric *fabric)
+uint32_t fabric_add_pair(struct fabric *fabric, void *queue)
 {
     uint32_t number = 1 + __atomic_fetch_add(&fabric->shared->pairs, 1, __ATOMIC_ACQ_REL);
-    return number < PAIRS ? number : 0;
+    if (number >= PAIRS)
+        return 0;
+    struct shared_pair *shared = &fabric->shared->pair[number];
+    pthread_mutexattr_t kind;
+    pthread_mutexattr_init(&kind);
+    pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(&shared->lock, &kind);
+    shared->process = fabric->process;
+    shared->queue = queue;
+    return number;
 }
 
 struct shared_pair *fabric_pair(struct fabric *fabric, uint32_t number)
 {
     return &fabric->shared->pair[number % PAIRS];
+}
+
+int32_t fabric_process(const struct fabric *fabric)
+{
+    return fabric->process;
+}
+
+void fabric_lock(struct shared_pair *shared)
+{
+    if (pthread_mutex_lock(&shared->lock) == EOWNERDEAD)
+        pthread_mutex_consistent(&shared->lock);
+}
+
+void fabric_unlock(struct shared_pair *shared)
+{
+    pthread_mutex_unlock(&shared->lock);
 }
 
 uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset)
@@ -104,6 +132,11 @@ char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64
         return NULL;
     if (address < region->base || bytes > region->bytes || address - region->base > region->bytes - bytes)
         return NULL;
-    char *start = region->process == fabric->process ? (char *)region->base : map_region(fabric, index, region);
+    char *start = (char *)region->base;
+    if (region->process != fabric->process) {
+        pthread_mutex_lock(&fabric->lock);
+        start = map_region(fabric, index, region);
+        pthread_mutex_unlock(&fabric->lock);
+    }
     return start ? start + (address - region->base) : NULL;
 }

@@ -1,14 +1,28 @@
 /* What the processes of a fabric share: queue pairs by number, and registered memory by key. */
 #pragma once
 
+#include <pthread.h>
 #include <stdint.h>
 
-enum { PAIRS = 256, REGIONS = 256, PATH_BYTES = 128 };
+enum { PAIRS = 4096, REGIONS = 4096, PATH_BYTES = 128, RECEIVES = 256, MESSAGE_BYTES = 2044 };
+
+struct message {
+    uint32_t bytes;
+    char data[MESSAGE_BYTES];
+};
 
 struct shared_pair {
+    pthread_mutex_t lock; /* held while the state changes, and by the peer while something of it arrives */
     uint32_t state;
     uint32_t peer;
     uint32_t cut; /* nothing gets through between it and its peer, and neither is told */
+    uint32_t starved; /* the peer has a SEND for which nothing was posted */
+    int32_t process;
+    void *queue; /* of its process; null when it is closed */
+    uint64_t offered; /* receives that were posted; this and the next two count from the first one */
+    uint64_t sent;    /* messages that the peer has put into the inbox, each for a receive */
+    uint64_t taken;   /* messages that were received */
+    struct message inbox[RECEIVES];
 };
 
 struct region {
@@ -24,9 +38,14 @@ struct fabric;
 struct fabric *fabric_open(const char *path);
 void fabric_close(struct fabric *fabric);
 
-/* Number of a new pair in RESET, or 0 if there is no room. */
-uint32_t fabric_add_pair(struct fabric *fabric);
+/* Number of a new pair in RESET, whose completions go to a queue of this process, or 0 if there is no room. */
+uint32_t fabric_add_pair(struct fabric *fabric, void *queue);
 struct shared_pair *fabric_pair(struct fabric *fabric, uint32_t number);
+int32_t fabric_process(const struct fabric *fabric);
+
+/* Lock a pair, also one whose process has ended meanwhile. */
+void fabric_lock(struct shared_pair *shared);
+void fabric_unlock(struct shared_pair *shared);
 
 /* The key under which memory can be sent and written, or 0 if there is no room. */
 uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset);

@@ -1,6 +1,6 @@
 """A network of verbs in memory, for tests: devices, completion queues and queue pairs of the fake provider beside this module.
 
-Their structures lie in memory as libibverbs' do, so that `xvcomm.backends.rdma.verbs` works on them as on real ones.
+Their structures lie in memory as libibverbs' do, so that `xvcomm.wire.verbs` works on them as on real ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from xvcomm.backends.rdma.events import NAMES, Events
-from xvcomm.backends.rdma.queues import CompletionQueue, SendQueue
+from xvcomm.backends.rdma.queues import CompletionQueue, PostedQueue
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
@@ -66,7 +66,7 @@ def _load(library: Path) -> Any:
         ("fake_close", None, [pointer]),
         ("fake_create_cq", pointer, [pointer, number]),
         ("fake_destroy_cq", number, [pointer]),
-        ("fake_create_qp", pointer, [pointer, pointer, word]),
+        ("fake_create_qp", pointer, [pointer, pointer, word, word]),
         ("fake_connect", None, [pointer, half]),
         ("fake_leave", None, [pointer, half]),
         ("fake_destroy_qp", number, [pointer]),
@@ -151,9 +151,9 @@ class FakeDevice:
         self._queues.append(FakeQueue(self.calls, self.calls.fake_create_cq(self.address, entries)))
         return self._queues[-1]
 
-    def pair(self, completions: FakeQueue, depth: int = 16) -> FakePair:
-        """Make a queue pair."""
-        made = self.calls.fake_create_qp(self.address, completions.record.queue, depth + 1)
+    def pair(self, completions: FakeQueue, depth: int = 16, receives: int = 16) -> FakePair:
+        """Make a queue pair, with room for so many requests and receives."""
+        made = self.calls.fake_create_qp(self.address, completions.record.queue, depth + 1, receives)
         assert made, "the device has no more queue pairs"
         return FakePair(self, completions, made, depth)
 
@@ -191,7 +191,7 @@ class FakeQueue(CompletionQueue):
         super().__init__(address, get, ack, batch=16)
 
 
-class FakePair(SendQueue):
+class FakePair(PostedQueue):
     """A queue pair.
 
     Attributes:
@@ -210,7 +210,7 @@ class FakePair(SendQueue):
         self._device.calls.fake_connect(self._pair, peer)
 
     def fail(self) -> None:
-        """Let all that is posted end with WR_FLUSH_ERR."""
+        """Let all that is posted end with WR_FLUSH_ERR, but for receives of what has come before."""
         self._device.calls.fake_leave(self._pair, ERROR)
 
     def reset(self) -> None:
@@ -224,6 +224,10 @@ class FakePair(SendQueue):
     def be_late(self) -> None:
         """Let what is under way at `fail` and `reset` arrive nevertheless, afterwards."""
         self._device.calls.fake_set_late(self._pair)
+
+    def let_pass(self, ticks: int) -> None:
+        """Let time pass for its device."""
+        self._device.let_pass(ticks)
 
     def fault(self, fault: int, request: int, status: int = 0) -> None:
         """Let something happen to the request of a number, counted from 1: STATUS, DROP or REFUSE."""

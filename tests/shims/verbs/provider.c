@@ -1,7 +1,9 @@
-/* A provider of verbs whose network is memory: queue pairs that WRITE, in order each, in any order among each other.
+/* A provider of verbs whose network is memory: queue pairs that WRITE and SEND, in order each, in any order among each other.
  *
  * No time passes by itself. A poll of a completion queue is a tick, in which some of what is due happens; arming the queue lets
- * ticks pass until it has a completion. A device and all that belongs to it is used by one thread at a time.
+ * ticks pass until it has a completion. A device and all that belongs to it is used by one thread at a time, other devices by others.
+ *
+ * Whatever arrives at a pair does so under its lock, and only in the state READY: once it has left that state nothing more does.
  */
 #define _GNU_SOURCE
 #include "abi.h"
@@ -14,7 +16,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-enum { DEVICE_PAIRS = 64, LATE = 64, INLINE_BYTES = 64, RETRY_TICKS = 50, LATE_TICKS = 100 };
+enum { DEVICE_PAIRS = 64, LATE = 64, INLINE_BYTES = 256, RETRY_TICKS = 50, LATE_TICKS = 100 };
 
 enum fault { FAULT_STATUS, FAULT_DROP, FAULT_REFUSE, FAULTS };
 
@@ -22,7 +24,7 @@ struct request {
     uint64_t id, due;
     struct ibv_sge part;
     uint64_t there;
-    uint32_t there_key;
+    uint32_t there_key, opcode;
     uint32_t signaled, is_inline, status, dropped;
     char bytes[INLINE_BYTES];
 };
@@ -31,8 +33,13 @@ struct cq {
     struct ibv_cq verbs;
     struct ibv_comp_channel channel;
     struct ibv_wc *ring;
-    uint64_t pushed, polled, acked, events;
-    int armed;
+    uint64_t pushed, polled, acked, events; /* events: those that were read */
+    int armed; /* other threads clear it when they send */
+};
+
+struct receive {
+    uint64_t id;
+    struct ibv_sge part;
 };
 
 struct pair {
@@ -40,6 +47,9 @@ struct pair {
     struct shared_pair *shared;
     struct request *ring;
     uint64_t depth, posted, done, ended; /* done: carried out or failed; ended: and its completion delivered */
+    uint64_t failed;                     /* number of the request that has failed first; 0: none */
+    struct receive *receives;
+    uint64_t receive_depth, offered, received; /* received: or failed */
     uint64_t fault_at[FAULTS];           /* number of the request, from 1; 0: none */
     uint32_t fault_status;
     int late; /* what is under way when it leaves READY arrives nevertheless, afterwards */
@@ -57,6 +67,7 @@ struct device {
         struct request request;
         struct shared_pair *shared;
         uint64_t due;
+        int lost;
     } late[LATE];
 };
 
@@ -68,22 +79,59 @@ static uint64_t draw(struct device *device, uint64_t below)
     return below ? device->random % below : 0;
 }
 
+static struct shared_pair *peer_of(struct device *device, const struct shared_pair *shared)
+{
+    return fabric_pair(device->fabric, __atomic_load_n(&shared->peer, __ATOMIC_ACQUIRE));
+}
+
 static int connected(struct device *device, const struct shared_pair *shared)
 {
-    const struct shared_pair *peer = fabric_pair(device->fabric, shared->peer);
+    const struct shared_pair *peer = peer_of(device, shared);
     return !__atomic_load_n(&shared->cut, __ATOMIC_ACQUIRE) && !__atomic_load_n(&peer->cut, __ATOMIC_ACQUIRE) &&
-           __atomic_load_n(&peer->state, __ATOMIC_ACQUIRE) == READY;
+           __atomic_load_n(&peer->state, __ATOMIC_ACQUIRE) == READY && peer_of(device, peer) == shared;
+}
+
+/* Make the channel ready if its queue is armed. */
+static void wake(struct cq *cq)
+{
+    uint64_t one = 1;
+    if (__atomic_exchange_n(&cq->armed, 0, __ATOMIC_SEQ_CST) && write(cq->channel.fd, &one, sizeof one) != sizeof one)
+        abort();
+}
+
+/* The same for the queue of a pair that is locked, if this process has it. */
+static void wake_locked(struct device *device, struct shared_pair *shared)
+{
+    if (shared->queue && shared->process == fabric_process(device->fabric))
+        wake(shared->queue);
+}
+
+/* Let the peer look after its SEND that waits for a receive of this pair, or for its end. */
+static void wake_starved(struct device *device, struct shared_pair *shared)
+{
+    if (!__atomic_exchange_n(&shared->starved, 0, __ATOMIC_SEQ_CST))
+        return;
+    struct shared_pair *peer = peer_of(device, shared);
+    fabric_lock(peer);
+    wake_locked(device, peer);
+    fabric_unlock(peer);
+}
+
+/* Whether a pair has posted a receive that no message has taken. */
+static int hungry(const struct shared_pair *shared)
+{
+    return __atomic_load_n(&shared->offered, __ATOMIC_SEQ_CST) != __atomic_load_n(&shared->sent, __ATOMIC_SEQ_CST);
+}
+
+static int has_message(const struct shared_pair *shared)
+{
+    return __atomic_load_n(&shared->sent, __ATOMIC_SEQ_CST) != shared->taken;
 }
 
 /* Write the bytes; an ibv_wc_status. A counter is written at once, and after what was written before it. */
-static uint32_t carry(struct device *device, const struct request *request)
+static uint32_t put(struct device *device, const struct request *request, const char *from)
 {
     uint32_t bytes = request->part.length;
-    const char *from = request->bytes;
-    if (bytes == 0)
-        return SUCCESS;
-    if (!request->is_inline && !(from = fabric_reach(device->fabric, request->part.lkey, request->part.addr, bytes)))
-        return LOC_PROT_ERR;
     char *to = fabric_reach(device->fabric, request->there_key, request->there, bytes);
     if (!to)
         return REM_ACCESS_ERR;
@@ -97,33 +145,84 @@ static uint32_t carry(struct device *device, const struct request *request)
     return SUCCESS;
 }
 
-static void complete(struct pair *pair, const struct request *request)
+/* Put a message into the inbox of a pair that has room for it. */
+static void deliver(struct device *device, struct shared_pair *peer, const struct request *request, const char *from)
+{
+    struct message *message = &peer->inbox[peer->sent % RECEIVES];
+    message->bytes = request->part.length;
+    memcpy(message->data, from, message->bytes);
+    __atomic_store_n(&peer->sent, peer->sent + 1, __ATOMIC_SEQ_CST);
+    wake_locked(device, peer);
+}
+
+/* Let a request arrive, if its end is connected; an ibv_wc_status, or one of the two below. */
+enum { UNCONNECTED = 1000, STARVED };
+
+static uint32_t carry(struct device *device, struct shared_pair *shared, const struct request *request)
+{
+    const char *from = request->bytes;
+    uint32_t bytes = request->part.length, status = SUCCESS;
+    if (bytes && !request->is_inline && !(from = fabric_reach(device->fabric, request->part.lkey, request->part.addr, bytes)))
+        return LOC_PROT_ERR;
+    struct shared_pair *peer = peer_of(device, shared);
+    fabric_lock(peer);
+    if (!connected(device, shared)) {
+        status = UNCONNECTED;
+    } else if (request->opcode == WRITE) {
+        if (bytes)
+            status = put(device, request, from);
+        if (status == REM_ACCESS_ERR) {
+            __atomic_store_n(&peer->state, ERROR, __ATOMIC_RELEASE);
+            wake_locked(device, peer);
+        }
+    } else {
+        __atomic_store_n(&peer->starved, 1, __ATOMIC_SEQ_CST); /* before it looks, so that no receive is overlooked */
+        if (hungry(peer)) {
+            __atomic_store_n(&peer->starved, 0, __ATOMIC_SEQ_CST);
+            deliver(device, peer, request, from);
+        } else {
+            status = STARVED;
+        }
+    }
+    fabric_unlock(peer);
+    return status;
+}
+
+/* Add a completion to the queue. */
+static struct ibv_wc *push(struct pair *pair, uint64_t id, uint32_t status)
 {
     struct cq *cq = (struct cq *)pair->verbs.send_cq;
-    if (request->dropped || (request->status == SUCCESS && !request->signaled))
-        return;
     if (cq->pushed - cq->polled == (uint64_t)cq->verbs.cqe)
         abort(); /* a completion queue that overflows is an error of its user */
     struct ibv_wc *wc = &cq->ring[cq->pushed++ % cq->verbs.cqe];
-    memset(wc, 0, sizeof *wc);
-    wc->wr_id = request->id;
-    wc->status = request->status;
-    wc->qp_num = pair->verbs.qp_num;
+    *wc = (struct ibv_wc){.wr_id = id, .status = status, .qp_num = pair->verbs.qp_num};
+    wake(cq);
+    return wc;
+}
+
+static void complete(struct pair *pair, const struct request *request)
+{
+    if (request->dropped || (request->status == SUCCESS && !request->signaled))
+        return;
+    struct ibv_wc *wc = push(pair, request->id, request->status);
     if (request->status == SUCCESS)
-        wc->opcode = 1;
-    if (cq->armed) {
-        uint64_t one = 1;
-        cq->armed = 0;
-        cq->events++;
-        if (write(cq->channel.fd, &one, sizeof one) != sizeof one)
-            abort();
-    }
+        wc->opcode = request->opcode == SEND ? SENT : WRITTEN;
 }
 
 static void set_state(struct pair *pair, uint32_t state)
 {
     pair->verbs.state = state;
+    fabric_lock(pair->shared);
     __atomic_store_n(&pair->shared->state, state, __ATOMIC_RELEASE);
+    fabric_unlock(pair->shared);
+    wake_starved((struct device *)pair->verbs.context, pair->shared);
+}
+
+/* Learn that the peer has put this end into the error state, because it has asked for what this end does not permit. */
+static void learn_state(struct pair *pair)
+{
+    if (pair->verbs.state == READY && __atomic_load_n(&pair->shared->state, __ATOMIC_ACQUIRE) == ERROR)
+        pair->verbs.state = ERROR;
 }
 
 /* Carry out the first request that is due; false if there is none. */
@@ -132,29 +231,32 @@ static int carry_next(struct device *device, struct pair *pair)
     struct request *request = &pair->ring[pair->done % pair->depth];
     if (pair->done == pair->posted)
         return 0;
-    if (pair->verbs.state == READY && __atomic_load_n(&pair->shared->state, __ATOMIC_ACQUIRE) == ERROR)
-        pair->verbs.state = ERROR; /* the peer has asked for what this end does not permit */
     if (request->due > device->tick && pair->verbs.state == READY)
         return 0;
     if (pair->verbs.state != READY) {
         request->status = WR_FLUSH_ERR;
     } else if (pair->fault_at[FAULT_STATUS] == pair->done + 1) {
         if (draw(device, 2)) /* the bytes may have arrived all the same */
-            carry(device, request);
+            carry(device, pair->shared, request);
         request->status = pair->fault_status;
-    } else if (!connected(device, pair->shared)) {
-        if (request->status == SUCCESS) { /* repeat it for some time first */
-            request->status = RETRY_EXC_ERR;
-            request->due = device->tick + RETRY_TICKS;
-            return 1;
-        }
     } else {
-        request->status = carry(device, request);
-        if (request->status == REM_ACCESS_ERR)
-            __atomic_store_n(&fabric_pair(device->fabric, pair->shared->peer)->state, ERROR, __ATOMIC_RELEASE);
+        uint32_t status = carry(device, pair->shared, request);
+        if (status == STARVED)
+            return 0;
+        if (status == UNCONNECTED) {
+            if (request->status == SUCCESS) { /* repeat it for some time first */
+                request->status = RETRY_EXC_ERR;
+                request->due = device->tick + RETRY_TICKS;
+                return 1;
+            }
+        } else {
+            request->status = status;
+        }
     }
-    if (request->status != SUCCESS && pair->verbs.state == READY)
+    if (request->status != SUCCESS && pair->verbs.state == READY) {
+        pair->failed = pair->done + 1;
         set_state(pair, ERROR);
+    }
     request->dropped = pair->fault_at[FAULT_DROP] == pair->done + 1;
     request->due = device->tick + draw(device, device->delay + 1);
     pair->done++;
@@ -171,14 +273,55 @@ static int end_next(struct device *device, struct pair *pair)
     return 1;
 }
 
+/* Copy the first message into the first buffer. */
+static void receive_message(struct device *device, struct pair *pair)
+{
+    struct shared_pair *shared = pair->shared;
+    const struct message *message = &shared->inbox[shared->taken % RECEIVES];
+    const struct receive *receive = &pair->receives[pair->received++ % pair->receive_depth];
+    if (message->bytes > receive->part.length)
+        abort(); /* a buffer that is too short is an error of its user */
+    char *to = fabric_reach(device->fabric, receive->part.lkey, receive->part.addr, message->bytes);
+    if (to)
+        memcpy(to, message->data, message->bytes);
+    struct ibv_wc *wc = push(pair, receive->id, to ? SUCCESS : LOC_PROT_ERR);
+    wc->opcode = RECEIVED;
+    wc->byte_len = message->bytes;
+    __atomic_store_n(&shared->taken, shared->taken + 1, __ATOMIC_RELEASE);
+    if (!to && pair->verbs.state == READY)
+        set_state(pair, ERROR);
+}
+
+/* End the first receive for which a message has come, or in the error state, behind its cause, the first one; false if there is
+ * none. */
+static int receive_next(struct device *device, struct pair *pair)
+{
+    learn_state(pair);
+    if (has_message(pair->shared)) {
+        receive_message(device, pair);
+        return 1;
+    }
+    if (pair->verbs.state != ERROR || pair->received == pair->offered || pair->ended < pair->failed)
+        return 0;
+    push(pair, pair->receives[pair->received++ % pair->receive_depth].id, WR_FLUSH_ERR);
+    return 1;
+}
+
+/* Lose what is under way of a pair, from one on: a SEND that is not received takes what is behind it with it. */
+static void lose_late(struct device *device, const struct shared_pair *shared, uint32_t from)
+{
+    for (uint32_t i = from; i < device->late_count; i++)
+        device->late[i].lost |= device->late[i].shared == shared;
+}
+
 static void deliver_late(struct device *device)
 {
     uint32_t kept = 0;
     for (uint32_t i = 0; i < device->late_count; i++) {
         if (device->late[i].due > device->tick)
             device->late[kept++] = device->late[i];
-        else if (connected(device, device->late[i].shared))
-            carry(device, &device->late[i].request);
+        else if (!device->late[i].lost && carry(device, device->late[i].shared, &device->late[i].request) == STARVED)
+            lose_late(device, device->late[i].shared, i);
     }
     device->late_count = kept;
 }
@@ -194,17 +337,31 @@ static void pass(struct device *device)
     uint32_t first = draw(device, device->count);
     for (uint32_t i = 0; i < device->count; i++) {
         struct pair *pair = device->pairs[(first + i) % device->count];
-        uint64_t turns = device->delay ? draw(device, 4) : 2 * pair->depth;
-        while (turns-- && (carry_next(device, pair) | end_next(device, pair)))
+        uint64_t turns = device->delay ? draw(device, 4) : 2 * (pair->depth + pair->receive_depth);
+        while (turns-- && (receive_next(device, pair) | carry_next(device, pair) | end_next(device, pair)))
             ;
     }
 }
 
-static int busy(const struct device *device)
+/* Whether the next request can only wait for the peer to post a receive. */
+static int waits(struct device *device, const struct pair *pair)
+{
+    const struct request *request = &pair->ring[pair->done % pair->depth];
+    return request->opcode == SEND && request->due <= device->tick && pair->fault_at[FAULT_STATUS] != pair->done + 1 &&
+           pair->verbs.state == READY && __atomic_load_n(&pair->shared->state, __ATOMIC_ACQUIRE) == READY &&
+           connected(device, pair->shared) && !hungry(peer_of(device, pair->shared));
+}
+
+/* Whether something happens when time passes. */
+static int busy(struct device *device)
 {
     int found = device->late_count > 0;
-    for (uint32_t i = 0; i < device->count; i++)
-        found |= device->pairs[i]->ended != device->pairs[i]->posted;
+    for (uint32_t i = 0; i < device->count; i++) {
+        const struct pair *pair = device->pairs[i];
+        found |= pair->ended != pair->done || (pair->done != pair->posted && !waits(device, pair));
+        found |= has_message(pair->shared);
+        found |= pair->offered != pair->received && __atomic_load_n(&pair->shared->state, __ATOMIC_ACQUIRE) == ERROR;
+    }
     return found;
 }
 
@@ -223,8 +380,8 @@ static int req_notify_cq(struct ibv_cq *queue, int solicited)
     (void)solicited;
     struct cq *cq = (struct cq *)queue;
     struct device *device = (struct device *)queue->context;
-    cq->armed = 1;
-    while (cq->armed && busy(device))
+    __atomic_store_n(&cq->armed, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&cq->armed, __ATOMIC_SEQ_CST) && busy(device))
         pass(device);
     return 0;
 }
@@ -237,7 +394,8 @@ static int post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_se
         *bad = wr;
         if (verbs->state != READY && verbs->state != ERROR)
             return EINVAL;
-        if (wr->opcode != WRITE || wr->num_sge != 1 || ((wr->send_flags & INLINE) && wr->sg_list->length > INLINE_BYTES))
+        uint32_t most = wr->send_flags & INLINE ? INLINE_BYTES : wr->opcode == SEND ? MESSAGE_BYTES : UINT32_MAX;
+        if ((wr->opcode != WRITE && wr->opcode != SEND) || wr->num_sge != 1 || wr->sg_list->length > most)
             return EINVAL;
         if (pair->posted - pair->ended == pair->depth || pair->fault_at[FAULT_REFUSE] == pair->posted + 1) {
             pair->fault_at[FAULT_REFUSE] = 0;
@@ -248,6 +406,7 @@ static int post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_se
         request->part = *wr->sg_list;
         request->there = wr->rdma.remote_addr;
         request->there_key = wr->rdma.rkey;
+        request->opcode = wr->opcode;
         request->signaled = !!(wr->send_flags & SIGNALED);
         request->is_inline = !!(wr->send_flags & INLINE);
         request->status = SUCCESS;
@@ -260,6 +419,26 @@ static int post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_se
     return 0;
 }
 
+static int post_recv(struct ibv_qp *verbs, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad)
+{
+    struct pair *pair = (struct pair *)verbs;
+    int error = 0;
+    for (*bad = NULL; wr; wr = wr->next) {
+        if (verbs->state == RESET || wr->num_sge != 1)
+            error = EINVAL;
+        else if (pair->offered - pair->received == pair->receive_depth)
+            error = ENOMEM;
+        if (error) {
+            *bad = wr;
+            break;
+        }
+        pair->receives[pair->offered++ % pair->receive_depth] = (struct receive){wr->wr_id, *wr->sg_list};
+    }
+    __atomic_store_n(&pair->shared->offered, pair->offered, __ATOMIC_SEQ_CST);
+    wake_starved((struct device *)verbs->context, pair->shared);
+    return error;
+}
+
 /* --- what libibverbs does for other providers ------------------------------------------------------------------------------ */
 
 int fake_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **queue, void **context)
@@ -267,7 +446,9 @@ int fake_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **queue, v
     uint64_t one;
     if (read(channel->fd, &one, sizeof one) != sizeof one)
         return -1;
-    *queue = (struct ibv_cq *)((char *)channel - offsetof(struct cq, channel));
+    struct cq *cq = (struct cq *)((char *)channel - offsetof(struct cq, channel));
+    cq->events++;
+    *queue = &cq->verbs;
     *context = (*queue)->cq_context;
     return 0;
 }
@@ -321,6 +502,7 @@ struct device *fake_open(struct fabric *fabric, uint64_t seed, uint64_t delay)
     device->verbs.ops[POLL_CQ] = (void *)poll_cq;
     device->verbs.ops[REQ_NOTIFY_CQ] = (void *)req_notify_cq;
     device->verbs.ops[POST_SEND] = (void *)post_send;
+    device->verbs.ops[POST_RECV] = (void *)post_recv;
     int ends[2];
     if (pipe2(ends, O_CLOEXEC))
         abort();
@@ -360,14 +542,18 @@ int fake_destroy_cq(struct cq *cq)
     return owed;
 }
 
-struct pair *fake_create_qp(struct device *device, struct cq *cq, uint64_t depth)
+struct pair *fake_create_qp(struct device *device, struct cq *cq, uint64_t depth, uint64_t receives)
 {
-    uint32_t number = fabric_add_pair(device->fabric);
-    if (!number || device->count == DEVICE_PAIRS)
+    if (device->count == DEVICE_PAIRS || receives == 0 || receives > RECEIVES)
+        return NULL;
+    uint32_t number = fabric_add_pair(device->fabric, cq);
+    if (!number)
         return NULL;
     struct pair *pair = calloc(1, sizeof *pair);
     pair->ring = calloc(depth, sizeof *pair->ring);
     pair->depth = depth;
+    pair->receives = calloc(receives, sizeof *pair->receives);
+    pair->receive_depth = receives;
     pair->shared = fabric_pair(device->fabric, number);
     pair->verbs.context = &device->verbs;
     pair->verbs.send_cq = pair->verbs.recv_cq = &cq->verbs;
@@ -379,7 +565,8 @@ struct pair *fake_create_qp(struct device *device, struct cq *cq, uint64_t depth
 
 void fake_connect(struct pair *pair, uint32_t peer)
 {
-    pair->shared->peer = peer;
+    lose_late((struct device *)pair->verbs.context, pair->shared, 0);
+    __atomic_store_n(&pair->shared->peer, peer, __ATOMIC_RELEASE);
     set_state(pair, READY);
 }
 
@@ -392,11 +579,22 @@ void fake_leave(struct pair *pair, uint32_t state)
         uint32_t at = device->late_count++;
         device->late[at].request = pair->ring[i % pair->depth];
         device->late[at].shared = pair->shared;
+        device->late[at].lost = 0;
         device->late[at].due = due += draw(device, device->delay + 1);
     }
     set_state(pair, state);
-    if (state == RESET)
+    if (state == RESET) {
+        struct shared_pair *shared = pair->shared;
         pair->done = pair->ended = pair->posted;
+        pair->offered = pair->received = shared->taken = shared->sent;
+        __atomic_store_n(&shared->offered, shared->sent, __ATOMIC_SEQ_CST);
+        pair->failed = 0;
+        return;
+    }
+    while (has_message(pair->shared)) /* they have come before */
+        receive_message(device, pair);
+    if (pair->ended != pair->posted || pair->received != pair->offered)
+        wake((struct cq *)pair->verbs.send_cq);
 }
 
 /* How many of its events were not acknowledged; real libraries would wait for them for ever. */
@@ -405,17 +603,24 @@ int fake_destroy_qp(struct pair *pair)
     int owed = pair->reports;
     struct device *device = (struct device *)pair->verbs.context;
     fake_leave(pair, RESET);
+    fabric_lock(pair->shared);
+    pair->shared->queue = NULL;
+    fabric_unlock(pair->shared);
     for (uint32_t i = 0; i < device->count; i++)
         if (device->pairs[i] == pair)
             device->pairs[i] = device->pairs[--device->count];
     free(pair->ring);
+    free(pair->receives);
     free(pair);
     return owed;
 }
 
 void fake_cut(struct pair *pair)
 {
+    struct device *device = (struct device *)pair->verbs.context;
     __atomic_store_n(&pair->shared->cut, 1, __ATOMIC_RELEASE);
+    wake_starved(device, pair->shared);
+    wake_starved(device, peer_of(device, pair->shared));
 }
 
 void fake_set_late(struct pair *pair)
