@@ -48,7 +48,8 @@ class Config:
         None,
         "Network interfaces between hosts: names, beginnings of names, addresses or networks, separated by commas; `^` in front "
         "excludes them, `=` in front (`=eth1`, `^=eth1`) takes whole names only. If unset, what `NCCL_SOCKET_IFNAME`, "
-        "`GLOO_SOCKET_IFNAME` or `UCX_NET_DEVICES` names; else all but loopback, bridges and link-local addresses.",
+        "`GLOO_SOCKET_IFNAME`, `UCX_NET_DEVICES` or `NCCL_IB_HCA` names; else all but loopback, bridges and link-local "
+        "addresses.",
     )
     ports: str | None = _var(
         None, "Port or range of ports, `29600-29699`, on which ranks listen for ranks of other hosts; any if unset."
@@ -59,6 +60,46 @@ class Config:
         "OpenSSL, no certificates.",
         least=0,
         most=1,
+    )
+    rdma: int | None = _var(
+        None,
+        "1: hosts send over RDMA where both have devices, and over TCP where those fail; 0: over TCP only. If unset, 1, but 0 if "
+        "`NCCL_IB_DISABLE` is 1. Not with XVCOMM_TLS, because RDMA is not encrypted. XVCOMM_NICS chooses the devices by their "
+        "network interfaces.",
+        least=0,
+        most=1,
+    )
+    rdma_pairs: int = _var(
+        2,
+        "Queue pairs of a network interface to each rank of other hosts, as far as 32 connections allow.",
+        least=1,
+        most=8,
+    )
+    rdma_traffic_class: int | None = _var(
+        None,
+        "Traffic class of RDMA packets, as the network's operator defines them; with RoCE its upper 6 bits are the DSCP. If "
+        "unset, what `NCCL_IB_TC` says, else 0.",
+        least=0,
+        most=255,
+    )
+    rdma_service_level: int | None = _var(
+        None, "Service level of RDMA packets, the same way; if unset, what `NCCL_IB_SL` says, else 0.", least=0, most=15
+    )
+    rdma_partition_key: int | None = _var(
+        None,
+        "Partition of an InfiniBand subnet, by its key of 16 bits, `0x8001`; if unset the first one in the port's table.",
+        least=1,
+        most=0xFFFF,
+    )
+    rdma_timeout: int = _var(
+        14, "An RDMA device waits 4.096 us * 2**this for an answer, and then repeats the packet.", least=1, most=31
+    )
+    rdma_retries: int = _var(
+        6,
+        "So many times it repeats, before the queue pair fails and other connections carry. Not 7, with which some devices "
+        "repeat for ever.",
+        least=1,
+        most=6,
     )
     peer_timeout: float = _var(
         10.0, "Seconds without a sign of another host after which its ranks count as lost.", least=0.1
@@ -167,7 +208,7 @@ class Config:
 def _parse(variable: str, text: str, kind: str, least: float, most: float) -> Any:
     convert: Any = int if kind.startswith("int") else float if kind.startswith("float") else str
     try:
-        value = convert(text)
+        value = int(text, 16) if convert is int and text.lower().startswith("0x") else convert(text)
     except ValueError:
         raise ConfigError(f"{variable}={text!r}: expected {convert.__name__}") from None
     if convert is not str and not least <= value <= most:  # false for nan, too

@@ -1,6 +1,7 @@
-"""RDMA between hosts: devices, queue pairs, and the compiled code that posts requests and polls completions.
+"""RDMA between hosts: devices and their events, registered memory, queue pairs and completion queues.
 
-Not here: rings and rails, which `wire` has. A transport over these parts does not exist yet: no data goes over RDMA.
-`report` is what `xvcomm doctor` shows.
-Begin with `devices`, then `queues`, and `verbs` for what runs without the interpreter; `events` tells what happens to ports.
+Not here: the compiled code that posts requests and polls completions (`wire.verbs`), rings and rails, which `wire` has, and the
+transport, which is `tcp`: it takes the devices that `cards` opens. `report` is what `xvcomm doctor` shows.
+Begin with `devices` and `gids`, then `queues` and `pairs`; `events` tells what happens to ports. `rails` and `cards` put these
+together for the wire.
 """

@@ -138,12 +138,17 @@ def ask(name: str) -> Device:
     """A device, opened and closed again to ask it."""
     context = pyverbs("device").Context(name=name)
     try:
-        count = context.query_device().phys_port_cnt
-        ports = [context.query_port(number) for number in range(1, count + 1)]
-        entries = context.query_gid_table(sum(port.gid_tbl_len for port in ports))
-        return Device(name, tuple(_port(number, port, entries) for number, port in enumerate(ports, 1)))
+        return describe(name, context)
     finally:
         context.close()
+
+
+def describe(name: str, context: Any) -> Device:
+    """A device that is open, as it is now."""
+    count = context.query_device().phys_port_cnt
+    ports = [context.query_port(number) for number in range(1, count + 1)]
+    entries = context.query_gid_table(sum(port.gid_tbl_len for port in ports))
+    return Device(name, tuple(_port(number, port, entries) for number, port in enumerate(ports, 1)))
 
 
 def _port(number: int, port: Any, entries: Any) -> Port:
@@ -157,5 +162,14 @@ def _gids(port: int, entries: Any) -> Iterator[Gid]:
             value = struct.pack("=QQ", entry.gid_subnet_prefix, entry.gid_interface_id)  # both in the network's order
             address = IPv6Address(value)
             version = _VERSIONS.get(entry.gid_type, f"type {entry.gid_type}")
-            interface = socket.if_indextoname(entry.ndev_ifindex) if entry.ndev_ifindex else ""
-            yield Gid(entry.gid_index, value, version, interface, str(address.ipv4_mapped or address))
+            yield Gid(
+                entry.gid_index, value, version, _interface(entry.ndev_ifindex), str(address.ipv4_mapped or address)
+            )
+
+
+def _interface(index: int) -> str:
+    """Name of a network interface; empty if there is none, or if it is in another network namespace."""
+    try:
+        return socket.if_indextoname(index) if index else ""
+    except OSError:
+        return ""

@@ -1,16 +1,21 @@
-"""Which RDMA devices this host has, whether xvcomm could use each port, and what to do where it could not."""
+"""Which RDMA devices this host has, whether xvcomm uses each port between hosts, and what to do where it does not."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_interface
 from pathlib import Path
 
-from xvcomm.backends.rdma import devices, sysfs
+from xvcomm.abc.transport import Interface
+from xvcomm.backends.rdma import devices, settings, sysfs
 from xvcomm.backends.rdma.devices import Gid, Port
+from xvcomm.backends.rdma.gids import gid_of, partition
 from xvcomm.backends.rdma.library import REGISTERING
-from xvcomm.errors import XvcommError
+from xvcomm.config import Config
+from xvcomm.errors import ResourceError, XvcommError
 
 LEAST_LOCKED = 64 << 20
 """Bytes that a process must be allowed to register, for the rings to a few ranks."""
@@ -23,7 +28,7 @@ _PASS_IN = "pass them in: --device=/dev/infiniband --ulimit memlock=-1 --network
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why xvcomm could not use something, and what to do; the remedy is empty where the reason includes it."""
+    """Why xvcomm does not use something, and what to do; the remedy is empty where the reason includes it."""
 
     reason: str
     remedy: str
@@ -41,7 +46,7 @@ class GidReport:
 
 @dataclass(frozen=True, slots=True)
 class PortReport:
-    """A port; `mtu` is 0 where it is not known."""
+    """A port; `mtu` is 0 where it is not known. `interfaces`: for which addresses it carries what goes between hosts."""
 
     number: int
     state: str
@@ -49,13 +54,13 @@ class PortReport:
     mtu: int
     lid: int
     gids: list[GidReport]
-    usable: bool
+    interfaces: list[str]
     obstacles: list[Obstacle]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """A device; usable if one of its ports is. The rest is of `sysfs.Place`."""
+    """A device; used between hosts if one of its ports is. The rest is of `sysfs.Place`."""
 
     name: str
     pcie: str
@@ -63,21 +68,34 @@ class DeviceReport:
     firmware: str
     card: str
     ports: list[PortReport]
-    usable: bool
+    used: bool
     obstacles: list[Obstacle]
 
 
-def examine(root: Path = sysfs.ROOT) -> list[DeviceReport]:
-    """All devices that the kernel or libibverbs knows; none if there is none, whatever else is missing."""
+def examine(
+    config: Config, env: Mapping[str, str], interfaces: Sequence[Interface], root: Path = sysfs.ROOT
+) -> list[DeviceReport]:
+    """All devices that the kernel or libibverbs knows; none if there is none, whatever else is missing.
+
+    Args:
+        interfaces: all of this host, and whether they are used between hosts.
+    """
     refused = devices.refusal()
     listed = set() if refused else set(devices.names())
     found = sorted(listed | set(sysfs.names(root)))
     missing = [Obstacle(*refused)] if refused and refused != devices.NONE else []
-    return [_device(name, name in listed, missing, root) for name in found]
+    unwanted = settings.refusal(config, env)
+    general = [*([Obstacle(unwanted, "")] if unwanted else []), *locked()]
+    return [
+        _device(name, name in listed, missing, general, _Ports(name, interfaces, config.rdma_partition_key, root))
+        for name in found
+    ]
 
 
-def _device(name: str, listed: bool, missing: list[Obstacle], root: Path) -> DeviceReport:
-    obstacles = [*missing, *_locked()]
+def _device(
+    name: str, listed: bool, missing: list[Obstacle], general: list[Obstacle], examined: _Ports
+) -> DeviceReport:
+    obstacles, root = [*missing, *general], examined.root
     ports = sysfs.ports(name, root)
     if not missing:
         if listed:
@@ -88,10 +106,10 @@ def _device(name: str, listed: bool, missing: list[Obstacle], root: Path) -> Dev
                 obstacles.append(Obstacle(str(error), ""))
         else:
             obstacles.append(_not_listed(name, root))
-    reports = [_port(port) for port in ports]
+    reports = [examined.report(port) for port in ports]
     where = sysfs.place(name, root)
-    usable = not obstacles and any(port.usable for port in reports)
-    return DeviceReport(name, where.pcie, where.numa_node, where.firmware, where.card, reports, usable, obstacles)
+    used = not obstacles and any(port.interfaces for port in reports)
+    return DeviceReport(name, where.pcie, where.numa_node, where.firmware, where.card, reports, used, obstacles)
 
 
 def _open(name: str) -> None:
@@ -113,7 +131,50 @@ def _not_listed(name: str, root: Path) -> Obstacle:
     return Obstacle(f"libibverbs has no provider for {name}", "apt-get install ibverbs-providers")
 
 
-def _port(port: Port) -> PortReport:
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """Examines the ports of a device, see `examine`."""
+
+    device: str
+    interfaces: Sequence[Interface]
+    key: int | None
+    root: Path
+
+    def report(self, port: Port) -> PortReport:
+        obstacles = _unable(port)
+        try:
+            partition(self.device, port.number, self.key, self.root)
+        except ResourceError as error:
+            obstacles.append(Obstacle(str(error), ""))
+        own = [] if obstacles else self._own(port)
+        if not obstacles and not own:
+            what = f"no network interface has an address that belongs to port {port.number}"
+            obstacles.append(Obstacle(what, "give its network interface an address"))
+        if not any(interface.used for interface in own):
+            obstacles += [Obstacle(f"{_named(i)} is not used: {i.reason}", "XVCOMM_NICS chooses others") for i in own]
+        used = [_named(interface) for interface in own if interface.used]
+        gids = [_gid(gid) for gid in port.gids]
+        return PortReport(port.number, port.state, port.link, port.mtu, port.lid, gids, used, obstacles)
+
+    def _own(self, port: Port) -> list[Interface]:
+        """The network interfaces' addresses that a port serves."""
+        return [
+            interface
+            for interface in self.interfaces
+            if interface.address and gid_of(self.device, port, interface.name, _host(interface), self.root) is not None
+        ]
+
+
+def _host(interface: Interface) -> str:
+    return str(ip_interface(interface.address).ip)
+
+
+def _named(interface: Interface) -> str:
+    return f"{interface.name} ({_host(interface)})"
+
+
+def _unable(port: Port) -> list[Obstacle]:
+    """Why a port cannot be used at all."""
     obstacles = []
     if port.state != "active":
         what = "plug the cable in, and start the subnet manager" if port.link == "InfiniBand" else "plug the cable in"
@@ -124,8 +185,7 @@ def _port(port: Port) -> PortReport:
         obstacles.append(Obstacle(f"port {port.number} has no GID of RoCE v2", remedy))
     elif not port.gids:
         obstacles.append(Obstacle(f"port {port.number} has no GID", "start the subnet manager"))
-    gids = [_gid(gid) for gid in port.gids]
-    return PortReport(port.number, port.state, port.link, port.mtu, port.lid, gids, not obstacles, obstacles)
+    return obstacles
 
 
 def _interface(port: Port) -> str:
@@ -136,7 +196,7 @@ def _gid(gid: Gid) -> GidReport:
     return GidReport(gid.index, gid.version, gid.interface, gid.address)
 
 
-def _locked() -> list[Obstacle]:
+def locked() -> list[Obstacle]:
     """Whether the limit of locked memory is too low, which counts for those without CAP_IPC_LOCK in the first user namespace."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_LOCKED or may_lock_all():

@@ -60,6 +60,20 @@ def node_file(name: str, root: Path = ROOT) -> Path | None:
     return None
 
 
+def interfaces(name: str, root: Path = ROOT) -> dict[str, int]:
+    """The network interfaces of a device, and to which port each belongs."""
+    found = sorted((root / name / "device" / "net").glob("*"))
+    return {folder.name: int(_text(folder / "dev_port") or 0) + 1 for folder in found}
+
+
+def partition_keys(name: str, port: int, root: Path = ROOT) -> dict[int, int]:
+    """The keys of a port's partitions, by their places in its table."""
+    found = {
+        int(file.name): int(_text(file) or "0", 16) for file in (root / name / "ports" / str(port) / "pkeys").glob("*")
+    }
+    return {index: key for index, key in sorted(found.items()) if key}
+
+
 def _port(folder: Path) -> Port:
     number, link = int(folder.name), _text(folder / "link_layer")
     state = _text(folder / "state").partition(":")[0]

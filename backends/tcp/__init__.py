@@ -1,4 +1,6 @@
-"""Transport between hosts over TCP: each end has its own half of a ring, and the wire keeps the halves equal."""
+"""Transport between hosts over TCP, and over RDMA devices if it is given some: each end has its own half of a ring, and the wire
+keeps the halves equal.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 
 if TYPE_CHECKING:
+    from xvcomm.wire.cards import Cards
     from xvcomm.wire.network import Network
 
 __all__ = ["TcpTransport"]
@@ -52,6 +55,7 @@ class TcpTransport(Transport):
     def __init__(self, config: Config, host: str) -> None:
         self._config = config
         self.network: Network | None = None
+        self._cards: Cards | None = None
 
     @classmethod
     def interfaces(cls, config: Config, env: Mapping[str, str]) -> Sequence[Interface]:
@@ -62,7 +66,7 @@ class TcpTransport(Transport):
         return Capabilities("tcp", "with TLS" if self._config.tls else "without TLS", rank_order=1)
 
     def join(self, membership: Membership) -> None:
-        """See `Transport.join`: listens on the interfaces in use, and publishes their addresses."""
+        """See `Transport.join`: listens on the interfaces in use, opens their RDMA devices, and publishes the addresses."""
         from xvcomm.wire.network import Network  # which loads numba and the kernels
         from xvcomm.wire.tls import Tls
 
@@ -77,15 +81,19 @@ class TcpTransport(Transport):
         @cache
         def routes(rank: int) -> list[Route]:
             theirs = _decode_place(store.get(f"place/{rank}", Deadline.after(config.timeout)))
-            return interfaces.routes(mine, theirs, threads)
+            return interfaces.routes(mine, theirs, threads, config.rdma_pairs)
 
         with contextlib.ExitStack() as failing:
             for listener in listeners:
                 failing.callback(listener.close)
+            failing.callback(self._close_cards)
+            self._cards = membership.cards(config, {address.host: address.interface for address in mine.addresses})
+            if self._cards is not None:
+                mine = mine.with_rdma(self._cards.reaches)
             store.set(f"place/{membership.rank}", msgspec.msgpack.encode(mine), deadline)
             self.network = Network(
                 membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
-                threads, Tls() if config.tls else None, membership.lost, membership.left,
+                threads, Tls() if config.tls else None, membership.lost, membership.left, cards=self._cards,
             )  # fmt: skip
             failing.pop_all()
 
@@ -145,6 +153,12 @@ class TcpTransport(Transport):
         if self.network is not None:
             self.network.close()
             self.network = None
+        self._close_cards()
+
+    def _close_cards(self) -> None:
+        if self._cards is not None:
+            self._cards.close()
+            self._cards = None
 
 
 def _threads(config: Config, neighbours: int) -> int:

@@ -20,7 +20,7 @@ def examine(config: Config, env: Mapping[str, str]) -> list[Interface]:
     """Every address of this host, and whether wires use it.
 
     `XVCOMM_NICS` chooses: names, beginnings of names, addresses, networks. `^` before the list excludes what it names; `=` takes
-    names as a whole. Else NCCL's, Gloo's or UCX's variable does. Else all that are up count, but loopback, bridges and link-local
+    names as a whole. Else NCCL's, Gloo's or UCX's variables do. Else all that are up count, but loopback, bridges and link-local
     addresses; these are also left out of what is not excluded. An IPv6 link-local address is never used, because it means
     nothing without the interface.
     """
@@ -66,6 +66,22 @@ def _of_ucx(text: str) -> str:
     return f"{mark}={','.join(names)}" if names else ""
 
 
+def _of_hca(text: str) -> str:
+    """NCCL's RDMA devices, `[^][=]mlx5_0:1,mlx5`, by the network interfaces that belong to them.
+
+    Empty if none of these can be used, because NCCL needs none that has an address.
+    """
+    chosen = _Choice.parse("", text)
+    usable = {name for name, address, up in _addresses() if _judge(name, address, up, None)[0]}
+    names: list[str] = []
+    for part in chosen.parts:
+        wanted, _, port = part.partition(":")
+        for device in sorted(folder.name for folder in (_SYSFS / "infiniband").glob("*")):
+            if device == wanted or (not chosen.exact and device.startswith(wanted)):
+                names += usable.intersection(_interfaces_of(f"{device}:{port}"))
+    return f"{'^' if chosen.excludes else ''}={','.join(names)}" if names else ""
+
+
 def _interfaces_of(device: str) -> list[str]:
     """The network interfaces of an RDMA device's port, `mlx5_0:1`; any other word is one itself."""
     name, _, port = device.partition(":")
@@ -80,8 +96,9 @@ _OTHERS: dict[str, Callable[[str], str]] = {
     "NCCL_SOCKET_IFNAME": lambda text: text,
     "GLOO_SOCKET_IFNAME": lambda text: f"={text}",
     "UCX_NET_DEVICES": _of_ucx,
+    "NCCL_IB_HCA": _of_hca,
 }
-"""Other libraries' variables for the same, and how to read them: only NCCL's takes beginnings of names."""
+"""Other libraries' variables for the same, and how to read them: only NCCL's take beginnings of names."""
 
 
 def _addresses() -> Iterator[tuple[str, str, bool]]:

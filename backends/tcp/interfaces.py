@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_interface
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import msgspec
 from xvcomm.backends.tcp import choice
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError, ResourceError
-from xvcomm.types.route import MAX_RAILS, Route
+from xvcomm.types.route import MAX_RAILS, RDMA, Route
 
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"
@@ -29,11 +29,13 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         interface: name of the network interface.
         address: with the length of the network's prefix, `10.0.0.7/24`.
         port: on which it listens.
+        rdma: whether an RDMA device in use belongs to it.
     """
 
     interface: str
     address: str
     port: int
+    rdma: bool = False
 
     @property
     def host(self) -> str:
@@ -53,6 +55,15 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     stack: str
     addresses: list[Address]
     loopback: int
+
+    def with_rdma(self, reaches: Callable[[str], bool]) -> Place:
+        """The same, with the addresses that RDMA devices serve."""
+        addresses = [msgspec.structs.replace(address, rdma=reaches(address.host)) for address in self.addresses]
+        return msgspec.structs.replace(self, addresses=addresses)
+
+    def interfaces(self, rdma: bool = False) -> list[str]:
+        """Names of the interfaces in use, in their order; or of those with RDMA."""
+        return list(dict.fromkeys(address.interface for address in self.addresses if address.rdma or not rdma))
 
 
 def usable(config: Config, env: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
@@ -117,30 +128,47 @@ def _ports(config: Config) -> range:
     return found
 
 
-def routes(mine: Place, theirs: Place, threads: int = 1) -> list[Route]:
+def routes(mine: Place, theirs: Place, threads: int = 1, pairs: int = 1) -> list[Route]:
     """The ways to another process, the preferred ones first: over loopback on one network stack, else of every pair of addresses.
 
     Addresses of one network belong together. Other interfaces are joined in their order, for routers between the networks. A
     fast interface has several connections, at most one for each of the threads that carry.
+
+    Where both hosts have RDMA, an interface has one connection, and those with RDMA have up to so many pairs of queues as well.
     """
     if mine.stack == theirs.stack:
         return [
             Route(_LOOPBACK, _LOOPBACK, theirs.loopback, ("lo", "lo"), number)
             for number in range(min(threads, MAX_RAILS))
         ]
-    here, there = (list(dict.fromkeys(a.interface for a in place.addresses)) for place in (mine, theirs))
-    most = max(1, min(threads, MAX_RAILS // max(1, len(here))))
+    here, there = mine.interfaces(), theirs.interfaces()
+    rdma = _rdma(mine, theirs, pairs)
+    most = 1 if rdma else max(1, min(threads, MAX_RAILS // max(1, len(here))))
     found: list[tuple[tuple[bool, int, int], Route]] = []
+    behind: list[tuple[tuple[bool, int, int], Route]] = []
     for local in mine.addresses:
         near, position = ip_interface(local.address), here.index(local.interface)
         for remote in theirs.addresses:
             far, apart = ip_interface(remote.address), abs(position - there.index(remote.interface))
             if near.version == far.version:
-                both = local.interface, remote.interface
                 rank = near.network != far.network, apart, near.version
+                route = Route(local.host, remote.host, remote.port, (local.interface, remote.interface))
                 for number in range(min(most, _connections(local.interface))):
-                    found.append((rank, Route(local.host, remote.host, remote.port, both, number)))
-    return [route for _, route in sorted(found, key=lambda pair: pair[0])]
+                    found.append((rank, route._replace(number=number)))
+                for number in range(rdma.get(local.interface, 0) if local.rdma and remote.rdma else 0):
+                    behind.append((rank, route._replace(number=RDMA + number)))
+    return [route for ways in (found, behind) for _, route in sorted(ways, key=lambda way: way[0])]
+
+
+def _rdma(mine: Place, theirs: Place, pairs: int) -> dict[str, int]:
+    """How many pairs of queues each interface with RDMA has, if both sides have such interfaces.
+
+    Beside a connection of each interface there must be room for them. If there is not for all, the first interfaces have them.
+    """
+    here, count = mine.interfaces(rdma=True), len(theirs.interfaces(rdma=True))
+    room = max(0, MAX_RAILS - min(len(mine.interfaces()), len(theirs.interfaces())))
+    each = min(pairs, max(1, room // max(1, min(len(here), count))))
+    return dict.fromkeys(here[:room], each) if count else {}
 
 
 def _connections(interface: str) -> int:

@@ -42,6 +42,10 @@ def test_every_field_has_its_variable(f) -> None:
         ("XVCOMM_RING_SLOT_BYTES", "4097", "multiple of 4096"),
         ("XVCOMM_STAGE_BYTES", "5000", "multiple of 4096"),
         ("XVCOMM_TRACE_RECORDS", "8", "at least 16"),
+        ("XVCOMM_RDMA", "2", "at most 1"),
+        ("XVCOMM_RDMA_RETRIES", "7", "at most 6"),
+        ("XVCOMM_RDMA_PARTITION_KEY", "0x10000", "at most 65535"),
+        ("XVCOMM_RDMA_PARTITION_KEY", "0xpkey", "expected int"),
     ],
 )
 def test_invalid_variables_are_named(variable: str, text: str, said: str) -> None:
@@ -65,6 +69,10 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_job_names_are_valid_file_names(name: str) -> None:
     with pytest.raises(ConfigError, match=r"XVCOMM_JOB=.*allowed"):
         Config.from_env({"XVCOMM_JOB": name})
+
+
+def test_numbers_in_hexadecimal() -> None:
+    assert Config.from_env({"XVCOMM_RDMA_PARTITION_KEY": "0x8001"}).rdma_partition_key == 0x8001
 
 
 def test_no_timeout() -> None:

@@ -51,6 +51,8 @@ def host(monkeypatch, tmp_path):
         net.mkdir(parents=True)
         (net / "dev_port").write_text(f"{port}\n")
     (tmp_path / "infiniband" / "mlx5_9").mkdir()  # without a network interface
+    (tmp_path / "infiniband" / "mlx5_8" / "device" / "net" / "tun0").mkdir(parents=True)  # one without an address
+    (tmp_path / "infiniband" / "mlx5_8" / "device" / "net" / "tun0" / "dev_port").write_text("0\n")
 
 
 def used(nics=None, **env):
@@ -110,6 +112,14 @@ def test_own_variable(nics, expected):
         ("UCX_NET_DEVICES", "mlx5_0", {"ib0", "ib1"}),
         ("UCX_NET_DEVICES", "^mlx5_0:1", PLAIN - {"ib0"}),
         ("UCX_NET_DEVICES", "mlx5_9:1", PLAIN),
+        ("NCCL_IB_HCA", "mlx5_0:1", {"ib0"}),
+        ("NCCL_IB_HCA", "mlx5", {"ib0", "ib1"}),
+        ("NCCL_IB_HCA", "=mlx5", PLAIN),
+        ("NCCL_IB_HCA", "=mlx5_0:2", {"ib1"}),
+        ("NCCL_IB_HCA", "^mlx5_0:2", PLAIN - {"ib1"}),
+        ("NCCL_IB_HCA", "^=mlx5_0", {"eth1", "eth10"}),
+        ("NCCL_IB_HCA", "mlx4", PLAIN),
+        ("NCCL_IB_HCA", "mlx5_8", PLAIN),
     ],
 )
 def test_other_libraries_variables(variable, text, expected):

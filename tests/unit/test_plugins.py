@@ -12,6 +12,7 @@ import pytest
 
 from xvcomm.backends.host import HostBackend
 from xvcomm.backends.shm import ShmTransport
+from xvcomm.config import Config
 from xvcomm.engine.session import plugins
 from xvcomm.errors import BackendUnavailable
 
@@ -73,9 +74,8 @@ def test_ours_are_found_without_installed_metadata(monkeypatch: pytest.MonkeyPat
 def test_the_built_in_ones_are_those_that_are_installed(root: Path) -> None:
     """`pyproject.toml` names them for the metadata, `plugins` where there is none."""
     points = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
-    named = {
-        (group, name): points[group][name] for group in (plugins.BACKENDS, plugins.TRANSPORTS) for name in points[group]
-    }
+    groups = (plugins.BACKENDS, plugins.TRANSPORTS, plugins.CARDS)
+    named = {(group, name): points[group][name] for group in groups for name in points[group]}
     assert named == {(point.group, point.name): point.value for point in plugins.BUILT_IN}
 
 
@@ -102,6 +102,31 @@ def test_refusals_carry_a_remedy(others: None) -> None:
     assert found["exploding"].reason == "RuntimeError: symbol not found"
     assert "reinstall" in found["missing"].remedy
     assert found["host"].reason == found["host"].remedy == ""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_devices_of_rdma_are_of_the_first_that_has_some(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: bool
+) -> None:
+    def opens(config: Config, interfaces: dict[str, str]) -> object:
+        return (config, interfaces)
+
+    def fails(config: Config, interfaces: dict[str, str]) -> None:
+        raise RuntimeError("symbol not found")
+
+    module = ModuleType("other_people")
+    module.__dict__.update(opens=opens, none=lambda *_: None, fails=fails)
+    monkeypatch.setitem(sys.modules, "other_people", module)
+    names = ["fails"] if broken else ["none", "opens"]
+    points = EntryPoints(EntryPoint(name, f"other_people:{name}", plugins.CARDS) for name in names)
+    monkeypatch.setattr(plugins, "BUILT_IN", EntryPoints())
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr("xvcomm.system.notice.speaks", lambda: True)
+    config, interfaces = Config(), {"10.0.0.1": "eth0"}
+    assert plugins.cards(config, interfaces) == (None if broken else (config, interfaces))
+    assert [record.getMessage() for record in caplog.records] == (
+        ["xvcomm: no RDMA by other_people:fails: RuntimeError: symbol not found"] if broken else []
+    )
 
 
 @pytest.mark.parametrize("kind", ["refusing", "absent", "nothing of this name"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from dataclasses import replace
 from ipaddress import IPv6Address
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from xvcomm.abc.transport import Interface
 from xvcomm.backends.rdma import layout, report
 from xvcomm.backends.rdma.devices import Gid, devices, pyverbs, refusal
 from xvcomm.cli import app
+from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable
 
 
@@ -127,6 +130,15 @@ def kernel(tmp_path: Path) -> Path:
     return root
 
 
+ETH4 = Interface("eth4", "10.1.2.3/24", True, "up")
+
+
+def examine(kernel: Path, *interfaces: Interface, **settings: Any) -> report.DeviceReport:
+    """The only device, with interface eth4 if nothing else is said."""
+    (device,) = report.examine(Config(**settings), {}, interfaces or [ETH4], kernel)
+    return device
+
+
 def reasons(device: report.DeviceReport) -> str:
     return "; ".join(f"{o.reason}: {o.remedy}" for o in device.obstacles)
 
@@ -139,12 +151,12 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_kernel_tells_without_pyverbs(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyverbs", None)
-    (device,) = report.examine(kernel)
+    device = examine(kernel)
     assert (device.name, device.pcie, device.numa_node) == ("mlx5_0", "0000:3b:00.1", 1)
-    assert (device.firmware, device.card, device.usable) == ("22.31.1014", "MT4125 MT_0000000436", False)
+    assert (device.firmware, device.card, device.used) == ("22.31.1014", "MT4125 MT_0000000436", False)
     assert reasons(device).startswith("pyverbs is missing")
     up, down = device.ports
-    assert (up.state, up.link, up.usable) == ("active", "Ethernet", True)
+    assert (up.state, up.link, up.interfaces) == ("active", "Ethernet", ["eth4 (10.1.2.3)"])
     assert [(g.index, g.version, g.interface, g.address) for g in up.gids] == [
         (0, "RoCE v1", "eth4", "fe80::1"), (3, "RoCE v2", "eth4", "10.1.2.3"),
     ]  # fmt: skip
@@ -154,24 +166,45 @@ def test_what_the_kernel_tells_without_pyverbs(kernel: Path, room: None, monkeyp
 def test_the_file_of_a_device_is_missing(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, get_device_list=list)
     (kernel.with_name("infiniband_verbs") / "uverbs77").mkdir(parents=True)
-    assert "offers mlx5_0 to no process: modprobe ib_uverbs" in reasons(*report.examine(kernel))
+    assert "offers mlx5_0 to no process: modprobe ib_uverbs" in reasons(examine(kernel))
     (kernel.with_name("infiniband_verbs") / "uverbs77" / "ibdev").write_text("mlx5_0\n")
-    (device,) = report.examine(kernel)
+    device = examine(kernel)
     assert "/dev/infiniband/uverbs77 of mlx5_0 is missing: modprobe ib_uverbs; in containers pass" in reasons(device)
 
 
-def test_a_port_that_could_be_used(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_used(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, get_device_list=lambda: [SimpleNamespace(name=b"mlx5_0")], Context=Context)
     monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", Context)
-    (device,) = report.examine(kernel)
-    assert (device.usable, device.obstacles, device.numa_node) == (True, [], 1)
-    assert [(port.usable, port.mtu) for port in device.ports] == [(True, 4096), (False, 4096)]
+    device = examine(kernel)
+    assert (device.used, device.obstacles, device.numa_node) == (True, [], 1)
+    assert [(port.interfaces, port.mtu) for port in device.ports] == [(["eth4 (10.1.2.3)"], 4096), ([], 4096)]
     monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 20, 1 << 20))
     monkeypatch.setattr(report, "may_lock_all", lambda: False)
-    (device,) = report.examine(kernel)
-    assert not device.usable
+    device = examine(kernel)
+    assert not device.used
     assert "only 1024 KiB of memory may be registered (RLIMIT_MEMLOCK)" in reasons(device)
     assert "--ulimit memlock=-1, in Kubernetes LimitMEMLOCK=infinity for containerd" in reasons(device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "interface", "told"),
+    [
+        ({"rdma": 0}, ETH4, "XVCOMM_RDMA=0"),
+        ({"tls": 1}, ETH4, "XVCOMM_TLS=1, and RDMA is not encrypted"),
+        ({}, replace(ETH4, used=False, reason="XVCOMM_NICS=e0 does not name it"), "eth4 (10.1.2.3) is not used: XVCOMM_NICS=e0"),
+        ({}, replace(ETH4, address="10.1.2.4/24"), "no network interface has an address that belongs to port 1"),
+        ({}, replace(ETH4, address=""), "no network interface has an address that belongs to port 1"),
+        ({"rdma_partition_key": 0x8001}, ETH4, "port 1 of mlx5_0 is not in the partition XVCOMM_RDMA_PARTITION_KEY=0x8001"),
+    ],
+)  # fmt: skip
+def test_a_port_that_is_not_used(
+    kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch, settings: Any, interface: Interface, told: str
+) -> None:
+    install(monkeypatch, get_device_list=lambda: [SimpleNamespace(name=b"mlx5_0")], Context=Context)
+    monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", Context)
+    device = examine(kernel, interface, **settings)
+    assert not device.used
+    assert told in "; ".join(o.reason for o in (*device.obstacles, *device.ports[0].obstacles))
 
 
 def test_libibverbs_is_laid_out_in_another_way(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +213,8 @@ def test_libibverbs_is_laid_out_in_another_way(kernel: Path, room: None, monkeyp
 
     install(monkeypatch, get_device_list=lambda: [SimpleNamespace(name=b"mlx5_0")], Context=Context)
     monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", differs)
-    (device,) = report.examine(kernel)
-    assert not device.usable
+    device = examine(kernel)
+    assert not device.used
     assert "another ABI; use rdma-core 44 to 65" in reasons(device)
 
 
@@ -198,12 +231,12 @@ def test_the_right_to_lock_all_memory(tmp_path: Path) -> None:
 
 def test_doctor_shows_devices(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyverbs", None)
-    examined = report.examine(kernel)
-    monkeypatch.setattr(report, "examine", lambda: examined)
+    examined = examine(kernel)
+    monkeypatch.setattr(report, "examine", lambda *_: [examined])
     shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
     assert shown.exit_code == 0
     for text in (
-        "sends no data over them yet",
+        "RDMA devices between hosts",
         "0000:3b:00.1",
         "NUMA node 1",
         "3: 10.1.2.3 RoCE v2 eth4",
@@ -211,14 +244,14 @@ def test_doctor_shows_devices(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         assert text in shown.output
     told = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)["rdma"]
-    assert not told["carries_data"]
-    assert told["devices"][0]["ports"][0]["gids"][1]["address"] == "10.1.2.3"
+    assert not told[0]["used"]
+    assert told[0]["ports"][0]["gids"][1]["address"] == "10.1.2.3"
 
 
 def test_doctor_has_one_line_where_there_is_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyverbs", None)
-    assert report.examine(tmp_path / "infiniband") == []
-    monkeypatch.setattr(report, "examine", list)
+    assert report.examine(Config(), {}, [ETH4], tmp_path / "infiniband") == []
+    monkeypatch.setattr(report, "examine", lambda *_: [])
     shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     (line,) = [line for line in shown.output.splitlines() if "RDMA" in line]
-    assert line == "RDMA: this host has no device. xvcomm sends no data over RDMA yet."
+    assert line == "RDMA: this host has no device."

@@ -3,7 +3,7 @@
 import pytest
 
 from xvcomm.backends.tcp.interfaces import Address, Place, routes
-from xvcomm.types.route import MAX_RAILS
+from xvcomm.types.route import MAX_RAILS, RDMA
 from xvcomm.wire import reachability
 from xvcomm.wire.reachability import Search, disjoint
 
@@ -57,6 +57,55 @@ def test_several_connections():
     search.end(third, "no answer")
     assert search.begin([second.ends], 0.0) == [third]
     assert search.blocked([second.ends]) == {}
+
+
+def with_rdma(where, *hosts):
+    return where.with_rdma(lambda host: host in hosts)
+
+
+BOTH = with_rdma(TWO[0], "10.0.0.1", "10.0.1.1"), with_rdma(TWO[1], "10.0.0.2", "10.0.1.2")
+
+
+def test_rdma_beside_one_connection():
+    """Routes of RDMA are between addresses that both have it, behind all others."""
+    found = routes(*BOTH, 4, 2)
+    assert [(*route.ends[:2], route.port) for route in found if route.number < RDMA] == [
+        (*pair, 1000 + (pair[1] == "10.0.1.2")) for pair in STRAIGHT + CROSSED
+    ]
+    assert [route.number for route in found[4:]] == [RDMA, RDMA + 1] * 4
+    assert {route.ends for route in disjoint(found)} == {
+        (*pair, number) for number in (0, RDMA, RDMA + 1) for pair in STRAIGHT
+    }
+
+
+def test_rdma_on_one_side_or_of_one_interface():
+    """Without RDMA on both sides there are as many connections as ever."""
+    assert routes(BOTH[0], TWO[1], 4, 2) == routes(*TWO, 4, 2)
+    assert {route.number for route in routes(*TWO, 4, 2)} == {0, 1, 2, 3}
+    found = routes(with_rdma(TWO[0], "10.0.1.1"), BOTH[1], 4, 2)
+    assert [route.ends for route in disjoint(found)][2:] == [(*STRAIGHT[1], RDMA), (*STRAIGHT[1], RDMA + 1)]
+    assert {route.number for route in found if route.local == "10.0.0.1"} == {0}
+
+
+def test_no_rdma_on_one_network_stack():
+    same = place("a", "eth0=10.0.0.2/24")
+    assert all(route.number < RDMA for route in routes(BOTH[0], with_rdma(same, "10.0.0.2"), 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("cards", "others", "pairs", "due"),
+    [(1, 0, 2, 2), (4, 0, 8, 28), (8, 1, 2, 16), (20, 0, 2, 12), (1, 30, 8, 1), (1, 31, 2, 0)],
+)
+def test_rdma_stays_within_all_rails_of_a_link(cards, others, pairs, due):
+    """Pairs of queues get fewer, and then not all interfaces have them."""
+
+    def end(stack, last):
+        names = [f"e{i}=10.0.{i}.{last}/24" for i in range(cards + others)]
+        return with_rdma(place(stack, *names), *(f"10.0.{i}.{last}" for i in range(cards)))
+
+    found = disjoint(routes(end("a", 1), end("b", 2), 12, pairs))
+    assert sum(route.number >= RDMA for route in found) == due
+    assert len(found) == cards + others + due <= MAX_RAILS
 
 
 def test_at_most_all_rails_of_a_link():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.store import Store
@@ -56,12 +57,14 @@ class Rail:
 
     Attributes:
         rank: at the other end.
+        scheme: `tcp` or `rdma`.
         local, remote: the addresses of this host and of the other.
         number: of the connection among those between these addresses.
         sent, received: bytes that it has carried since it came up, with those of the headers.
     """
 
     rank: int
+    scheme: str
     local: str
     remote: str
     number: int
@@ -118,6 +121,8 @@ class Membership:
         store: for what its ranks must tell each other.
         lost: call it when a rank cannot be reached any more, with the reason.
         left: call it when a rank has left the job in good order.
+        cards: opens the RDMA devices of network interfaces, which are given by address and name: `wire.cards.Cards`, or None if
+            there are none to use. Who calls it closes them.
     """
 
     rank: int
@@ -126,6 +131,7 @@ class Membership:
     store: Store
     lost: Callable[[int, str], None]
     left: Callable[[int], None]
+    cards: Callable[[Config, Mapping[str, str]], Any]
 
 
 class Transport(ABC):

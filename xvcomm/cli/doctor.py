@@ -61,7 +61,7 @@ class Report:
     backends: list[dict[str, Any]]
     transports: list[dict[str, Any]]
     interfaces: list[Interface]
-    rdma: dict[str, Any]
+    rdma: list[dict[str, Any]]
     variables: list[dict[str, str]]
     problems: list[Problem]
 
@@ -105,6 +105,7 @@ def examine(env: Mapping[str, str]) -> Report:
     transports = [_found(f) for f in plugins.transports()]
     problems += _missing("backend", "host", backends) + _missing("transport", "shm", transports)
     shared_memory = _shared_memory(Path(config.shm_dir), problems)
+    interfaces = _interfaces(config, env, problems)
     return Report(
         machine=machine,
         versions=_versions(),
@@ -112,8 +113,8 @@ def examine(env: Mapping[str, str]) -> Report:
         limits=_limits(problems),
         backends=backends,
         transports=transports,
-        interfaces=_interfaces(config, env, problems),
-        rdma={"carries_data": False, "devices": [asdict(device) for device in rdma.examine()]},
+        interfaces=interfaces,
+        rdma=[asdict(device) for device in rdma.examine(config, env, interfaces)],
         variables=_variables(env),
         problems=problems,
     )
@@ -308,7 +309,7 @@ def show(report: Report, console: Console, every: bool = False) -> None:
         console.print(_table(title, ("name", "usable", "remarks", "remedy"), rows))
     rows = ((i.name, i.address, "yes" if i.used else "no", i.reason) for i in report.interfaces)
     console.print(_table("Network interfaces between hosts", ("name", "address", "used", "reason"), rows))
-    _show_rdma(report.rdma["devices"], console)
+    _show_rdma(report.rdma, console)
     shown = [v for v in report.variables if every or v["value"]]
     if shown:
         settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in shown)
@@ -320,11 +321,11 @@ def show(report: Report, console: Console, every: bool = False) -> None:
 def _show_rdma(devices: list[dict[str, Any]], console: Console) -> None:
     """Each port of each RDMA device; one line if there is none."""
     if not devices:
-        console.print("RDMA: this host has no device. xvcomm sends no data over RDMA yet.", highlight=False)
+        console.print("RDMA: this host has no device.", highlight=False)
         return
-    columns = ("device", "port", "GIDs", "could be used", "reason", "remedy")
+    columns = ("device", "port", "GIDs", "used", "reason", "remedy")
     rows = (row for device in devices for row in _ports(device))
-    console.print(_table("RDMA devices: xvcomm sends no data over them yet", columns, rows))
+    console.print(_table("RDMA devices between hosts", columns, rows))
 
 
 def _ports(device: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -337,7 +338,8 @@ def _ports(device: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         state = "\n".join(filter(None, (f"{port['number']}: {port['state']}", port["link"], mtu)))
         gids = "\n".join(f"{g['index']}: {g['address']} {g['version']} {g['interface']}".rstrip() for g in port["gids"])
         reasons, remedies = (";\n".join(filter(None, (o[key] for o in obstacles))) for key in ("reason", "remedy"))
-        yield what, state, gids, "no" if obstacles else "yes", reasons, remedies
+        used = f"for {', '.join(port['interfaces'])}"
+        yield what, state, gids, "no" if obstacles else "yes", reasons or used, remedies
         what = ""
 
 

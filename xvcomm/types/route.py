@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_RAILS = 16
+MAX_RAILS = 32
 """Most connections between two processes."""
+
+RDMA = 1000
+"""Numbers of routes from this one on are of rails of RDMA between the routes' addresses."""
 
 Ends = tuple[str, str, int]
 """What tells a connection from all others to the same process: both addresses, this side's first, and its number."""

@@ -1,22 +1,28 @@
-"""Backends and transports, found through entry points and loaded on use. An unusable one has a reason and a remedy.
+"""Backends, transports and RDMA, found through entry points and loaded on use. An unusable one has a reason and a remedy.
 
-Third parties register theirs in the entry point groups `xvcomm.backends` and `xvcomm.transports`, as xvcomm itself does.
+Third parties register theirs in the entry point groups `xvcomm.backends`, `xvcomm.transports` and `xvcomm.cards`, as xvcomm does.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xvcomm.abc.backend import Backend
+from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable
 from xvcomm.memory import vendors
+from xvcomm.system.notice import notice
+
+if TYPE_CHECKING:
+    from xvcomm.wire.cards import Cards
 
 BACKENDS = "xvcomm.backends"
 TRANSPORTS = "xvcomm.transports"
+CARDS = "xvcomm.cards"
 
 BUILT_IN = EntryPoints(
     (
@@ -25,6 +31,7 @@ BUILT_IN = EntryPoints(
         EntryPoint("host", "xvcomm.backends.host:HostBackend", BACKENDS),
         EntryPoint("shm", "xvcomm.backends.shm:ShmTransport", TRANSPORTS),
         EntryPoint("tcp", "xvcomm.backends.tcp:TcpTransport", TRANSPORTS),
+        EntryPoint("rdma", "xvcomm.backends.rdma.cards:open_cards", CARDS),
     )
 )
 """xvcomm's own entry points, for a source tree on PYTHONPATH without installed metadata."""
@@ -73,6 +80,23 @@ def backend(kind: str) -> Backend:
     for f in backends():
         lines.append(f"  {f.name}: works" if f.usable else f"  {f.name}: {f.reason}; {f.remedy}")
     raise BackendUnavailable("\n".join(lines))
+
+
+def cards(config: Config, interfaces: Mapping[str, str]) -> Cards | None:
+    """The RDMA devices of network interfaces, opened by the first plug-in that has some; None if none has.
+
+    Args:
+        interfaces: names of those that are used between hosts, by their addresses.
+    """
+    for point in _points(CARDS):
+        try:
+            found: Cards | None = point.load()(config, interfaces)
+        except Exception as error:  # a broken plug-in must not keep TCP from carrying
+            notice(f"no RDMA by {point.value}: {type(error).__name__}: {error}")
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 def packages() -> list[str]:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -14,13 +13,12 @@ from dataclasses import replace
 
 import msgspec
 
-from xvcomm.abc.backend import Backend
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import SupportsPeerMemory
 from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Membership, Transport, choose
 from xvcomm.config import Config
-from xvcomm.engine.session import joining, plugins
+from xvcomm.engine.session import equipment, joining, plugins
 from xvcomm.engine.session.elsewhere import Elsewhere, Stop
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
@@ -32,7 +30,6 @@ from xvcomm.engine.session.supervised import Supervised
 from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
 from xvcomm.errors import (
     Aborted,
-    BackendUnavailable,
     DeadlineExceeded,
     PeerLost,
     ResourceError,
@@ -45,7 +42,6 @@ from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.system import forking, limits
 from xvcomm.trace.format import Excerpt, Life, Record
 from xvcomm.types.deadline import Deadline
-from xvcomm.types.topology import RankInfo
 
 _LOOK_SECONDS = 0.1
 _STOPS = 256
@@ -103,16 +99,16 @@ class Session:
         try:
             with limits.told("join the job"):
                 host = host_identity(config.shm_dir, config.host)
-                self.backend = self._choose_backend(config)
+                self.backend = equipment.choose_backend(config)
                 self.device: Device = self.backend.device(config)
                 self._presence = Presence.take(config.shm_dir)
-                self.transports = self._open_transports(host)
+                self.transports = equipment.open_transports(config, host)
         except (XvcommError, OSError) as error:
             refuse(join, self.rank, error)
             raise
         memory = self.device.peer_memory() if isinstance(self.device, SupportsPeerMemory) else None
         return Joining(
-            self._describe(host), [t.capabilities() for t in self.transports], self.job,
+            equipment.describe(config, self.device, self.rank, host), [t.capabilities() for t in self.transports], self.job,
             os.readlink("/proc/self/ns/pid"), self._presence.byte, memory, self.store.served_here,
         )  # fmt: skip
 
@@ -154,10 +150,11 @@ class Session:
 
     def _join_transports(self) -> None:
         """Let the transports begin that this rank needs for any other."""
-        mine = self._joined[self.rank].offers
+        mine, store = self._joined[self.rank].offers, PrefixStore("transports", self.store)
         needed = {choose(mine, j.offers).scheme for j in self._joined if j.info.rank != self.rank}
-        store = PrefixStore("transports", self.store)
-        membership = Membership(self.rank, self.size, len(self.neighbours), store, self._lose_elsewhere, self._on_left)
+        membership = Membership(
+            self.rank, self.size, len(self.neighbours), store, self._lose_elsewhere, self._on_left, plugins.cards
+        )
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
                 transport.join(membership)
@@ -175,29 +172,6 @@ class Session:
             if rank == self.rank or rank in self._lost:
                 self.sweep(rank)
         self.close()
-
-    @staticmethod
-    def _choose_backend(config: Config) -> Backend:
-        if config.device is not None:
-            return plugins.backend(config.device)
-        usable = [f for f in plugins.backends() if f.usable]
-        # A GPU is preferred; host memory is the fallback.
-        usable.sort(key=lambda f: f.name == "host")
-        return plugins.backend(usable[0].name if usable else "host")
-
-    def _open_transports(self, host: str) -> list[Transport]:
-        found = [f.load()(self.config, host) for f in plugins.transports() if f.usable]
-        if not found:
-            raise BackendUnavailable("no transport works here; `xvcomm doctor` tells why")
-        return found
-
-    def _describe(self, host: str) -> RankInfo:
-        able = self.device.capabilities()
-        label = self.config.island
-        return RankInfo(
-            rank=self.rank, host=host, hostname=self.config.host or socket.gethostname(), pid=os.getpid(),
-            device=able.kind, island=label or able.island, rehearsal=bool(label or self.config.host),
-        )  # fmt: skip
 
     def _open_journal(self, place: GuardedStore, deadline: Deadline) -> Segment:
         """The host's flight recorders, in one segment of shared memory created by its lowest rank."""

@@ -1,0 +1,205 @@
+"""The RDMA devices that this process uses between hosts, as `wire.cards` wants them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from xvcomm.backends.rdma import settings, sysfs
+from xvcomm.backends.rdma.devices import Gid, Port
+from xvcomm.backends.rdma.events import Event, Events
+from xvcomm.backends.rdma.gids import gid_of, partition
+from xvcomm.backends.rdma.report import locked
+from xvcomm.config import Config
+from xvcomm.errors import ResourceError, XvcommError
+from xvcomm.system import forking
+from xvcomm.system.notice import notice
+from xvcomm.wire.cards import Cards, Keys
+from xvcomm.wire.frames import MAX_DEVICES
+
+if TYPE_CHECKING:
+    from xvcomm.backends.rdma.pairs import Domain
+    from xvcomm.backends.rdma.rails import RailPair
+
+
+def open_cards(config: Config, interfaces: Mapping[str, str], env: Mapping[str, str] = os.environ) -> Cards | None:
+    """Open the devices of network interfaces; None if there is none that can be used. Says what cannot be opened.
+
+    Args:
+        interfaces: names of those that are used between hosts, by their addresses.
+    """
+    if settings.refusal(config, env):
+        return None
+    domains: list[Domain] = []
+    refused: dict[str, list[str]] = {}
+    for name in sysfs.names():
+        try:
+            if _serves(name, interfaces, config):
+                domains.append(_open(name, len(domains)))
+        except XvcommError as error:
+            refused.setdefault(str(error), []).append(name)
+    for why, names in refused.items():
+        notice(f"no RDMA over {', '.join(names)}, but TCP: {why}; XVCOMM_RDMA=0 wants no more")
+    return RdmaCards(domains, interfaces, config, env) if domains else None
+
+
+def _open(name: str, before: int) -> Domain:
+    """Open a device, after so many others."""
+    if before == MAX_DEVICES:
+        raise ResourceError(f"a process uses at most {MAX_DEVICES} devices; XVCOMM_NICS chooses by interface")
+    if limits := locked():
+        raise ResourceError("; ".join(f"{limit.reason}; {limit.remedy}" for limit in limits))
+    from xvcomm.backends.rdma.pairs import Domain  # loads numba, which a host without devices need not
+
+    return Domain(name)
+
+
+def _serves(name: str, interfaces: Mapping[str, str], config: Config) -> bool:
+    """Whether a device has an active port for one of the addresses."""
+    found = [port for port in sysfs.ports(name) if _way(name, [port], interfaces) is not None]
+    for port in found:
+        partition(name, port.number, config.rdma_partition_key)
+    return bool(found)
+
+
+def _way(name: str, ports: Sequence[Port], interfaces: Mapping[str, str]) -> tuple[Port, Gid] | None:
+    """The first active port of a device that serves one of the addresses, and its GID for it."""
+    for port in ports:
+        for address, interface in interfaces.items():
+            if port.state == "active" and (gid := gid_of(name, port, interface, address)) is not None:
+                return port, gid
+    return None
+
+
+class Registration:
+    """See `wire.cards.Registered`."""
+
+    def __init__(self, domains: Sequence[Domain], address: int, nbytes: int) -> None:
+        """Register memory with all devices or with none.
+
+        Raises:
+            ResourceError: one refuses.
+        """
+        with contextlib.ExitStack() as undo:
+            regions = []
+            for domain in domains:
+                regions.append(domain.register(address, nbytes))
+                undo.callback(domain.release, regions[-1])
+            self.keys: Sequence[Keys] = [Keys(region.lkey, region.rkey) for region in regions]
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """See `wire.cards.Registered.close`. Idempotent."""
+        self._undo.close()
+
+
+class RdmaCards:
+    """See `wire.cards.Cards`. Thread-safe."""
+
+    def __init__(
+        self, domains: Sequence[Domain], interfaces: Mapping[str, str], config: Config, env: Mapping[str, str]
+    ) -> None:
+        """Use devices that are open, at most MAX_DEVICES, and close them at the end.
+
+        Args:
+            interfaces: names of network interfaces by their addresses.
+        """
+        self._domains, self._interfaces = domains, interfaces
+        self._options, self._key = settings.options(config, env), config.rdma_partition_key
+        self._pairs: set[RailPair] = set()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
+        self._events: dict[int, Events] = {}
+        self._poll = select.epoll()
+        forking.register(self)
+
+    def reaches(self, address: str) -> bool:
+        """See `wire.cards.Cards.reaches`."""
+        try:
+            self._find(address)
+        except ResourceError:
+            return False
+        return True
+
+    def _find(self, address: str) -> tuple[int, Port, Gid]:
+        """Index of the device that serves an address, its port and GID: as they are now, because GIDs come and go."""
+        asked = {address: self._interfaces.get(address, "")}
+        for index, domain in enumerate(self._domains):
+            if (way := _way(domain.name, domain.ask().ports, asked)) is not None:
+                return index, *way
+        names = ", ".join(domain.name for domain in self._domains)
+        raise ResourceError(f"no active port of {names} has a GID of the address {address}")
+
+    def register(self, address: int, nbytes: int) -> Registration:
+        """See `wire.cards.Cards.register`."""
+        return Registration(self._domains, address, nbytes)
+
+    def pair(self, address: str) -> RailPair:
+        """See `wire.cards.Cards.pair`."""
+        from xvcomm.backends.rdma.rails import RailPair
+
+        index, port, gid = self._find(address)
+        domain = self._domains[index]
+        options = self._options | {"partition": partition(domain.name, port.number, self._key)}
+        made = RailPair(domain, index, port, gid, options, self._forget)
+        with self._lock:
+            self._pairs.add(made)
+        return made
+
+    def _forget(self, pair: RailPair) -> None:
+        with self._lock:
+            self._pairs.discard(pair)
+
+    def watch(
+        self, add: Callable[[int, Callable[[], None]], None], lost: Callable[[str, Sequence[RailPair]], None]
+    ) -> None:
+        """See `wire.cards.Cards.watch`."""
+        for index, domain in enumerate(self._domains):
+            events = Events(domain.name, domain.context)
+            self._events[index] = events
+            self._poll.register(events.fd, select.EPOLLIN)
+        add(self._poll.fileno(), lambda: self._hear(lost))
+
+    def _hear(self, lost: Callable[[str, Sequence[RailPair]], None]) -> None:
+        """Tell of the events that have come. A device that was removed is not asked any more."""
+        for index, events in list(self._events.items()):
+            try:
+                for event in events.take():
+                    if event.loss:
+                        lost(str(event), self._concerned(index, event))
+            except ResourceError as error:
+                self._poll.unregister(events.fd)
+                del self._events[index]
+                lost(str(error), self._concerned(index, None))
+
+    def _concerned(self, device: int, event: Event | None) -> list[RailPair]:
+        """The queue pairs that cannot be used any more; without an event all of a device."""
+        port, number = (event.port, event.queue_pair) if event is not None else (0, 0)
+        with self._lock:
+            return [
+                pair
+                for pair in self._pairs
+                if pair.device == device and port in (0, pair.port.number) and number in (0, pair.number)
+            ]
+
+    def after_fork(self) -> None:
+        """Leave the devices to the parent: the child's copies would keep them open after its death."""
+        descriptors = [pair.fd for pair in self._pairs]
+        for domain in self._domains:
+            descriptors += domain.descriptors
+        for descriptor in descriptors:
+            forking.leave_to_parent(descriptor)
+
+    def close(self) -> None:
+        """See `wire.cards.Cards.close`. Idempotent. Queue pairs whose requests have not ended are given back, too."""
+        for pair in list(self._pairs):
+            pair.fail()
+            pair.close()
+        self._events.clear()
+        self._poll.close()
+        for domain in self._domains:
+            domain.close()
+        self._domains = []

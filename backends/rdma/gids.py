@@ -1,0 +1,44 @@
+"""By which GID a port serves an address of this host, and in which partition."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from pathlib import Path
+
+from xvcomm.backends.rdma import sysfs
+from xvcomm.backends.rdma.devices import Gid, Port
+from xvcomm.errors import ResourceError
+
+_MEMBER = 0x8000
+"""Bit of a partition's key: full member. The other bits name the partition."""
+
+
+def gid_of(device: str, port: Port, interface: str, address: str, root: Path = sysfs.ROOT) -> Gid | None:
+    """The GID by which a port serves an address of a network interface; None if it does not.
+
+    On Ethernet that is RoCE v2's of this very address, because a port has those of several interfaces and versions: packets of
+    another one take another way. On InfiniBand it is the first one, of the port under the interface.
+    """
+    if port.link == "InfiniBand":
+        under = sysfs.interfaces(device, root).get(interface) == port.number
+        return next((gid for gid in port.gids if under and gid.index == 0), None)
+    wanted = ip_address(address)
+    return next((gid for gid in port.gids if gid.version == "RoCE v2" and ip_address(gid.address) == wanted), None)
+
+
+def partition(device: str, port: int, key: int | None, root: Path = sysfs.ROOT) -> int:
+    """Where a partition's key is in the table of a port; of full members first. The first place if there is no key to look for.
+
+    Raises:
+        ResourceError: it is not there; names those that are.
+    """
+    if key is None:
+        return 0
+    table = sysfs.partition_keys(device, port, root)
+    same = [index for index, other in table.items() if (key ^ other) & ~_MEMBER == 0]
+    if not same:
+        have = ", ".join(f"{other:#06x}" for other in table.values()) or "none"
+        raise ResourceError(
+            f"port {port} of {device} is not in the partition XVCOMM_RDMA_PARTITION_KEY={key:#06x}; its keys are {have}"
+        )
+    return max(same, key=lambda index: (table[index] == key, table[index] & _MEMBER))

@@ -1,0 +1,180 @@
+"""The queue pair of a rail: its buffers, what the other side must know of it, and what it says when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from ipaddress import IPv6Address
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from xvcomm.backends.rdma.devices import Gid, Port
+from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
+from xvcomm.errors import ResourceError
+from xvcomm.jit.compile import compiling, kernel
+from xvcomm.memory.segment import Segment
+from xvcomm.system.notice import notice
+from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS
+from xvcomm.wire.frames import HEADER, MAX_DEVICES
+from xvcomm.wire.verbs import offer, queue_at
+
+_DEPTH = 2 * BUFFERS
+"""A frame takes two requests: the WRITE of its slot, and its SEND."""
+_INLINE = 8 + HEADER + 64
+"""A frame with a short payload, and what goes in front of it."""
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """What the other side must know of a queue pair.
+
+    Attributes:
+        number: its qp_num.
+        gid, lid: of its port; the LID is 0 on Ethernet.
+        mtu: of its port.
+        device: index of its device there.
+    """
+
+    number: Annotated[int, Meta(ge=1, lt=1 << 24)]
+    gid: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    mtu: Annotated[int, Meta(ge=256, le=4096)]
+    device: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]
+
+    @classmethod
+    def decode(cls, data: bytes) -> Description:
+        """What the other side has sent.
+
+        Raises:
+            ResourceError: it makes no sense.
+        """
+        try:
+            return _decode(data)
+        except msgspec.MsgspecError as error:
+            raise ResourceError(f"the other side's description of its queue pair makes no sense: {error}") from error
+
+    @property
+    def address(self) -> str:
+        """The GID, as an address."""
+        found = IPv6Address(self.gid)
+        return str(found.ipv4_mapped or found)
+
+
+_decode = msgspec.msgpack.Decoder(Description).decode
+
+
+class RailPair:
+    """See `wire.cards.Pair`. Made with its receive requests posted.
+
+    Attributes:
+        port: of the device, that it uses.
+    """
+
+    def __init__(
+        self, domain: Domain, device: int, port: Port, gid: Gid, options: Mapping[str, int], closed: Callable[[RailPair], None]
+    ) -> None:  # fmt: skip
+        """Make one.
+
+        Args:
+            domain: of the device.
+            device: its index here.
+            port, gid: that it sends from.
+            options: the rest of its `pairs.Path`.
+            closed: called once the device does not use its buffers any more.
+
+        Raises:
+            ResourceError: the device refuses.
+        """
+        self._domain, self.port, self._gid, self._options, self._closed = domain, port, gid, options, closed
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
+        self._open = True
+        self._theirs: Description | None = None
+        self.device, self.there, self.peer = device, 0, 0
+        with contextlib.ExitStack() as undo:
+            memory = Segment.anonymous(2 * BUFFERS * BUFFER_BYTES)
+            undo.callback(memory.close)
+            region = domain.register(memory.address, 2 * BUFFERS * BUFFER_BYTES)
+            undo.callback(domain.release, region)
+            completions = PolledQueue(domain, _DEPTH + 1 + BUFFERS)
+            undo.callback(completions.close)
+            self._queue, self.inline = _make(domain, completions)
+            undo.callback(self._queue.close)
+            self._queue.prepare(port.number, options["partition"])
+            self._queue.receive_into(memory.address, region.lkey, BUFFER_BYTES, BUFFERS)
+            if _offer_all(self._queue.address):
+                raise ResourceError(f"{domain.name}: {self._queue.failure()}")
+            undo.pop_all()
+        self.inbox, self.outbox = memory.address, memory.address + BUFFERS * BUFFER_BYTES
+        self.outbox_key = region.lkey
+        self._memory, self._region, self._completions = memory, region, completions
+        self.number, self.queue = self._queue.number, self._queue.address
+        self.completions, self.fd = completions.address, completions.fd
+        self._lid = port.lid if port.link == "InfiniBand" else 0
+        ours = Description(self.number, gid.value, self._lid, port.mtu, device)
+        self.description = msgspec.msgpack.encode(ours)
+
+    def connect(self, theirs: bytes) -> None:
+        """See `wire.cards.Pair.connect`. May take seconds; `fail` and `close` wait for it."""
+        found = self._theirs = Description.decode(theirs)
+        if bool(found.lid) != bool(self._lid):
+            raise ResourceError(f"{self._where()}: one of the two is InfiniBand, the other is Ethernet")
+        path = Path(self.port.number, self._gid.index, min(self.port.mtu, found.mtu), **self._options)
+        with self._lock:
+            if not self._open:
+                raise ResourceError(f"{self._where()}: the queue pair was given back")
+            try:
+                self._queue.connect(path, Remote(found.number, found.gid, found.lid))
+            except ResourceError as error:
+                raise ResourceError(f"{self._where()}: {error}; does a path lead there?") from error
+        self.peer, self.there = found.number, found.device
+
+    def fail(self) -> None:
+        """See `wire.cards.Pair.fail`. A device that was removed does not answer; nothing arrives from it either."""
+        with self._lock, contextlib.suppress(ResourceError):
+            if self._open:
+                self._queue.fail()
+
+    def failure(self) -> str:
+        """See `wire.cards.Pair.failure`."""
+        what = self._queue.failure()
+        return f"{self._where()}: {what}" if what else ""
+
+    def _where(self) -> str:
+        there = f" to {self._theirs.address}" if self._theirs else ""
+        return f"{self._domain.name} port {self.port.number}, GID {self._gid.address}{there}"
+
+    def close(self) -> None:
+        """See `wire.cards.Pair.close`. Its buffers stay if the device does not give it back, and may write to them."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            try:
+                self._queue.close()
+                self._completions.close()
+                self._domain.release(self._region)
+                self._memory.close()
+            except ResourceError as error:
+                notice(f"a queue pair cannot be given back: {error}")
+            else:
+                self._closed(self)
+
+
+def _offer(queue: int) -> int:
+    """Post all receives."""
+    record = queue_at(queue)
+    return offer(record, record.receive_depth)
+
+
+with compiling():
+    _offer_all = kernel("int64(int64)")(_offer)
+
+
+def _make(domain: Domain, completions: PolledQueue) -> tuple[ReliableQueue, int]:
+    """A queue pair with room for short frames in its requests, or without if the device does not give it; and how much room."""
+    try:
+        return ReliableQueue(domain, completions, _DEPTH, _INLINE, receives=BUFFERS), _INLINE
+    except ResourceError:
+        return ReliableQueue(domain, completions, _DEPTH, 0, receives=BUFFERS), 0

@@ -1,0 +1,120 @@
+"""What the wire needs of RDMA devices, which `backends.rdma` gives: registered memory, and queue pairs for rails.
+
+A rail of RDMA sends frames with SEND into buffers that the other side has posted. A slot's payload goes before its frame, by a
+WRITE into the other side's ring, on the same queue pair: so it is there when the frame is received. Short payloads go with the
+frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from xvcomm.wire.frames import HEADER
+
+BUFFERS = 64
+"""Frames that a rail may send before the other side has handled the first of them."""
+SHORT_BYTES = 1 << 10
+"""Most bytes of a payload that goes with its frame."""
+BUFFER_BYTES = 64 * -(-(8 + HEADER + SHORT_BYTES) // 64)
+"""Bytes of a buffer: how many frames its sender has handled, the frame, its payload."""
+
+
+class Keys(NamedTuple):
+    """Keys of registered memory on one device: lkey, and rkey for the other side."""
+
+    local: int
+    remote: int
+
+
+class Registered(Protocol):
+    """Memory that the devices may read and write.
+
+    Attributes:
+        keys: on each device.
+    """
+
+    keys: Sequence[Keys]
+
+    def close(self) -> None:
+        """Register it no more. No request may be under way that uses it."""
+
+
+class Pair(Protocol):
+    """A queue pair of a device, with BUFFERS buffers to receive into, which are posted, and as many to send from.
+
+    Attributes:
+        device: index of its device here.
+        there: index of the other side's device, once it is connected.
+        number: its qp_num.
+        peer: qp_num of the one at the other end, once it is connected.
+        queue, completions: addresses of its records, see `wire.verbs`. No other queue pair has these completions.
+        fd: the completion channel's descriptor.
+        inbox, outbox: addresses of the buffers to receive into and to send from.
+        outbox_key: lkey of the latter.
+        inline: most bytes that a request takes along.
+        description: what the other side must know to connect.
+    """
+
+    device: int
+    there: int
+    number: int
+    peer: int
+    queue: int
+    completions: int
+    fd: int
+    inbox: int
+    outbox: int
+    outbox_key: int
+    inline: int
+    description: bytes
+
+    def connect(self, theirs: bytes) -> None:
+        """Join it with the other side's, by its description.
+
+        Raises:
+            ResourceError: the device refuses, most often because no path leads there; or the description makes no sense.
+        """
+
+    def fail(self) -> None:
+        """Let all that is posted end, and nothing arrive any more. It cannot be connected again."""
+
+    def failure(self) -> str:
+        """What went wrong first, with its likely cause, the device, the port and both GIDs; empty if nothing did."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+class Cards(Protocol):
+    """The RDMA devices that this process uses."""
+
+    def reaches(self, address: str) -> bool:
+        """Whether a device belongs to the network interface that has this address, and can be used."""
+
+    def register(self, address: int, nbytes: int) -> Registered:
+        """Let all devices read and write memory, and the other sides' devices write to it.
+
+        Raises:
+            ResourceError: a device or a limit refuses.
+        """
+
+    def pair(self, address: str) -> Pair:
+        """A queue pair of the device of the interface that has this address.
+
+        Raises:
+            ResourceError: there is none, or the device refuses.
+        """
+
+    def watch(
+        self, add: Callable[[int, Callable[[], None]], None], lost: Callable[[str, Sequence[Pair]], None]
+    ) -> None:
+        """Tell when a port or a queue pair cannot be used any more.
+
+        Args:
+            add: calls a function in the event loop whenever a descriptor is ready to read.
+            lost: called there with the reason and the queue pairs that are concerned.
+        """
+
+    def close(self) -> None:
+        """Close the devices; queue pairs and registered memory must be closed before."""
