@@ -25,7 +25,7 @@ from xvcomm.memory.ring import (
 )
 from xvcomm.types.opcode import OpCode
 from xvcomm.wire.carrier import Carrier
-from xvcomm.wire.frames import FRAME, HEADER, Kind
+from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.progress import progress_address
 from xvcomm.wire.records import UP
 
@@ -83,7 +83,7 @@ class Receiver:
             RingEnd.create(ring, LAYOUT, peer=1, producer=index == PRODUCER) for index, ring in enumerate(self.rings)
         ]
         self.wires = [
-            self.carrier.add_wire(links[index == FOREIGN], 100 + index, GROUP, end, -1)
+            self.carrier.add_wire(links[index == FOREIGN], 100 + index, GROUP, end)
             for index, end in enumerate(self.ends)
         ]
         self.carrier.detach(self.wires[CLOSED])
@@ -151,14 +151,25 @@ def words(*values):
     return np.array(values, np.int64).tobytes()
 
 
+UNREGISTERED = words(*[0] * (1 + MAX_DEVICES))
+"""The end of an OPEN of memory to which no RDMA device may write."""
+
+
 def frames_of(sizes):
     """The frames of messages, as a sender's carrier makes them, and among them some of every other kind but LEAVE."""
     shape = words(LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes)
     found = [
-        frame(Kind.OPEN, 1, slot=5 + index, number=100 + index, payload=shape + words(index == CONSUMER, GROUP))
+        frame(
+            Kind.OPEN,
+            1,
+            slot=5 + index,
+            number=100 + index,
+            payload=shape + words(index == CONSUMER, GROUP) + UNREGISTERED,
+        )
         for index in range(2)
     ]
-    found.append(frame(Kind.OPEN, 0, slot=9, number=77, payload=shape + words(1, GROUP)))  # an offer of another ring
+    other = shape + words(1, GROUP) + UNREGISTERED
+    found.append(frame(Kind.OPEN, 0, slot=9, number=77, payload=other))  # an offer of another ring
     numbers = [0] * LAYOUT.lanes
     for index, nbytes in enumerate(sizes):
         entry = index + 1, message(nbytes)
@@ -281,7 +292,7 @@ def test_random_bytes(data):
         frame(Kind.CREDIT, PRODUCER, payload=words(1, 0)),
         frame(Kind.CREDIT, PRODUCER, number=9, payload=words(0, 0)),
         frame(Kind.STOP, PRODUCER, number=0xFF),
-        frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1, GROUP)),
+        frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1, GROUP) + UNREGISTERED),
         frame(Kind.TELL, 0, payload=words(1, 2)),
         frame(Kind.ASK, 0, number=1, slot=65),
     ],

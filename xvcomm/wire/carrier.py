@@ -6,21 +6,57 @@ import ctypes
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xvcomm.errors import ResourceError
-from xvcomm.memory.ring import RingEnd
+from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
+from xvcomm.memory.segment import PAGE
 from xvcomm.system.threads import Daemon
 from xvcomm.wire import records
+from xvcomm.wire.cards import Keys, Pair
+from xvcomm.wire.changes import detach, land, lose, put, report, retire, take, use, withdraw
 from xvcomm.wire.frames import FRAME
-from xvcomm.wire.progress import assist, detach, lose, progress_address, put, run, take, wake_address, withdraw
-from xvcomm.wire.records import KNOWN, SINK_BYTES, UP, Link, Rail, Wire
+from xvcomm.wire.posting import drain, greet, greeted
+from xvcomm.wire.progress import assist, progress_address, run, wake_address
+from xvcomm.wire.records import KNOWN, SINK_BYTES, Link, Rail, Rdma, Wire
 from xvcomm.wire.tls import Channel
+from xvcomm.wire.verbs import Queue
 
 _LINKS, _RAILS, _WIRES, _WIRES_OF_LINK = 1 << 16, 1 << 12, 1 << 16, 1 << 12
+
+
+class Offer(NamedTuple):
+    """What another process says of its half of a ring that it has opened: see `frames.OPEN_WORDS`, and `records.OFFER`."""
+
+    link: int
+    name: int
+    there: int
+    lanes: int
+    slots: int
+    slot_bytes: int
+    producer: int
+    group: int
+    slots_address: int
+    keys: list[int]
+
+    @classmethod
+    def of(cls, link: int, name: int, there: int, words: np.ndarray[Any, Any]) -> Offer:
+        """From a record."""
+        lanes, slots, slot_bytes, producer, group, address = words[:6].tolist()
+        return cls(link, name, there, lanes, slots, slot_bytes, producer, group, address, words[6:].tolist())
+
+    @property
+    def layout(self) -> RingLayout:
+        """Its shape."""
+        return RingLayout(self.lanes, self.slots, self.slot_bytes, wired=True)
+
+    def sound(self) -> bool:
+        """Whether a ring may have this shape."""
+        return 0 < self.lanes <= MAX_LANES and self.slots > 0 and self.slot_bytes > 0 and self.slot_bytes % PAGE == 0
 
 
 class WireEnd:
@@ -31,18 +67,26 @@ class WireEnd:
         record: see `records.WIRE`.
     """
 
-    def __init__(self, index: int, link: int, name: int, group: int, end: RingEnd, there: int) -> None:
+    def __init__(
+        self, index: int, link: int, name: int, group: int, end: RingEnd, keys: Sequence[Keys], offer: Offer | None
+    ) -> None:
         ring = end.layout
         self.index = index
         self._end = end  # which owns the counter that compiled code reads
         self._owners = np.zeros(ring.lanes * ring.slots, np.int64)
         self._sources = np.zeros(ring.lanes * ring.slots, np.int64)
+        self._flights = np.zeros(ring.lanes * ring.slots, np.int64)
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
         self.record = Wire(
-            link=link, name=name, group=group, there=there, producer=end.producer, ring=end.address, geometry=end.geometry,
-            counter=end.counter, turn=end.turn, replays=end.replays, open=2 if there < 0 else 1, owners=self._owners.ctypes.data,
-            sources=self._sources.ctypes.data, frames=self._frames.ctypes.data, entries=-1,
+            link=link, name=name, group=group, there=offer.there if offer else -1, open=1 if offer else 2,
+            producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
+            replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,
+            flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, entries=-1,
         )  # fmt: skip
+        for device, key in enumerate(keys):
+            self.record.keys[device], self.record.given[device] = key
+        if offer is not None:
+            self.record.slots_there, self.record.keys_there[:] = offer.slots_address, offer.keys
         if not end.producer:
             end.direct = ctypes.addressof(self.record) + Wire.direct.offset
 
@@ -51,7 +95,46 @@ class WireEnd:
         and it has not opened the ring.
         """
         unused = self.record.there < 0 and not (self._end.producer and self._end.sequence)
-        return bool(unused or self.record.stop == KNOWN)
+        return bool(unused or (self.record.stop >= KNOWN and not self.record.answer))
+
+
+class PostedRail:
+    """A queue pair as the carrier uses it.
+
+    Attributes:
+        record: of the rail, see `records.RAIL`.
+        rdma: see `records.RDMA`.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._flights = np.zeros(records.FLIGHTS, records.FLIGHT)
+        self.rdma = Rdma(
+            queue=pair.queue, completions=pair.completions, device=pair.device, there=pair.there, inbox=pair.inbox,
+            outbox=pair.outbox, outbox_key=pair.outbox_key, inline=pair.inline, flights=self._flights.ctypes.data,
+        )  # fmt: skip
+        self.record = Rail(fd=pair.fd, rdma=ctypes.addressof(self.rdma))
+        self._queue = Queue.from_address(pair.queue)
+
+    def progress(self) -> tuple[int, int]:
+        """How many requests have ended, and how many have not."""
+        ended = int(self._queue.ended)
+        return ended, int(self._queue.posted) - ended
+
+    def greet(self) -> None:
+        """Send the first frame; both sides do so once both are connected."""
+        greet(ctypes.addressof(self.record))
+
+    def greeted(self) -> bool:
+        """Whether the first frames have gone both ways.
+
+        Raises:
+            ResourceError: one has failed; with the reason.
+        """
+        found = greeted(ctypes.addressof(self.record))
+        if found < 0:
+            raise ResourceError(self._pair.failure())
+        return bool(found)
 
 
 class Carrier:
@@ -86,12 +169,13 @@ class Carrier:
         self._helpers["wake"] = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(1, threads)]
         self._offers = np.zeros(records.OFFERS, records.OFFER)
         self._answers = np.zeros(records.ANSWERS, records.ANSWER)
+        self._failures = np.zeros(records.FAILURES, records.FAILURE)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
             movers=(progress_address, wake_address), wake=self._wake, news=self.news, spins=spins,
             sink=self._sink.ctypes.data, poll=self._poll.ctypes.data, helpers=self._helpers.ctypes.data,
-            helper_count=len(self._helpers), offers=self._offers.ctypes.data, answers=self._answers.ctypes.data, one=1,
-            **tables,
+            helper_count=len(self._helpers), offers=self._offers.ctypes.data, answers=self._answers.ctypes.data,
+            failures=self._failures.ctypes.data, one=1, **tables,
         )  # fmt: skip
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
@@ -137,6 +221,16 @@ class Carrier:
 
     def add_rail(self, link: int, connection: socket.socket, tls: int = 0, channel: Channel | None = None) -> int:
         """Use a connection, and its TLS, which both stay open until `release`; the index of its rail."""
+        wanted = Rail(fd=connection.fileno())
+        if channel is not None:
+            wanted.tls, wanted.channel, wanted.staged = tls, channel.address, channel.staged
+        return self._use(link, wanted)
+
+    def use_pair(self, link: int, posted: PostedRail) -> int:
+        """Use a queue pair that was greeted and stays open until `retire`; the index of its rail."""
+        return self._use(link, posted.record)
+
+    def _use(self, link: int, wanted: Any) -> int:
         with self._lock:
             index = next((i for i, rail in enumerate(self.rails) if rail.state == records.UNUSED), len(self.rails))
             if index == len(self.rails):
@@ -144,12 +238,10 @@ class Carrier:
                 self.rails.append(rail)
                 self._append("rails", "rail_count", rail)
             rail = self.rails[index]
-            after_lock = Rail.copying.offset
-            ctypes.memset(ctypes.addressof(rail) + after_lock, 0, ctypes.sizeof(rail) - after_lock)
-            rail.fd, rail.link = connection.fileno(), link
-            if channel is not None:
-                rail.tls, rail.channel, rail.staged = tls, channel.address, channel.staged
-            self._put(rail, "state", UP)
+            after_lock, wanted.link = Rail.copying.offset, link
+            place, source = (ctypes.addressof(record) + after_lock for record in (rail, wanted))
+            ctypes.memmove(place, source, ctypes.sizeof(rail) - after_lock)
+            use(self.address, index)
         self.wake()
         return index
 
@@ -159,14 +251,33 @@ class Carrier:
             lose(self.address, index)
         self.wake()
 
-    def release(self, index: int) -> None:
-        """Let a lost rail's place be used again."""
-        with self._lock:
-            self._put(self.rails[index], "state", records.UNUSED)
+    def drain(self, index: int) -> bool:
+        """Whether all requests of a lost rail have ended, whose queue pair was put into the error state."""
+        return bool(drain(ctypes.addressof(self.rails[index])))
 
-    def offers(self) -> np.ndarray[Any, Any]:
-        """The rings that other processes fill and that this one has not opened, since the last call; see `records.OFFER`."""
-        return self._take(self._offers, "offer_count")
+    def land(self, index: int) -> None:
+        """Let the slots of a lost rail's WRITEs be sent again: the other side lets none of these arrive any more. Idempotent."""
+        land(self.address, index)
+        self.wake()
+
+    def retire(self, index: int) -> None:
+        """Let a lost rail's place be used again. Of a queue pair: drained, and landed."""
+        with self._lock:
+            retire(self.address, index)
+        self.wake()
+
+    def report(self, link: int, pair: int, peer: int, answer: bool) -> None:
+        """Tell the process at the other end of a link that a queue pair here has failed, and which was joined with it there."""
+        report(self.address, link, pair, peer, answer)
+        self.wake()
+
+    def failures(self) -> np.ndarray[Any, Any]:
+        """What other processes have told of failed queue pairs since the last call; see `records.FAILURE`."""
+        return self._take(self._failures, "failure_count")
+
+    def offers(self) -> list[Offer]:
+        """The rings that other processes fill and that this one has not opened, since the last call."""
+        return [Offer.of(*found) for found in self._take(self._offers, "offer_count").tolist()]
 
     def _take(self, table: np.ndarray[Any, Any], count: str) -> np.ndarray[Any, Any]:
         """What compiled code has put into a table since the last call."""
@@ -187,10 +298,19 @@ class Carrier:
         """The answers that have come since the last call; see `records.ANSWER`."""
         return self._take(self._answers, "answer_count")
 
-    def add_wire(self, link: int, name: int, group: int, end: RingEnd, there: int) -> WireEnd:
-        """Mirror a ring end by the ring of this name in the process at the other end of a link; `there`: its index, or -1."""
+    def add_wire(
+        self, link: int, name: int, group: int, end: RingEnd, keys: Sequence[Keys] = (), offer: Offer | None = None
+    ) -> WireEnd:
+        """Mirror a ring end by the ring of this name in the process at the other end of a link.
+
+        Args:
+            link, name, group: see `records.WIRE`.
+            end: this side's.
+            keys: of its slots, on each RDMA device; none if they are not registered.
+            offer: what the other side has said of its half; None if nothing yet.
+        """
         with self._lock:
-            wire = WireEnd(int(self._record.wire_count), link, name, group, end, there)
+            wire = WireEnd(int(self._record.wire_count), link, name, group, end, keys, offer)
             self._append("wires", "wire_count", wire.record)
             self._kept.append(wire)
             of_link = self._links[link]

@@ -4,7 +4,7 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 
 | kind | number | payload |
 | --- | --- | --- |
-| OPEN | name of the wire; `slot` is the sender's index of it | the ring's shape; whether it is the producer; the communicator |
+| OPEN | name of the wire; `slot` is the sender's index of it | see `OPEN_WORDS` |
 | SLOT | where its bytes are in the message | the slot, as long as it is filled; the header has its message's description |
 | ENTRY | none | none: the description of a message without slots |
 | CREDIT | messages consumed | slots consumed, of each lane |
@@ -14,6 +14,8 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | LEAVE | none | none: the process has closed its session |
 | ASK | of the question; `slot`: how many of the newest records of the process's flight recorder are wanted | none |
 | TELL | of the question; `slot`: how many frames follow | the process's `Life`; a record, if there is one |
+| TAKEN | none | none: only what goes with every frame over RDMA, see `posting` |
+| FAILED | of the receiver's queue pair; `slot`: of the sender's, which has failed; `lane`: 1 if this is an answer | none |
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class Kind(enum.IntEnum):
     LEAVE = 9
     ASK = 10
     TELL = 11
+    TAKEN = 12
+    FAILED = 13
 
 
 FRAME = np.dtype([
@@ -55,7 +59,10 @@ FRAME = np.dtype([
 HEADER = FRAME.itemsize
 CONTROL_BYTES = 8 * MAX_LANES
 """Most bytes of the payload of any frame but SLOT."""
-OPEN_WORDS = 5
-"""Words of the payload of OPEN."""
+MAX_DEVICES = 8
+"""Most RDMA devices of a process."""
+OPEN_WORDS = 6 + MAX_DEVICES
+"""Words of the payload of OPEN: the ring's three measures, whether the sender is its producer, the communicator; where its slots
+are, and their rkey on each of its devices, or 0 if RDMA devices may not write to them."""
 
 assert np.little_endian

@@ -9,61 +9,69 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from xvcomm.errors import ResourceError
-from xvcomm.memory.ring import ABORT, MAX_LANES, Reason, RingEnd, RingLayout
-from xvcomm.memory.segment import PAGE, Segment
-from xvcomm.wire.carrier import Carrier, WireEnd
+from xvcomm.memory.ring import ABORT, Reason, RingEnd, RingLayout
+from xvcomm.memory.segment import Segment
+from xvcomm.system.notice import notice
+from xvcomm.wire.cards import Cards, Keys, Registered
+from xvcomm.wire.carrier import Carrier, Offer, WireEnd
 
 LINGER_SECONDS = 10.0
 """How long a closed half is kept for the other side at most."""
 _TELL_SECONDS = 1.0
 """The same after a failure, of which only the reason is left to tell."""
 _EARLY_BYTES = 1 << 30
-"""Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled."""
+"""Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled,
+or at once where RDMA devices may write to them."""
 _NOBODY = -1
 
 
-class _Offer(NamedTuple):
-    """A ring that another process has opened, see `records.OFFER`."""
+class _Memory:
+    """Memory of a half, which RDMA devices may use if there are some."""
 
-    link: int
-    name: int
-    there: int
-    lanes: int
-    slots: int
-    slot_bytes: int
-    producer: int
-    group: int
+    def __init__(self, layout: RingLayout, cards: Cards | None) -> None:
+        self.segment = Segment.anonymous(layout.size)
+        self._registered: Registered | None = None
+        if cards is not None:
+            try:
+                self._registered = cards.register(self.segment.address + layout.data, layout.capacity)
+            except ResourceError as error:
+                notice(f"a ring goes over TCP, because its memory cannot be registered for RDMA: {error}")
+            except BaseException:
+                self.segment.close()
+                raise
 
     @property
-    def layout(self) -> RingLayout:
-        """Its shape."""
-        return RingLayout(self.lanes, self.slots, self.slot_bytes, wired=True)
+    def keys(self) -> Sequence[Keys]:
+        """Of the slots, on each device; none if they are not registered."""
+        return () if self._registered is None else self._registered.keys
 
-    def sound(self) -> bool:
-        """Whether a ring may have this shape."""
-        return 0 < self.lanes <= MAX_LANES and self.slots > 0 and self.slot_bytes > 0 and self.slot_bytes % PAGE == 0
+    def close(self) -> None:
+        """Unmap it."""
+        if self._registered is not None:
+            self._registered.close()
+        self.segment.close()
 
 
 class Halves:
     """Those of all links of a process. Thread-safe.
 
     Args:
+        cards: may read and write the slots; None without RDMA.
         gone: whether the process at the other end of a link has ended, so that nothing is sent to it any more.
     """
 
-    def __init__(self, carrier: Carrier, gone: Callable[[int], bool]) -> None:
-        self._carrier, self._gone = carrier, gone
+    def __init__(self, carrier: Carrier, cards: Cards | None, gone: Callable[[int], bool]) -> None:
+        self._carrier, self._cards, self._gone = carrier, cards, gone
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
         self._known: set[int] = set()
         self._early: dict[int, tuple[RingEnd, int]] = {}
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, Offer] = {}
         self._closed: dict[int, int] = {}
-        self._lingering: list[tuple[WireEnd, int, Segment, float]] = []
+        self._lingering: list[tuple[WireEnd, int, _Memory, float]] = []
 
     def open(self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
         """See `Network.open_ring`. A half that was made when the producer's offer came may have messages already."""
@@ -77,18 +85,19 @@ class Halves:
         return self._make(link, name, layout, group=group, peer=peer, producer=producer)
 
     def _make(
-        self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool, there: int = -1
-    ) -> RingEnd:
-        segment = Segment.anonymous(layout.size)
+        self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool,
+        offer: Offer | None = None,
+    ) -> RingEnd:  # fmt: skip
+        memory = _Memory(layout, self._cards)
         try:
-            end = RingEnd.create(segment, layout, peer=peer, producer=producer)
-            wire = self._carrier.add_wire(link, name, group, end, there)
+            end = RingEnd.create(memory.segment, layout, peer=peer, producer=producer)
+            wire = self._carrier.add_wire(link, name, group, end, memory.keys, offer)
         except BaseException:
-            segment.close()
+            memory.close()
             raise
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
-        end.told, end.dispose = wire.settled, partial(self._linger, wire, link)
+        end.told, end.dispose = wire.settled, partial(self._linger, wire, link, memory)
         return end
 
     def look(self) -> None:
@@ -96,7 +105,7 @@ class Halves:
 
         For a producer's this side's half is made, so that its messages need not wait.
         """
-        for offer in map(_Offer._make, self._carrier.offers().tolist()):
+        for offer in self._carrier.offers():
             with self._lock:
                 if not offer.sound():
                     continue
@@ -111,13 +120,13 @@ class Halves:
                         self._early[offer.name] = self._answer(offer), offer.group
                         self._known.add(offer.name)
 
-    def _answer(self, offer: _Offer) -> RingEnd:
+    def _answer(self, offer: Offer) -> RingEnd:
         return self._make(
             offer.link, offer.name, offer.layout, group=offer.group, peer=_NOBODY, producer=not offer.producer,
-            there=offer.there,
+            offer=offer,
         )  # fmt: skip
 
-    def _turn_away(self, offer: _Offer) -> None:
+    def _turn_away(self, offer: Offer) -> None:
         """Stop a ring of a communicator that this process has closed."""
         with contextlib.suppress(ResourceError):
             end = self._answer(offer)
@@ -135,12 +144,12 @@ class Halves:
             for offer in [offer for offer in self._offers.values() if offer.group == group]:
                 self._turn_away(self._offers.pop(offer.name))
 
-    def _linger(self, wire: WireEnd, link: int, segment: Segment) -> None:
+    def _linger(self, wire: WireEnd, link: int, memory: _Memory, segment: Segment) -> None:
         """Unmap a ring once the other side has what was sent, or is gone."""
         failed = Reason.bad(ctypes.c_int64.from_address(segment.address + ABORT).value)
         until = time.monotonic() + (_TELL_SECONDS if failed else LINGER_SECONDS)
         with self._lock:
-            self._lingering.append((wire, link, segment, until))
+            self._lingering.append((wire, link, memory, until))
         self._carrier.wake()
         self.sweep()
 
@@ -149,12 +158,12 @@ class Halves:
         now = time.monotonic()
         with self._lock:
             kept = []
-            for wire, link, segment, until in self._lingering:
+            for wire, link, memory, until in self._lingering:
                 ended = at_once or wire.settled() or self._gone(link) or now > until
                 if ended and self._carrier.detach(wire):
-                    segment.close()
+                    memory.close()
                 else:
-                    kept.append((wire, link, segment, until))
+                    kept.append((wire, link, memory, until))
             self._lingering = kept
             return bool(kept)
 

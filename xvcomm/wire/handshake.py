@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from xvcomm.errors import AuthenticationError
+from xvcomm.errors import AuthenticationError, ResourceError
 
 SECONDS = 10.0
 """How long a connection may take for it."""
@@ -23,7 +23,8 @@ PROBE = -1
 """Number of a connection that only shows that it can be made; it is refused after the proofs."""
 _LIMIT = 1 << 10
 _NONCE = 32
-_VERSION = 2
+_REFUSAL = 400  # characters
+_VERSION = 3
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):
@@ -50,8 +51,15 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     refusal: str = ""
 
 
+class Half(msgspec.Struct, frozen=True, array_like=True):
+    """Either side, where the connection stands for a rail of RDMA: what its queue pair needs, or why there is none."""
+
+    description: bytes
+    refusal: str = ""
+
+
 _DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Challenge, Hello, Verdict)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Challenge, Hello, Verdict, Half)
 }
 
 
@@ -165,3 +173,20 @@ async def accept(connection: socket.socket, key: bytes, rank: int, size: int) ->
 async def admit(connection: socket.socket, proof: bytes, refusal: str = "") -> None:
     """Answer a connection that `accept` has checked."""
     await _send(connection, Verdict(proof, refusal))
+
+
+async def swap(connection: socket.socket, description: bytes, refusal: str = "") -> bytes:
+    """Give the other side what its queue pair needs, for what this side's needs. Both sides do so, and wait for each other.
+
+    Raises:
+        ResourceError: one of the sides has no queue pair; with the reason.
+        Malformed, OSError: as in `connect`.
+    """
+    await _send(connection, Half(description, refusal[:_REFUSAL]))
+    theirs = await _receive(connection, Half)
+    assert isinstance(theirs, Half)
+    if refusal:
+        raise ResourceError(refusal)
+    if theirs.refusal:
+        raise ResourceError(f"at the other end {theirs.refusal}")
+    return theirs.description

@@ -21,13 +21,15 @@ from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason
 from xvcomm.trace.contract import agree
 from xvcomm.trace.recorder import oldest, written
-from xvcomm.wire.frames import CONTROL_BYTES, HEADER, OPEN_WORDS, Kind
+from xvcomm.wire.frames import CONTROL_BYTES, HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import await_copy, begin_copy, end_copy
 from xvcomm.wire.outgoing import entry_of, head_of, tail_of
 from xvcomm.wire.records import (
     ANSWERS,
     ARRIVED,
     EAGER,
+    FAILURES,
+    HEARD,
     KNOWN,
     NOBODY,
     OFFERS,
@@ -35,6 +37,7 @@ from xvcomm.wire.records import (
     TELL_WORDS,
     TOLD,
     answer_at,
+    failure_at,
     frame_at,
     link_at,
     offer_at,
@@ -43,7 +46,7 @@ from xvcomm.wire.records import (
 )
 from xvcomm.wire.sockets import BLOCKED, receive
 
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL = map(int, Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED = map(int, Kind)
 _FIRST_REASON, _LAST_REASON = int(min(Reason)), int(max(Reason))
 
 _memmove = types.ExternalFunction("memmove", types.voidptr(types.voidptr, types.voidptr, types.uint64))
@@ -100,7 +103,7 @@ def _publish_stop(wire: Any) -> None:
             if load(head_of(wire, lane)) < wire.goals[lane]:
                 return
     compare_and_swap(wire.ring + ABORT, 0, wire.word)
-    wire.word, wire.answer, wire.stop = 0, 1, KNOWN
+    wire.word, wire.answer, wire.stop = 0, 1, HEARD
 
 
 @register_jitable
@@ -153,7 +156,7 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
 
 
 @register_jitable
-def _end_slot(carrier: Any, rail: Any) -> None:
+def end_slot(carrier: Any, rail: Any) -> None:
     """Publish a slot that has arrived, and those behind it that had arrived before."""
     wire = wire_at(load(carrier.wires + 8 * rail.slot_wire))
     if rail.slot_data == 0 or wire.ring == 0:
@@ -227,7 +230,9 @@ def _open(carrier: Any, rail: Any, frame: Any) -> int:
             ring = wire.geometry
             if _word(frame, 0) != ring.lanes or _word(frame, 1) != ring.slots or _word(frame, 2) != ring.slot_bytes:
                 return REFUSED
-            wire.there = frame.slot
+            wire.there, wire.slots_there = frame.slot, _word(frame, 5)
+            for device in range(MAX_DEVICES):
+                wire.keys_there[device] = _word(frame, 6 + device)
             if frame.wire != 0 and wire.open != 2:
                 wire.open = 1
             elif frame.wire == 0:
@@ -237,8 +242,7 @@ def _open(carrier: Any, rail: Any, frame: Any) -> int:
         return 0  # this side sends OPEN when it opens the ring
     offer = offer_at(carrier.offers, carrier.offer_count)
     offer.link, offer.name, offer.there = rail.link, frame.number, frame.slot
-    offer.lanes, offer.slots, offer.slot_bytes = _word(frame, 0), _word(frame, 1), _word(frame, 2)
-    offer.producer, offer.group = _word(frame, 3), _word(frame, 4)
+    copy_bytes(address_of(offer, "words"), _words(frame), frame.length)
     carrier.offer_count += 1
     return NEWS
 
@@ -269,7 +273,17 @@ def _told(carrier: Any, frame: Any) -> int:
 
 
 @register_jitable
-def _handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
+def _failed(carrier: Any, rail: Any, frame: Any) -> int:
+    """Keep for Python that a queue pair at the other end has failed."""
+    if carrier.failure_count < FAILURES:
+        failure = failure_at(carrier.failures, carrier.failure_count)
+        failure.link, failure.pair, failure.peer, failure.answer = rail.link, frame.number, frame.slot, frame.lane
+        carrier.failure_count += 1
+    return NEWS
+
+
+@register_jitable
+def handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
     """Handle a frame, of a SLOT its header; 0, NEWS or REFUSED."""
     kind = frame.kind
     if kind == _PING:
@@ -287,6 +301,10 @@ def _handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
         return _asked(carrier, rail, frame)
     if kind == _TELL:
         return _told(carrier, frame)
+    if kind == _TAKEN:
+        return 0
+    if kind == _FAILED:
+        return _failed(carrier, rail, frame)
     if frame.wire < 0 or frame.wire >= carrier.wire_count:
         return REFUSED
     wire = wire_at(load(carrier.wires + 8 * frame.wire))
@@ -329,7 +347,7 @@ def _handle_buffer(carrier: Any, rail: Any, rail_index: int) -> int:
             size += frame.length
             if rail.end - rail.begin < size:
                 break
-        result = _handle(carrier, rail, rail_index, frame)
+        result = handle(carrier, rail, rail_index, frame)
         if result == REFUSED:
             return REFUSED
         news = news or result
@@ -355,7 +373,7 @@ def _take_payload(carrier: Any, rail: Any) -> None:
         rail.begin += here
         rail.slot_left -= here
     if rail.slot_left == 0:
-        _end_slot(carrier, rail)
+        end_slot(carrier, rail)
 
 
 @register_jitable
@@ -386,7 +404,7 @@ def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
                 rail.slot_data += got
             rail.slot_left -= got
             if rail.slot_left == 0:
-                _end_slot(carrier, rail)
+                end_slot(carrier, rail)
         else:
             rail.end += got
             result = _handle_buffer(carrier, rail, rail_index)

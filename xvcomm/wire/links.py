@@ -7,6 +7,7 @@ stay.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 import time
@@ -14,13 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xvcomm.abc import transport as abc
-from xvcomm.errors import AuthenticationError
+from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.system.notice import notice
-from xvcomm.types.route import MAX_RAILS, Ends, Route
+from xvcomm.types.route import MAX_RAILS, RDMA, Ends, Route
 from xvcomm.wire import handshake
+from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, queued, set_up
 from xvcomm.wire.incoming import PROTOCOL
+from xvcomm.wire.pairing import PairRail, pair_up
 from xvcomm.wire.reachability import REMEDY, Search, connect, reason, told
 from xvcomm.wire.records import DOWN
 from xvcomm.wire.sockets import TAMPERED
@@ -32,6 +35,13 @@ SILENT_SECONDS = 3.0
 """How long a process that leaves waits for one of which nothing comes; the carrier of one that runs sends signs of life."""
 _NOTICE_SECONDS = 0.5
 """A process at which nothing listens any more may have left in good order: so long the job's store has to tell of it."""
+_RDMA_RETRY_SECONDS = 2.0
+"""How long a route of RDMA that has failed is left alone; the others carry meanwhile."""
+_RDMA_LONGEST_SECONDS = 60.0
+"""The same of a rail that came up and failed, again and again, as where only large packets are lost: twice as long each time, at
+most this long. A rail that stayed up for longer begins anew."""
+DRAIN_SECONDS = 1.0
+"""How long the requests of queue pairs that are given back may take to end."""
 _STALL_SECONDS = 0.35
 """A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
 
@@ -47,18 +57,38 @@ class Process:
     timeout: float
     routes: Callable[[int], Sequence[Route]]
     lost: Callable[[int, str], None]
+    cards: Cards | None = None
     blocked: set[str] = field(default_factory=set)  # addresses of which was said that they are
+    said: set[tuple[str, str]] = field(default_factory=set)  # the same of RDMA, with the reason
 
 
 @dataclass(eq=False)
 class Rail:
-    """A connection, its TLS, and since when looks at it have found that the other host acknowledges nothing."""
+    """A connection, its TLS or the queue pair beside it, and since when the other host has acknowledged nothing, by our looks."""
 
     connection: socket.socket
     ends: Ends
-    channel: Channel | None
+    channel: Channel | None = None
+    rdma: PairRail | None = None
     acknowledged: int = 0
     waits: float = math.inf
+
+    @property
+    def scheme(self) -> str:
+        """Of the rail, for the user."""
+        return "tcp" if self.rdma is None else "rdma"
+
+    @property
+    def patience(self) -> float:
+        """How long the other host may acknowledge nothing; devices repeat what is lost by themselves, and tell of failures."""
+        return _STALL_SECONDS if self.rdma is None else SILENT_SECONDS
+
+    def progress(self, sent: int) -> tuple[int, int]:
+        """What the other host has acknowledged and has not, of so many bytes; of RDMA in requests."""
+        if self.rdma is not None:
+            return self.rdma.posted.progress()
+        unseen = queued(self.connection)
+        return sent - unseen, unseen
 
 
 class Link:
@@ -75,10 +105,15 @@ class Link:
         self._own, self.rank, self.number = own, rank, own.carrier.add_link()
         self.rails: dict[int, Rail] = {}
         self.gone = False
+        self._pairing: set[Ends] = set()  # rails of RDMA that are being made
+        self._failing: dict[int, PairRail] = {}  # queue pairs of lost rails, of which something may still arrive there
+        self._broken: dict[
+            Ends, tuple[float, float]
+        ] = {}  # rails of RDMA that have failed: when, and how long they are left alone
         self._seen = self._heard = time.monotonic()  # when it last had a rail or its host answered; when something came
         self._received = 0
         self._search = Search(())
-        self._trouble = ""
+        self._trouble = self._rdma_trouble = ""
         self._stir = asyncio.Event()
 
     def doubt(self, seconds: float) -> None:
@@ -117,19 +152,24 @@ class Link:
         return bool(routes)
 
     def _up(self) -> set[Ends]:
-        return {rail.ends for rail in self.rails.values()}
+        return {rail.ends for rail in self.rails.values()} | self._pairing
 
     async def _dial(self, route: Route) -> None:
         """Try once to make a rail."""
         why, refused = "", False
         try:
+            if route.ends in self._broken:
+                await asyncio.sleep(self._broken[route.ends][1])
             await self._connect(route)
         except handshake.Refused:
-            await asyncio.sleep(
-                _RETRY_SECONDS
-            )  # the other side connects; until then no other route of the interfaces is tried
+            # The other side connects; until then no other route of the interfaces is tried.
+            await asyncio.sleep(_RETRY_SECONDS)
         except (OSError, handshake.Malformed) as error:
             why, refused = reason(error), isinstance(error, ConnectionRefusedError)
+        except ResourceError as error:
+            why = str(error)
+            self.say_rdma(route.ends, why)
+            await asyncio.sleep(_RDMA_RETRY_SECONDS)
         finally:
             self._search.end(route, why, refused=refused)
             self._stir.set()
@@ -166,6 +206,9 @@ class Link:
 
     async def use(self, connection: socket.socket, both: Ends, key: bytes, *, accepting: bool) -> None:
         """Make a rail of a connection that has proved the job's key; see `Tls.secure`."""
+        if both[2] >= RDMA:
+            await self._use_rdma(connection, both)
+            return
         set_up(connection)
         own, tls, channel = self._own, 0, None
         if own.tls is not None:
@@ -174,6 +217,55 @@ class Link:
         self.rails[index] = Rail(connection, both, channel)
         self._search.prove(both)
         own.blocked.discard(both[0])
+
+    async def _use_rdma(self, connection: socket.socket, both: Ends) -> None:
+        """Make a rail of a queue pair; the connection only tells when the other side gives it up."""
+        own = self._own
+        if own.cards is None:
+            raise handshake.Malformed(
+                "it wants RDMA, which is not in use here; set XVCOMM_RDMA to the same on all ranks"
+            )
+        self._pairing.add(both)
+        try:
+            made = await pair_up(own.cards, connection, both[0])
+        finally:
+            self._pairing.discard(both)
+        try:
+            index = own.carrier.use_pair(self.number, made.posted)
+        except ResourceError:
+            made.give_back()
+            raise
+        self.rails[index] = Rail(connection, both, rdma=made)
+        self._search.prove(both)
+        asyncio.get_running_loop().add_reader(connection.fileno(), self._hang_up, index, connection)
+
+    def _hang_up(self, index: int, connection: socket.socket) -> None:
+        """The other side has closed a connection beside a queue pair: it has given the rail up, or its process has ended."""
+        asyncio.get_running_loop().remove_reader(connection.fileno())
+        if index in self.rails and self.rails[index].connection is connection:
+            self._own.carrier.drop(index)
+
+    def fail(self, why: str, pairs: Sequence[Pair]) -> None:
+        """A device has reported that queue pairs cannot be used any more."""
+        for index, made in self._pairs():
+            if made.pair in pairs:
+                made.why = made.why or why
+                self._own.carrier.drop(index)
+
+    def _pairs(self) -> list[tuple[int, PairRail]]:
+        """The queue pairs of rails, and of rails that are lost, by the carrier's index."""
+        up = [(index, rail.rdma) for index, rail in self.rails.items() if rail.rdma is not None]
+        return [*up, *self._failing.items()]
+
+    def hear_failure(self, number: int, peer: int, *, answer: bool) -> None:
+        """The other side has told that its queue pair `peer` has failed, which is joined with `number` here."""
+        for index, made in self._pairs():
+            if (made.pair.number, made.pair.peer) == (number, peer):
+                made.confirmed = True
+                self._own.carrier.drop(index)
+                return
+        if not answer and not self._pairing:  # it was given up here, and forgotten
+            self._own.carrier.report(self.number, number, peer, answer=True)
 
     def _judge(self) -> None:
         """Decide whether a process without rails is gone, and say which interface is in no rail although others are."""
@@ -190,7 +282,7 @@ class Link:
             return
         if not self.gone:
             self.gone = True
-            self._own.lost(self.rank, why)
+            self._own.lost(self.rank, f"{why}; RDMA: {self._rdma_trouble}" if self._rdma_trouble else why)
 
     def _say_blocked(self) -> None:
         failures = self._search.blocked(self._up())
@@ -209,8 +301,12 @@ class Link:
                 broken = broken or record.error in (PROTOCOL, TAMPERED)
                 del self.rails[index]
                 self._search.lose(rail.ends)
+                if rail.rdma is None:
+                    self._own.carrier.retire(index)
+                else:
+                    asyncio.get_running_loop().remove_reader(rail.connection.fileno())
+                    self._give_up(index, rail.ends, rail.rdma)
                 rail.connection.close()
-                self._own.carrier.release(index)
                 self._stir.set()
                 if not self.rails:
                     self._seen = time.monotonic()
@@ -225,16 +321,53 @@ class Link:
             self._received, self._heard = received, now
         for index, rail in self.rails.items():
             record = carrier.rails[index]
-            acknowledged = record.sent - queued(rail.connection)
-            if acknowledged != rail.acknowledged or acknowledged == record.sent:
+            acknowledged, waiting = rail.progress(record.sent)
+            if acknowledged != rail.acknowledged or waiting == 0:
                 rail.acknowledged, rail.waits = acknowledged, math.inf
             else:
                 rail.waits = min(rail.waits, now)
             record.ping = 1
         alive = any(now - rail.waits < _STALL_SECONDS for rail in self.rails.values())
         for index, rail in self.rails.items():
-            if now - rail.waits > (_STALL_SECONDS if alive else self._own.timeout):
+            if now - rail.waits > (rail.patience if alive else self._own.timeout):
                 carrier.drop(index)
+        for index, made in list(self._failing.items()):
+            if not self._end_pair(index, made):
+                carrier.report(self.number, made.pair.number, made.pair.peer, answer=False)
+
+    def _give_up(self, index: int, both: Ends, made: PairRail) -> None:
+        """Let nothing more arrive over a queue pair, and tell the other side, which does the same."""
+        why = made.pair.failure() or made.why
+        made.pair.fail()
+        self._failing[index] = made
+        self._own.carrier.report(self.number, made.pair.number, made.pair.peer, answer=made.confirmed)
+        self._end_pair(index, made)
+        if why and not self.gone:
+            before, pause = self._broken.get(both, (0.0, 0.0))
+            lasting = time.monotonic() - before > pause + _RDMA_LONGEST_SECONDS
+            pause = _RETRY_SECONDS if lasting else min(_RDMA_LONGEST_SECONDS, 2 * pause)
+            self._broken[both] = time.monotonic(), pause
+            self.say_rdma(both, why)
+
+    def say_rdma(self, both: Ends, why: str) -> None:
+        """Say once why RDMA does not carry between two addresses, and keep it for the case that nothing else does."""
+        self._rdma_trouble = why
+        if (both[0], why) not in self._own.said:
+            self._own.said.add((both[0], why))
+            notice(f"no RDMA from {both[0]} to {both[1]} of rank {self.rank}; it is tried again: {why}")
+
+    def _end_pair(self, index: int, made: PairRail) -> bool:
+        """Give a failed queue pair back, if nothing of it can arrive at either side any more."""
+        own = self._own
+        if not (made.confirmed or self.gone):
+            return False
+        own.carrier.land(index)
+        if not own.carrier.drain(index):
+            return False
+        own.carrier.retire(index)
+        made.pair.close()
+        self._failing.pop(index, None)
+        return True
 
     def silent(self, since: float) -> bool:
         """Whether nothing has come for long, and not since a time either: the process is stopped, or its host is out of reach."""
@@ -250,15 +383,33 @@ class Link:
         """Its rails, for the user."""
         records = self._own.carrier.rails
         return [
-            abc.Rail(self.rank, *rail.ends, records[i].sent, records[i].received)
+            abc.Rail(self.rank, rail.scheme, *rail.ends, records[i].sent, records[i].received)
             for i, rail in list(self.rails.items())
         ]
+
+    def end_rdma(self) -> None:
+        """Let nothing more arrive over RDMA. The process has left, or waits for nothing any more; the event loop has ended."""
+        self.gone = True
+        for index, made in self._pairs():
+            self._own.carrier.drop(index)
+            made.pair.fail()
+
+    def give_back(self, until: float) -> None:
+        """Give all queue pairs back after `end_rdma`, as far as their devices have ended all requests until a time."""
+        for index, made in self._pairs():
+            while not self._end_pair(index, made) and time.monotonic() < until:
+                time.sleep(0.001)
+
+    def close(self) -> None:
+        """Close the connections; nothing carries any more."""
+        for rail in self.rails.values():
+            with contextlib.suppress(OSError):
+                rail.connection.shutdown(socket.SHUT_WR)
+            rail.connection.close()
 
     def leaving(self) -> bool:
         """Whether the process has not acknowledged yet that this one leaves."""
         if self.gone or not self.rails:
             return False
         rails, carrier = list(self.rails.items()), self._own.carrier
-        return carrier.link(self.number).leave != 2 or any(
-            queued(r.connection) or carrier.rails[i].out for i, r in rails
-        )
+        return carrier.link(self.number).leave != 2 or any(r.progress(0)[1] or carrier.rails[i].out for i, r in rails)

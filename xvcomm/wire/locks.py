@@ -35,6 +35,12 @@ def unlock(carrier: Any) -> None:
 
 
 @register_jitable
+def enter_rail(rail: Any) -> None:
+    """Acquire a rail's lock."""
+    _acquire(address_of(rail, "lock"))
+
+
+@register_jitable
 def try_rail(rail: Any) -> bool:
     """Acquire a rail's lock if it is free."""
     return compare_and_swap(address_of(rail, "lock"), 0, 1) == 0
@@ -52,7 +58,7 @@ def lock_all(carrier: Any) -> int:
     count = 0
     while True:
         while count < load_acquire(address_of(carrier, "rail_count")):
-            _acquire(address_of(rail_at(load(carrier.rails + 8 * count)), "lock"))
+            enter_rail(rail_at(load(carrier.rails + 8 * count)))
             count += 1
         lock(carrier)
         if count == carrier.rail_count:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from xvcomm.abc.transport import Rail
-from xvcomm.errors import AuthenticationError
+from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
@@ -26,10 +26,11 @@ from xvcomm.trace.format import Excerpt
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 from xvcomm.wire import handshake
+from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves
-from xvcomm.wire.links import Link, Process
+from xvcomm.wire.links import DRAIN_SECONDS, Link, Process
 from xvcomm.wire.questions import Questions
 from xvcomm.wire.reachability import probe
 from xvcomm.wire.tls import Tls
@@ -53,6 +54,7 @@ class Network:
     def __init__(
         self, rank: int, size: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
         timeout: float, spins: int, threads: int, tls: Tls | None, lost: Callable[[int, str], None], left: Callable[[int], None],
+        cards: Cards | None = None,
     ) -> None:  # fmt: skip
         """Begin to accept connections.
 
@@ -66,13 +68,14 @@ class Network:
             spins, threads: see `Carrier`.
             tls: what encrypts the connections, on all ranks or on none.
             lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
+            cards: RDMA devices for the routes of RDMA; they stay the caller's, who closes them after the network.
 
         Raises:
             ResourceError: the system refuses a thread; the listeners stay the caller's.
         """
         self._size, self._listeners, self._left = size, listeners, left
         self.carrier = Carrier(spins, threads)
-        self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost)
+        self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost, cards)
         self._questions = Questions(self.carrier)
         self._links: dict[int, Link] = {}
         self._of_number: dict[int, Link] = {}
@@ -80,7 +83,7 @@ class Network:
         self._parted: set[int] = set()
         self._lock = threading.Lock()
         self._closing = math.inf
-        self._halves = Halves(self.carrier, lambda number: self._of_number[number].gone)
+        self._halves = Halves(self.carrier, cards, lambda number: self._of_number[number].gone)
         self.refused, self._silent_until = 0, 0.0
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
@@ -190,13 +193,15 @@ class Network:
             time.sleep(0.001)
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
+        for link in self._links.values():
+            link.end_rdma()
+        until = time.monotonic() + DRAIN_SECONDS
+        for link in self._links.values():
+            link.give_back(until)
         self._halves.close()
         self.carrier.close()
         for link in self._links.values():
-            for rail in link.rails.values():
-                with contextlib.suppress(OSError):
-                    rail.connection.shutdown(socket.SHUT_WR)
-                rail.connection.close()
+            link.close()
 
     def after_fork(self) -> None:
         """Leave the connections to the parent: the child's copies would hide its death from the others."""
@@ -216,11 +221,14 @@ class Network:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
         finally:
             self._loop.close()
 
     async def _serve(self) -> None:
         self._loop.add_reader(self.carrier.news, self._on_news)
+        if self._process.cards is not None:
+            self._process.cards.watch(self._loop.add_reader, self._on_failure)
         for listener in self._listeners:
             listener.setblocking(False)
         accepting = [self._spawn(self._accept(listener)) for listener in self._listeners]
@@ -285,9 +293,14 @@ class Network:
         link, both = self._link(proven.rank), ends(connection, proven.number)
         refusal = link.objection(both)
         await handshake.admit(connection, proven.proof, refusal)
-        if not refusal:
+        if refusal:
+            return False
+        try:
             await link.use(connection, both, proven.key, accepting=True)
-        return not refusal
+        except ResourceError as error:
+            link.say_rdma(both, str(error))
+            return False
+        return True
 
     def _crowd_out(self, connection: socket.socket) -> None:
         self._say("connections were closed that had not proved the job's key, because there were too many of them")
@@ -314,7 +327,10 @@ class Network:
         """Handle what compiled code has noticed."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.carrier.news)
+        for number, pair, peer, answer in self.carrier.failures().tolist():
+            self._of_number[number].hear_failure(pair, peer, answer=bool(answer))
         for link in list(self._links.values()):
+            self._settle(link)
             if link.clear():
                 self._refuse(
                     f"a connection was closed that had proved to be rank {link.rank} and then broke the protocol"
@@ -325,6 +341,11 @@ class Network:
         self._questions.hear()
         self._halves.look()
         self._halves.sweep()
+
+    def _on_failure(self, why: str, pairs: Sequence[Pair]) -> None:
+        """Handle what a device has reported of queue pairs."""
+        for link in list(self._links.values()):
+            link.fail(why, pairs)
 
     def _look(self) -> None:
         for link in list(self._links.values()):

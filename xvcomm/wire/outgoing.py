@@ -1,7 +1,10 @@
 """Compiled code that chooses what a rail sends next, and sends it.
 
-A rail takes the next frame whenever its socket has room, so faster rails carry more. A slot stays in the ring until the
-consumer's credit has come, and remembers its rail: if that is lost, the slot goes over another one.
+A rail takes the next frame whenever it has room, so faster rails carry more. A slot stays in the ring until the consumer's
+credit has come, and remembers its rail: if that is lost, the slot goes over another one.
+
+Where a link has rails of RDMA, these carry the wires' frames, and sockets only the slots of rings that no device may write to. A
+WRITE that was posted may change its slot on the other side until it has ended: as long as it flies, no rail sends to that slot.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from xvcomm.memory.ring import (
     part_bytes,
 )
 from xvcomm.trace.recorder import quote
-from xvcomm.wire.frames import HEADER, OPEN_WORDS, Kind
+from xvcomm.wire.frames import HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import begin_copy, end_copy
 from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
 from xvcomm.wire.sockets import BLOCKED, send
@@ -33,7 +36,7 @@ from xvcomm.wire.sockets import BLOCKED, send
 _entry_at = compiled_at(LEDGER_ENTRY)
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
 _part_bytes = register_jitable(part_bytes)
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL = map(int, Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _, _FAILED = map(int, Kind)
 _LEFT = int(Reason.LEFT)
 
 SEND_BYTES = 128 << 10
@@ -66,6 +69,33 @@ def finished(wire: Any) -> int:
 
 
 @register_jitable
+def registered(wire: Any) -> bool:
+    """Whether RDMA devices of this side may read and write the slots."""
+    return bool(wire.keys[0] != 0)
+
+
+@register_jitable
+def by_rdma(link: Any, wire: Any) -> bool:
+    """Whether the slots go by WRITE at the moment."""
+    return bool(link.rdma_rails > 0 and wire.slots_there != 0) and registered(wire)
+
+
+@register_jitable
+def _flies(wire: Any, place: int) -> bool:
+    """Whether a WRITE to a slot there may still arrive."""
+    return bool(load(wire.flights + 8 * place) != 0)
+
+
+@register_jitable
+def any_flies(wire: Any) -> bool:
+    """Whether a WRITE to any slot there may still arrive."""
+    count = 0
+    for place in range(wire.geometry.lanes * wire.geometry.slots):
+        count += load(wire.flights + 8 * place)
+    return count != 0
+
+
+@register_jitable
 def _offer(rail: Any, frame: int, data: int) -> None:
     """Let a rail send a frame next."""
     rail.out, rail.out_data, rail.out_at = frame, data, 0
@@ -87,6 +117,9 @@ def _send_open(rail: Any, wire: Any, index: int) -> None:
     ring = wire.geometry
     rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
     rail.payload[3], rail.payload[4] = wire.producer, wire.group
+    rail.payload[5] = wire.ring + ring.data if registered(wire) else 0
+    for device in range(MAX_DEVICES):
+        rail.payload[6 + device] = wire.given[device]
     frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, OPEN_WORDS)
     frame.slot = index
     wire.open = 0
@@ -100,7 +133,11 @@ def _stop_due(wire: Any) -> bool:
     word = load_acquire(wire.ring + ABORT)
     if word == 0:
         return False
-    return word & 0xFF != _LEFT or wire.producer == 0 or wire.message >= finished(wire)
+    if wire.producer == 0:
+        return True
+    if wire.again != 0 or any_flies(wire):
+        return False  # a consumer that knows the word gives the slots' memory back
+    return bool(word & 0xFF != _LEFT or wire.message >= finished(wire))
 
 
 @register_jitable
@@ -152,14 +189,17 @@ def _send_slot(rail: Any, rail_index: int, wire: Any, lane: int, number: int) ->
 
 @register_jitable
 def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
-    """Send a slot again that a lost rail had; False if there is none that the consumer may still want."""
-    ring = wire.geometry
+    """Send a slot again that a lost rail had; False if there is none that the consumer may still want and that can be sent."""
+    ring, left = wire.geometry, 0
     for lane in range(ring.lanes):
         for number in range(load_acquire(tail_of(wire, lane)), wire.sent[lane]):
-            if load(wire.owners + 8 * (lane * ring.slots + number % ring.slots)) == AGAIN:
-                _send_slot(rail, rail_index, wire, lane, number)
-                return True
-    wire.again = 0
+            place = lane * ring.slots + number % ring.slots
+            if load(wire.owners + 8 * place) == AGAIN:
+                if not _flies(wire, place):
+                    _send_slot(rail, rail_index, wire, lane, number)
+                    return True
+                left = 1
+    wire.again = left
     return False
 
 
@@ -201,7 +241,9 @@ def _filled(wire: Any, array: int, lane: int, number: int) -> bool:
 
 @register_jitable
 def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
-    """Send the next slot that the producer has filled; False if there is none."""
+    """Send the next slot that the producer has filled; False if there is none, or the ring has stopped."""
+    if wire.stop != UNTOLD:
+        return False
     if wire.again != 0 and _send_again(rail, rail_index, wire):
         return True
     if wire.entries >= 0 and _send_entry_again(rail, wire):
@@ -219,8 +261,8 @@ def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
             if offset >= high:
                 continue
             complete = False
-            if _filled(wire, entry.offer, lane, number):
-                place = lane * ring.slots + number % ring.slots
+            place = lane * ring.slots + number % ring.slots
+            if not _flies(wire, place) and _filled(wire, entry.offer, lane, number):
                 data = entry.offer + offset if entry.offer != 0 else wire.ring + ring.data + place * ring.slot_bytes
                 store(wire.sources + 8 * place, data)
                 frame = frame_at(wire.frames, place)
@@ -242,26 +284,30 @@ def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
 
 
 @register_jitable
-def _choose_of(rail: Any, rail_index: int, wire: Any, index: int, idle: bool) -> bool:
-    """Let a rail send a frame of a wire, if it has any."""
+def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, index: int, idle: bool) -> bool:
+    """Let a rail send a frame of a wire, if it has any for this rail."""
     if wire.ring == 0:
         return False
-    if wire.open != 0:
-        _send_open(rail, wire, index)
-    elif wire.there < 0:
-        return False
-    elif _stop_due(wire):
-        _send_stop(rail, wire)
-    elif wire.answer != 0:
-        wire.answer = 0
-        _control(rail, _STOPPED, wire.there, 0, 0)
-    elif wire.producer == 0:
-        if not _credit_due(wire, idle):
+    if rail.rdma != 0 or link.rdma_rails == 0:
+        if wire.open != 0:
+            _send_open(rail, wire, index)
+            return True
+        if wire.there < 0:
             return False
-        _send_credit(rail, wire)
-    else:
-        return _send_data(rail, rail_index, wire)
-    return True
+        if _stop_due(wire):
+            _send_stop(rail, wire)
+            return True
+        if wire.answer != 0 and not any_flies(wire):
+            wire.answer = 0
+            _control(rail, _STOPPED, wire.there, 0, 0)
+            return True
+        if wire.producer == 0 and _credit_due(wire, idle):
+            _send_credit(rail, wire)
+            return True
+    if wire.there < 0 or wire.producer == 0 or by_rdma(link, wire) != (rail.rdma != 0):
+        return False
+    rail.out_wire = index
+    return _send_data(rail, rail_index, wire)
 
 
 @register_jitable
@@ -276,7 +322,16 @@ def _send_tell(rail: Any, recorder: int) -> None:
 
 
 @register_jitable
-def _choose(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
+def _send_failed(rail: Any, link: Any) -> None:
+    """Tell of the newest queue pair that has failed."""
+    link.failed_count -= 1
+    failed = link.failed[link.failed_count]
+    frame = _control(rail, _FAILED, 0, failed[0], 0)
+    frame.slot, frame.lane = failed[1], failed[2]
+
+
+@register_jitable
+def choose_frame(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
     """Let a rail send its next frame; False if there is none."""
     if rail.pong != 0:
         _control(rail, _PONG, 0, rail.pong, 0)
@@ -294,13 +349,16 @@ def _choose(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
         frame = _control(rail, _ASK, 0, link.ask, 0)
         frame.slot, link.ask = link.wanted, 0
         return True
+    if link.failed_count > 0:
+        _send_failed(rail, link)
+        return True
     count = link.wire_count
     for _ in range(count):
         index = load(link.wires + 8 * link.next)
         link.next = (link.next + 1) % count
-        if _choose_of(rail, rail_index, wire_at(load(carrier.wires + 8 * index)), index, idle):
+        if _choose_of(rail, rail_index, link, wire_at(load(carrier.wires + 8 * index)), index, idle):
             return True
-    if link.leave == 1:
+    if link.leave == 1 and (rail.rdma != 0 or link.rdma_rails == 0):
         link.leave = 2
         _control(rail, _LEAVE, 0, 0, 0)
         return True
@@ -318,7 +376,7 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
     """
     total = 0
     while total < SEND_BYTES:
-        if rail.out == 0 and not _choose(carrier, rail, rail_index, idle):
+        if rail.out == 0 and not choose_frame(carrier, rail, rail_index, idle):
             rail.blocked = 0
             return total
         at, size = rail.out_at, rail.out_size

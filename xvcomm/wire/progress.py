@@ -13,35 +13,32 @@ from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import (
     compare_and_swap,
-    copy_bytes,
     fetch_add,
     full_fence,
     load,
     load_acquire,
     sched_yield,
-    store,
     store_release,
 )
 from xvcomm.jit.compile import compiling, kernel, native
 from xvcomm.jit.record import address_of
-from xvcomm.wire.frames import HEADER
+from xvcomm.wire.changes import lose_rail
 from xvcomm.wire.incoming import receive_frames
-from xvcomm.wire.locks import leave_rail, lock, lock_all, try_rail, unlock, unlock_all
-from xvcomm.wire.outgoing import entry_of, finished, send_frames
+from xvcomm.wire.locks import enter_rail, leave_rail, lock, try_rail, unlock
+from xvcomm.wire.outgoing import finished, send_frames
+from xvcomm.wire.posting import post_frames, take_frames
 from xvcomm.wire.records import (
-    AGAIN,
-    DOWN,
-    NOBODY,
-    TOLD,
     UNTOLD,
     UP,
     carrier_at,
     helper_at,
     link_at,
     rail_at,
+    rdma_at,
     wire_at,
 )
 from xvcomm.wire.sockets import POLLIN, POLLOUT, polled_at, raise_event, take_event, wait
+from xvcomm.wire.verbs import arm, completions_at, take_events
 
 _BUSY_YIELDS, _IDLE_YIELDS = 200, 20
 _MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 500_000_000
@@ -52,44 +49,31 @@ _MUCH, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 200, 1_000_000_000
 and how long it sleeps."""
 _RECENT = 500
 """Rounds without work after which a graph is not expected at once."""
+_REST = 64
+"""A socket beside rails of RDMA is looked at once in so many rounds, since it has little to carry."""
 
 
 @register_jitable
-def _lose(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
-    """Take a rail out of use, and let what it carried go over others; the other side drops what it had received."""
-    rail.state, rail.error, rail.out, rail.slot_left = DOWN, why, 0, 0
-    link = link_at(load(carrier.links + 8 * rail.link))
-    for i in range(link.wire_count):
-        wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
-        if wire.ring == 0:
-            continue
-        for place in range(wire.geometry.lanes * wire.geometry.slots):
-            owner = wire.owners + 8 * place
-            if load(owner) == 1 + rail_index:
-                store(owner, AGAIN if wire.producer != 0 else NOBODY)
-                wire.again = 1
-        wire.open = 2
-        if wire.producer != 0:
-            wire.entries = 0
-        else:
-            wire.credited = 0
-            for lane in range(wire.geometry.lanes):
-                wire.sent[lane] = 0
-        if wire.stop == TOLD:
-            wire.stop = UNTOLD
-    if link.leave == 2:
-        link.leave = 1
-    carrier.has_news = 1
-
-
-@register_jitable
-def _carry_for(carrier: Any, rail: Any, index: int, idle: bool) -> int:
+def _carry_for(carrier: Any, rail: Any, index: int, idle: bool, receives: bool) -> int:
     """Receive and send on a rail whose lock the caller holds; the number of bytes."""
-    got = receive_frames(carrier, rail, index)
-    sent = send_frames(carrier, rail, index, idle) if got >= 0 else 0
+    if rail.rdma != 0:
+        got = take_frames(carrier, rail, index)
+        sent = post_frames(carrier, rail, index, idle) if got >= 0 else 0
+    else:
+        got = receive_frames(carrier, rail, index) if receives else 0
+        sent = send_frames(carrier, rail, index, idle) if got >= 0 else 0
     if got < 0 or sent < 0:
-        _lose(carrier, rail, index, min(got, sent))
+        lose_rail(carrier, rail, index, min(got, sent))
     return abs(got) + abs(sent)
+
+
+@register_jitable
+def _rests(carrier: Any, rail: Any) -> bool:
+    """Whether a rail need not be looked at in this round."""
+    if rail.rdma != 0 or rail.blocked != 0 or link_at(load(carrier.links + 8 * rail.link)).rdma_rails == 0:
+        return False
+    rail.rested += 1
+    return bool(rail.rested % _REST != 0)
 
 
 @register_jitable
@@ -104,18 +88,23 @@ def _call_helper(carrier: Any) -> None:
 
 
 @register_jitable
-def _carry(carrier: Any, idle: bool, first: int) -> bool:
-    """Receive and send on all rails for which no other thread does, from rail `first` on; whether anything moved."""
+def _carry(carrier: Any, idle: bool, first: int, receives: bool = True) -> bool:
+    """Receive and send on all rails for which no other thread does, from rail `first` on; whether anything moved.
+
+    Args:
+        idle: whether to send credits that could wait, too.
+        receives: whether to receive from sockets; what comes over RDMA costs no system call, and is always taken.
+    """
     moved, count = False, carrier.rail_count
     for n in range(count):
         i = (first + n) % count
         rail = rail_at(load(carrier.rails + 8 * i))
-        if rail.state != UP or not try_rail(rail):
+        if rail.state != UP or _rests(carrier, rail) or not try_rail(rail):
             continue
         nbytes = 0
         lock(carrier)
         if rail.state == UP:
-            nbytes = _carry_for(carrier, rail, i, idle)
+            nbytes = _carry_for(carrier, rail, i, idle, receives)
         unlock(carrier)
         leave_rail(rail)
         moved = moved or nbytes != 0
@@ -141,14 +130,16 @@ def _progress(address: int, drivers: int, unused: int) -> int:
 
     Args:
         address: of the carrier.
-        drivers: 1 when the thread begins to wait, -1 when it ends, else 0.
+        drivers: 1 when the thread begins to wait, if it must; -1 when it ends, so that what is left to send must go; else 0.
     """
     carrier = carrier_at(address)
     if drivers != 0:
         fetch_add(address_of(carrier, "drivers"), drivers)
     carrier.calls += 1
     full_fence()
-    moved = _carry(carrier, False, 0)
+    if drivers > 0:
+        return 0
+    moved = _carry(carrier, False, 0, drivers == 0)
     if drivers < 0:
         full_fence()
         if load_acquire(address_of(carrier, "asleep")) != 0 and (_blocked(carrier) or _busy(carrier)):
@@ -207,11 +198,29 @@ def _sleep(carrier: Any, nanoseconds: int, sockets: bool) -> bool:
             if rail.state == UP:
                 polled = polled_at(carrier.poll, count)
                 polled.fd, polled.events = rail.fd, POLLIN | (POLLOUT if rail.blocked != 0 else 0)
+                rail.rested = -1
                 count += 1
     ready = wait(carrier.poll, count, address_of(carrier, "pause"), nanoseconds)
     if ready > 0 and first.revents != 0:
         take_event(carrier.wake, address_of(carrier, "word"))
     return ready > 0
+
+
+@register_jitable
+def _arm(carrier: Any) -> bool:
+    """Let completions of RDMA end the sleep that follows; whether there are such rails, which must be looked at once more."""
+    found = False
+    for i in range(carrier.rail_count):
+        rail = rail_at(load(carrier.rails + 8 * i))
+        if rail.state == UP and rail.rdma != 0:
+            enter_rail(rail)
+            if rail.state == UP and rail.rdma != 0:
+                completions = completions_at(rdma_at(rail.rdma).completions)
+                take_events(completions)
+                arm(completions)
+                found = True
+            leave_rail(rail)
+    return found
 
 
 def _run(address: int) -> int:
@@ -243,7 +252,11 @@ def _run(address: int) -> int:
         store_release(address_of(carrier, "asleep"), 1)
         full_fence()
         # A thread that found a rail's lock taken has counted its call before, and may have left frames to send.
-        if carrier.calls == calls and _sleep(carrier, _patience(carrier, quiet), True):
+        if (
+            carrier.calls == calls
+            and not (_arm(carrier) and _carry(carrier, False, 0))
+            and _sleep(carrier, _patience(carrier, quiet), True)
+        ):
             quiet = 0 if _busy(carrier) else quiet
         store_release(address_of(carrier, "asleep"), 0)
     return 0
@@ -275,89 +288,8 @@ def _assist(address: int, number: int) -> int:
     return 0
 
 
-def _put(address: int, place: int, value: int) -> int:
-    """Store a word while no thread that carries looks at it; returns what was there."""
-    carrier = carrier_at(address)
-    lock(carrier)
-    before = load(place)
-    store(place, value)
-    unlock(carrier)
-    return before
-
-
-def _take(address: int, table: int, place: int, size: int, target: int) -> int:
-    """Move the records of a table, each of so many bytes and their count at `place`, to `target`; how many there are."""
-    carrier = carrier_at(address)
-    lock(carrier)
-    count = load(place)
-    copy_bytes(target, table, count * size)
-    store(place, 0)
-    unlock(carrier)
-    return count
-
-
-def _drop(address: int, index: int) -> int:
-    """Lose a rail that is in use because Python says so."""
-    carrier = carrier_at(address)
-    count = lock_all(carrier)
-    rail = rail_at(load(carrier.rails + 8 * index))
-    if rail.state == UP:
-        _lose(carrier, rail, index, 0)
-    unlock_all(carrier, count)
-    return 0
-
-
-def _withdraw(address: int, index: int) -> int:
-    """Let go of the array of the message that an end has given up; its ring will be stopped."""
-    carrier = carrier_at(address)
-    count = lock_all(carrier)
-    wire = wire_at(load(carrier.wires + 8 * index))
-    if wire.ring != 0:
-        ring, producer = wire.geometry, wire.producer != 0
-        entry_of(wire, finished(wire), producer).offer = 0
-        store_release(address_of(wire.direct, "message"), 0)
-        places = ring.lanes * ring.slots
-        for i in range(carrier.rail_count):
-            rail = rail_at(load(carrier.rails + 8 * i))
-            if rail.state == UP and rail.slot_left > 0 and rail.slot_wire == index:
-                rail.slot_data = 0
-            from_ring = wire.ring <= rail.out_data < wire.ring + ring.data + places * ring.slot_bytes
-            if rail.state == UP and wire.frames <= rail.out < wire.frames + places * HEADER and not from_ring:
-                if rail.out_at == 0 and rail.begun == 0:
-                    rail.out = 0
-                else:  # the other side must not take other bytes for the message's
-                    _lose(carrier, rail, i, 0)
-        for place in range(places):
-            if producer and load(wire.owners + 8 * place) == AGAIN:
-                store(wire.owners + 8 * place, NOBODY)
-    unlock_all(carrier, count)
-    return 0
-
-
-def _detach(address: int, index: int) -> int:
-    """Take a wire out of use; 1 while a rail still sends from its memory, which must stay mapped."""
-    carrier = carrier_at(address)
-    count = lock_all(carrier)
-    wire, sending = wire_at(load(carrier.wires + 8 * index)), 0
-    wire.ring = 0
-    last = wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
-    for i in range(carrier.rail_count):
-        rail = rail_at(load(carrier.rails + 8 * i))
-        if rail.slot_left > 0 and rail.slot_wire == index:
-            rail.slot_data = 0
-        if rail.state == UP and wire.frames <= rail.out and rail.out < last:
-            sending = 1
-    unlock_all(carrier, count)
-    return sending
-
-
 with compiling():
     progress_address = native("int64(int64, int64, int64)", _progress)
     wake_address = native("int64(int64, int64, int64)", _wake)
     run = kernel("int64(int64)")(_run)
     assist = kernel("int64(int64, int64)")(_assist)
-    put = kernel("int64(int64, int64, int64)")(_put)
-    take = kernel("int64(int64, int64, int64, int64, int64)")(_take)
-    lose = kernel("int64(int64, int64)")(_drop)
-    withdraw = kernel("int64(int64, int64)")(_withdraw)
-    detach = kernel("int64(int64, int64)")(_detach)

@@ -13,7 +13,8 @@ from xvcomm.memory.ring import CARRIER as MOVERS
 from xvcomm.memory.ring import DIRECT, GEOMETRY, MAX_LANES
 from xvcomm.trace.format import RECORD_BYTES
 from xvcomm.types.route import MAX_RAILS
-from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER
+from xvcomm.wire.cards import BUFFERS
+from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER, MAX_DEVICES, OPEN_WORDS
 
 EAGER = 1024
 """Bytes received at once where a frame may begin: a header and a small payload by one system call."""
@@ -27,10 +28,45 @@ POLLED = np.dtype([("fd", "i4"), ("events", "i2"), ("revents", "i2")])
 TLS = np.dtype([(name, "i8") for name in ("read", "write", "get_error", "clear_error")])
 """Addresses of OpenSSL's functions."""
 
+FLIGHT = np.dtype([
+    ("request", "i8"),  # its number
+    ("wire", "i8"),  # index
+    ("place", "i8"),  # of the slot
+    ("bytes", "i8"),
+])  # fmt: skip
+"""A WRITE of a slot that was posted and has not ended."""
+
+FLIGHTS = 2 * BUFFERS
+"""Most of them on a rail."""
+
+RDMA = np.dtype([
+    ("queue", "i8"),  # addresses of the records of its queue pair, see `verbs`
+    ("completions", "i8"),
+    ("device", "i8"),  # index of the device, and of the other side's
+    ("there", "i8"),
+    ("inbox", "i8"),  # addresses of the buffers of frames to receive, and to send, and the latter's lkey
+    ("outbox", "i8"),
+    ("outbox_key", "i8"),
+    ("inline", "i8"),  # most bytes that a request takes along
+    ("sent", "i8"),  # frames since the rail came up; how many of them the other side has handled, as it has said
+    ("known", "i8"),
+    ("handled", "i8"),  # frames that were received and handled; how many of them the other side knows of
+    ("told", "i8"),
+    ("tickets", "i8", BUFFERS),  # of each buffer to send from: number of the request that has used it last
+    ("flushed", "i8"),  # whether the request behind all others was posted, after a failure
+    ("flying", "i8"),  # bytes of all flights
+    ("first", "i8"),  # number of the first flight, and of the next one
+    ("next", "i8"),
+    ("flights", "i8"),  # address of FLIGHTS flights, number n at n % FLIGHTS
+])  # fmt: skip
+"""What a rail of RDMA has instead of a socket."""
+
 RAIL = np.dtype([
     ("lock", "i8"),  # see `locks`; first, since it outlives a connection
-    ("copying", "i8"),  # whether the kernel copies for the rail, and the thread does not hold the carrier's lock
-    ("fd", "i8"),
+    ("copying", "i8"),  # whether the kernel or the device copies for the rail, and the thread does not hold the carrier's lock
+    ("fd", "i8"),  # the socket; of RDMA the completion channel
+    ("rdma", "i8"),  # address of an RDMA record; 0: a socket
+    ("rested", "i8"),  # rounds in which it was left out, since rails of RDMA carry what this one could
     ("tls", "i8"),  # address of a TLS record; 0: without
     ("channel", "i8"),  # address of OpenSSL's object, and of a buffer for one record
     ("staged", "i8"),
@@ -51,6 +87,7 @@ RAIL = np.dtype([
     # the frame that is being sent
     ("out", "i8"),  # address of its header; 0: none
     ("out_data", "i8"),
+    ("out_wire", "i8"),  # of SLOT: this side's index of the wire
     ("out_size", "i8"),  # bytes of header and payload, and how many are sent
     ("out_at", "i8"),
     ("header", FRAME),  # of frames other than SLOT
@@ -79,6 +116,9 @@ LINK = np.dtype([
     ("left", "i8"),  # whether LEAVE has come
     ("ask", "i8"),  # number of a question to send, or 0; how many records are wanted
     ("wanted", "i8"),
+    ("rdma_rails", "i8"),  # how many rails of RDMA are up
+    ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
+    ("failed_count", "i8"),
 ])  # fmt: skip
 """What joins this process with another one: rails, and the wires that use them."""
 
@@ -94,13 +134,18 @@ WIRE = np.dtype([
     ("turn", "i8"),
     ("replays", "i8"),  # address of the word of `RingEnd.replayed`
     ("open", "i8"),  # whether to send OPEN: 1, 2 with a request for the other side's index
-    ("stop", "i8"),  # whether the other side knows the abort word: see below
+    ("stop", "i8"),  # whether the other side knows the abort word, or has told of its own: see below
     ("answer", "i8"),  # whether to send STOPPED
     ("word", "i8"),  # received by a STOP, and not published yet
     ("goal", "i8"),  # messages that must be complete before it is
     ("goals", "i8", MAX_LANES),  # slots
     ("owners", "i8"),  # address of a word for each slot: see below
     ("sources", "i8"),  # producer: address of a word for each slot: where its data is
+    ("flights", "i8"),  # producer: address of a word for each slot: how many WRITEs to it are posted and have not ended
+    ("keys", "i8", MAX_DEVICES),  # of the slots here: lkey and rkey on each device; 0: not registered
+    ("given", "i8", MAX_DEVICES),
+    ("slots_there", "i8"),  # of the slots there: address and rkeys, as OPEN has said; 0: RDMA devices may not write to them
+    ("keys_there", "i8", MAX_DEVICES),
     ("direct", DIRECT),  # consumer
     ("begun", "i8", MAX_LANES),  # consumer: 1 + number of the newest slot of which anything has arrived
     ("waits", "i8"),  # consumer: number of the newest message, from 1 on, whose sender waits for its credit
@@ -115,7 +160,7 @@ WIRE = np.dtype([
 """This side's half of a ring, and how far it is equal to the other."""
 
 # WIRE.stop
-UNTOLD, TOLD, KNOWN = 0, 1, 2
+UNTOLD, TOLD, KNOWN, HEARD = 0, 1, 2, 3
 # words at WIRE.owners: the sender's rail that carries a slot, or the receiver's that receives it, as 1 + its index
 NOBODY, AGAIN, ARRIVED = 0, -1, -2
 
@@ -123,9 +168,23 @@ OFFERS = 256
 """Rings that the other sides have opened and this one has not, until Python looks at them."""
 
 OFFER = np.dtype([
-    (name, "i8") for name in ("link", "name", "there", "lanes", "slots", "slot_bytes", "producer", "group")
+    ("link", "i8"),
+    ("name", "i8"),
+    ("there", "i8"),
+    ("words", "i8", OPEN_WORDS),
 ])  # fmt: skip
-"""What the other side says of its half in OPEN: name and shape of the ring, and its index of the wire."""
+"""An OPEN that has come: name of the ring, the other side's index of the wire, and the payload."""
+
+FAILURES = 64
+"""FAILED frames that Python has not looked at; what is too much is sent again."""
+
+FAILURE = np.dtype([
+    ("link", "i8"),
+    ("pair", "i8"),  # of this side
+    ("peer", "i8"),
+    ("answer", "i8"),
+])  # fmt: skip
+"""A FAILED that has come."""
 
 TELL_WORDS = 1 + RECORD_BYTES // 8
 """Words of the payload of a TELL with a record; without there is one."""
@@ -171,6 +230,8 @@ CARRIER = np.dtype([
     ("offer_count", "i8"),
     ("answers", "i8"),  # address of ANSWERS answers, and how many there are
     ("answer_count", "i8"),
+    ("failures", "i8"),  # address of FAILURES failures, and how many there are
+    ("failure_count", "i8"),
     ("recorder", "i8"),  # `Recorder.handle` of this process, or 0
     ("sink", "i8"),  # where bytes go that are not wanted
     ("poll", "i8"),  # address of struct pollfd[1 + number of rails]
@@ -181,7 +242,8 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What a process has once: the tables of the others, and the state of its threads."""
 
-_KINDS = (FRAME, RAIL, LINK, WIRE, OFFER, ANSWER, HELPER, CARRIER, TLS)
-frame_at, rail_at, link_at, wire_at, offer_at, answer_at, helper_at, carrier_at, tls_at = map(compiled_at, _KINDS)
-_, Rail, Link, Wire, _, _, _, Carrier, Tls = map(python_type, _KINDS)
+frame_at, tls_at, flight_at, rdma_at = map(compiled_at, (FRAME, TLS, FLIGHT, RDMA))
+rail_at, link_at, wire_at = map(compiled_at, (RAIL, LINK, WIRE))
+offer_at, answer_at, failure_at, helper_at, carrier_at = map(compiled_at, (OFFER, ANSWER, FAILURE, HELPER, CARRIER))
+Tls, Rdma, Rail, Link, Wire, Carrier = map(python_type, (TLS, RDMA, RAIL, LINK, WIRE, CARRIER))
 SINK_BYTES = 1 << 16

@@ -1,0 +1,136 @@
+"""RDMA devices of the fake provider, as the wire takes them: the ranks are networks of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fabric import Fabric, FakeDevice
+from numba import njit
+
+from xvcomm.errors import ResourceError
+from xvcomm.wire import verbs
+from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Keys
+
+_HALF = struct.Struct("q")
+
+
+@njit(nogil=True)
+def _offer(queue, count):
+    return verbs.offer(verbs.queue_at(queue), count)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+def _no_completions(queue: int, most: int, batch: int) -> int:
+    return 0
+
+
+def _address(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+class _Registered:
+    """Memory that all fake devices reach."""
+
+    def __init__(self, fabric: Fabric, address: int, nbytes: int) -> None:
+        self._fabric, self._key = fabric, fabric.register(address, nbytes)
+        self.keys = [Keys(self._key, self._key)]
+
+    def close(self) -> None:
+        """See `wire.cards.Registered`."""
+        self._fabric.deregister(self._key)
+
+
+class FakeCardPair:
+    """A queue pair with a device of its own, so that two carriers' threads may use theirs at the same time."""
+
+    device = there = 0
+    hung = False
+
+    def __init__(self, fabric: Fabric, device: FakeDevice, inline: int) -> None:
+        self._buffers = np.zeros((2, BUFFERS, BUFFER_BYTES), np.uint8)
+        self._registered = _Registered(fabric, self._buffers.ctypes.data, self._buffers.nbytes)
+        self.inbox, self.outbox = (half.ctypes.data for half in self._buffers)
+        self.outbox_key, self.inline = self._registered.keys[0].local, inline
+        completions = self._completions = device.queue(4 * BUFFERS)
+        self.fake = device.pair(completions, 2 * BUFFERS, BUFFERS)
+        self.fake.receive_into(self.inbox, self.outbox_key, BUFFER_BYTES, BUFFERS)
+        self.number, self.queue, self.completions = self.fake.number, self.fake.address, completions.address
+        self.fd, self.peer, self.closed = completions.fd, 0, False
+        self._poll = completions.record.poll
+        self.description = _HALF.pack(self.number)
+
+    def connect(self, theirs: bytes) -> None:
+        """See `wire.cards.Pair`."""
+        (self.peer,) = _HALF.unpack(theirs)
+        self.fake.connect(self.peer)
+        assert _offer(self.queue, BUFFERS) == 0
+
+    def fail(self) -> None:
+        """See `wire.cards.Pair`."""
+        if not self.hung:
+            self.fake.fail()
+
+    def hang(self, hung: bool = True) -> None:
+        """Let the device answer nothing any more, or again."""
+        self.hung = hung
+        self._completions.record.poll = _address(_no_completions) if hung else self._poll
+
+    def failure(self) -> str:
+        """See `wire.cards.Pair`."""
+        return self.fake.failure() or ""
+
+    def close(self) -> None:
+        """See `wire.cards.Pair`."""
+        if not self.closed:
+            self.closed = True
+            self.fake.close()
+            self._registered.close()
+
+
+class FakeCards:
+    """Devices of one network.
+
+    Attributes:
+        pairs: all that were made.
+        lost: what `watch` was given, to report failures by.
+    """
+
+    def __init__(self, library: Path, shared: Path, seed: int = 0, delay: int = 0, inline: int = 64) -> None:
+        self._fabric, self._seed, self._delay, self._inline = Fabric(library, shared), seed, delay, inline
+        self.pairs: list[FakeCardPair] = []
+        self.refusal = ""
+        self.lost: Any = None
+
+    def reaches(self, address: str) -> bool:
+        """See `wire.cards.Cards`."""
+        return True
+
+    def register(self, address: int, nbytes: int) -> _Registered:
+        """See `wire.cards.Cards`."""
+        return _Registered(self._fabric, address, nbytes)
+
+    def pair(self, address: str) -> FakeCardPair:
+        """See `wire.cards.Cards`."""
+        if self.refusal:
+            raise ResourceError(self.refusal)
+        device = self._fabric.device(self._seed + len(self.pairs), self._delay)
+        self.pairs.append(FakeCardPair(self._fabric, device, self._inline))
+        return self.pairs[-1]
+
+    def watch(self, add: Any, lost: Any) -> None:
+        """See `wire.cards.Cards`."""
+        self.lost, self.loop = lost, asyncio.get_running_loop()
+
+    def report(self, what: str, pairs: list[FakeCardPair]) -> None:
+        """Let a device report that queue pairs are of no use any more. Any thread."""
+        self.loop.call_soon_threadsafe(self.lost, what, pairs)
+
+    def close(self) -> None:
+        """Close the devices; the queue pairs must be closed."""
+        assert all(pair.closed for pair in self.pairs)
+        self._fabric.__exit__(None, None, None)

@@ -1,0 +1,184 @@
+"""Compiled code that takes rails, wires and arrays into use and out of use while threads carry frames.
+
+Python calls it; what a rail has lost is also found by the threads themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.extending import register_jitable
+
+from xvcomm.jit.atomics import copy_bytes, load, store, store_release
+from xvcomm.jit.compile import compiling, kernel
+from xvcomm.jit.record import address_of
+from xvcomm.types.route import MAX_RAILS
+from xvcomm.wire.frames import HEADER
+from xvcomm.wire.locks import lock, lock_all, unlock, unlock_all
+from xvcomm.wire.outgoing import any_flies, entry_of, finished
+from xvcomm.wire.posting import land_all
+from xvcomm.wire.records import AGAIN, DOWN, NOBODY, TOLD, UNTOLD, UNUSED, UP, carrier_at, link_at, rail_at, wire_at
+
+
+@register_jitable
+def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
+    """Take a rail out of use, and let what it carried go over others; the other side drops what it had received."""
+    rail.state, rail.error, rail.out, rail.slot_left = DOWN, why, 0, 0
+    link = link_at(load(carrier.links + 8 * rail.link))
+    if rail.rdma != 0:
+        link.rdma_rails -= 1
+    for i in range(link.wire_count):
+        wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
+        if wire.ring == 0:
+            continue
+        for place in range(wire.geometry.lanes * wire.geometry.slots):
+            owner = wire.owners + 8 * place
+            if load(owner) == 1 + rail_index:
+                store(owner, AGAIN if wire.producer != 0 else NOBODY)
+                wire.again = 1
+        wire.open = 2
+        if wire.producer != 0:
+            wire.entries = 0
+        else:
+            wire.credited = 0
+            for lane in range(wire.geometry.lanes):
+                wire.sent[lane] = 0
+        if wire.stop == TOLD:
+            wire.stop = UNTOLD
+    if link.leave == 2:
+        link.leave = 1
+    carrier.has_news = 1
+
+
+def _put(address: int, place: int, value: int) -> int:
+    """Store a word while no thread that carries looks at it; returns what was there."""
+    carrier = carrier_at(address)
+    lock(carrier)
+    before = load(place)
+    store(place, value)
+    unlock(carrier)
+    return before
+
+
+def _take(address: int, table: int, place: int, size: int, target: int) -> int:
+    """Move the records of a table, each of so many bytes and their count at `place`, to `target`; how many there are."""
+    carrier = carrier_at(address)
+    lock(carrier)
+    count = load(place)
+    copy_bytes(target, table, count * size)
+    store(place, 0)
+    unlock(carrier)
+    return count
+
+
+def _use(address: int, index: int) -> int:
+    """Take a rail into use."""
+    carrier = carrier_at(address)
+    lock(carrier)
+    rail = rail_at(load(carrier.rails + 8 * index))
+    if rail.rdma != 0:
+        link_at(load(carrier.links + 8 * rail.link)).rdma_rails += 1
+    rail.state = UP
+    unlock(carrier)
+    return 0
+
+
+def _report(address: int, link_index: int, pair: int, peer: int, answer: int) -> int:
+    """Let a link tell that a queue pair has failed."""
+    carrier = carrier_at(address)
+    lock(carrier)
+    link = link_at(load(carrier.links + 8 * link_index))
+    if link.failed_count < MAX_RAILS:
+        failed = link.failed[link.failed_count]
+        failed[0], failed[1], failed[2] = peer, pair, answer
+        link.failed_count += 1
+    unlock(carrier)
+    return 0
+
+
+def _retire(address: int, index: int) -> int:
+    """Let the place of a lost rail be used again; of RDMA, after `land`."""
+    carrier = carrier_at(address)
+    count = lock_all(carrier)
+    rail_at(load(carrier.rails + 8 * index)).state = UNUSED
+    unlock_all(carrier, count)
+    return 0
+
+
+def _land(address: int, index: int) -> int:
+    """Let slots be sent again to which a lost rail of RDMA has WRITEs under way, of which none can arrive there any more."""
+    carrier = carrier_at(address)
+    count = lock_all(carrier)
+    land_all(carrier, rail_at(load(carrier.rails + 8 * index)))
+    unlock_all(carrier, count)
+    return 0
+
+
+def _drop(address: int, index: int) -> int:
+    """Lose a rail that is in use because Python says so."""
+    carrier = carrier_at(address)
+    count = lock_all(carrier)
+    rail = rail_at(load(carrier.rails + 8 * index))
+    if rail.state == UP:
+        lose_rail(carrier, rail, index, 0)
+    unlock_all(carrier, count)
+    return 0
+
+
+def _withdraw(address: int, index: int) -> int:
+    """Let go of the array of the message that an end has given up; its ring will be stopped."""
+    carrier = carrier_at(address)
+    count = lock_all(carrier)
+    wire = wire_at(load(carrier.wires + 8 * index))
+    if wire.ring != 0:
+        ring, producer = wire.geometry, wire.producer != 0
+        entry_of(wire, finished(wire), producer).offer = 0
+        store_release(address_of(wire.direct, "message"), 0)
+        places = ring.lanes * ring.slots
+        for i in range(carrier.rail_count):
+            rail = rail_at(load(carrier.rails + 8 * i))
+            if rail.state == UP and rail.slot_left > 0 and rail.slot_wire == index:
+                rail.slot_data = 0
+            from_ring = wire.ring <= rail.out_data < wire.ring + ring.data + places * ring.slot_bytes
+            if rail.state == UP and wire.frames <= rail.out < wire.frames + places * HEADER and not from_ring:
+                if rail.out_at == 0 and rail.begun == 0:
+                    rail.out = 0
+                else:  # the other side must not take other bytes for the message's
+                    lose_rail(carrier, rail, i, 0)
+        slots = wire.ring + ring.data
+        for place in range(places if producer else 0):
+            if not slots <= load(wire.sources + 8 * place) < slots + places * ring.slot_bytes:
+                store(wire.owners + 8 * place, NOBODY)  # if its rail is lost, it is not sent again
+    unlock_all(carrier, count)
+    return 0
+
+
+def _detach(address: int, index: int) -> int:
+    """Take a wire out of use; 1 while a rail still sends from its memory or to it, which must stay mapped."""
+    carrier = carrier_at(address)
+    count = lock_all(carrier)
+    wire, sending = wire_at(load(carrier.wires + 8 * index)), 0
+    wire.ring = 0
+    last = wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
+    for i in range(carrier.rail_count):
+        rail = rail_at(load(carrier.rails + 8 * i))
+        if rail.slot_left > 0 and rail.slot_wire == index:
+            rail.slot_data = 0
+        if rail.state == UP and wire.frames <= rail.out and rail.out < last:
+            sending = 1
+    if any_flies(wire):
+        sending = 1
+    unlock_all(carrier, count)
+    return sending
+
+
+with compiling():
+    put = kernel("int64(int64, int64, int64)")(_put)
+    take = kernel("int64(int64, int64, int64, int64, int64)")(_take)
+    use = kernel("int64(int64, int64)")(_use)
+    report = kernel("int64(int64, int64, int64, int64, int64)")(_report)
+    retire = kernel("int64(int64, int64)")(_retire)
+    land = kernel("int64(int64, int64)")(_land)
+    lose = kernel("int64(int64, int64)")(_drop)
+    withdraw = kernel("int64(int64, int64)")(_withdraw)
+    detach = kernel("int64(int64, int64)")(_detach)
