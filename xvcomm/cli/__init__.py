@@ -1,4 +1,4 @@
-"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans."""
+"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans, certify a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from xvcomm import __version__
-from xvcomm.cli import doctor, plan, run
+from xvcomm.cli import certify, doctor, plan, run
 from xvcomm.cli.bench import command
 from xvcomm.errors import XvcommError
 
@@ -42,6 +42,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(doctor.doctor)
 app.command()(command.bench)
 app.command()(plan.plan)
+app.command()(certify.certify)
 
 
 def main() -> None:
