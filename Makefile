@@ -9,6 +9,7 @@ READY  := $(VENV)/.ready
 # faults, which look at the clock, and those that leave something behind on purpose run afterwards, in two processes.
 # Each file or folder of tests/conftest.py runs in one process, the slowest first.
 JOBS   ?= 4
+RXE    ?=  # options of the two hosts with RDMA NICs
 LAST   := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
 SPLIT  := --dist loadfile --no-loadscope-reorder
 
@@ -23,10 +24,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-examples torch-suite check bench bench-hosts bench-gpu docs clean
+.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-examples torch-suite check bench bench-hosts bench-rdma bench-gpu docs clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
-demo test test-slow test-rdma bench: export XVCOMM_DEVICE := host
+demo test test-slow test-rdma bench bench-rdma: export XVCOMM_DEVICE := host
 
 help:
 	@awk -F ' *## *' '/^[a-z-]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,7 +70,7 @@ test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if n
 	$(PY) -m pytest -rs xvcomm/testing -k "cuda or rocm" || status=1; exit $$status
 
 test-rdma: $(READY)   ## the tests of RDMA, on two small hosts with Soft-RoCE that are built once, in 10 to 20 minutes
-	$(PY) tests/shims/rxe/run.py -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
+	$(PY) tests/shims/rxe/run.py $(RXE) -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
 
 test-examples: $(READY)-examples   ## programs of others, unchanged: Hugging Face's Trainer and accelerate
 	$(PY) -m pytest -rs tests/adapters/torch/test_torch_transformers.py
@@ -99,6 +100,9 @@ bench: $(READY)   ## host memory figures beside Gloo, OpenMPI and memcpy
 
 bench-hosts: $(READY)   ## figures between hosts, network namespaces of this machine, beside Gloo, OpenMPI and C; needs root
 	$(PY) benchmarks/hosts.py --out docs/figures
+
+bench-rdma: $(READY)   ## figures of RDMA between two small hosts with Soft-RoCE, beside perftest and TCP
+	$(PY) benchmarks/rdma.py --out docs/figures
 
 bench-gpu: $(READY)-$(GPU)   ## figures of all NVIDIA GPUs here beside NCCL, Gloo and raw copies
 	$(PY) benchmarks/gpu.py --out docs/figures

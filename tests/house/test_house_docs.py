@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import runpy
@@ -24,6 +25,19 @@ def help_of(command: str) -> str:
     environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
     line = [sys.executable, "-m", "xvcomm", command, "--help"]
     return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def texts(*files: Path) -> str:
+    """The strings in these files, one a line, with `...` for what is filled in."""
+    found = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
 
 
 @pytest.mark.parametrize(("name", "line"), [("configuration", "| `XVCOMM_TIMEOUT` |"), ("floors", "\nerrors\n")])
@@ -66,3 +80,15 @@ def test_links_between_pages_lead_somewhere(root: Path, folder: str) -> None:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.relative_to(root)}: {target}"
+
+
+def test_texts_about_rdma_are_those_of_the_code(root: Path) -> None:
+    tables = re.findall(r"^\| text \|.*\n\| --- \|.*\n((?:\|.*\n)+)", (root / "docs" / "rdma.md").read_text(), re.M)
+    cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    told = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    package = root / "xvcomm"
+    known = texts(
+        package / "cli" / "doctor.py", *(package / "backends" / "rdma").glob("*.py"), *(package / "wire").glob("*.py")
+    )
+    assert len(told) > 40
+    assert [text for text in told if text not in known] == []

@@ -48,6 +48,15 @@ def test_worst_exit_status_and_output(start: Any, capfd: pytest.CaptureFixture[s
     assert "host 1| 4: ACTIVE" in printed
 
 
+def test_nothing_is_built_for_those_who_do_not_want_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(RXE / "run.py"), "--kept", "--", "false"]
+    env = {**os.environ, "RXE_CACHE": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("skipped: the hosts with RDMA NICs are not built")
+    assert not list(tmp_path.iterdir())
+
+
 def test_time_limit(start: Any) -> None:
     with start("sleep", "1000") as hosts:
         begun = time.monotonic()

@@ -1,0 +1,75 @@
+"""Ranks of two hosts whose rings go over RDMA: the suites of collectives and messages, and 10,000 random messages."""
+
+from __future__ import annotations
+
+import job
+import numpy as np
+import pytest
+
+import xvcomm
+from xvcomm.testing import collectives, pointtopoint
+from xvcomm.types.dtype import DTYPES
+
+pytestmark = pytest.mark.rdma
+
+PORT = 7100
+
+
+@pytest.fixture(scope="module")
+def comm():
+    """A communicator of one rank on each host, whose rails are all up."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in job.settings(PORT).items():
+            patch.setenv(name, value)
+        made = xvcomm.init()
+    job.meet(made)
+    yield made
+    made.close()
+
+
+def test_data_goes_by_rdma(comm):
+    before = job.by_scheme(comm, "tcp"), job.by_scheme(comm, "rdma")
+    x = np.ones(1 << 20, np.uint8)
+    for _ in range(4):
+        comm.all_reduce(x, op="max")
+    tcp, rdma = job.by_scheme(comm, "tcp") - before[0], job.by_scheme(comm, "rdma") - before[1]
+    assert rdma >= 4 << 20 and tcp < 1 << 16
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 65_537, 1_000_003])
+def test_reducing(comm, count):
+    collectives.check_all_reduce(comm, "float32", "sum", count)
+    collectives.check_reduce(comm, "float32", "sum", count)
+
+
+@pytest.mark.parametrize("rows", [0, 3, 21_851])
+def test_moving(comm, rows):
+    for check in (
+        collectives.check_broadcast,
+        collectives.check_all_gather,
+        collectives.check_gather,
+        collectives.check_scatter,
+        collectives.check_all_to_all,
+    ):
+        check(comm, "float32", rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_types(comm, dtype):
+    pointtopoint.check_blocking(comm, dtype.name, 1000)
+
+
+def test_others(comm):
+    for check in (collectives.check_averages, collectives.check_objects, collectives.check_split):
+        check(comm)
+
+
+def test_order(comm):
+    pointtopoint.check_order(comm, 200)
+    pointtopoint.check_many_in_flight(comm, 100)
+
+
+def test_10_000_messages(comm):
+    before = job.by_scheme(comm, "rdma")
+    nbytes = job.exchange(comm, 10_000, 300_000, seed=1)
+    assert job.by_scheme(comm, "rdma") - before > nbytes
