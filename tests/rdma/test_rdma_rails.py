@@ -220,29 +220,35 @@ def test_late_writes_find_slots_of_their_own(make):
     (here,), (there,) = (cards.pairs for cards in hosts.cards)
 
     def fail_here(real=here.fail):
+        here.fake.be_late()
+        here.answer()
         real()
-        late.wait()
+        late.wait(SECONDS)
         here.fake.let_pass(500)  # what was under way arrives
         go.set()
 
     def fail_there(real=there.fail):
-        go.wait()
+        go.wait(SECONDS)
         real()
 
     def receive():
         get(hosts.devices[1], consumer, received[0], 0)
         come.set()
-        go.wait()
+        go.wait(SECONDS)
         get(hosts.devices[1], consumer, received[1], 1)
 
     here.fail, there.fail = fail_here, fail_there
-    break_pair(hosts, 0, "status", 0, late=True, status=STATUSES.index("RETRY_EXC_ERR"))
+    here.hang()
+    before = here.fake.record.posted
     with ThreadPoolExecutor(2) as pool:
         receiver = pool.submit(receive)
         sender = pool.submit(lambda: [put(hosts.devices[0], producer, data, n) for n, data in enumerate(sent)])
-        assert not come.wait(0.5), "the first message went to slots to which a WRITE is under way"
+        until(lambda: here.fake.record.posted - before >= 8)  # the first message's WRITEs are under way
+        hosts.cards[0].report("PORT_ERR", [here])
+        early = come.wait(0.5)
         late.set()
         sender.result(), receiver.result()
+    assert not early, "the first message went to slots to which a WRITE is under way"
     for a, b in zip(sent, received, strict=True):
         np.testing.assert_array_equal(a, b)
     close(producer, consumer)
@@ -280,7 +286,7 @@ def test_a_device_that_answers_nothing(make):
     pair.hang()
     carry(hosts, ends, sizes=(60_000,) * 3, seed=1)
     assert not pair.closed
-    pair.hang(False)
+    pair.answer()
     until(lambda: pair.closed)
     close(*ends)
 
@@ -334,9 +340,9 @@ def test_a_rail_that_fails_again_and_again(make, monkeypatch):
 
     monkeypatch.setattr(breaking, "pair", pair)
     ends, seed = hosts.rings(), 0
-    while time.monotonic() - begun < 5:
+    while time.monotonic() - begun < 5 or len(breaking.pairs) < 2:
         carry(hosts, ends, seed=(seed := seed + 1))
-    assert 2 <= len(breaking.pairs) <= 5
+    assert len(breaking.pairs) <= 5
     close(*ends)
 
 

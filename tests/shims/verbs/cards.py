@@ -49,7 +49,7 @@ class FakeCardPair:
     """A queue pair with a device of its own, so that two carriers' threads may use theirs at the same time."""
 
     device = there = 0
-    hung = False
+    hung = failed = False
 
     def __init__(self, fabric: Fabric, device: FakeDevice, inline: int) -> None:
         self._buffers = np.zeros((2, BUFFERS, BUFFER_BYTES), np.uint8)
@@ -72,13 +72,19 @@ class FakeCardPair:
 
     def fail(self) -> None:
         """See `wire.cards.Pair`."""
+        self.failed = True
         if not self.hung:
             self.fake.fail()
 
-    def hang(self, hung: bool = True) -> None:
-        """Let the device answer nothing any more, or again."""
-        self.hung = hung
-        self._completions.record.poll = _address(_no_completions) if hung else self._poll
+    def hang(self) -> None:
+        """Let the device answer nothing any more."""
+        self.hung, self._completions.record.poll = True, _address(_no_completions)
+
+    def answer(self) -> None:
+        """Let it answer again, also what it was asked meanwhile."""
+        self.hung, self._completions.record.poll = False, self._poll
+        if self.failed:
+            self.fake.fail()
 
     def failure(self) -> str:
         """See `wire.cards.Pair`."""
