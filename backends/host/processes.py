@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import secrets
 from typing import Any
@@ -28,7 +29,6 @@ VECTOR = np.dtype([("address", "i8"), ("length", "i8")])
 
 ACCESS = np.dtype([
     ("reach", "i8"),  # whether it can read and write it: 0 not tried, 1 yes, -1 no
-    ("nonce", "i8"),  # a random number by which others verify that they access this process's memory
     ("room", "i8"),  # for what `verified` reads
     ("local", VECTOR),
     ("remote", VECTOR, 4),
@@ -37,7 +37,7 @@ ACCESS = np.dtype([
 
 PROCESS = np.dtype([
     ("pid", "i8"),
-    ("nonce", "i8"),  # address of its `ACCESS.nonce`
+    ("nonce", "i8"),  # address of a random number there, by which others verify that they access this process's memory
     ("value", "i8"),  # its value; 0 until the process has come
 ])  # fmt: skip
 """How others find a process's memory; in memory that they map."""
@@ -50,12 +50,28 @@ TOUCH = np.dtype([
 
 Access = python_type(ACCESS)
 
+_nonces: dict[int, ctypes.c_int64] = {}
+
+
+def _nonce() -> ctypes.c_int64:
+    """A random number of this process, which stays where it is until the process ends.
+
+    Others read it and write it back when they try what they may do, also when the end of a ring here that offered it is closed.
+    """
+    own = os.getpid()  # a forked child has one of its own
+    if own not in _nonces:
+        page = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        made = ctypes.c_int64.from_buffer(page)
+        made.value = secrets.randbits(62) + 1
+        _nonces.setdefault(own, made)
+    return _nonces[own]
+
 
 def introduce(process: Any, access: Any, allowed: bool) -> None:
     """Let others find this process's memory; `allowed`: whether this process may try to access theirs."""
-    access.reach, access.nonce = 0 if allowed else -1, secrets.randbits(62) + 1
-    process.pid, process.nonce = os.getpid(), ctypes.addressof(access) + Access.nonce.offset
-    process.value = access.nonce
+    access.reach, nonce = 0 if allowed else -1, _nonce()
+    process.pid, process.nonce = os.getpid(), ctypes.addressof(nonce)
+    process.value = nonce.value
 
 
 @register_jitable

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.backends.host import processes
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.host.message_mover import HostMessageMover
 from xvcomm.backends.host.rendezvous import END_LINE, LEAST, chunk_bytes
@@ -375,3 +376,13 @@ def test_a_receiver_ends_what_was_copied_before_its_sender_left(pair: Pair) -> N
     pair.source.end.abort(Reason.LEFT.word(0))
     assert pair.sink.message_mover.advance(-1)
     assert (target == data).all()
+
+
+def test_what_others_write_to_outlives_the_ends_of_rings() -> None:
+    """Another process may try whether it can write here when the end that it tries is closed already."""
+    process, access = (python_type(dtype)() for dtype in (processes.PROCESS, processes.ACCESS))
+    processes.introduce(process, access, True)
+    begin, size = ctypes.addressof(access), ctypes.sizeof(access)
+    assert not begin <= process.nonce < begin + size
+    del access
+    assert ctypes.c_int64.from_address(process.nonce).value == process.value
