@@ -17,14 +17,22 @@ REFUSED = -1
 
 
 @njit(nogil=True)
-def send_chain(queue, jobs, count, counter, there, there_key):
-    """Post WRITEs and, behind them, the counter increased by one; 0 if there is no room, 1 if posted, REFUSED."""
-    queue = verbs.queue_at(queue)
+def _write_all(queue, jobs, count):
+    """Add WRITEs to the chain; False if there is no room for them and one request behind them."""
     if verbs.room(queue) < count + 1:
-        return 0
+        return False
     for i in range(count):
         job = _job_at(jobs, i)
         verbs.write(queue, job.here, job.key, job.there, job.there_key, job.bytes)
+    return True
+
+
+@njit(nogil=True)
+def send_chain(queue, jobs, count, counter, there, there_key):
+    """Post WRITEs and, behind them, the counter increased by one; 0 if there is no room, 1 if posted, REFUSED."""
+    queue = verbs.queue_at(queue)
+    if not _write_all(queue, jobs, count):
+        return 0
     store(counter, load(counter) + 1)
     verbs.write_inline(queue, counter, there, there_key, 8)
     return REFUSED if verbs.post(queue) else 1
@@ -34,11 +42,8 @@ def send_chain(queue, jobs, count, counter, there, there_key):
 def send_frame(queue, jobs, count, frame, key, nbytes):
     """Post WRITEs and, behind them, the SEND of a frame, inline if its key is 0; as `send_chain`."""
     queue = verbs.queue_at(queue)
-    if verbs.room(queue) < count + 1:
+    if not _write_all(queue, jobs, count):
         return 0
-    for i in range(count):
-        job = _job_at(jobs, i)
-        verbs.write(queue, job.here, job.key, job.there, job.there_key, job.bytes)
     if key == 0:
         verbs.send_inline(queue, frame, nbytes)
     else:

@@ -109,7 +109,7 @@ class Link:
         self._failing: dict[int, PairRail] = {}  # queue pairs of lost rails, of which something may still arrive there
         self._broken: dict[
             Ends, tuple[float, float]
-        ] = {}  # rails of RDMA that have failed: when, and how long they are left alone
+        ] = {}  # rails of RDMA that failed: when, seconds until they are tried
         self._seen = self._heard = time.monotonic()  # when it last had a rail or its host answered; when something came
         self._received = 0
         self._search = Search(())
