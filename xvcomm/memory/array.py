@@ -76,8 +76,9 @@ def finish(x: ArrayView) -> Any:
         made = library.asarray(library.from_dlpack(x.keep), copy=True)
         return made.block_until_ready()  # then nobody reads the staged memory any more
     # As JAX does it, what comes out is bound to a device only if what went in was; else it goes where arrays go.
-    where = {"device": array.device} if getattr(array, "committed", True) else {}
-    return array.__array_namespace__().asarray(x.keep, **where)
+    # JAX's `asarray` with a device would run two programs, which it compiles for each shape.
+    made = array.__array_namespace__().asarray(x.keep)
+    return made.to_device(array.device) if getattr(array, "committed", True) else made
 
 
 def address(x: ArrayView | None) -> int:

@@ -111,7 +111,8 @@ def _jax(kind: str, index: int) -> Framework:
     home = devices[0] if kind == "host" else next(d for d in devices if d.local_hardware_id == index)
     # By default JAX has no 64-bit dtypes.
     names = tuple(d.name for d in DTYPES if kept(d.numpy) == d.numpy)
-    return Framework(lambda x: jax.numpy.array(x, device=home), np.asarray, names, False)
+    # jax.numpy.array would compile two programs for each shape and dtype
+    return Framework(lambda x: jax.device_put(x.copy(), home), np.asarray, names, False)
 
 
 def _cupy(index: int) -> Framework:
