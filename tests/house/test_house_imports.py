@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FRAMEWORKS = ("torch", "jax", "jaxlib", "cupy", "mpi4py", "hip")
 IMPORT_SECONDS = 0.5
 
@@ -40,10 +42,24 @@ def test_import_brings_no_framework_and_no_compiler(root: Path) -> None:
     assert set(loaded).isdisjoint({*FRAMEWORKS, "numba", "llvmlite", "matplotlib", "typer", "rich"})
 
 
-def test_the_command_brings_no_compiler(root: Path) -> None:
-    """A launcher would compile kernels that it never uses."""
-    loaded = python(root, "import json, sys, xvcomm.cli; print(json.dumps(sorted(sys.modules)))")
-    assert set(loaded).isdisjoint({*FRAMEWORKS, "numba", "llvmlite", "matplotlib"})
+@pytest.mark.parametrize(
+    ("words", "module", "others"),
+    [(["--help"], "certify", set()), (["run", "-n", "1", "--", "true"], "run", {"numpy", "xvcomm.cli.certify"})],
+    ids=["help", "run"],
+)
+def test_the_command_brings_no_compiler(root: Path, words: list[str], module: str, others: set[str]) -> None:
+    """A launcher would compile kernels that it never uses; and each job waits for what its launcher imports."""
+    code = f"""
+import contextlib, io, json, sys
+from xvcomm.cli import main
+sys.argv[1:] = {words!r}
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main()
+print(json.dumps(sorted(sys.modules)))
+"""
+    loaded = set(python(root, code))
+    assert f"xvcomm.cli.{module}" in loaded
+    assert loaded.isdisjoint({*FRAMEWORKS, "numba", "llvmlite", "matplotlib", *others})
 
 
 def test_no_core_module_brings_a_framework(root: Path) -> None:

@@ -190,3 +190,11 @@ def test_doctor_fails_where_jobs_cannot_run(tmp_path):
     assert any(p.fatal and "nowhere" in p.what for p in report.problems)
     report = examine({"XVCOMM_TIMEOUT": "soon"})
     assert any(p.fatal and "XVCOMM_TIMEOUT" in p.what for p in report.problems)
+
+
+def test_every_command_is_listed_and_no_other_one_found():
+    listed = CliRunner().invoke(app, ["--help"])
+    assert listed.exit_code == 0
+    assert all(name in listed.output for name in ("run", "doctor", "bench", "plan", "certify"))
+    wrong = CliRunner().invoke(app, ["pln"])
+    assert wrong.exit_code == 2 and "No such command 'pln'" in wrong.output
