@@ -59,11 +59,14 @@ class HostMemory:
 
     def tile(self, array: Any, values: NDArray[Any]) -> None:
         """See `Memory.tile`."""
-        array[...] = np.resize(values, array.size)
+        array[...] = self._repeat(values, array.size)
 
     def differ(self, array: Any, values: NDArray[Any]) -> int:
         """See `Memory.differ`."""
-        return int(np.count_nonzero(array != np.resize(values, array.size)))
+        return int(np.count_nonzero(array != self._repeat(values, array.size)))
+
+    def _repeat(self, values: NDArray[Any], count: int) -> NDArray[Any]:
+        return np.tile(values, -(-count // values.size))[:count]  # np.resize would join as many arrays
 
     def synchronize(self) -> None:
         """No-op."""
