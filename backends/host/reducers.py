@@ -171,6 +171,8 @@ def kit(dtype: DType, op: ReduceOp) -> Kit:
                 more=_combiner(same, f32, load, raw, combine, same, f32),
                 last=_combiner(same, f32, load, raw, combine, save, raw),
             )
+        if dtype.kind == "i" and op not in (ReduceOp.MIN, ReduceOp.MAX):
+            return kit(BY_NAME[f"u{dtype.name}"], op)  # whose results have the same bits
         storage = np.uint8 if dtype.kind == "b" else dtype.numpy.type
         combine = (_BOOL_OPS if dtype.kind == "b" else _OPS)[op]
         pair = _combiner(codecs.same, storage, codecs.same, storage, combine, codecs.same, storage)
