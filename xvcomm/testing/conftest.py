@@ -33,10 +33,10 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def world(place: tuple[str, str]) -> Iterator[World]:
-    """Ranks for all tests of a module."""
+def world(place: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[World]:
+    """Ranks for all tests of a module, with the modules that its `PRELOAD` names."""
     kind, islands = place
-    with World(islands=islands, env=environment(kind)) as ranks:
+    with World(islands=islands, env=environment(kind), preload=getattr(request.module, "PRELOAD", ())) as ranks:
         yield ranks
 
 

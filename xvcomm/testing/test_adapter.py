@@ -12,6 +12,7 @@ import pytest
 from xvcomm.testing import World, adapter, frameworks
 
 ISLANDS = ("a:2", "a:2,b:1")
+PRELOAD = ("torch", "jax.numpy")
 NAMES = sorted({*frameworks.ON_HOST, *frameworks.ON_GPUS})
 CASES: list[tuple[adapter.Check, tuple[str, ...]]] = [(check, (name,)) for name in NAMES for check in adapter.CHECKS]
 CASES += [(check, pair) for pair in itertools.permutations(NAMES, 2) for check in adapter.MEETING]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from types import MappingProxyType
 from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.testing.hosts import enter
 from xvcomm.testing.processes import Ranks, obey, prepare
+from xvcomm.testing.servers import forked_with
 from xvcomm.types.topology import parse_islands
 
 _PRELOAD = [
@@ -21,6 +21,10 @@ _PRELOAD = [
     "xvcomm.comm.init",
     "xvcomm.backends.host.collective",
     "xvcomm.backends.host.device",
+    "xvcomm.backends.shm",
+    "xvcomm.backends.tcp",
+    "xvcomm.wire.network",
+    "encodings.idna",
 ]
 _SECRET = "world"
 
@@ -42,12 +46,15 @@ class World(Ranks):
         namespaces: of some of these labels: their ranks have this network.
         env: further variables of the ranks; one for all, or one a rank.
         timeout: of the communicators, in seconds.
+        preload: modules, such as a framework, that are imported once for the ranks of all worlds with the same ones, and left
+            out where they are missing. They must start no thread; they see the variables of this process, not `env`.
     """
 
     def __init__(
         self, size: int | None = None, islands: str | None = None, *, devices: str | None = None, hosts: str | None = None,
         namespaces: Mapping[str, str] = MappingProxyType({}),
         env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = 20.0,
+        preload: Sequence[str] = (),
     ) -> None:  # fmt: skip
         kinds = parse_islands(devices) if devices else ()
         places = parse_islands(hosts) if hosts else ()
@@ -55,9 +62,7 @@ class World(Ranks):
             parse_islands(islands) if islands else [None] * (size or len(kinds or places) or 1)
         )
         further = [env] * len(labels) if isinstance(env, Mapping) else env
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-        super().__init__(context.Process)
+        super().__init__(forked_with((*_PRELOAD, *preload)))
         address = self._serve(_serve_store)
         each = []
         for rank, label in enumerate(labels):

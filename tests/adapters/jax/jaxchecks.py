@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.testing.world import World
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XVCOMM_DEVICE": "host"}
+PRELOAD = ("pytest", "jax.numpy", "xvcomm.adapters.jax")
 Array = np.ndarray[Any, Any]
 DTYPES = (
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8",
@@ -26,7 +29,8 @@ WIDE = ("float64", "int64", "uint64", "complex128")
 def started(islands: str, devices: int = 1, env: Mapping[str, str] | None = None) -> World:
     """Ranks in islands, each with this number of JAX host devices."""
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    return World(islands=islands, env={**ENVIRONMENT, **flags, **(env or {})}, timeout=30)
+    with mock.patch.dict(os.environ, ENVIRONMENT):  # a server imports JAX for all ranks, and JAX reads them then
+        return World(islands=islands, env={**ENVIRONMENT, **flags, **(env or {})}, timeout=30, preload=PRELOAD)
 
 
 def inputs(comm: Communicator, shape: tuple[int, ...], dtype: Any = "float32") -> list[Array]:

@@ -21,7 +21,7 @@ Formula = Callable[[Sequence[Tensor]], list[Tensor]]
 
 @pytest.fixture(scope="module", params=["cuda:2,rocm:1", "cuda:1,rocm:1"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(islands=request.param) as ranks:
+    with World(islands=request.param, preload=["torch"]) as ranks:
         yield ranks
 
 

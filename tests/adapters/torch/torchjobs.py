@@ -16,12 +16,11 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import context, forkserver, popen_forkserver
 from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import Any
 
 from xvcomm.testing.processes import Ranks, obey, prepare
+from xvcomm.testing.servers import forked_with
 from xvcomm.types.topology import parse_islands
 
 BACKEND = os.environ.get("TORCH_BACKEND", "xvcomm")
@@ -33,26 +32,6 @@ _PRELOAD = [
     "torch.distributed.nn.functional", "xvcomm.comm.communicator", "xvcomm.comm.init", "xvcomm.backends.host",
     "xvcomm.backends.host.collective", "xvcomm.backends.host.device", "torchjobs", "torchchecks",
 ]  # fmt: skip
-
-# A server of its own: the one of multiprocessing forks ranks without torch, and what it preloads is settled by who comes first.
-_server = forkserver.ForkServer()
-_server.set_forkserver_preload(_PRELOAD)
-
-
-class _Popen(popen_forkserver.Popen):
-    def _launch(self, process_obj: Any) -> None:
-        theirs = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = _server.connect_to_new_process
-        try:
-            super()._launch(process_obj)
-        finally:
-            forkserver.connect_to_new_process = theirs
-
-
-class _Process(context.ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:
-        return _Popen(process_obj)
 
 
 class Job(Ranks):
@@ -72,7 +51,7 @@ class Job(Ranks):
         self, islands: str, backend: str | None = BACKEND, *,
         env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = TIMEOUT,
     ) -> None:  # fmt: skip
-        super().__init__(_Process, _GRACE_SECONDS)
+        super().__init__(forked_with(_PRELOAD), _GRACE_SECONDS)
         labels = parse_islands(islands)
         further = [env] * len(labels) if isinstance(env, Mapping) else env
         port = self._serve(_serve_store)
