@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,9 @@ SMALL_GPU_RINGS = {
     "XVCOMM_GPU_RING_SLOTS": "8", "XVCOMM_GPU_RING_SLOT_BYTES": "8192",
     "XVCOMM_PEER_RING_SLOTS": "8", "XVCOMM_PEER_RING_SLOT_BYTES": "8192",
 }  # fmt: skip
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def kinds() -> list[str]:
@@ -88,8 +92,9 @@ def sample(dtype: DType, shape: int | tuple[int, ...], seed: int, most: int = 2,
 
 def distinct(dtype: DType, shape: int | tuple[int, ...], seed: int) -> Array:
     """Arbitrary bytes, so that elements are distinguishable; for operations that only move data."""
-    size = int(np.prod(shape))
-    raw = np.random.default_rng(seed).integers(0, 256, size * dtype.itemsize, dtype=np.uint8)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    words = np.random.default_rng(seed).integers(0, 1 << 64, -(-nbytes // 8), dtype=np.uint64)
+    raw = words.view(np.uint8)[:nbytes]
     values: Array = (raw & np.uint8(1) if dtype.kind == "b" else raw).view(dtype.numpy)
     return values.reshape(shape)
 
@@ -161,7 +166,7 @@ def assert_equal(got: Any, want: Array, what: str) -> None:
     found = np.asarray(got)
     assert found.dtype == want.dtype, f"{what}: dtype {found.dtype}, wanted {want.dtype}"
     assert found.shape == want.shape, f"{what}: shape {found.shape}, wanted {want.shape}"
-    if found.tobytes() == want.tobytes():
+    if _same_bytes(found, want):
         return
     wide = np.float32 if BY_NAME[want.dtype.name].low_precision else want.dtype
     differs = np.flatnonzero(found.ravel().astype(wide) != want.ravel().astype(wide))
@@ -177,4 +182,10 @@ def assert_same_bits(got: Any, want: Array, what: str) -> None:
     """Assert equal dtype, shape and bytes, including NaN and signed zeros; for operations that only move data."""
     found = np.asarray(got)
     assert (found.dtype, found.shape) == (want.dtype, want.shape), f"{what}: {found.dtype} {found.shape}"
-    assert found.tobytes() == want.tobytes(), f"{what}: other bytes came out"
+    assert _same_bytes(found, want), f"{what}: other bytes came out"
+
+
+def _same_bytes(a: Array, b: Array) -> bool:
+    """Whether two arrays of one dtype and shape have the same contents; without copies, since arrays may be large."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    return bool(_memcmp(a.ctypes.data, b.ctypes.data, a.nbytes) == 0)
