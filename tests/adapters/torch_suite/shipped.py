@@ -20,7 +20,7 @@ from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.distributed import ddp_under_dist_autograd_test as ddp_with_rpc
 from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed.rpc import dist_autograd_test, rpc_test
-from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as tensorpipe
 
 RANKS = int(os.environ["WORLD_SIZE"])
 STARTS_A_GROUP = {"init_process_group", "initialize_pg"}
@@ -34,7 +34,7 @@ class DistributedTest(RanksOfOneTest, distributed_test.TestDistBackend, distribu
         self._spawn_processes()
 
 
-class _WithRpc(RanksOfOneTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+class _WithRpc(RanksOfOneTest, tensorpipe.TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
     world_size = RANKS
 
     def setUp(self) -> None:
@@ -77,7 +77,14 @@ def keep_tests_with_a_group(case: type[MultiProcessTestCase]) -> None:
             setattr(case, name, None)
 
 
+def send_over_sockets() -> None:
+    """Let RPC use no shared memory: its thread for that polls without a pause, on the cores that the ranks need."""
+    for module in (tensorpipe, rpc_test):
+        module.tp_transports = lambda: ["uv"]
+
+
 share_out_ranks()
+send_over_sockets()
 for _case in (RpcTest, TensorPipeAgentRpcTest, DistAutogradTest):
     keep_tests_with_a_group(_case)
 CLASSES: tuple[type[MultiProcessTestCase], ...] = (
