@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from xvcomm.adapters.jax import ffi
 from xvcomm.engine.prepared import BUSY, run
 from xvcomm.jit.atomics import READY, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling, native
+from xvcomm.jit.inline import register_jitable
 
 ROOM = 1 << 16
 """Entries of the table: number and address of a prepared call. At most half are used; further operations run in Python."""

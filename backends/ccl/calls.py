@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.abc.launch import CAPTURED
 from xvcomm.backends.ccl.routes import LibraryCall
@@ -19,6 +18,7 @@ from xvcomm.backends.gpu.kernels import CAPTURING, is_capturing
 from xvcomm.jit.atomics import full_fence, load_acquire, store_release
 from xvcomm.jit.ccall import call_11, let_go, take_back
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 
 _FUNCTIONS = {

@@ -6,7 +6,6 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.backends.gpu.guard import on_device
 from xvcomm.backends.gpu.kernels import is_capturing
@@ -14,6 +13,7 @@ from xvcomm.backends.gpu.pools import Event, EventPool
 from xvcomm.backends.gpu.vendor import Runtime
 from xvcomm.jit.ccall import call_11, let_go, take_back
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 
 ELSEWHERE = -3

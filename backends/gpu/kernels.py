@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
 from xvcomm.errors import BackendUnavailable
@@ -24,6 +23,7 @@ from xvcomm.jit.atomics import load, store
 from xvcomm.jit.cache import KernelCache
 from xvcomm.jit.ccall import call_11, let_go, take_back
 from xvcomm.jit.compile import brief, compiling
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory import ring
 from xvcomm.memory.ring import MAX_LANES, Message

@@ -6,7 +6,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import float32, int32, types, uint8, uint16, uint32
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
+
+from xvcomm.jit.inline import register_jitable
 
 
 @intrinsic

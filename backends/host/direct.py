@@ -16,13 +16,13 @@ import enum
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.backends.host.kernels import Mode, arrive, combine, meet, member, parts_of, plan_at, reduce
 from xvcomm.backends.host.processes import ACCESS, copy, entered, exposed, reachable, revoke, verified
 from xvcomm.backends.host.tuning import NEVER, TUNING, next_try, note_try
 from xvcomm.jit.atomics import READY, await_word, load_acquire, monotonic, store_release, usleep
 from xvcomm.jit.compile import compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import ABORT
 from xvcomm.memory.segment import PAGE

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 from numba import carray
-from numba.extending import register_jitable
 
 from xvcomm.backends.host.processes import PROCESS, TOUCH
 from xvcomm.backends.host.reducers import average_many, call_scale, reduce_many
 from xvcomm.jit.atomics import READY, as_pointer, await_word, copy_bytes, fetch_add, load, store
 from xvcomm.jit.compile import compiling, kernel, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.memory.ring import ABORT, LINE
 from xvcomm.memory.segment import PAGE

@@ -10,7 +10,6 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.abc.message_mover import MessageMover
@@ -19,6 +18,7 @@ from xvcomm.backends.host.mover import DONE, NEW, ROW, Kind, drive_all, take, tr
 from xvcomm.backends.host.rendezvous import join
 from xvcomm.jit.atomics import PENDING, READY, STOPPED, load_acquire
 from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import RingEnd
 from xvcomm.trace.format import DONE as ENDED

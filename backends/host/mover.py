@@ -12,7 +12,6 @@ import enum
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.backends.host import rendezvous
 from xvcomm.backends.host.reducers import call_combine
@@ -34,6 +33,7 @@ from xvcomm.jit.atomics import (
 )
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.memory.ring import (
     ABORT,

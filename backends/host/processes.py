@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import as_pointer, full_fence, load_acquire, store_release
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, python_type
 
 _read = types.ExternalFunction(

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from xvcomm.backends.host import codecs
 from xvcomm.jit.atomics import as_pointer, copy_bytes
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.types.dtype import BY_NAME, DType, ReduceOp
 
 BLOCK = 8192

@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.backends.host import processes
 from xvcomm.backends.host.processes import ACCESS, PROCESS, TOUCH, copy, entered, exposed, reachable, revoke, verified
 from xvcomm.backends.host.tuning import NEVER, TUNING, next_try, note_try
 from xvcomm.jit.atomics import compare_and_swap, load_acquire, monotonic, store_release, usleep
 from xvcomm.jit.compile import compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import ABORT, CLAIMS, LINE, MEETING, TURNS, RingEnd
 from xvcomm.memory.segment import PAGE

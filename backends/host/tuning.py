@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
+
+from xvcomm.jit.inline import register_jitable
 
 TRIES = 4
 """Tries of each way per size class; more until they took long enough that no short disturbance can have affected all of them."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped
 from xvcomm.abc.launch import CAPTURED, ITEM, EnqueuedCall, EnqueuedEvents, EnqueuedMessages
@@ -23,6 +22,7 @@ from xvcomm.engine.inflight.log import ENTRY, ROOM, fits, log_operations, record
 from xvcomm.jit.atomics import load
 from xvcomm.jit.ccall import bits_of, call_3, call_5
 from xvcomm.jit.compile import brief, compiling
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.schedule.steps import Buf

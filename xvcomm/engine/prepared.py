@@ -16,7 +16,6 @@ import time
 
 import numpy as np
 from numba import types
-from numba.extending import register_jitable
 
 from xvcomm.abc.collective import CollectiveStopped, PreparedCollective
 from xvcomm.engine.context import Context
@@ -25,6 +24,7 @@ from xvcomm.engine.request import CollectiveRequest
 from xvcomm.jit.atomics import READY, STOPPED, as_pointer, compare_and_swap, load_acquire, store_release
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import MESSAGE
 from xvcomm.trace.contract import end, post

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.engine.session.rings import Use
 from xvcomm.jit.atomics import PENDING, READY, STOPPED, full_fence, load_acquire, relax
 from xvcomm.jit.compile import compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, LEDGER_ENTRY, MESSAGE, Message, Reason, RingEnd
 from xvcomm.trace.callsite import find_call_site

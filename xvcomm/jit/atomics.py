@@ -12,7 +12,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
+
+from xvcomm.jit.inline import register_jitable
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))

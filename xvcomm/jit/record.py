@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
+
+from xvcomm.jit.inline import register_jitable
 
 _WORD = ir.IntType(64)
 

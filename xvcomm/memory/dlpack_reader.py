@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import copy_bytes, load
 from xvcomm.jit.ccall import call_11
 from xvcomm.jit.compile import brief, compiling
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.dlpack import CPU, Tensor, Versioned
 

@@ -13,10 +13,10 @@ import ctypes
 from collections.abc import Callable
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import compare_and_swap, fetch_add, full_fence, load_acquire, store_release
 from xvcomm.jit.compile import brief, compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import ABORT, ENTRY, LEDGER, LEDGER_ENTRY, LINE, Message, Reason, ledger_at
 from xvcomm.memory.segment import PAGE, Segment

@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import clock, copy_bytes, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.trace.format import (
     CALL_SITE_BYTES,

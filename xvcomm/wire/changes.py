@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import register_jitable
-
 from xvcomm.jit.atomics import copy_bytes, load, store, store_release
 from xvcomm.jit.compile import compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.types.route import MAX_RAILS
 from xvcomm.wire.frames import HEADER

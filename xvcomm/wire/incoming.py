@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from numba import types
-from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import (
     as_pointer,
@@ -17,6 +16,7 @@ from xvcomm.jit.atomics import (
     store,
     store_release,
 )
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason
 from xvcomm.trace.contract import agree

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import register_jitable
-
 from xvcomm.jit.atomics import compare_and_swap, load, load_acquire, sched_yield, store_release
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.wire.records import rail_at
 

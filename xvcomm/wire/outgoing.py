@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import register_jitable
-
 from xvcomm.jit.atomics import load, load_acquire, store, store_release
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.memory.ring import (
     ABORT,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import register_jitable
-
 from xvcomm.jit.atomics import copy_bytes, load, monotonic, store, store_release
 from xvcomm.jit.compile import compiling, kernel
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, SHORT_BYTES
 from xvcomm.wire.frames import CONTROL_BYTES, HEADER, Kind

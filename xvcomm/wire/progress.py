@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import register_jitable
-
 from xvcomm.jit.atomics import (
     compare_and_swap,
     fetch_add,
@@ -21,6 +19,7 @@ from xvcomm.jit.atomics import (
     store_release,
 )
 from xvcomm.jit.compile import compiling, kernel, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.wire.changes import lose_rail
 from xvcomm.wire.incoming import receive_frames

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from xvcomm.jit.atomics import copy_bytes
 from xvcomm.jit.ccall import call_3
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at
 from xvcomm.wire.records import POLLED, tls_at
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import register_jitable
 
 from xvcomm.errors import AuthenticationError, ConfigError
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.wire.records import Tls as Functions
 from xvcomm.wire.sockets import RECORD_BYTES, WANT_READ, WANT_WRITE

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.jit.atomics import load
 from xvcomm.jit.ccall import call_3
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 
 WRITE, SEND = 0, 2

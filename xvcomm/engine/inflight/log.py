@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from xvcomm.abc.device import Event
 from xvcomm.abc.launch import EnqueuedEvents
 from xvcomm.jit.atomics import copy_bytes, load
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.compile import brief, compiling
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import MESSAGE, Message, RingEnd
 from xvcomm.trace.operation import NO_PEER, Operation
