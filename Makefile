@@ -6,8 +6,8 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 # Test processes at the same time: ranks often wait, so that four end sooner than three, also on two cores. The tests of
-# faults, which look at the clock, and those that leave something behind on purpose run afterwards, in two processes.
-# Each file or folder of tests/conftest.py runs in one process, the slowest first.
+# faults, which look at the clock, and those that leave something behind on purpose run afterwards: they mostly wait, so
+# that these four leave the cores time. Each file or folder of tests/conftest.py runs in one process, the slowest first.
 JOBS   ?= 4
 RXE    ?=  # options of the two hosts with RDMA NICs
 LAST   := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
@@ -60,7 +60,7 @@ demo-hosts: $(READY)   ## train over two hosts, network namespaces of this machi
 # Both parts run, and it fails if either does.
 test: $(READY)   ## every test that is not slow
 	status=0; $(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT) $(addprefix --ignore=,$(LAST)) || status=1; \
-	$(PY) -m pytest -m "not slow" -n 2 $(SPLIT) $(LAST) || status=1; exit $$status
+	$(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT) $(LAST) || status=1; exit $$status
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest

@@ -86,10 +86,10 @@ TOGETHER = ("tests/adapters/jax", "tests/adapters/torch")
 """Folders whose files share ranks: one process runs them all, so that these ranks start once."""
 
 SLOWEST = (
-    "tests/adapters/torch", "tests/adapters/jax", "tests/conformance/test_rocm.py",
-    "tests/adapters/torch_suite/test_torch_suite.py", "xvcomm/testing/test_collectives.py",
-    "tests/conformance/test_train.py", "tests/conformance/test_host_direct.py", "xvcomm/testing/test_adapter.py",
-    "tests/hosts/test_hosts_bench.py", "tests/hosts/test_hosts_conformance.py",
+    "tests/adapters/torch", "tests/adapters/jax", "tests/conformance/test_rocm.py", "tests/conformance/test_train.py",
+    "xvcomm/testing/test_collectives.py", "tests/adapters/torch_suite/test_torch_suite.py",
+    "tests/hosts/test_hosts_faults.py", "tests/hosts/test_hosts_networks.py", "tests/hosts/test_hosts_starts.py",
+    "tests/hosts/test_hosts_namespaces.py",
 )  # fmt: skip
 """What begins first, so that none of it is left to one process at the end: by CPU time, see CONTRIBUTING.md."""
 
