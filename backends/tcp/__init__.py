@@ -142,6 +142,9 @@ class TcpTransport(Transport):
     def rails(self) -> list[Rail]:
         return [] if self.network is None else self.network.rails()
 
+    def connections(self, member: int) -> str:
+        return "" if (network := self.network) is None else network.connections(member)
+
     def refused(self) -> int:
         return 0 if self.network is None else self.network.refused
 

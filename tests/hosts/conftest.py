@@ -33,7 +33,11 @@ class TwoHosts(Hosts):
 
     def begun(self, *seconds, **options):
         """Ranks of `cut`, which send to each other for some seconds and have begun to."""
-        ranks = self.start("cut", *seconds, **options)
+        return self.await_begun(self.start("cut", *seconds, **options))
+
+    @staticmethod
+    def await_begun(ranks):
+        """Wait until processes have printed that they have begun; gives them."""
         for rank in ranks:
             while (line := rank.stdout.readline()) != "begun\n":
                 assert line.startswith("xvcomm: compiling"), line + rank.stdout.read()

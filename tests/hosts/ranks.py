@@ -59,6 +59,26 @@ def cut(comm, seconds=4):
     print(f"{number} {longest:.3f}")
 
 
+def hang(comm):
+    """Rank 0 waits in vain for a message, after the test has cut a link that was in use: its error, and records."""
+    x, group = np.zeros(1 << 20), comm.split(0)
+    while not all(comm.all_gather_object(len(comm.rails()) == 2)):
+        time.sleep(0.01)
+    for _ in range(4):
+        comm.all_reduce(x)
+    records = comm.history()[-4:]
+    print("begun", flush=True)
+    while not all(comm.all_gather_object(len(comm.rails()) == 1)):
+        time.sleep(0.01)
+    if comm.rank == 0:
+        try:
+            group.recv(x, 1, timeout=1)
+        except xvcomm.DeadlineExceeded as error:
+            print(error)
+        print(*(record.describe() for record in (*records, comm.history()[-1])), sep="\n")
+    comm.barrier()
+
+
 def apart(comm, what):
     """An operation after all links between the hosts were cut, and before there was any connection between the ranks."""
     print("begun", flush=True)

@@ -145,6 +145,40 @@ def test_rails():
             assert sum(sent) > 1 << 20 and sum(received) > 1 << 20
 
 
+def exchange(comm):
+    """A reduction, and messages one way and both ways; what each connection has carried of them, for the other rank."""
+    x, little, other = np.ones(1 << 20), np.ones(3), 1 - comm.rank
+    comm.all_reduce(x)
+    for _ in range(100):  # more than are remembered
+        comm.sendrecv(little, other, little.copy(), other, send_tag=5, recv_tag=5)
+    if comm.rank == 0:
+        comm.send(x, 1)
+    else:
+        comm.recv(x, 0)
+    comm.barrier()
+    return [
+        (str(OpCode(r.op)), r.nbytes, sum(s.sent for s in r.shares), sum(s.received for s in r.shares))
+        for r in comm.history()
+    ]
+
+
+def test_carried():
+    """Records have the bytes that went and came, each of them once, as far as they are remembered."""
+    with World(hosts="a,b", env={"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": "3"}) as ranks:
+        first, second = ranks.run(exchange)
+    large = 8 << 20
+    assert first[0] == second[0] == ("all_reduce", large, large, large)
+    assert [r[0] for r in first[-2:]] == ["send", "barrier"] and [r[0] for r in second[-2:]] == ["recv", "barrier"]
+    assert first[-2][1:] == (large, large, 0) and second[-2][1:] == (large, 0, large)
+    for records in (first, second):
+        messages = records[1:-2]
+        sent = [r[1:] for r in messages if r[0] == "send"]
+        received = [r[1:] for r in messages if r[0] == "recv"]
+        assert len(sent) == len(received) == 100
+        assert sent[-60:] == [(24, 24, 0)] * 60 and received[-60:] == [(24, 0, 24)] * 60
+        assert sent[0] == received[0] == (24, 0, 0)
+
+
 def train(comm):
     """Data parallel in each island, pipeline parallel between them; how each operation went."""
     data, pipeline = comm.split(comm.rank // 2), comm.split(comm.rank % 2)

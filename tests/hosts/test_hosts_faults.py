@@ -159,16 +159,32 @@ def test_one_direction_of_all_links(two_hosts, side):
 @pytest.mark.parametrize("what", ["all_reduce", "subgroup"])
 def test_hosts_that_are_apart_before_the_first_wire(two_hosts, what):
     """Both lose each other after XVCOMM_PEER_TIMEOUT, also where no connection but those of the store has joined them."""
-    ranks = two_hosts.start("apart", what, env={"XVCOMM_PEER_TIMEOUT": "4", "XVCOMM_TIMEOUT": "60"})
-    for rank in ranks:
-        while (line := rank.stdout.readline()) != "begun\n":
-            assert line.startswith("xvcomm: compiling"), line + rank.stdout.read()
+    env = {"XVCOMM_PEER_TIMEOUT": "4", "XVCOMM_TIMEOUT": "60"}
+    ranks = two_hosts.await_begun(two_hosts.start("apart", what, env=env))
     for link in range(2):
         two_hosts.link(link, "down")
     for rank, text in enumerate(two_hosts.outputs(ranks)):
         found = re.search(rf"([\d.]+) s: PeerLost: .*rank {1 - rank} .*on [ab],? .*was lost", text)
         assert found and float(found[1]) < 20, text
         assert float(re.search(r"([\d.]+) s to leave", text)[1]) < 8, text
+
+
+def test_what_is_told_of_connections(two_hosts):
+    """An error that names a late rank has the states of the connections to it; records have the bytes that each has carried."""
+    ranks = two_hosts.await_begun(two_hosts.start("hang"))
+    two_hosts.link(1, "down")
+    text, _ = two_hosts.outputs(ranks)
+    up, lost = (
+        rf"10.77.{link}.1 to 10.77.{link}.2 \(tcp\) {state}, \d+ bytes sent, \d+ received"
+        for link, state in enumerate(("up", r"lost [\d.]+ s ago"))
+    )
+    error, *reductions, waited = text.splitlines()
+    assert re.search(f"rank 1: its last operation: .*; connections from a: {up}; {lost}; the communicator", error), text
+    assert re.search(r"recv #\d+ with rank 1 by tcp of 1048576 x float64 at ranks.py:\d+ \(failed\)$", waited), text
+    shares = [re.findall(r"10.77.(\d).1 to \S+ \(tcp\) (\d+) bytes out, (\d+) in", line) for line in reductions]
+    assert {link for each in shares for link, _, _ in each} == {"0", "1"}, text
+    for each in shares:  # a half goes out, and its sum comes back
+        assert sum(int(sent) for _, sent, _ in each) == sum(int(got) for _, _, got in each) == 1 << 23, text
 
 
 def test_a_store_out_of_reach(two_hosts):

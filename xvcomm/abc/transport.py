@@ -239,6 +239,16 @@ class Transport(ABC):
         """The connections that carry its rings at the moment; ranks are numbers of the whole job."""
         return []
 
+    def connections(self, member: int) -> str:
+        """The connections to another rank, lost ones too, with their bytes and states in words; empty if it needs none.
+
+        Never blocks.
+
+        Args:
+            member: its number in the whole job.
+        """
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Free what it owns. Idempotent; rings are closed by who holds their ends."""

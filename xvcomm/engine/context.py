@@ -15,6 +15,7 @@ from xvcomm.engine.failures import Failures
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.lifecycle import Lifecycle
 from xvcomm.engine.planner import Planner
+from xvcomm.engine.session.carried import carried
 from xvcomm.engine.session.diagnosis import Diagnosis
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
@@ -24,7 +25,7 @@ from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.memory.segment import Segment
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
-from xvcomm.trace.format import DONE, State
+from xvcomm.trace.format import DONE, Record, Share, State
 from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation
 from xvcomm.trace.recorder import hooks
 from xvcomm.types.deadline import Deadline
@@ -130,6 +131,18 @@ class Context:
         island = self.topology.island_of(self.rank).ranks
         native = [self.session.backend.native] if len(island) > 1 else []
         return " + ".join([*native, *sorted({self.rings.scheme(r) for r in range(len(self.ranks)) if r not in island})])
+
+    def carried(self, records: Sequence[Record]) -> dict[Record, tuple[Share, ...]]:
+        """See `Supervised.carried`."""
+        lock = self.lifecycle.lock  # so that no ring is unmapped meanwhile
+        if not lock.acquire(blocking=False):
+            return {}
+        try:
+            # Devices may hold messages back that have a record.
+            in_order = not self.asynchronous and not self.enqueueing.locked()
+            return carried(self.rings.ends(), records, in_order=in_order)
+        finally:
+            lock.release()
 
     def _check_island(self) -> None:
         self.lifecycle.check_island(self._made_by)

@@ -253,6 +253,8 @@ class RingEnd:
         direct: address of the `DIRECT` record of a consumer's end between hosts; else 0.
         begun: called when a message was enqueued whose mover does not carry frames, and when the ring was stopped.
         told: whether the other end knows that the ring was stopped.
+        carried: the bytes of the newest messages that each connection to another host has carried, by the messages' numbers, from
+            1 on, and the connections' names.
         gave_up: called when a message of this end was given up; returns when the other end does not touch its array.
         closing: called before the memory is unmapped, by whoever pinned it.
         dispose: unmaps it, at once or later.
@@ -281,6 +283,7 @@ class RingEnd:
         self.direct = 0
         self.begun: Callable[[], None] | None = None
         self.told: Callable[[], bool] = lambda: True
+        self.carried: Callable[[], dict[int, dict[str, int]]] = dict
         self.gave_up: Callable[[], None] | None = None
         self._leaving = threading.RLock()  # a signal handler may close in the middle of anything
         self.closing: list[Callable[[], None]] = []
@@ -368,14 +371,23 @@ class RingEnd:
         if not self.address:
             return None
         consumed = ctypes.c_int64.from_address(self.address + CONSUMED).value
-        address = self.address + self.layout.ledger
-        ledgers = (ledger_at(address + side * LEDGER * ENTRY)[["number", "message"]].tolist() for side in range(2))
-        pairs = zip(*ledgers, strict=True)
+        pairs = zip(*map(self._ledger, range(2)), strict=True)
         differing = [(sent, due) for sent, due in pairs if sent[0] == due[0] > consumed and sent != due]
         if not differing:
             return None
         sent, due = (Message(*message) for _, message in max(differing))
         return (sent, due) if self.producer else (due, sent)
+
+    def described(self) -> dict[int, Message]:
+        """What this end has said of its newest messages, by their numbers, from 1 on."""
+        said = self._ledger(0 if self.producer else 1) if self.address else []
+        return {number: Message(*message) for number, message in said if number}
+
+    def _ledger(self, side: int) -> list[Any]:
+        """Number and message of each entry of the producer, 0, or the consumer, 1."""
+        found = ledger_at(self.address + self.layout.ledger + side * LEDGER * ENTRY)
+        entries: list[Any] = found[["number", "message"]].tolist()
+        return entries
 
     def close(self) -> None:
         """Unmap this end. After a good end the other one can still open the ring and read what was sent. Idempotent."""

@@ -38,12 +38,29 @@ class Life(enum.IntEnum):
     CLOSED = 2
 
 
+class Share(NamedTuple):
+    """The bytes of an operation that one connection to another host has carried, those that it has carried again among them.
+
+    Attributes:
+        connection: both addresses, this host's first, and the scheme: `10.0.0.1 to 10.0.0.2 (tcp)`.
+        sent: also what is still under way.
+    """
+
+    connection: str
+    sent: int
+    received: int
+
+    def __str__(self) -> str:
+        return f"{self.connection} {self.sent} bytes out, {self.received} in"
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One operation.
 
-    Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`. `way` is what carries it:
-    the native library, the transport, or both, `nccl + tcp`; it is not recorded, and empty where the reader does not know it.
+    Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`. What follows the call site
+    is not recorded, and empty where the reader does not know it: `way` is what carries the operation, the native library, the
+    transport, or both, `nccl + tcp`; `shares` is what connections to other hosts have carried of it.
     """
 
     sequence: int
@@ -58,16 +75,18 @@ class Record:
     ended: int
     call_site: str
     way: str = ""
+    shares: tuple[Share, ...] = ()
 
     def describe(self) -> str:
-        """`all_reduce #12 by nccl of 4096 x float32 at train.py:120 (in progress)`."""
+        """`all_reduce #12 by nccl of 4096 x float32 at train.py:120 (in progress)`, and behind it `shares`."""
         dtype = BY_CODE.get(self.dtype)
         what = f"{self.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{self.nbytes} bytes"
         peer = f" with rank {self.peer}" if self.peer >= 0 else ""
         state = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}[State(self.state)]
+        over = f" over {'; '.join(map(str, self.shares))}" if self.shares else ""
         of = "" if self.op == OpCode.PROBE else f" of {what}"
         way = f" by {self.way}" if self.way else ""
-        return f"{OpCode(self.op)} #{self.sequence}{peer}{way}{of} at {self.call_site} ({state})"
+        return f"{OpCode(self.op)} #{self.sequence}{peer}{way}{of} at {self.call_site} ({state}){over}"
 
 
 class Excerpt(NamedTuple):

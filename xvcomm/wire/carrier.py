@@ -23,6 +23,7 @@ from xvcomm.wire.frames import FRAME
 from xvcomm.wire.posting import drain, greet, greeted
 from xvcomm.wire.progress import assist, progress_address, run, wake_address
 from xvcomm.wire.records import KNOWN, SINK_BYTES, Link, Rail, Rdma, Wire
+from xvcomm.wire.shares import Shares
 from xvcomm.wire.tls import Channel
 from xvcomm.wire.verbs import Queue
 
@@ -65,6 +66,7 @@ class WireEnd:
     Attributes:
         index: in the carrier's table.
         record: see `records.WIRE`.
+        shares: what each path has carried of the newest messages.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class WireEnd:
         self._sources = np.zeros(ring.lanes * ring.slots, np.int64)
         self._flights = np.zeros(ring.lanes * ring.slots, np.int64)
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
+        self.shares = Shares()
         self.record = Wire(
             link=link, name=name, group=group, there=offer.there if offer else -1, open=1 if offer else 2,
             producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
             replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,
-            flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, entries=-1,
+            flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address,
+            entries=-1,
         )  # fmt: skip
         for device, key in enumerate(keys):
             self.record.keys[device], self.record.given[device] = key
@@ -219,15 +223,22 @@ class Carrier:
         """The record of a link, to read."""
         return self._links[index]
 
-    def add_rail(self, link: int, connection: socket.socket, tls: int = 0, channel: Channel | None = None) -> int:
-        """Use a connection, and its TLS, which both stay open until `release`; the index of its rail."""
-        wanted = Rail(fd=connection.fileno())
+    def add_rail(
+        self, link: int, path: int, connection: socket.socket, tls: int = 0, channel: Channel | None = None
+    ) -> int:
+        """Use a connection, and its TLS, which both stay open until `release`; the index of its rail.
+
+        Args:
+            path: number of its path in the link.
+        """
+        wanted = Rail(fd=connection.fileno(), path=path)
         if channel is not None:
             wanted.tls, wanted.channel, wanted.staged = tls, channel.address, channel.staged
         return self._use(link, wanted)
 
-    def use_pair(self, link: int, posted: PostedRail) -> int:
-        """Use a queue pair that was greeted and stays open until `retire`; the index of its rail."""
+    def use_pair(self, link: int, path: int, posted: PostedRail) -> int:
+        """Use a queue pair that was greeted and stays open until `retire`; the index of its rail. `path`: as in `add_rail`."""
+        posted.record.path = path
         return self._use(link, posted.record)
 
     def _use(self, link: int, wanted: Any) -> int:

@@ -18,6 +18,7 @@ from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
 from xvcomm.wire.cards import Cards, Keys, Registered
 from xvcomm.wire.carrier import Carrier, Offer, WireEnd
+from xvcomm.wire.links import Link
 
 LINGER_SECONDS = 10.0
 """How long a closed half is kept for the other side at most."""
@@ -61,11 +62,11 @@ class Halves:
 
     Args:
         cards: may read and write the slots; None without RDMA.
-        gone: whether the process at the other end of a link has ended, so that nothing is sent to it any more.
+        link: the link of a number.
     """
 
-    def __init__(self, carrier: Carrier, cards: Cards | None, gone: Callable[[int], bool]) -> None:
-        self._carrier, self._cards, self._gone = carrier, cards, gone
+    def __init__(self, carrier: Carrier, cards: Cards | None, link: Callable[[int], Link]) -> None:
+        self._carrier, self._cards, self._link = carrier, cards, link
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
         self._known: set[int] = set()
         self._early: dict[int, tuple[RingEnd, int]] = {}
@@ -97,8 +98,14 @@ class Halves:
             raise
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
+        end.carried = partial(self._carried, wire, link)
         end.told, end.dispose = wire.settled, partial(self._linger, wire, link, memory)
         return end
+
+    def _carried(self, wire: WireEnd, link: int) -> dict[int, dict[str, int]]:
+        """See `RingEnd.carried`."""
+        name = self._link(link).paths.name
+        return {message: {name(path): n for path, n in parts} for message, parts in wire.shares.read().items()}
 
     def look(self) -> None:
         """Handle the rings that others have opened and this process has not.
@@ -159,7 +166,7 @@ class Halves:
         with self._lock:
             kept = []
             for wire, link, memory, until in self._lingering:
-                ended = at_once or wire.settled() or self._gone(link) or now > until
+                ended = at_once or wire.settled() or self._link(link).gone or now > until
                 if ended and self._carrier.detach(wire):
                     memory.close()
                 else:

@@ -44,6 +44,7 @@ from xvcomm.wire.records import (
     rail_at,
     wire_at,
 )
+from xvcomm.wire.shares import count_slot
 from xvcomm.wire.sockets import BLOCKED, receive
 
 _OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED = map(int, Kind)
@@ -133,6 +134,7 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
     head = load(head_of(wire, lane))
     rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire
     rail.slot_lane, rail.slot_number = lane, number
+    rail.slot_message, rail.slot_bytes = frame.entry.number, frame.length
     if number < head:
         return True
     if number - load_acquire(tail_of(wire, lane)) >= ring.slots:
@@ -162,6 +164,7 @@ def end_slot(carrier: Any, rail: Any) -> None:
     if rail.slot_data == 0 or wire.ring == 0:
         return
     rail.slot_data = 0
+    count_slot(wire, rail, rail.slot_message, rail.slot_bytes)
     ring, lane = wire.geometry, rail.slot_lane
     owners = wire.owners + 8 * lane * ring.slots
     store(owners + 8 * (rail.slot_number % ring.slots), ARRIVED)

@@ -24,6 +24,7 @@ from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, queued, set_up
 from xvcomm.wire.incoming import PROTOCOL
 from xvcomm.wire.pairing import PairRail, pair_up
+from xvcomm.wire.paths import Paths
 from xvcomm.wire.reachability import REMEDY, Search, connect, reason, told
 from xvcomm.wire.records import DOWN
 from xvcomm.wire.sockets import TAMPERED
@@ -70,6 +71,7 @@ class Rail:
     ends: Ends
     channel: Channel | None = None
     rdma: PairRail | None = None
+    path: int = 0
     acknowledged: int = 0
     waits: float = math.inf
 
@@ -98,12 +100,14 @@ class Link:
         rank: in the whole job.
         number: index of the carrier's record.
         rails: by the carrier's index.
+        paths: where it has had rails.
         gone: whether the process has ended, has left, or cannot be reached.
     """
 
     def __init__(self, own: Process, rank: int) -> None:
         self._own, self.rank, self.number = own, rank, own.carrier.add_link()
         self.rails: dict[int, Rail] = {}
+        self.paths = Paths()
         self.gone = False
         self._pairing: set[Ends] = set()  # rails of RDMA that are being made
         self._failing: dict[int, PairRail] = {}  # queue pairs of lost rails, of which something may still arrive there
@@ -213,10 +217,15 @@ class Link:
         own, tls, channel = self._own, 0, None
         if own.tls is not None:
             tls, channel = own.tls.functions, await own.tls.secure(connection, key, accepting=accepting)
-        index = own.carrier.add_rail(self.number, connection, tls, channel)
-        self.rails[index] = Rail(connection, both, channel)
-        self._search.prove(both)
+        path = self.paths.use("tcp", both)
+        index = own.carrier.add_rail(self.number, path, connection, tls, channel)
+        self._add(index, Rail(connection, both, channel, path=path))
         own.blocked.discard(both[0])
+
+    def _add(self, index: int, rail: Rail) -> None:
+        self.rails[index] = rail
+        self.paths.begin(rail.path, self._own.carrier.rails[index])
+        self._search.prove(rail.ends)
 
     async def _use_rdma(self, connection: socket.socket, both: Ends) -> None:
         """Make a rail of a queue pair; the connection only tells when the other side gives it up."""
@@ -230,13 +239,13 @@ class Link:
             made = await pair_up(own.cards, connection, both[0])
         finally:
             self._pairing.discard(both)
+        path = self.paths.use("rdma", both)
         try:
-            index = own.carrier.use_pair(self.number, made.posted)
+            index = own.carrier.use_pair(self.number, path, made.posted)
         except ResourceError:
             made.give_back()
             raise
-        self.rails[index] = Rail(connection, both, rdma=made)
-        self._search.prove(both)
+        self._add(index, Rail(connection, both, rdma=made, path=path))
         asyncio.get_running_loop().add_reader(connection.fileno(), self._hang_up, index, connection)
 
     def _hang_up(self, index: int, connection: socket.socket) -> None:
@@ -300,6 +309,7 @@ class Link:
             if record.state == DOWN:
                 broken = broken or record.error in (PROTOCOL, TAMPERED)
                 del self.rails[index]
+                self.paths.end(rail.path, record)
                 self._search.lose(rail.ends)
                 if rail.rdma is None:
                     self._own.carrier.retire(index)
@@ -386,6 +396,10 @@ class Link:
             abc.Rail(self.rank, rail.scheme, *rail.ends, records[i].sent, records[i].received)
             for i, rail in list(self.rails.items())
         ]
+
+    def told(self) -> str:
+        """Its connections and their states in words, for the user."""
+        return self.paths.told({rail.path: rail.waits for rail in list(self.rails.values())})
 
     def end_rdma(self) -> None:
         """Let nothing more arrive over RDMA. The process has left, or waits for nothing any more; the event loop has ended."""

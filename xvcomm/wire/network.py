@@ -83,7 +83,7 @@ class Network:
         self._parted: set[int] = set()
         self._lock = threading.Lock()
         self._closing = math.inf
-        self._halves = Halves(self.carrier, cards, lambda number: self._of_number[number].gone)
+        self._halves = Halves(self.carrier, cards, self._of_number.__getitem__)
         self.refused, self._silent_until = 0, 0.0
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
@@ -176,6 +176,11 @@ class Network:
     def rails(self) -> list[Rail]:
         """See `Transport.rails`."""
         return [rail for link in list(self._links.values()) for rail in link.state()]
+
+    def connections(self, rank: int) -> str:
+        """See `Transport.connections`."""
+        found = self._links.get(rank)
+        return "" if found is None else found.told()
 
     def close(self) -> None:
         """Wait until the others have what was sent to them, but not long for those that are silent, and leave. Idempotent."""

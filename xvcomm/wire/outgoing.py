@@ -30,6 +30,7 @@ from xvcomm.trace.recorder import quote
 from xvcomm.wire.frames import HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import begin_copy, end_copy
 from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
+from xvcomm.wire.shares import count_slot
 from xvcomm.wire.sockets import BLOCKED, send
 
 _entry_at = compiled_at(LEDGER_ENTRY)
@@ -183,6 +184,8 @@ def _send_slot(rail: Any, rail_index: int, wire: Any, lane: int, number: int) ->
     ring = wire.geometry
     place = lane * ring.slots + number % ring.slots
     store(wire.owners + 8 * place, 1 + rail_index)
+    frame = frame_at(wire.frames, place)
+    count_slot(wire, rail, frame.entry.number, frame.length)
     _offer(rail, wire.frames + place * HEADER, load(wire.sources + 8 * place))
 
 

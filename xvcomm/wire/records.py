@@ -72,6 +72,7 @@ RAIL = np.dtype([
     ("staged", "i8"),
     ("begun", "i8"),  # whether OpenSSL has a part of a record that the socket did not take
     ("link", "i8"),
+    ("path", "i8"),  # number of its path, see `paths`
     ("state", "i8"),
     ("error", "i8"),  # why it was lost: a failure of `sockets` or `incoming`
     ("blocked", "i8"),  # the socket takes no more bytes now
@@ -100,6 +101,8 @@ RAIL = np.dtype([
     ("slot_wire", "i8"),
     ("slot_lane", "i8"),
     ("slot_number", "i8"),
+    ("slot_message", "i8"),  # of the slot: number of its message, from 1 on, and its bytes
+    ("slot_bytes", "i8"),
     ("begin", "i8"),  # of the bytes in `buffer` that are not handled yet, and their end
     ("end", "i8"),
     ("buffer", "u1", EAGER + HEADER + CONTROL_BYTES),
@@ -122,6 +125,16 @@ LINK = np.dtype([
 ])  # fmt: skip
 """What joins this process with another one: rails, and the wires that use them."""
 
+PARTS = 8
+"""Most paths whose bytes of a message are told apart; what others carry counts for the last of these."""
+
+SHARE = np.dtype([
+    ("message", "i8"),  # its number, from 1 on
+    ("count", "i8"),  # of parts
+    ("parts", "i8", (PARTS, 2)),  # number of a path, and the bytes that it has carried
+])  # fmt: skip
+"""Which paths have carried a message, of a producer also what was sent again."""
+
 WIRE = np.dtype([
     ("link", "i8"),
     ("name", "i8"),
@@ -142,6 +155,7 @@ WIRE = np.dtype([
     ("owners", "i8"),  # address of a word for each slot: see below
     ("sources", "i8"),  # producer: address of a word for each slot: where its data is
     ("flights", "i8"),  # producer: address of a word for each slot: how many WRITEs to it are posted and have not ended
+    ("shares", "i8"),  # address of LEDGER shares, message number n at n % LEDGER
     ("keys", "i8", MAX_DEVICES),  # of the slots here: lkey and rkey on each device; 0: not registered
     ("given", "i8", MAX_DEVICES),
     ("slots_there", "i8"),  # of the slots there: address and rkeys, as OPEN has said; 0: RDMA devices may not write to them
@@ -242,7 +256,7 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What a process has once: the tables of the others, and the state of its threads."""
 
-frame_at, tls_at, flight_at, rdma_at = map(compiled_at, (FRAME, TLS, FLIGHT, RDMA))
+frame_at, tls_at, flight_at, rdma_at, share_at = map(compiled_at, (FRAME, TLS, FLIGHT, RDMA, SHARE))
 rail_at, link_at, wire_at = map(compiled_at, (RAIL, LINK, WIRE))
 offer_at, answer_at, failure_at, helper_at, carrier_at = map(compiled_at, (OFFER, ANSWER, FAILURE, HELPER, CARRIER))
 Tls, Rdma, Rail, Link, Wire, Carrier = map(python_type, (TLS, RDMA, RAIL, LINK, WIRE, CARRIER))

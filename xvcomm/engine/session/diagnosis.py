@@ -72,8 +72,8 @@ class Diagnosis:
         what = f"{operation} on {self.name(self._rank)}"
         if reason is Reason.MISMATCH:
             text, peer = self._mismatch(about, Reason.reporter(word) - 1)
-            call_site = self._session.journal.call_site(operation.record) if sequence is not None else ""
-            here = f" (raised in {operation} at {call_site})" if call_site else ""
+            record = self._session.journal.record(operation.record) if sequence is not None else None
+            here = f" (raised in {operation} at {record.call_site})" if record is not None else ""
             return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
         if reason is Reason.DEADLINE:
             reporter = Reason.reporter(word)
@@ -120,9 +120,11 @@ class Diagnosis:
         return None
 
     def waited(self, operation: Operation, late: Sequence[int]) -> str:
-        """The ranks that an operation waited for, and their last operations, as text."""
+        """The ranks that an operation waited for, and their last operations, as text; and what was carried of it so far."""
         details = "; ".join(f"rank {r}: {self._last_words(r)}" for r in late[:_NAMED])
-        return f"{operation} was waiting for {', '.join(map(self.name, late))}; {details}"
+        text = f"{operation} was waiting for {', '.join(map(self.name, late))}; {details}"
+        carried = self._session.carried(operation.record)
+        return f"{text}; carried so far: {carried}" if carried else text
 
     def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
         """The ranks that really delay an operation.

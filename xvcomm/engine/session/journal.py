@@ -55,12 +55,12 @@ class Journal:
         except ValueError:  # released
             return []
 
-    def call_site(self, record: int) -> str:
-        """The user's call site of an operation of this rank, by its number in the flight recorder; empty if unknown."""
+    def record(self, number: int) -> Record | None:
+        """An operation of this rank, by its number in the flight recorder; None after `close`."""
         try:
-            return read_record(self._regions[self._rank], record).call_site
+            return read_record(self._regions[self._rank], number)
         except ValueError:  # released
-            return ""
+            return None
 
     def note_left(self, rank: int) -> None:
         """Remember that a rank of another host has closed its communicators regularly."""

@@ -286,10 +286,16 @@ class Session:
             self._contexts.discard(context)
 
     def history(self) -> list[Record]:
-        """The flight recorder's records; those of open communicators tell their way."""
+        """The flight recorder's records; those of open communicators tell their way, and what connections have carried."""
         of = {context.ident: context for context in self._open_contexts()}
         kept = self.journal.recorder.history()
-        return [replace(r, way=of[r.communicator].way(r.peer)) if r.communicator in of else r for r in kept]
+        shares = {ident: context.carried([r for r in kept if r.communicator == ident]) for ident, context in of.items()}
+        return [
+            replace(r, way=of[r.communicator].way(r.peer), shares=shares[r.communicator].get(r, ()))
+            if r.communicator in of
+            else r
+            for r in kept
+        ]
 
     def _open_contexts(self) -> list[Supervised]:
         with self._lock:
@@ -387,8 +393,18 @@ class Session:
         return rank in self._lost or self.journal.left(rank)
 
     def last_words(self, rank: int) -> str:
-        """The last operation of a rank as text, for error messages."""
-        return self._lost[rank] if rank in self._lost else self.recorders.words(rank)
+        """The last operation of a rank as text, for error messages; of a rank of another host also the connections to it."""
+        words = self._lost[rank] if rank in self._lost else self.recorders.words(rank)
+        connections = "" if rank in self.neighbours else self._transport(rank).connections(rank)
+        return f"{words}; connections from {self.infos[self.rank].hostname}: {connections}" if connections else words
+
+    def carried(self, record: int) -> str:
+        """What connections have carried of an operation of this rank, by its number in the flight recorder, as text."""
+        found = self.journal.record(record)
+        same = (
+            r for r in reversed(self.history()) if found is not None and r.posted == found.posted and r.op == found.op
+        )
+        return "; ".join(str(share) for share in next((r.shares for r in same), ()))
 
     def _ask(self, rank: int, wanted: int, deadline: Deadline) -> Excerpt | None:
         """The newest records of a rank of another host."""

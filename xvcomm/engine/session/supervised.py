@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from xvcomm.trace.format import Record, Share
 
 
 class Tracked(Protocol):
@@ -52,6 +55,9 @@ class Supervised(Protocol):
 
     def way(self, peer: int) -> str:
         """See `Record.way`: of a message with a rank of it, or of a collective if `peer` is NO_PEER."""
+
+    def carried(self, records: Sequence[Record]) -> dict[Record, tuple[Share, ...]]:
+        """See `Record.shares`: of records of it, oldest first, those of which something is known. Never blocks."""
 
     def look(self) -> None:
         """Handle messages of other ranks; never waits for the device."""

@@ -1,0 +1,98 @@
+"""The paths of a link: each pair of addresses and number over which it has had rails, with their bytes and their state."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xvcomm.types.route import RDMA, Ends
+
+_TOLD = 8
+"""Most paths that are told in words."""
+_SILENT_SECONDS = 1.0
+"""Over a rail that works a sign of life comes several times a second."""
+
+
+@dataclass
+class Path:
+    """Of rails with the same scheme and ends, one after another.
+
+    Attributes:
+        lost: when the newest one was lost; None while it is up.
+        sent, received: bytes of those that are lost.
+        record: of the one that is up, see `records.RAIL`.
+    """
+
+    scheme: str
+    ends: Ends
+    since: float
+    record: Any = None
+    lost: float | None = None
+    sent: int = 0
+    received: int = 0
+
+    def __str__(self) -> str:
+        local, remote, number = self.ends
+        more = f" {number % RDMA}" if number % RDMA else ""
+        return f"{local} to {remote} ({self.scheme}{more})"
+
+    def state(self, waits: float) -> str:
+        """In words.
+
+        Args:
+            waits: since when the other host has acknowledged nothing of what was sent; infinite if nothing is due.
+        """
+        now, sent, received = time.monotonic(), self.sent, self.received
+        if self.record is None:
+            how = f"lost {now - (self.lost or now):.1f} s ago"
+        else:
+            sent, received = sent + self.record.sent, received + self.record.received
+            heard = now - max(self.since, self.record.heard / 1e9)
+            how = f"up, nothing heard for {heard:.1f} s" if heard > _SILENT_SECONDS else "up"
+            how += f", nothing acknowledged for {now - waits:.1f} s" if waits < now - _SILENT_SECONDS else ""
+        return f"{self} {how}, {sent} bytes sent, {received} received"
+
+
+class Paths:
+    """Those of one link, numbered from 1 on."""
+
+    def __init__(self) -> None:
+        self._all: list[Path] = []
+
+    def use(self, scheme: str, ends: Ends) -> int:
+        """The number of the path of a rail that is about to come up; `begin` follows."""
+        for number, path in enumerate(self._all, 1):
+            if (path.scheme, path.ends) == (scheme, ends):
+                return number
+        self._all.append(Path(scheme, ends, time.monotonic()))
+        return len(self._all)
+
+    def begin(self, number: int, record: Any) -> None:
+        """A rail is up."""
+        path = self._all[number - 1]
+        path.record, path.since, path.lost = record, time.monotonic(), None
+
+    def end(self, number: int, record: Any) -> None:
+        """A rail is lost, which may have been replaced already; its record still has its numbers."""
+        path = self._all[number - 1]
+        path.sent, path.received = path.sent + record.sent, path.received + record.received
+        if path.record is record:
+            path.record, path.lost = None, time.monotonic()
+
+    def name(self, number: int) -> str:
+        """Of a path, for the user."""
+        return str(self._all[number - 1])
+
+    def told(self, waits: Mapping[int, float]) -> str:
+        """All of them in words; see `Path.state` for what `waits` has of each that is up."""
+        return "; ".join(self._told(waits)) or "there was no connection to it"
+
+    def _told(self, waits: Mapping[int, float]) -> Iterator[str]:
+        every = sorted(enumerate(list(self._all), 1), key=lambda each: (each[1].scheme, each[1].ends))
+        for number, path in every[:_TOLD]:
+            yield path.state(waits.get(number, math.inf))
+        if len(every) > _TOLD:
+            yield f"and {len(every) - _TOLD} more"
