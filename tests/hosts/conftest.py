@@ -27,6 +27,11 @@ class TwoHosts(Hosts):
         """Start `ranks.py` with these arguments; options as for `start_ranks`."""
         return self.start_ranks(sys.executable, RANKS, *arguments, **options)
 
+    def start_labelled(self, action, **options):
+        """Start `ranks.py`, with a host label for each rank."""
+        command = f"XVCOMM_HOST=h$XVCOMM_RANK exec {sys.executable} {RANKS} {action}"
+        return self.start_ranks("sh", "-c", command, **options)
+
     def run(self, *arguments, **options):
         """`start`, and wait for a good end; what the ranks have printed."""
         return self.outputs(self.start(*arguments, **options))

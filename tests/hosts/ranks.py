@@ -79,11 +79,31 @@ def hang(comm):
     comm.barrier()
 
 
-def apart(comm, what):
-    """An operation after all links between the hosts were cut, and before there was any connection between the ranks."""
+def await_cut():
+    """Wait until all links are cut."""
     print("begun", flush=True)
     while any(state.isup for name, state in psutil.net_if_stats().items() if name != "lo"):
         time.sleep(0.01)
+
+
+def forsaken(comm):
+    """Rank 0 is out of reach with the store, while ranks wait in pairs: 0 and 1, 2 and 3, which have wires to each other only."""
+    x, other = np.zeros(10), comm.rank ^ 1
+    comm.sendrecv(x, other, x.copy(), other)
+    comm.store.add("ready", 1)
+    while comm.store.add("ready", 0) < comm.size:
+        time.sleep(0.01)
+    await_cut()
+    begun = time.monotonic()
+    try:
+        comm.recv(x, other)
+    except xvcomm.PeerLost as error:
+        print(f"{time.monotonic() - begun:.1f} {error.peer} {error}")
+
+
+def apart(comm, what):
+    """An operation after all links between the hosts were cut, and before there was any connection between the ranks."""
+    await_cut()
     calls = {
         "all_reduce": lambda: comm.all_reduce(np.zeros(3)),
         "subgroup": lambda: comm.subgroup(range(comm.size), "all"),

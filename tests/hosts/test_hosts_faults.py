@@ -169,6 +169,19 @@ def test_hosts_that_are_apart_before_the_first_wire(two_hosts, what):
         assert float(re.search(r"([\d.]+) s to leave", text)[1]) < 8, text
 
 
+def test_the_host_of_the_store_is_out_of_reach(two_hosts):
+    """All other ranks lose rank 0, which served the store, after XVCOMM_PEER_TIMEOUT: also those without a wire to it."""
+    options = {"sides": (0, 1, 1, 1), "env": {"XVCOMM_PEER_TIMEOUT": "6"}}
+    ranks = two_hosts.await_begun(two_hosts.start_labelled("forsaken", **options))
+    for link in range(2):
+        two_hosts.link(link, "down")
+    for text in two_hosts.outputs(ranks)[1:]:
+        seconds, peer, words = text.split(maxsplit=2)
+        assert peer == "0" and "rank 0 on h0 was lost; " in words, text
+        assert re.search("no answer|No route to host|did not answer", words), text
+        assert float(seconds) < 9, text
+
+
 def test_what_is_told_of_connections(two_hosts):
     """An error that names a late rank has the states of the connections to it; records have the bytes that each has carried."""
     ranks = two_hosts.await_begun(two_hosts.start("hang"))

@@ -50,8 +50,8 @@ def test_a_stalled_connection(looks):
 
 
 def test_all_stalled(looks):
-    """If none works, they are dropped after XVCOMM_PEER_TIMEOUT."""
+    """If none works, they are dropped after half of XVCOMM_PEER_TIMEOUT, so that others can be tried."""
     assert looks(0.0, (164, 64), (164, 64)) == []
-    for at in range(1, 11):
+    for at in range(1, 7):
         assert looks(float(at), (164, 64), (164, 64)) == []
-    assert looks(11.1, (164, 64), (164, 64)) == [0, 1]
+    assert looks(6.1, (164, 64), (164, 64)) == [0, 1]

@@ -119,11 +119,12 @@ class Link:
         self._search = Search(())
         self._trouble = self._rdma_trouble = ""
         self._stir = asyncio.Event()
+        self._hurries = False  # whether to try all routes at once, since any answer of the host will do
 
     def doubt(self, seconds: float) -> None:
         """Nothing was heard of the process's host for some seconds, over other ways than this link's."""
         if not self.rails:
-            self._seen = time.monotonic() - seconds
+            self._seen, self._hurries = time.monotonic() - seconds, True
 
     async def keep(self) -> None:
         """Make rails and replace lost ones, until the process is gone."""
@@ -133,7 +134,9 @@ class Link:
         async with asyncio.TaskGroup() as dials:
             while not self.gone:
                 pause = _RETRY_SECONDS if self.rails else _RETRY_SECONDS / 5
-                for route in self._search.begin(self._up(), pause):
+                routes = self._search.begin_all() if self._hurries else self._search.begin(self._up(), pause)
+                self._hurries = False
+                for route in routes:
                     dials.create_task(self._dial(route))
                 try:
                     async with asyncio.timeout(pause):
@@ -186,7 +189,7 @@ class Link:
             async with asyncio.timeout(handshake.SECONDS):
                 key = await handshake.connect(connection, own.key, own.rank, self.rank, route.number)
                 both = ends(connection, route.number)
-                if both not in self._up() and not self.gone:
+                if self._search.fits(route, self._up()) and not self.gone:
                     await self.use(connection, both, key, accepting=False)
                     used = True
         except (AuthenticationError, handshake.Malformed):
@@ -303,10 +306,12 @@ class Link:
 
     def clear(self) -> bool:
         """Forget the rails that compiled code has lost; whether the other side has broken the protocol on one."""
-        broken = False
+        broken, now = False, time.monotonic()
+        seen = now - self._own.timeout / 2  # to find another route takes time, too
         for index, rail in list(self.rails.items()):
             record = self._own.carrier.rails[index]
             if record.state == DOWN:
+                seen = max(seen, min(now, rail.waits))
                 broken = broken or record.error in (PROTOCOL, TAMPERED)
                 del self.rails[index]
                 self.paths.end(rail.path, record)
@@ -319,7 +324,7 @@ class Link:
                 rail.connection.close()
                 self._stir.set()
                 if not self.rails:
-                    self._seen = time.monotonic()
+                    self._seen = seen
                     self._search.forget()
         return broken
 
@@ -338,8 +343,9 @@ class Link:
                 rail.waits = min(rail.waits, now)
             record.ping = 1
         alive = any(now - rail.waits < _STALL_SECONDS for rail in self.rails.values())
+        timeout = self._own.timeout
         for index, rail in self.rails.items():
-            if now - rail.waits > (rail.patience if alive else self._own.timeout):
+            if now - rail.waits > (rail.patience if alive else max(min(rail.patience, timeout), timeout / 2)):
                 carrier.drop(index)
         for index, made in list(self._failing.items()):
             if not self._end_pair(index, made):

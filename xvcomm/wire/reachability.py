@@ -137,6 +137,16 @@ class Search:
         self._trying.update(found)
         return found
 
+    def begin_all(self) -> list[Route]:
+        """All routes that were not tried, as if each interface could be in any number of rails; see `fits`."""
+        found = [route for route in self._routes if route not in self._tried and route not in self._trying]
+        self._trying.update(found)
+        return found
+
+    def fits(self, route: Route, rails: Collection[Ends]) -> bool:
+        """Whether the interfaces of a route, with its number, are in none of these rails."""
+        return bool(disjoint([route], [(*self._of(ends), ends[2]) for ends in rails]))
+
     def end(self, route: Route, why: str = "", *, refused: bool = False) -> None:
         """Note what came of a route.
 
