@@ -121,8 +121,11 @@ class TcpTransport(Transport):
         if self.network is not None:
             self.network.carrier.expose(recorder)
 
-    def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
-        return None if self.network is None else self.network.ask(member, wanted, deadline)
+    def ask(self, members: Sequence[int], wanted: int, deadline: Deadline) -> Mapping[int, Excerpt]:
+        return {} if self.network is None else self.network.ask(members, wanted, deadline)
+
+    def answers(self, member: int) -> bool:
+        return self.network is not None and self.network.answers(member)
 
     def part(self, member: int) -> None:
         if (network := self.network) is not None:

@@ -339,7 +339,8 @@ def test_a_chain_of_ranks_that_wait_leads_to_the_one_that_is_stopped(how, hosts)
     for error in outcomes:
         assert isinstance(error, DeadlineExceeded) and error.peer == 0, outcomes
     text = str(outcomes[2])
-    assert "rank 0: its process is stopped" in text or "rank 0: it runs on host a, which did not answer" in text
+    elsewhere = "rank 0: it does not answer, but its host a does: it is stopped, or very slow"
+    assert "rank 0: its process is stopped" in text or elsewhere in text
 
 
 def subgroup_without_store(comm, first):

@@ -137,6 +137,46 @@ def test_last_words_of_a_stuck_rank():
     )
 
 
+def wait_beside_a_slow_rank(comm, pids, seconds):
+    """Rank 0 waits for rank 1, and that for rank 2, which computes; rank 1 is stopped for a while when rank 0 gives up."""
+    x, group, signals = np.zeros(3), comm.split(0), Signals(comm)
+    group.sendrecv(x, (comm.rank + 1) % 3, x.copy(), (comm.rank - 1) % 3)
+    try:
+        if comm.rank == 2:
+            signals.hear("over", [0])
+            group.barrier()
+        elif comm.rank == 1:
+            signals.tell("waiting")
+            group.recv(x, 2)
+        else:
+            signals.hear("waiting", [1])
+            time.sleep(0.1)
+            os.kill(pids[1], signal.SIGSTOP)
+            await_that(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
+            threading.Timer(seconds, os.kill, (pids[1], signal.SIGCONT)).start()
+            group.recv(x, 1, timeout=0.1)
+    except DeadlineExceeded as error:
+        return error.peer, str(error)
+    finally:
+        if comm.rank == 0:
+            signals.tell("over")
+        group.close()
+
+
+def test_a_rank_that_is_slow_to_answer():
+    """A rank that is stopped for a second is asked again when it goes on: the error names the one that it waits for."""
+    with World(hosts="a,b,c", env=HOST) as ranks:
+        (peer, text), *_ = ranks.run(wait_beside_a_slow_rank, ranks.pids(), 1.0)
+    assert peer == 2 and "recv with rank 1 was waiting for rank 2 on c; rank 2: its last operation: " in text, text
+
+
+def test_a_rank_that_is_too_slow_to_answer():
+    """A rank that is stopped for longer is named, and not said to be out of reach."""
+    with World(hosts="a,b,c", env=HOST) as ranks:
+        (peer, text), *_ = ranks.run(wait_beside_a_slow_rank, ranks.pids(), 5.0)
+    assert peer == 1 and "rank 1: it does not answer, but its host b does: it is stopped, or very slow; " in text, text
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_one_direction_of_a_link(two_hosts, side):
     """Where one host hears nothing over a link, and is heard, the other link does the work."""

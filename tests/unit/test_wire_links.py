@@ -31,6 +31,7 @@ def looks(monkeypatch):
             link.look()
             return list(dropped)
 
+        look.link = link
         yield look
 
 
@@ -55,3 +56,16 @@ def test_all_stalled(looks):
     for at in range(1, 7):
         assert looks(float(at), (164, 64), (164, 64)) == []
     assert looks(6.1, (164, 64), (164, 64)) == [0, 1]
+
+
+def test_a_host_that_answers(looks):
+    """A host answers as long as it acknowledges on any connection."""
+    assert looks.link.answers()
+    looks(0.0, (164, 64), (164, 64))
+    looks(0.2, (164, 64), (164, 64))
+    assert looks.link.answers()
+    looks(0.6, (164, 64), (170, 6))
+    assert looks.link.answers()
+    for at in (1.2, 1.6):
+        looks(at, (164, 64), (170, 6))
+    assert not looks.link.answers()

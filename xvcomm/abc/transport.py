@@ -189,14 +189,22 @@ class Transport(ABC):
     def expose(self, recorder: int) -> None:  # noqa: B027 - ranks that share memory need nothing
         """Let ranks that `ask` read this rank's flight recorder, by its handle; 0: no longer, as it is closed then."""
 
-    def ask(self, member: int, wanted: int, deadline: Deadline) -> Excerpt | None:
-        """The newest records of a rank's flight recorder; None if nothing answers in time. The rank's Python takes no part.
+    def ask(self, members: Sequence[int], wanted: int, deadline: Deadline) -> Mapping[int, Excerpt]:
+        """The newest records of ranks' flight recorders, of those that answer in time. The ranks' Python takes no part.
+
+        Args:
+            members: their numbers in the whole job.
+            wanted: how many of each, at most 64.
+        """
+        return {}
+
+    def answers(self, member: int) -> bool:
+        """Whether a rank's host answers at the moment, also if the rank itself does not. Never blocks.
 
         Args:
             member: its number in the whole job.
-            wanted: how many, at most 64.
         """
-        return None
+        return False
 
     def part(self, member: int) -> None:  # noqa: B027 - ranks that share memory see it there
         """The job's store has told that a rank has left in good order, and that all it had sent has come. Never blocks.

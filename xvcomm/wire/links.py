@@ -115,6 +115,7 @@ class Link:
             Ends, tuple[float, float]
         ] = {}  # rails of RDMA that failed: when, seconds until they are tried
         self._seen = self._heard = time.monotonic()  # when it last had a rail or its host answered; when something came
+        self._accepted = -math.inf  # when its host has accepted a connection
         self._received = 0
         self._search = Search(())
         self._trouble = self._rdma_trouble = ""
@@ -184,7 +185,7 @@ class Link:
     async def _connect(self, route: Route) -> None:
         own, before, used = self._own, self._seen, False
         connection = await connect(route)
-        self._seen = time.monotonic()  # its host answers, however long its process is busy
+        self._seen = self._accepted = time.monotonic()  # its host answers, however long its process is busy
         try:
             async with asyncio.timeout(handshake.SECONDS):
                 key = await handshake.connect(connection, own.key, own.rank, self.rank, route.number)
@@ -402,6 +403,13 @@ class Link:
             abc.Rail(self.rank, rail.scheme, *rail.ends, records[i].sent, records[i].received)
             for i, rail in list(self.rails.items())
         ]
+
+    def answers(self) -> bool:
+        """Whether the other host has acknowledged what was sent to it, or has accepted a connection, a moment ago."""
+        now, rails = time.monotonic(), list(self.rails.values())
+        if rails:
+            return any(now - rail.waits < _STALL_SECONDS for rail in rails)
+        return now - self._accepted < SILENT_SECONDS
 
     def told(self) -> str:
         """Its connections and their states in words, for the user."""

@@ -118,11 +118,19 @@ class Network:
         """Stop by an abort word all rings of a communicator that others open and this process does not."""
         self._halves.leave(group, word)
 
-    def ask(self, rank: int, wanted: int, deadline: Deadline) -> Excerpt | None:
-        """The newest records of a rank's flight recorder; None if it does not answer in time. Makes the link if there is none."""
-        found = self._link(rank)
-        self._loop.call_soon_threadsafe(self._keep, found)
-        return None if found.gone else self._questions.ask(found.number, wanted, deadline)
+    def ask(self, ranks: Sequence[int], wanted: int, deadline: Deadline) -> dict[int, Excerpt]:
+        """The newest records of ranks' flight recorders, of those that answer in time. Makes links that are missing."""
+        links = {rank: self._link(rank) for rank in ranks}
+        for link in links.values():
+            self._loop.call_soon_threadsafe(self._keep, link)
+        numbers = {link.number: rank for rank, link in links.items() if not link.gone}
+        found = self._questions.ask(list(numbers), wanted, deadline)
+        return {numbers[number]: excerpt for number, excerpt in found.items()}
+
+    def answers(self, rank: int) -> bool:
+        """See `Transport.answers`."""
+        found = self._links.get(rank)
+        return found is not None and found.answers()
 
     def routes(self, rank: int) -> Sequence[Route]:
         """Ways to a rank; may block until they are known."""

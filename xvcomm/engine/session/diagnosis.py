@@ -18,8 +18,11 @@ from xvcomm.types.opcode import OpCode
 
 _NAMED = 4
 """Maximum number of late ranks whose last operation is named."""
-_LATE_SECONDS, _ASKED, _LATE_RECORDS = 1.2, 64, 16
-"""How long the search for late ranks may ask other hosts; how many ranks at once; how many records of a rank it looks at."""
+_LATE_SECONDS, _ABSENT_SECONDS, _ASKED, _LATE_RECORDS = 1.5, 0.5, 64, 16
+"""How long the search for late ranks may ask other hosts, a rank that is slow to answer too; who has called a collective, which
+a rank that does not answer soon has not; how many ranks at once; how many records of a rank it looks at."""
+_LEAST_SECONDS = 0.2
+"""A rank that does not answer is named only if it had this long."""
 _HEAR_SECONDS = 0.3
 """How long an error waits for the reason in words that a rank of another host gives."""
 _UNHEARD = "its reason has not come to this host; see that rank's own error"
@@ -191,43 +194,51 @@ class Diagnosis:
         here = self.contract.absent(sequence) if self.contract is not None else []
         elsewhere = [r for r, world in enumerate(self._ranks) if world not in self._session.neighbours]
         elsewhere.sort(key=lambda r: infos[self._ranks[r]].host != near)
-        asked = [r for r in elsewhere[:_ASKED] if not self._came(r, sequence, until)]
+        asked = self._missing(elsewhere[:_ASKED], sequence, until)
         return sorted(r for r in (*here, *asked) if r != self._rank)
 
-    def _came(self, rank: int, sequence: int, until: Deadline) -> bool:
-        """Whether a rank of another host has called a collective; yes if there is no time left to ask it."""
+    def _missing(self, ranks: list[int], sequence: int, until: Deadline) -> list[int]:
+        """Those of these ranks of other hosts that have not called a collective, or do not answer; none if no time is left."""
         if until.expired():
-            return True
-        found = self._session.recorders.newest(self._ranks[rank], until, _LATE_RECORDS)
-        called = [r for r in found.records if r.communicator == self._ident] if found is not None else []
-        # The record of a message has the number of the next collective.
-        return bool(called) and called[-1].sequence + (called[-1].peer == NO_PEER) > sequence
+            return []
+        recorders, missing = self._session.recorders, []
+        asked = [self._ranks[r] for r in ranks if not recorders.silent(self._ranks[r])]
+        found = recorders.newest(asked, Deadline.after(until.sooner(_ABSENT_SECONDS)), _LATE_RECORDS)
+        for rank in ranks:
+            excerpt = found.get(self._ranks[rank])
+            called = [r for r in excerpt.records if r.communicator == self._ident] if excerpt is not None else []
+            # The record of a message has the number of the next collective.
+            if not called or called[-1].sequence + (called[-1].peer == NO_PEER) <= sequence:
+                missing.append(rank)
+        return missing
 
     def _follow(self, suspects: list[int], until: Deadline) -> list[int]:
         """Follow ranks that wait for each other: first the ranks that do not answer, then those that wait for none; if there
         are neither, all wait in a cycle, and it gives the suspects.
 
         A rank whose newest operation is over may wait for an earlier, asynchronous one, or compute: what it waits for is only
-        told if that does not answer.
+        told if that does not answer. One that is slow to answer has all the time that is left.
         """
         silent, idle, seen = [], [], {self._rank}
-        rest = [(suspect, True) for suspect in suspects]
-        while rest and not until.expired():
-            rank, surely = rest.pop(0)
-            if rank in seen:
-                continue
-            seen.add(rank)
-            recorders, world = self._session.recorders, self._ranks[rank]
-            found = recorders.newest(world, until, _LATE_RECORDS)
-            if recorders.halted(world) or (found is None and not until.expired()):
-                silent.append(rank)
-                continue
-            records = found.records if found is not None else ()
-            waits = [r for r in records if r.state == State.POSTED and r.communicator == self._ident]
-            if not waits or waits[-1] is not records[-1] or waits[-1].peer == ANY_PEER:
-                idle += [rank] if surely else []
-                surely = False
-            rest += [(peer, surely) for peer in self._awaited(rank, waits, until)]
+        rest = dict.fromkeys(suspects, True)  # whether they are waited for surely
+        recorders = self._session.recorders
+        while rest and until.left() > _LEAST_SECONDS:
+            asked = {rank: surely for rank, surely in rest.items() if rank not in seen}
+            seen.update(asked)
+            found = recorders.newest([self._ranks[rank] for rank in asked], until, _LATE_RECORDS)
+            rest = {}
+            for rank, surely in asked.items():
+                world = self._ranks[rank]
+                if recorders.halted(world) or world not in found:
+                    silent.append(rank)
+                    continue
+                records = found[world].records
+                waits = [r for r in records if r.state == State.POSTED and r.communicator == self._ident]
+                if not waits or waits[-1] is not records[-1] or waits[-1].peer == ANY_PEER:
+                    idle += [rank] if surely else []
+                    surely = False
+                for peer in self._awaited(rank, waits, until):
+                    rest[peer] = rest.get(peer, False) or surely
         return [*silent, *idle] or suspects
 
     def _awaited(self, rank: int, waits: list[Record], until: Deadline) -> list[int]:

@@ -88,7 +88,7 @@ class Session:
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
         self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
-        self.recorders = Recorders(self.journal, self._joined, rank, self.neighbours, self._ask)
+        self.recorders = Recorders(self.journal, self._joined, rank, self.neighbours, self._ask, self._answers)
         atexit.register(self.close)
         forking.register(self)
         self._start(mine, deadline)
@@ -406,9 +406,15 @@ class Session:
         )
         return "; ".join(str(share) for share in next((r.shares for r in same), ()))
 
-    def _ask(self, rank: int, wanted: int, deadline: Deadline) -> Excerpt | None:
-        """The newest records of a rank of another host."""
-        return self._transport(rank).ask(rank, wanted, deadline)
+    def _ask(self, ranks: Collection[int], wanted: int, deadline: Deadline) -> dict[int, Excerpt]:
+        """The newest records of ranks of other hosts, of those that answer in time."""
+        by = {transport: [r for r in ranks if self._transport(r) is transport] for transport in self.transports}
+        asked = [transport.ask(members, wanted, deadline) for transport, members in by.items() if members]
+        return {rank: excerpt for found in asked for rank, excerpt in found.items()}
+
+    def _answers(self, rank: int) -> bool:
+        """Whether the host of a rank of another one answers."""
+        return self._transport(rank).answers(rank)
 
     def _transport(self, rank: int) -> Transport:
         """What joins this rank with another."""
