@@ -312,7 +312,7 @@ def interrupted(comm, kind, victim):
     return [None]
 
 
-def refuse(self, deadline):
+def refuse(self, store, deadline):
     raise Interrupted
 
 

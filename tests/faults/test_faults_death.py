@@ -12,6 +12,7 @@ import pytest
 
 import xvcomm
 from xvcomm.errors import PeerLost
+from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.testing.world import World
 
 SOON = 10.0
@@ -351,3 +352,28 @@ def test_killed_in_another_pid_namespace(tmp_path, apart):
         said = ranks[0].stdout.read()
         assert said.startswith("1 ") and "rank 1 on" in said and "was lost" in said, said
         assert time.monotonic() - killed < SOON
+
+
+def make_where_one_dies(comm, victim, how):
+    """The victim dies while all make a communicator; its ranks, its parent's and the job's have different orders."""
+    parent = comm.split(0, key=-comm.rank)
+    if comm.rank == victim:
+        GuardedStore.assemble = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    if how == "split":
+        parent.split(0, key=(parent.rank + 1) % parent.size)
+    else:
+        parent.subgroup([2, 0, 1], "rotated")
+
+
+@pytest.mark.parametrize("how", ["split", "subgroup"])
+@pytest.mark.parametrize("hosts", [None, "a:2,b"])
+def test_a_death_inside_a_split(how, hosts):
+    """The error names the victim by its number in the communicator whose method was called."""
+    with World(3, hosts=hosts) as world:
+        for rank in range(3):
+            world.submit(rank, make_where_one_dies, 2, how)
+        first, second, victim = world.collect()
+    assert isinstance(victim, EOFError)
+    for rank, error in ((2, first), (1, second)):
+        assert isinstance(error, PeerLost) and (error.rank, error.peer) == (rank, 0), error
+        assert "(rank 2 of the job) on " in str(error) and "was lost" in str(error), error

@@ -26,7 +26,7 @@ from xvcomm.abc.transport import Rail
 from xvcomm.comm.counts import blocks, in_elements, own_block, whole
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
-from xvcomm.comm.subgroups import Meetings, subgroups
+from xvcomm.comm.subgroups import Meetings, naming, subgroups
 from xvcomm.config import Config
 from xvcomm.engine.collectives import Collectives, HostCollectives
 from xvcomm.engine.context import Context
@@ -335,7 +335,8 @@ class Communicator(PointToPoint, Objects):
             return None
         path = f"{self._context.path}.{self._splits}.{members[0]}"
         world = tuple(self._context.ranks[m] for m in members)
-        return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
+        with naming(self._context):
+            return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
 
     def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Communicator:
         """Create a communicator of some ranks; only these call this (as MPI_Comm_create_group in MPI).
@@ -353,8 +354,9 @@ class Communicator(PointToPoint, Objects):
             DeadlineExceeded: names the members that did not call this. This communicator remains usable.
         """
         deadline = self._deadline(timeout)
-        path, world = self._meetings.meet(ranks, name, deadline)
-        return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
+        with naming(self._context):
+            path, world = self._meetings.meet(ranks, name, deadline)
+            return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there is one: PeerLost, Aborted, ... Never blocks."""

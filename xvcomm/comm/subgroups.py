@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
 import msgspec
@@ -71,8 +71,22 @@ def _check_types(comm: Objects, choices: list[_Choice]) -> None:
         raise MismatchError(f"split: colours must all be of one type: {said}", rank=comm.rank, op="split")
 
 
+@contextlib.contextmanager
+def naming(context: Context) -> Iterator[None]:
+    """Let an error that names a rank by its number in the whole job name it by the one in this communicator."""
+    try:
+        yield
+    except XvcommError as error:
+        error.rank = context.rank
+        error.peer = context.ranks.index(error.peer) if error.peer in context.ranks else None
+        raise
+
+
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of an agreement for all members that came: success, or why not; `peer`: the rank that is gone, late or failed."""
+    """Outcome of an agreement for all members that came: success, or why not.
+
+    `peer` is the rank that is gone, late or failed, by its number in the whole job.
+    """
 
     late: str = ""
     differs: str = ""
@@ -108,6 +122,7 @@ class Meetings:
         """Wait until all members have called this; returns the group's path, and its members as ranks of the whole job.
 
         Raises:
+            XvcommError: names ranks by their numbers in the whole job.
             ArgumentError: `ranks` are not distinct ranks of the parent that include this one; `name` is not a str.
             MismatchError: a member waits under this name for other ranks, which include this one. On all members that came.
             DeadlineExceeded: names the members that did not come. On all members that came.
@@ -116,7 +131,7 @@ class Meetings:
         """
         context = self._context
         members = self._checked(ranks, name)
-        context.check()
+        context.check_in_job()
         with self._gate:
             number = self._held[members, name] = self._held.get((members, name), 0) + 1
         path = f"{context.path}.{_digest(repr(members), name)}.{number}"
@@ -154,7 +169,7 @@ class Meetings:
         def look() -> None:
             """Called periodically while waiting; usually all members come before the first call."""
             nonlocal looks
-            context.check()
+            context.check_in_job()
             self._miss(mine, name, plain)
             if not looks:
                 cards.set(str(context.rank), msgspec.msgpack.encode(mine), deadline)
@@ -169,18 +184,18 @@ class Meetings:
             else:
                 verdict = _decode_verdict(place.get("verdict", deadline))
         except (NotSet, MismatchError) as error:
-            context.check()  # if the parent has failed, that is the reason, which all members know
+            context.check_in_job()  # if the parent has failed, that is the reason, which all members know
             late = isinstance(error, NotSet)
-            why = _late(place, mine.members, name) if late else _Verdict(differs=str(error))
+            why = _late(place, mine.members, name, context.ranks) if late else _Verdict(differs=str(error))
             verdict = _decide(place, why)
         except DeadlineExceeded:
-            context.check()
+            context.check_in_job()
             raise  # the store does not answer, so the others cannot be informed
         except BaseException as error:
             if isinstance(error, PeerLost) and error.peer is not None:
                 why = _Verdict(gone=str(error), peer=error.peer)
             else:
-                failed = error.peer if isinstance(error, Aborted) else context.rank
+                failed = error.peer if isinstance(error, Aborted) else context.session.rank
                 why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}", peer=failed)
             with contextlib.suppress(XvcommError):
                 _decide(place, why)
@@ -190,7 +205,7 @@ class Meetings:
             (verdict.failed, Aborted),
         ):  # fmt: skip
             if text:
-                raise kind(text, rank=context.rank, peer=verdict.peer, op="subgroup")
+                raise kind(text, rank=context.session.rank, peer=verdict.peer, op="subgroup")
 
     def _miss(self, mine: _Card, name: str, place: Store) -> None:
         """Raise PeerLost for a member that closed the parent before it came."""
@@ -203,7 +218,7 @@ class Meetings:
                 raise PeerLost(
                     f"subgroup {name!r} of ranks {_listed(mine.members)}: rank {member} on {info.hostname} closed the "
                     f"communicator before it joined; {context.session.last_words(info.rank)}",
-                    rank=context.rank, peer=member, op="subgroup",
+                    rank=context.session.rank, peer=info.rank, op="subgroup",
                 ) from None  # fmt: skip
 
     def _compare(self, mine: _Card, name: str, cards: Store, looks: int) -> None:
@@ -240,7 +255,8 @@ def _decide(place: Store, verdict: _Verdict) -> _Verdict:
         ) from error
 
 
-def _late(place: Store, members: Sequence[int], name: str) -> _Verdict:
+def _late(place: Store, members: Sequence[int], name: str, world: Sequence[int]) -> _Verdict:
+    """Why the members that came give up; `world`: the numbers of the parent's ranks in the whole job."""
     absent = []
     for rank in members:
         try:
@@ -252,7 +268,7 @@ def _late(place: Store, members: Sequence[int], name: str) -> _Verdict:
         f"subgroup {name!r} of ranks {_listed(members)}: {who} did not join in time; all members, and only they, must "
         "call subgroup() with equal ranks and name, equally often"
     )
-    return _Verdict(late=text, peer=absent[0] if absent else None)
+    return _Verdict(late=text, peer=world[absent[0]] if absent else None)
 
 
 def _listed(ranks: Sequence[int]) -> str:

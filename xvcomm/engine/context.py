@@ -19,10 +19,11 @@ from xvcomm.engine.session.carried import carried
 from xvcomm.engine.session.diagnosis import Diagnosis
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
-from xvcomm.errors import ArrayError
+from xvcomm.errors import ArrayError, XvcommError
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.memory.segment import Segment
+from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.format import DONE, Record, Share, State
@@ -50,6 +51,11 @@ class Context:
     """
 
     def __init__(self, session: Session, path: str, ranks: tuple[int, ...], deadline: Deadline) -> None:
+        """Make it together with its other ranks.
+
+        Raises:
+            XvcommError: names ranks by their numbers in the whole job.
+        """
         self.session, self.path, self.ranks = session, path, ranks
         self.rank = ranks.index(session.rank)
         self.ident = zlib.crc32(path.encode()) & 0x7FFFFFFF
@@ -81,26 +87,27 @@ class Context:
         self._users = self.lifecycle.users
         self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, island)
         session.add(self)
+        making = session.guarded(f"comm/{path}", self.check_in_job)
         try:
-            with session.telling(self.store):
-                self._open_contract(deadline)
-                self.store.assemble(
+            with session.telling(making):
+                self._open_contract(making, deadline)
+                making.assemble(
                     session.rank, ranks, deadline, lambda: [ranks[r] for r in sorted(self.lifecycle.departed)]
                 )
         except BaseException:
             self.lifecycle.close()
             raise
 
-    def _open_contract(self, deadline: Deadline) -> None:
+    def _open_contract(self, store: GuardedStore, deadline: Deadline) -> None:
         infos = self.session.infos
         here = tuple(i for i, r in enumerate(self.ranks) if infos[r].host == infos[self.session.rank].host)
         config, key = self.session.config, f"contract/{here[0]}"
         if self.rank == here[0]:
             segment = Segment.create(config.shm_dir, self.session.job + self._part, ContractCheck.size(len(here)))
             with segment.named():
-                self.store.set(key, segment.name.encode(), deadline)
+                store.set(key, segment.name.encode(), deadline)
         else:
-            segment = self.session.attach(self.store, key, self.ranks[here[0]], deadline)
+            segment = self.session.attach(store, key, self.ranks[here[0]], deadline)
         contract = ContractCheck(segment, here, self.rank, self.recorder, self.ident)
         self.place = contract.place
         self.lifecycle.map(contract)
@@ -108,6 +115,15 @@ class Context:
     def check(self) -> None:
         """Raise if the communicator is finished; see `Lifecycle.check`."""
         self.lifecycle.check(self._made_by)
+
+    def check_in_job(self) -> None:
+        """`check`, but the error names ranks by their numbers in the whole job, as all do before a communicator is made."""
+        try:
+            self.check()
+        except XvcommError as error:
+            error.rank = self.session.rank
+            error.peer = None if error.peer is None else self.ranks[error.peer]
+            raise
 
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""
