@@ -2,6 +2,7 @@
 HOST_INDEX.
 """
 
+import importlib.util
 import itertools
 import json
 import os
@@ -9,10 +10,11 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-SHIM = Path(__file__).resolve().parents[1] / "shims" / "verbs"
+SHIM, RXE = (Path(__file__).resolve().parents[1] / "shims" / name for name in ("verbs", "rxe"))
 sys.path[:0] = [str(Path(__file__).parent), str(SHIM)]  # for the modules beside this one, and the fake provider's
 
 ME, PORT, SECONDS = int(os.environ.get("HOST_INDEX", "-1")), 7000, 60
@@ -102,3 +104,24 @@ def fresh(tmp_path_factory):
     """A function that names a new file at each call."""
     folder, numbers = tmp_path_factory.mktemp("fabrics"), itertools.count()
     return lambda: folder / str(next(numbers))
+
+
+def load(name):
+    """A module of the shim of hosts; `hosts` imports `build` by its bare name."""
+    found = importlib.util.spec_from_file_location(name, RXE / f"{name}.py")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """A function that starts a command on two hosts; for tests that run on neither of them."""
+    for name in ("build", "hosts"):  # restored afterwards, as they were
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    built = load("build").kept()
+    if built is None:
+        pytest.skip("the hosts are not built here: make test-rdma")
+    hosts = load("hosts")
+    return lambda *command, **options: hosts.Hosts(built, command, **options)

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 RXE = Path(__file__).resolve().parents[1] / "shims" / "rxe"
-
-
-def load(name: str) -> ModuleType:
-    """A module of the shim; `hosts` imports `build` by its bare name."""
-    found = importlib.util.spec_from_file_location(name, RXE / f"{name}.py")
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
-    found.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that starts a command on two hosts."""
-    for name in ("build", "hosts"):  # restored afterwards, as they were
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    built = load("build").kept()
-    if built is None:
-        pytest.skip("the hosts are not built here: make test-rdma")
-    hosts = load("hosts")
-    yield lambda *command, **options: hosts.Hosts(built, command, **options)
 
 
 def test_worst_exit_status_and_output(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
