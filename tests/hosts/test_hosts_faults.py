@@ -65,15 +65,20 @@ def test_departure(world, what, first):
         assert f"rank {world.size - 1} on " in text and " left; " in text
 
 
-def leave(comm, what):
-    """The last rank closes its session before anything joins it with ranks of other hosts."""
+def leave(comm, what, late=False):
+    """The last rank closes its session before anything joins it with ranks of other hosts; rank 0 may come after all others."""
     if comm.rank == comm.size - 1:
         comm.close()
         return None
+    if late and comm.rank == 0:
+        left = context(comm).session.journal.left
+        await_that(lambda: all(left(rank) for rank in range(1, comm.size)))
     begun = time.monotonic()
     with comm, pytest.raises(PeerLost) as caught:
         if what == "subgroup":
             comm.subgroup(range(comm.size), "all")
+        elif what == "all_gather":
+            comm.all_gather(np.zeros(700_000))
         else:
             comm.barrier()
     return caught.value.peer, str(caught.value), time.monotonic() - begun
@@ -86,6 +91,14 @@ def test_departure_without_a_wire(what):
         for peer, text, seconds in ranks.run(leave, what)[:-1]:
             assert peer == 2 and seconds < 30
             assert what != "subgroup" or "rank 2 on c closed the communicator before it joined" in text
+
+
+@pytest.mark.parametrize("hosts", ["a,b,c", "a,b:2"])
+def test_a_departure_that_lets_others_leave(hosts):
+    """A rank that fails because another has left, and leaves too, is not named in its place."""
+    with World(hosts=hosts, env=HOST, timeout=60) as ranks:
+        for peer, text, _ in ranks.run(leave, "all_gather", True)[:-1]:
+            assert peer == 2, text
 
 
 def late(comm):

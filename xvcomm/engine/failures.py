@@ -67,7 +67,11 @@ class Failures:
         if native is not None and native.failure and Reason.parse(word)[0] is not Reason.MISMATCH:
             self._lifecycle.abort(Reason.ABORTED.word(self._rank, self._rank), native.failure)
         else:
-            self._lifecycle.abort(*self._diagnosis.found(word))
+            word, why = self._diagnosis.found(word)
+            if word and Reason.parse(word)[0] is Reason.LEFT:
+                # Ranks of other hosts may wait for this rank alone, and would only see that it leaves, too.
+                why = f"{self._diagnosis.name(Reason.parse(word)[1])} left"
+            self._lifecycle.abort(word, why)
 
     def _suspects(self, error: BaseException) -> list[int]:
         if isinstance(error, RingStalled):
