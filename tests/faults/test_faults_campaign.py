@@ -140,10 +140,9 @@ def explained(rank, endings, run):
     if isinstance(error, wanted) and named:
         return True
     late = run.fault in ("stop", "missing")
-    if late and any(
-        isinstance(ending.error, DeadlineExceeded) and awaited(run, str(ending.error)) for ending in endings.values()
-    ):
-        return isinstance(error, (DeadlineExceeded, PeerLost) if run.parts else DeadlineExceeded)
+    told = any(isinstance(e.error, DeadlineExceeded) and awaited(run, str(e.error)) for e in endings.values())
+    if late and told and isinstance(error, (DeadlineExceeded, PeerLost) if run.parts else DeadlineExceeded):
+        return True
     # Without a ring between them, a deaf host learns of it by its own deadline alone.
     known = (PeerLost, wanted) if late else (PeerLost, DeadlineExceeded) if run.deaf else PeerLost
     follows = isinstance(error, known) and (late or not mine)
