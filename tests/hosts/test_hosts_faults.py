@@ -150,7 +150,7 @@ def test_last_words_of_a_stuck_rank():
     )
 
 
-def wait_beside_a_slow_rank(comm, pids, seconds):
+def wait_beside_a_slow_rank(comm, pids, seconds, what="recv"):
     """Rank 0 waits for rank 1, and that for rank 2, which computes; rank 1 is stopped for a while when rank 0 gives up."""
     x, group, signals = np.zeros(3), comm.split(0), Signals(comm)
     group.sendrecv(x, (comm.rank + 1) % 3, x.copy(), (comm.rank - 1) % 3)
@@ -167,7 +167,10 @@ def wait_beside_a_slow_rank(comm, pids, seconds):
             os.kill(pids[1], signal.SIGSTOP)
             await_that(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
             threading.Timer(seconds, os.kill, (pids[1], signal.SIGCONT)).start()
-            group.recv(x, 1, timeout=0.1)
+            if what == "recv":
+                group.recv(x, 1, timeout=0.1)
+            else:
+                group.send(np.zeros(16 << 20), 1, timeout=1.0)
     except DeadlineExceeded as error:
         return error.peer, str(error)
     finally:
@@ -183,10 +186,11 @@ def test_a_rank_that_is_slow_to_answer():
     assert peer == 2 and "recv with rank 1 was waiting for rank 2 on c; rank 2: its last operation: " in text, text
 
 
-def test_a_rank_that_is_too_slow_to_answer():
-    """A rank that is stopped for longer is named, and not said to be out of reach."""
+@pytest.mark.parametrize("what", ["recv", "send"])
+def test_a_rank_that_is_too_slow_to_answer(what):
+    """A rank that is stopped for longer is named, and not said to be out of reach; also while a connection is made anew."""
     with World(hosts="a,b,c", env=HOST) as ranks:
-        (peer, text), *_ = ranks.run(wait_beside_a_slow_rank, ranks.pids(), 5.0)
+        (peer, text), *_ = ranks.run(wait_beside_a_slow_rank, ranks.pids(), 5.0, what)
     assert peer == 1 and "rank 1: it does not answer, but its host b does: it is stopped, or very slow; " in text, text
 
 
@@ -233,6 +237,20 @@ def test_the_host_of_the_store_is_out_of_reach(two_hosts):
         assert peer == "0" and "rank 0 on h0 was lost; " in words, text
         assert re.search("no answer|No route to host|did not answer", words), text
         assert float(seconds) < 9, text
+
+
+def test_a_host_that_does_not_answer(two_hosts):
+    """An error at the deadline says so, before the host is lost."""
+    env = {"XVCOMM_PEER_TIMEOUT": "30", "XVCOMM_TIMEOUT": "5"}
+    ranks = two_hosts.await_begun(two_hosts.start("forsaken", env=env))
+    for link in range(2):
+        two_hosts.link(link, "down")
+    told = (
+        r"which did not answer; connections from [ab]: 10.77.\S+ to 10.77.\S+ \(tcp\) up, nothing heard for [\d.]+ s, "
+    )
+    for rank in ranks:
+        text = rank.communicate(timeout=60)[0]
+        assert re.search(f"DeadlineExceeded: .*it runs on host [ab], {told}nothing acknowledged", text), text
 
 
 def test_what_is_told_of_connections(two_hosts):

@@ -17,6 +17,7 @@ def looks(monkeypatch):
     now, dropped, unseen = [0.0], [], {}
     monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(links, "queued", unseen.get)
+    monkeypatch.setattr(links.heartbeat, "answers", lambda connection: False)
     records = [SimpleNamespace(sent=0, received=0, ping=0) for _ in range(2)]
     carrier = SimpleNamespace(add_link=lambda: 0, rails=records, drop=dropped.append)
     link = links.Link(links.Process(0, b"", carrier, None, 10.0, lambda rank: (), lambda rank, why: None), 1)
@@ -58,8 +59,8 @@ def test_all_stalled(looks):
     assert looks(6.1, (164, 64), (164, 64)) == [0, 1]
 
 
-def test_a_host_that_answers(looks):
-    """A host answers as long as it acknowledges on any connection."""
+def test_a_host_that_answers(looks, monkeypatch):
+    """A host answers as long as it acknowledges on any connection, if only that its process takes nothing more."""
     assert looks.link.answers()
     looks(0.0, (164, 64), (164, 64))
     looks(0.2, (164, 64), (164, 64))
@@ -69,3 +70,5 @@ def test_a_host_that_answers(looks):
     for at in (1.2, 1.6):
         looks(at, (164, 64), (170, 6))
     assert not looks.link.answers()
+    monkeypatch.setattr(links.heartbeat, "answers", lambda connection: True)
+    assert looks.link.answers()

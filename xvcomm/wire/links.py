@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from xvcomm.abc import transport as abc
 from xvcomm.errors import AuthenticationError, ResourceError
+from xvcomm.system import heartbeat
 from xvcomm.system.notice import notice
 from xvcomm.types.route import MAX_RAILS, RDMA, Ends, Route
 from xvcomm.wire import handshake
@@ -84,6 +85,11 @@ class Rail:
     def patience(self) -> float:
         """How long the other host may acknowledge nothing; devices repeat what is lost by themselves, and tell of failures."""
         return _STALL_SECONDS if self.rdma is None else SILENT_SECONDS
+
+    @property
+    def answers(self) -> bool:
+        """Whether the other host answers, though its process may take nothing more; False if a device knows that alone."""
+        return self.rdma is None and heartbeat.answers(self.connection)
 
     def progress(self, sent: int) -> tuple[int, int]:
         """What the other host has acknowledged and has not, of so many bytes; of RDMA in requests."""
@@ -408,7 +414,7 @@ class Link:
         """Whether the other host has acknowledged what was sent to it, or has accepted a connection, a moment ago."""
         now, rails = time.monotonic(), list(self.rails.values())
         if rails:
-            return any(now - rail.waits < _STALL_SECONDS for rail in rails)
+            return any(now - rail.waits < _STALL_SECONDS or rail.answers for rail in rails)
         return now - self._accepted < SILENT_SECONDS
 
     def told(self) -> str:

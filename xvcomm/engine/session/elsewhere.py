@@ -12,7 +12,7 @@ import msgspec
 from xvcomm.abc.store import Notices, Store
 from xvcomm.abc.transport import Transport
 from xvcomm.errors import StoreError, XvcommError
-from xvcomm.rendezvous.store import heartbeat
+from xvcomm.system import heartbeat
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
 

@@ -41,9 +41,21 @@ def begin(sock: socket.socket, seconds: float) -> None:
 
 def silence(sock: socket.socket) -> float:
     """Seconds since the other host has acknowledged anything; 0 if the system does not tell, or the socket is closed."""
+    told = _told(sock)
+    return 0.0 if told is None else float(told.last_ack_recv) / 1000
+
+
+def answers(sock: socket.socket) -> bool:
+    """Whether the other host has acknowledged what was sent, or asked, last: also where its process takes nothing more."""
+    told = _told(sock)
+    return told is not None and told.retransmits == 0 and told.probes == 0
+
+
+def _told(sock: socket.socket) -> _TcpInfo | None:
+    """What the kernel knows of a connection; None if the system does not tell, or the socket is closed."""
     size = ctypes.sizeof(_TcpInfo)
     try:
         told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
     except OSError:
-        return 0.0
-    return _TcpInfo.from_buffer_copy(told).last_ack_recv / 1000 if len(told) == size else 0.0
+        return None
+    return _TcpInfo.from_buffer_copy(told) if len(told) == size else None
