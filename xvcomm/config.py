@@ -69,6 +69,17 @@ class Config:
         least=0,
         most=1,
     )
+    device_direct: int = _var(
+        1,
+        "0: rings between GPUs of two hosts are in host memory, also where network cards reach the GPUs' memory.",
+        least=0,
+        most=1,
+    )
+    affinity: str | None = _var(
+        None,
+        'File in JSON that gives RDMA devices to GPUs by PCIe address, `{"0000:65:00.0": ["mlx5_0"]}`. GPUs that it does '
+        "not name use the devices that are nearest to them on PCIe.",
+    )
     rdma_pairs: int = _var(
         2,
         "Queue pairs of a network interface to each rank of other hosts, as far as 32 connections allow.",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +22,7 @@ _HIGHEST = -1000  # the driver clamps it to the highest priority
 _DEFAULT_STREAMS = (0, runtime.streamLegacy)
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor, -Minor
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
 
 def _relaxed(exchange: int, mode: int, function: int, argument: int) -> int:
@@ -70,8 +72,10 @@ class CudaRuntime(Runtime):
         # CuPy's function holds the interpreter lock while it waits
         self._close = ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle
         self._mode = ctypes.c_int64()
+        self._exchange = driver.cuThreadExchangeStreamCaptureMode
+        self._handle = getattr(driver, "cuMemGetHandleForAddressRange", None)
         self._query = (
-            _address(driver.cuThreadExchangeStreamCaptureMode),
+            _address(self._exchange),
             ctypes.addressof(self._mode),
             _address(driver.cuEventQuery),
         )
@@ -150,6 +154,25 @@ class CudaRuntime(Runtime):
 
     def reaches(self, index: int, other: int) -> bool:
         return bool(self._reaches(index, other))
+
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        descriptor = ctypes.c_int(-1)
+        where = ctypes.byref(descriptor), ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
+        if self._handle is None:
+            raise VendorError("cuMemGetHandleForAddressRange", -1, "missing", "a driver of CUDA 11.7 or newer has it")
+        code = self._handle(*where, _DMA_BUF, ctypes.c_ulonglong(0))
+        if code != SUCCESS:
+            raise _failure("cuMemGetHandleForAddressRange", driver.CUDADriverError(code))
+        return descriptor.value
+
+    @contextlib.contextmanager
+    def during_captures(self) -> Iterator[None]:
+        mode = ctypes.c_int(_RELAXED)
+        self._exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._exchange(ctypes.byref(mode))
 
     def close(self, address: int) -> None:
         status = self._close(ctypes.c_uint64(address))

@@ -15,12 +15,14 @@ from xvcomm.abc.launch import (
     SupportsEnqueuedLocal,
     SupportsEnqueuedMessages,
 )
+from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.abc.peer_memory import ExportedMemory, PeerMemory, SupportsPeerMemory
 from xvcomm.backends.gpu.events import BRANCH, FOLLOW, RECORD, StreamEvents
 from xvcomm.backends.gpu.guard import on_device, told
 from xvcomm.backends.gpu.kernels import Kernels, Prepared
 from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LocalCall
 from xvcomm.backends.gpu.messages import LAUNCH, READY
+from xvcomm.backends.gpu.nic_memory import NicPool
 from xvcomm.backends.gpu.peer_memory import PeerPool, reached
 from xvcomm.backends.gpu.pools import EVENTS_AT_ONCE
 from xvcomm.backends.gpu.streams import Engine, GpuStream
@@ -44,7 +46,7 @@ class _Adopted(threading.local):
         self.streams: dict[int, GpuStream] = {}
 
 
-class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, SupportsPeerMemory):
+class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, SupportsPeerMemory, SupportsNicMemory):
     """One GPU of this process. Thread-safe; each stream may be used by one thread at a time."""
 
     def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
@@ -54,7 +56,8 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
         kind = runtime.kind
         self._able = DeviceCapabilities(kind, runtime.architecture(index), kind, index, asynchronous=True)
         self._peers = reached(runtime, index, bool(config.peer_memory))
-        self._shared = PeerPool(runtime)
+        self._shared, self._for_cards = PeerPool(runtime), NicPool(runtime)
+        self.needs_write = runtime.needs_write
         before = runtime.current()
         runtime.use(index)  # initializes the device, which takes long
         runtime.use(before)
@@ -185,6 +188,20 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
     @on_device
     def release_import(self, address: int) -> None:
         self._shared.release_import(address)
+
+    def bus(self) -> str:
+        return self.runtime.bus(self.index)
+
+    @on_device
+    def nic_memory(self, nbytes: int) -> int:
+        return self._for_cards.take(nbytes)
+
+    def return_nic_memory(self, address: int, nbytes: int) -> None:
+        self._for_cards.give_back(address, nbytes)
+
+    @on_device
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        return self._for_cards.dma_buf(address, nbytes)
 
     @on_device
     def reduce(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple
 
 from xvcomm.types.dtype import ReduceOp
@@ -60,12 +61,14 @@ class Runtime(ABC):
         visible: environment variable that selects the devices a process sees.
         invalid_streams: handles that are not streams here: DLPack's rules differ between the two.
         source: lines of C++ that precede the kernels' source.
+        needs_write: see `SupportsNicMemory`.
     """
 
     kind: ClassVar[str]
     visible: ClassVar[str]
     invalid_streams: ClassVar[frozenset[int]]
     source: ClassVar[str] = ""
+    needs_write: ClassVar[bool] = False
 
     @abstractmethod
     def count(self) -> int:
@@ -106,6 +109,14 @@ class Runtime(ABC):
     @abstractmethod
     def close(self, address: int) -> None:
         """Unmap it. May wait for the device, without the interpreter lock."""
+
+    @abstractmethod
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        """A descriptor of a dma-buf of device memory, on whole pages of the host."""
+
+    @abstractmethod
+    def during_captures(self) -> AbstractContextManager[None]:
+        """Permit the calling thread meanwhile to allocate memory, although another thread captures a graph."""
 
     @abstractmethod
     def reaches(self, index: int, other: int) -> bool:

@@ -6,10 +6,13 @@ import contextlib
 import os
 import select
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from xvcomm.abc.device import Device
+from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma import settings, sysfs
+from xvcomm.backends.rdma.affinity import nearest
 from xvcomm.backends.rdma.devices import Gid, Port
 from xvcomm.backends.rdma.events import Event, Events
 from xvcomm.backends.rdma.gids import gid_of, partition
@@ -18,33 +21,77 @@ from xvcomm.config import Config
 from xvcomm.errors import ResourceError, XvcommError
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
-from xvcomm.wire.cards import Cards, Keys
+from xvcomm.wire.cards import Keys
 from xvcomm.wire.frames import MAX_DEVICES
 
 if TYPE_CHECKING:
+    from xvcomm.backends.rdma.direct import DirectMemory
     from xvcomm.backends.rdma.pairs import Domain
     from xvcomm.backends.rdma.rails import RailPair
+    from xvcomm.backends.rdma.slots import DirectSlots
+    from xvcomm.backends.rdma.trials import Trial
 
 
-def open_cards(config: Config, interfaces: Mapping[str, str], env: Mapping[str, str] = os.environ) -> Cards | None:
+def open_cards(
+    config: Config, interfaces: Mapping[str, str], device: Device | None = None, env: Mapping[str, str] = os.environ
+) -> RdmaCards | None:
     """Open the devices of network interfaces; None if there is none that can be used. Says what cannot be opened.
 
     Args:
         interfaces: names of those that are used between hosts, by their addresses.
+        device: of this process. If it is a GPU, and the devices that are nearest to it reach its memory, these alone are used.
+
+    Raises:
+        ConfigError: XVCOMM_AFFINITY makes no sense.
     """
     if settings.refusal(config, env):
         return None
-    domains: list[Domain] = []
     refused: dict[str, list[str]] = {}
+    domains: list[Domain] = []
+
+    def open_all(names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                domains.append(_open(name, len(domains)))
+            except XvcommError as error:
+                refused.setdefault(str(error), []).append(name)
+
+    names = []
     for name in sysfs.names():
         try:
             if _serves(name, interfaces, config):
-                domains.append(_open(name, len(domains)))
+                names.append(name)
         except XvcommError as error:
             refused.setdefault(str(error), []).append(name)
+    gpu, far = None, dict[str, str]()
+    if config.device_direct and isinstance(device, SupportsNicMemory):
+        names, far = nearest(device.bus(), names, config.affinity)
+        open_all(names)
+        if domains:
+            gpu = _try_direct(device, domains, interfaces, settings.options(config, env))
+        if gpu is None or not gpu.works:
+            open_all(far)
+            far = {}
+    else:
+        open_all(names)
     for why, names in refused.items():
         notice(f"no RDMA over {', '.join(names)}, but TCP: {why}; XVCOMM_RDMA=0 wants no more")
-    return RdmaCards(domains, interfaces, config, env) if domains else None
+    return RdmaCards(domains, interfaces, config, env, gpu, far) if domains else None
+
+
+def _try_direct(
+    device: Device, domains: Sequence[Domain], interfaces: Mapping[str, str], options: Mapping[str, int]
+) -> DirectMemory:  # fmt: skip
+    """Find out which of the devices reach a GPU's memory."""
+    from xvcomm.backends.rdma.direct import DirectMemory
+
+    ways: list[tuple[Port, Gid] | None] = []
+    for domain in domains:
+        try:
+            ways.append(_way(domain.name, domain.ask().ports, interfaces))
+        except ResourceError:  # it does not answer
+            ways.append(None)
+    return DirectMemory(device, list(domains), ways, options)
 
 
 def _open(name: str, before: int) -> Domain:
@@ -78,12 +125,15 @@ def _way(name: str, ports: Sequence[Port], interfaces: Mapping[str, str]) -> tup
 class Registration:
     """See `wire.cards.Registered`."""
 
+    scratch = 0
+
     def __init__(self, domains: Sequence[Domain], address: int, nbytes: int) -> None:
         """Register memory with all devices or with none.
 
         Raises:
             ResourceError: one refuses.
         """
+        self.address = address
         with contextlib.ExitStack() as undo:
             regions = []
             for domain in domains:
@@ -92,7 +142,7 @@ class Registration:
             self.keys: Sequence[Keys] = [Keys(region.lkey, region.rkey) for region in regions]
             self._undo = undo.pop_all()
 
-    def close(self) -> None:
+    def close(self, *, in_use: bool = False) -> None:
         """See `wire.cards.Registered.close`. Idempotent."""
         self._undo.close()
 
@@ -101,20 +151,41 @@ class RdmaCards:
     """See `wire.cards.Cards`. Thread-safe."""
 
     def __init__(
-        self, domains: Sequence[Domain], interfaces: Mapping[str, str], config: Config, env: Mapping[str, str]
-    ) -> None:
+        self, domains: Sequence[Domain], interfaces: Mapping[str, str], config: Config, env: Mapping[str, str],
+        gpu: DirectMemory | None = None, far: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         """Use devices that are open, at most MAX_DEVICES, and close them at the end.
 
         Args:
             interfaces: names of network interfaces by their addresses.
+            gpu: whose memory they were tried with.
+            far: why other RDMA devices are not used beside them, by name.
         """
         self._domains, self._interfaces = domains, interfaces
         self._options, self._key = settings.options(config, env), config.rdma_partition_key
         self._pairs: set[RailPair] = set()
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
+        self._gpu, self._far = gpu, far or {}
         self._events: dict[int, Events] = {}
         self._poll = select.epoll()
         forking.register(self)
+
+    @property
+    def has_direct(self) -> bool:
+        """See `wire.cards.Cards`."""
+        return self._gpu is not None and self._gpu.works
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """How far each device came with the memory of this process's GPU; also those that are too far away to be used."""
+        from xvcomm.backends.rdma.trials import Trial
+
+        far = [Trial(name, "", "", why) for name, why in self._far.items()]
+        return [*self._gpu.trials, *far] if self._gpu is not None else far
+
+    def direct(self, nbytes: int, *, producer: bool) -> DirectSlots | None:
+        """See `wire.cards.Cards.direct`."""
+        return self._gpu.slots(nbytes, producer=producer) if self._gpu is not None else None
 
     def reaches(self, address: str) -> bool:
         """See `wire.cards.Cards.reaches`."""
@@ -144,7 +215,9 @@ class RdmaCards:
         index, port, gid = self._find(address)
         domain = self._domains[index]
         options = self._options | {"partition": partition(domain.name, port.number, self._key)}
-        made = RailPair(domain, index, port, gid, options, self._forget)
+        made = RailPair(
+            domain, index, port, gid, options, self._forget, direct=self._gpu is not None and self._gpu.writes
+        )
         with self._lock:
             self._pairs.add(made)
         return made
@@ -187,7 +260,7 @@ class RdmaCards:
 
     def after_fork(self) -> None:
         """Leave the devices to the parent: the child's copies would keep them open after its death."""
-        descriptors = [pair.fd for pair in self._pairs]
+        descriptors = [descriptor for pair in self._pairs for descriptor in pair.descriptors]
         for domain in self._domains:
             descriptors += domain.descriptors
         for descriptor in descriptors:

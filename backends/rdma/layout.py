@@ -35,6 +35,11 @@ CONTEXT = np.dtype([
 PROTECTION_DOMAIN = np.dtype([("context", "i8"), ("handle", "u4")], align=True)
 """struct ibv_pd."""
 
+REGION = np.dtype([
+    ("context", "i8"), ("pd", "i8"), ("addr", "i8"), ("length", "i8"), ("handle", "u4"), ("lkey", "u4"), ("rkey", "u4"),
+], align=True)  # fmt: skip
+"""struct ibv_mr."""
+
 CHANNEL = np.dtype([("context", "i8"), ("fd", "i4"), ("refcnt", "i4")], align=True)
 """struct ibv_comp_channel."""
 

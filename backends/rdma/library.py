@@ -29,6 +29,7 @@ def libibverbs() -> Any:
     except OSError as error:
         raise BackendUnavailable(f"libibverbs does not load: {error}; apt-get install libibverbs1") from error
     address, number = ctypes.c_void_p, ctypes.c_int
+    word = ctypes.c_uint64
     for name, result, arguments in (
         ("ibv_fork_init", number, []),
         ("ibv_get_device_name", ctypes.c_char_p, [address]),
@@ -39,6 +40,8 @@ def libibverbs() -> Any:
         ("ibv_create_qp", address, [address, address]),
         ("ibv_modify_qp", number, [address, address, number]),
         ("ibv_destroy_qp", number, [address]),
+        ("ibv_reg_dmabuf_mr", address, [address, word, word, word, number, number]),
+        ("ibv_dereg_mr", number, [address]),
         ("ibv_get_async_event", number, [address, address]),
         ("ibv_ack_async_event", None, [address]),
     ):

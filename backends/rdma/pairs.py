@@ -33,7 +33,7 @@ _RNR_TIMER, _SEND_PSN, _READS_HERE, _NUMBER = 1 << 15, 1 << 16, 1 << 17, 1 << 20
 """enum ibv_qp_attr_mask."""
 _RELIABLE = 2
 """IBV_QPT_RC."""
-LOCAL_WRITE, REMOTE_WRITE = 1, 2
+LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = 1, 2, 4
 """enum ibv_access_flags."""
 _HOPS = 64
 _FOR_EVER = 7
@@ -79,6 +79,26 @@ class Remote:
     lid: int = 0
 
 
+class DmaBufRegion:
+    """Memory that was registered by its dma-buf; pyverbs' class registers it at address 0.
+
+    Attributes:
+        lkey, rkey: see `wire.cards.Keys`.
+    """
+
+    def __init__(self, domain: Domain, descriptor: int, address: int, nbytes: int) -> None:
+        self._device, access = domain.name, LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
+        made = libibverbs().ibv_reg_dmabuf_mr(domain.domain, 0, nbytes, address, descriptor, access)
+        self._address = checked(f"region of a dma-buf of {nbytes} bytes", domain.name, made)
+        layout.check_fields("a region", self._address, layout.REGION, context=domain.context, pd=domain.domain)
+        record = layout.at(self._address, layout.REGION)
+        self.lkey, self.rkey = int(record["lkey"]), int(record["rkey"])
+
+    def close(self) -> None:
+        """Register it no more."""
+        check("give a region back", self._device, libibverbs().ibv_dereg_mr(self._address))
+
+
 class Domain:
     """An open device with a protection domain: memory and queue pairs that belong together.
 
@@ -113,25 +133,42 @@ class Domain:
             self.close()
             raise
 
-    def register(self, address: int, nbytes: int) -> Any:
+    def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
         """Let the device read memory, and the other ends' devices write to it; pyverbs' region, with `lkey` and `rkey`.
+
+        Args:
+            readable: whether the other ends may read it, too.
 
         Raises:
             ResourceError: the device or a limit refuses.
         """
+        access = LOCAL_WRITE | REMOTE_WRITE | (REMOTE_READ if readable else 0)
         try:
-            region = pyverbs("mr").MR(self._domain, nbytes, LOCAL_WRITE | REMOTE_WRITE, address=address)
+            region = pyverbs("mr").MR(self._domain, nbytes, access, address=address)
         except pyverbs("pyverbs_error").PyverbsError as error:
             raise ResourceError(f"{self.name} does not register {nbytes} bytes: {error}; {REGISTERING}") from error
         self._held.append(region)
         return region
 
-    def release(self, region: Any) -> None:
-        """Register memory no more, so that the device does not touch it. Idempotent, also after `close`."""
+    def register_dma_buf(self, descriptor: int, address: int, nbytes: int) -> DmaBufRegion:
+        """Let the device and the other ends' devices read and write a GPU's memory, of which the driver has given a dma-buf.
+
+        Raises:
+            ResourceError: the device, its driver or the kernel refuses.
+        """
+        region = DmaBufRegion(self, descriptor, address, nbytes)
+        self._held.append(region)
+        return region
+
+    def release(self, region: Any) -> bool:
+        """Register memory no more; whether the device touches it no more. Idempotent, also after `close`."""
         if region in self._held:
             self._held.remove(region)
-            with contextlib.suppress(pyverbs("pyverbs_error").PyverbsError):  # the device was removed
+            try:
                 region.close()
+            except (pyverbs("pyverbs_error").PyverbsError, ResourceError):  # most often the device was removed
+                return False
+        return True
 
     @property
     def descriptors(self) -> list[int]:
@@ -153,7 +190,7 @@ class Domain:
     def close(self) -> None:
         """Close the device, with the regions; its queue pairs and completion queues must be closed before."""
         for part in (*self._held, self._domain, self._context):
-            with contextlib.suppress(pyverbs("pyverbs_error").PyverbsError):  # it was removed
+            with contextlib.suppress(pyverbs("pyverbs_error").PyverbsError, ResourceError):  # it was removed
                 part.close()
 
 
@@ -198,7 +235,9 @@ class ReliableQueue(PostedQueue):
         number: by which the other end knows it.
     """
 
-    def __init__(self, domain: Domain, completions: PolledQueue, depth: int, inline: int, receives: int = 1) -> None:
+    def __init__(
+        self, domain: Domain, completions: PolledQueue, depth: int, inline: int, receives: int = 1, *, readable: bool = False
+    ) -> None:  # fmt: skip
         """Make one, not connected.
 
         Args:
@@ -207,11 +246,13 @@ class ReliableQueue(PostedQueue):
             depth: most requests that may be posted and not ended.
             inline: most bytes of `wire.verbs.write_inline` and `send_inline`.
             receives: most that may be posted and not received.
+            readable: whether the other end may read memory.
 
         Raises:
             ResourceError: the device gives none of this size.
         """
         self._domain, self._completions = domain, completions
+        self._access = LOCAL_WRITE | REMOTE_WRITE | (REMOTE_READ if readable else 0)
         queue = completions.record.queue
         wanted = np.zeros(1, layout.PAIR_INIT)
         wanted["send_cq"] = wanted["recv_cq"] = queue
@@ -237,7 +278,7 @@ class ReliableQueue(PostedQueue):
             ResourceError: the device refuses.
         """
         wanted = np.zeros(1, layout.PAIR_ATTRIBUTES)
-        wanted["port_num"], wanted["access_flags"] = port, LOCAL_WRITE | REMOTE_WRITE
+        wanted["port_num"], wanted["access_flags"] = port, self._access
         wanted["pkey_index"] = partition
         self._move(wanted, _INIT, _PKEY | _PORT | _ACCESS)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from errno import ETIMEDOUT
 from typing import NamedTuple
 
 import numpy as np
 
 from xvcomm.errors import ResourceError
-from xvcomm.jit.atomics import sched_yield
+from xvcomm.jit.atomics import monotonic, sched_yield
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.wire.cards import Cards
 from xvcomm.wire.verbs import completions_at, failed, post, queue_at, take, write
+
+LONGEST_NS = 20_000_000_000
+"""A WRITE that has not ended after this time never does: a device repeats it for some seconds at most."""
 
 
 class PlainDescription(NamedTuple):
@@ -66,7 +70,7 @@ class PlainPair:
         """
         pair, key = self._pair, self._region.keys[self._pair.device].local
         here, begun = self._memory.ctypes.data, time.perf_counter()
-        if not _write(pair.queue, pair.completions, here, key, *self._there, self._memory.nbytes, count):
+        if not write_all(pair.queue, pair.completions, here, key, *self._there, self._memory.nbytes, count, LONGEST_NS):
             raise ResourceError(pair.failure())
         return time.perf_counter() - begun
 
@@ -77,21 +81,31 @@ class PlainPair:
         self._region.close()
 
 
-def _write_all(
-    queue_address: int, completions_address: int, here: int, key: int, there: int, there_key: int, nbytes: int, count: int
+def _write(
+    queue_address: int, completions_address: int, here: int, key: int, there: int, there_key: int, nbytes: int, count: int,
+    longest: int,
 ) -> int:  # fmt: skip
-    """Post so many WRITEs, of which as many are under way as the queue takes; 1 once all have ended well, else 0."""
+    """Post so many WRITEs, of which as many are under way as the queue takes; 1 once all have ended well, else 0.
+
+    Args:
+        longest: nanoseconds that a WRITE may take.
+    """
     queue, completions = queue_at(queue_address), completions_at(completions_address)
-    last = queue.posted + count
+    last, seen, since = queue.posted + count, queue.written, monotonic()
     while queue.written < last:
         while queue.posted < last and write(queue, here, key, there, there_key, nbytes):
             if post(queue) != 0:
                 return 0
         if take(completions) < 0 or failed(queue):
             return 0
+        if queue.written != seen:
+            seen, since = queue.written, monotonic()
+        elif monotonic() - since > longest:
+            queue.error = ETIMEDOUT
+            return 0
         sched_yield()
     return 1
 
 
 with compiling():
-    _write = kernel("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_write_all)
+    write_all = kernel("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(_write)

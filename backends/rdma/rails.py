@@ -13,11 +13,12 @@ from msgspec import Meta
 
 from xvcomm.backends.rdma.devices import Gid, Port
 from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
+from xvcomm.backends.rdma.selfpair import SelfPair
 from xvcomm.errors import ResourceError
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
-from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS
+from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Loopback
 from xvcomm.wire.frames import HEADER, MAX_DEVICES
 from xvcomm.wire.verbs import offer, queue_at
 
@@ -73,7 +74,8 @@ class RailPair:
     """
 
     def __init__(
-        self, domain: Domain, device: int, port: Port, gid: Gid, options: Mapping[str, int], closed: Callable[[RailPair], None]
+        self, domain: Domain, device: int, port: Port, gid: Gid, options: Mapping[str, int], closed: Callable[[RailPair], None],
+        *, direct: bool = False,
     ) -> None:  # fmt: skip
         """Make one.
 
@@ -83,6 +85,7 @@ class RailPair:
             port, gid: that it sends from.
             options: the rest of its `pairs.Path`.
             closed: called once the device does not use its buffers any more.
+            direct: whether it may have to make visible what it writes to a GPU's memory.
 
         Raises:
             ResourceError: the device refuses.
@@ -92,7 +95,11 @@ class RailPair:
         self._open = True
         self._theirs: Description | None = None
         self.device, self.there, self.peer = device, 0, 0
+        self._mirror: SelfPair | None = None
         with contextlib.ExitStack() as undo:
+            if direct:
+                self._mirror = SelfPair(domain, port, gid, options)
+                undo.callback(self._mirror.close)
             memory = Segment.anonymous(2 * BUFFERS * BUFFER_BYTES)
             undo.callback(memory.close)
             region = domain.register(memory.address, 2 * BUFFERS * BUFFER_BYTES)
@@ -111,6 +118,7 @@ class RailPair:
         self._memory, self._region, self._completions = memory, region, completions
         self.number, self.queue = self._queue.number, self._queue.address
         self.completions, self.fd = completions.address, completions.fd
+        self.loopback = self._mirror.records if self._mirror else Loopback()
         self._lid = port.lid if port.link == "InfiniBand" else 0
         ours = Description(self.number, gid.value, self._lid, port.mtu, device)
         self.description = msgspec.msgpack.encode(ours)
@@ -130,6 +138,11 @@ class RailPair:
                 raise ResourceError(f"{self._where()}: {error}; does a path lead there?") from error
         self.peer, self.there = found.number, found.device
 
+    @property
+    def descriptors(self) -> list[int]:
+        """Those that keep the device open."""
+        return [self.fd, *([self._mirror.fd] if self._mirror else [])]
+
     def fail(self) -> None:
         """See `wire.cards.Pair.fail`. A device that was removed does not answer; nothing arrives from it either."""
         with self._lock, contextlib.suppress(ResourceError):
@@ -138,7 +151,8 @@ class RailPair:
 
     def failure(self) -> str:
         """See `wire.cards.Pair.failure`."""
-        what = self._queue.failure()
+        own = self._mirror and self._mirror.failure()
+        what = self._queue.failure() or (own and f"the GPU does not see what the device writes: {own}")
         return f"{self._where()}: {what}" if what else ""
 
     def _where(self) -> str:
@@ -152,6 +166,8 @@ class RailPair:
                 return
             self._open = False
             try:
+                if self._mirror is not None:
+                    self._mirror.close()
                 self._queue.close()
                 self._completions.close()
                 self._domain.release(self._region)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rocm.bindings import hip, hiprtc
@@ -26,6 +27,8 @@ _ANY_DIRECTION = hip.hipMemcpyKind.hipMemcpyDefault
 _HIGHEST = -1000  # HIP clamps it to the highest priority
 _UNCACHED = 3  # hipDeviceMallocUncached: otherwise running kernels do not see a peer's writes
 _HANDLE_BYTES = 64
+_DMA_BUF = hip.hipMemRangeHandleType.hipMemRangeHandleTypeDmaBufFd
+_RELAXED = 2  # hipStreamCaptureModeRelaxed
 
 
 def _queried(capturing: int, status: int, query: int, stream: int, event: int) -> int:
@@ -95,11 +98,15 @@ class HipRuntime(Runtime):
 
     kind, visible = "rocm", "HIP_VISIBLE_DEVICES"
     invalid_streams = frozenset((1, 2))
+    needs_write = True
 
     def __init__(self) -> None:
         self._streams: dict[int, int] = {}
         self._status = ctypes.c_int64()
-        capturing, query = _addresses("hipStreamIsCapturing", "hipEventQuery")
+        capturing, query, exchange = _addresses(
+            "hipStreamIsCapturing", "hipEventQuery", "hipThreadExchangeStreamCaptureMode"
+        )
+        self._exchange = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(exchange)  # hip-python's takes no mode
         self._query = capturing, ctypes.addressof(self._status), query
 
     count = _bound(hip.hipGetDeviceCount)
@@ -119,6 +126,7 @@ class HipRuntime(Runtime):
     load = _bound(hip.hipModuleLoadData, give=int)
     _export = _bound(hip.hipIpcGetMemHandle)
     _open = _bound(hip.hipIpcOpenMemHandle, hip.hipIpcMemLazyEnablePeerAccess, give=int)
+    _range = _bound(hip.hipMemGetHandleForAddressRange)
     _properties = _bound(hip.hipGetDeviceProperties)
     _register = _bound(hip.hipHostRegister, _PORTABLE_AND_MAPPED)
     _mapped = _bound(hip.hipHostGetDevicePointer, 0, give=int)
@@ -164,6 +172,41 @@ class HipRuntime(Runtime):
         made = hip.hipIpcMemHandle_t()
         ctypes.memmove(int(made), handle, _HANDLE_BYTES)
         return int(self._open(made))
+
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        """See `Runtime.dma_buf`; before ROCm 7 the function is HSA's."""
+        descriptor = ctypes.c_int(-1)
+        try:
+            self._range(ctypes.addressof(descriptor), address, nbytes, _DMA_BUF, 0)
+        except VendorError as error:
+            if error.name != "missing":
+                raise
+            self._export_by_hsa(address, nbytes, descriptor)
+        return descriptor.value
+
+    @staticmethod
+    def _export_by_hsa(address: int, nbytes: int, descriptor: ctypes.c_int) -> None:
+        name, offset = "hsa_amd_portable_export_dmabuf", ctypes.c_uint64()
+        try:
+            function = getattr(ctypes.CDLL("libhsa-runtime64.so.1"), name)
+        except (OSError, AttributeError) as error:
+            raise VendorError(name, -1, "missing", str(error)) from error
+        code = function(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.byref(descriptor), ctypes.byref(offset)
+        )
+        if code == SUCCESS and offset.value:
+            os.close(descriptor.value)
+        if code or offset.value:
+            raise VendorError(name, code, "refused", f"at offset {offset.value} of its allocation")
+
+    @contextlib.contextmanager
+    def during_captures(self) -> Iterator[None]:
+        mode = ctypes.c_int(_RELAXED)
+        self._exchange(ctypes.addressof(mode))
+        try:
+            yield
+        finally:
+            self._exchange(ctypes.addressof(mode))
 
     def register(self, address: int, nbytes: int) -> int:
         self._register(address, nbytes)

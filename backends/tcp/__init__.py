@@ -87,13 +87,15 @@ class TcpTransport(Transport):
             for listener in listeners:
                 failing.callback(listener.close)
             failing.callback(self._close_cards)
-            self._cards = membership.cards(config, {address.host: address.interface for address in mine.addresses})
+            interfaces_used = {address.host: address.interface for address in mine.addresses}
+            self._cards = membership.cards(config, interfaces_used, membership.device)
             if self._cards is not None:
                 mine = mine.with_rdma(self._cards.reaches)
             store.set(f"place/{membership.rank}", msgspec.msgpack.encode(mine), deadline)
             self.network = Network(
                 membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
                 threads, Tls() if config.tls else None, membership.lost, membership.left, cards=self._cards,
+                asynchronous=membership.device is not None and membership.device.capabilities().asynchronous,
             )  # fmt: skip
             failing.pop_all()
 
@@ -111,7 +113,7 @@ class TcpTransport(Transport):
             made = _Made(secrets.randbits(62), layout.lanes, layout.slots, layout.slot_bytes)
             store.set(name, msgspec.msgpack.encode(made), deadline)
         half = RingLayout(made.lanes, made.slots, made.slot_bytes, wired=True)
-        return self.network.open_ring(member, made.name, half, group=group, peer=peer, producer=producer)
+        return self.network.open_ring(member, made.name, half, deadline, group=group, peer=peer, producer=producer)
 
     def leave(self, group: int, word: int) -> None:
         if self.network is not None:

@@ -21,7 +21,7 @@ from xvcomm.testing.hosts import NAMES, Hosts
 from xvcomm.testing.processes import RankFailure
 from xvcomm.testing.world import World
 from xvcomm.types.topology import parse_islands
-from xvcomm.wire.links import SILENT_SECONDS
+from xvcomm.wire.rails import SILENT_SECONDS
 
 USUAL, ALL = 60, 1000
 SOON = 6.0

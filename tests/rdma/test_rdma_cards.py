@@ -30,7 +30,7 @@ def cards(other_host: Any) -> Iterator[Any]:
     from xvcomm.backends.rdma.cards import open_cards
     from xvcomm.config import Config
 
-    made = open_cards(Config(rdma_timeout=12, rdma_retries=3), own_addresses(other_host), {})
+    made = open_cards(Config(rdma_timeout=12, rdma_retries=3), own_addresses(other_host), env={})
     assert made is not None
     yield made
     made.close()

@@ -78,7 +78,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_devices_of_the_interfaces_in_use_are_opened(host: Any, opened: list[str], caplog: Any) -> None:
     addresses = host(4, down="fake2")
     del addresses["10.0.1.1"]
-    found = open_cards(Config(), addresses, {})
+    found = open_cards(Config(), addresses, env={})
     assert found is not None
     assert opened == ["fake0", "fake3"]
     assert [address for address in ("10.0.0.1", "10.0.1.1", "10.0.3.1", "10.0.9.1") if found.reaches(address)] == [
@@ -91,15 +91,15 @@ def test_devices_of_the_interfaces_in_use_are_opened(host: Any, opened: list[str
 
 
 def test_no_device_is_looked_at_where_rdma_is_off(host: Any, opened: list[str]) -> None:
-    assert open_cards(Config(rdma=0), host(1), {}) is None
-    assert open_cards(Config(), host(1), {"NCCL_IB_DISABLE": "1"}) is None
-    assert open_cards(Config(tls=1), host(1), {}) is None
-    assert open_cards(Config(), {}, {}) is None
+    assert open_cards(Config(rdma=0), host(1), env={}) is None
+    assert open_cards(Config(), host(1), env={"NCCL_IB_DISABLE": "1"}) is None
+    assert open_cards(Config(tls=1), host(1), env={}) is None
+    assert open_cards(Config(), {}, env={}) is None
     assert opened == []
 
 
 def test_more_devices_than_a_process_uses(host: Any, opened: list[str], caplog: Any) -> None:
-    found = open_cards(Config(), host(MAX_DEVICES + 1), {})
+    found = open_cards(Config(), host(MAX_DEVICES + 1), env={})
     assert found is not None
     assert opened == [f"fake{i}" for i in range(MAX_DEVICES)]
     (text,) = said(caplog)
@@ -109,13 +109,13 @@ def test_more_devices_than_a_process_uses(host: Any, opened: list[str], caplog: 
 
 def test_one_warning_where_pyverbs_is_missing(host: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyverbs", None)
-    assert open_cards(Config(), host(2), {}) is None
+    assert open_cards(Config(), host(2), env={}) is None
     (text,) = said(caplog)
     assert "no RDMA over fake0, fake1, but TCP: pyverbs is missing" in text and "XVCOMM_RDMA=0" in text
 
 
 def test_a_partition_that_is_missing(host: Any, opened: list[str], caplog: Any) -> None:
-    assert open_cards(Config(rdma_partition_key=0x8001), host(1), {}) is None
+    assert open_cards(Config(rdma_partition_key=0x8001), host(1), env={}) is None
     assert "not in the partition XVCOMM_RDMA_PARTITION_KEY=0x8001" in said(caplog)[0]
 
 
@@ -130,7 +130,9 @@ class TwoPorts(FakeDomain):
 class FakeRail:
     """A queue pair as the devices count it."""
 
-    def __init__(self, domain: Any, device: int, port: Port, gid: Gid, options: Any, closed: Any) -> None:
+    def __init__(
+        self, domain: Any, device: int, port: Port, gid: Gid, options: Any, closed: Any, *, direct: bool
+    ) -> None:
         self.device, self.port, self._closed, self.failed = device, port, closed, False
         self.fake = FakeRail.devices[device].pair(FakeRail.devices[device].queue())
         self.number = self.fake.number

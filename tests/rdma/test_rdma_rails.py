@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import random
-import socket
 import sys
 import threading
 import time
@@ -14,80 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cards import FakeCards
 from fabric import DROP, REFUSE, STATUS
+from fake_hosts import LAYOUT, SECONDS, SIZES, Hosts, carry, close, get, put, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.rdma.queues import STATUSES
-from xvcomm.config import Config
-from xvcomm.memory.ring import Message, Reason, RingLayout
+from xvcomm.memory.ring import Reason, RingLayout
 from xvcomm.memory.segment import Segment
-from xvcomm.types.deadline import Deadline
-from xvcomm.types.dtype import UINT8
-from xvcomm.types.opcode import OpCode
-from xvcomm.types.route import RDMA, Route
-from xvcomm.wire.network import Network
-
-SECONDS, HOST = 30, "127.0.0.1"
-LAYOUT = RingLayout(2, 4, 8 << 10, wired=True)
-SIZES = (1, 8, 700, 1024, 1025, 5000, 16 << 10, 100_000, 65_536, 0, 300_001)
-_names = itertools.count(1)
-
-
-def until(condition):
-    """Wait for a condition."""
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it does not come true"
-        time.sleep(0.002)
-
-
-class Hosts:
-    """Two networks, joined by one connection and some queue pairs.
-
-    Attributes:
-        lost: what each was told of the other's loss.
-    """
-
-    def __init__(self, stack, library, shared, pairs=2, **how):
-        listeners = [socket.create_server((HOST, 0)) for _ in range(2)]
-        ports = [listener.getsockname()[1] for listener in listeners]
-        self.cards = [FakeCards(library, shared, seed=7 * index, **how) for index in range(2)]
-        self.numbers = [0, *range(RDMA, RDMA + pairs)]
-        self.lost, self.networks = [[], []], []
-        for index, card in enumerate(self.cards):
-            stack.callback(card.close)
-            routes = [Route(HOST, HOST, ports[1 - index], ("lo", "lo"), number) for number in self.numbers]
-            network = Network(
-                index, 2, b"key", [listeners[index]], lambda _, routes=routes: routes, 5.0, 0, 1, None,
-                lambda rank, why, index=index: self.lost[index].append(why), lambda rank: None, cards=card,
-            )  # fmt: skip
-            self.networks.append(network)
-            stack.callback(network.close)
-        self.devices = [HostDevice(Config()) for _ in range(2)]
-
-    def rings(self, source=0, layout=LAYOUT):
-        """A producer's and a consumer's end of a new ring."""
-        name = next(_names)
-        return [
-            self.networks[index].open_ring(1 - index, name, layout, group=1, peer=1 - index, producer=index == source)
-            for index in (source, 1 - source)
-        ]
-
-    def rails(self, index=0):
-        """Numbers of the rails that are up."""
-        return sorted(rail.number for rail in self.networks[index].rails())
-
-    def meet(self):
-        """Wait until all rails are up at both ends."""
-        until(lambda: self.rails(0) == self.rails(1) == self.numbers)
-
-    def bytes_by_rdma(self):
-        """How many bytes have gone over rails of RDMA from the first network to the second."""
-        return sum(rail.sent for rail in self.networks[0].rails() if rail.number >= RDMA)
 
 
 @pytest.fixture
@@ -97,67 +30,12 @@ def make(fake_verbs, fresh):
         yield lambda **how: Hosts(stack, fake_verbs, fresh(), **how)
 
 
-def put(device, end, data, number):
-    """Send a message."""
-    (stream,) = device.streams(1)
-    stream.deadline = Deadline.after(SECONDS)
-    device.put(end, data.ctypes.data, Message(int(OpCode.SEND), UINT8.code, data.nbytes, number), stream)
-    stream.synchronize()
-
-
-def get(device, end, data, number):
-    """Receive one."""
-    (stream,) = device.streams(1)
-    stream.deadline = Deadline.after(SECONDS)
-    device.get(end, data.ctypes.data, Message(int(OpCode.SEND), UINT8.code, data.nbytes, number), stream)
-    stream.synchronize()
-
-
-def carry(hosts, ends, sizes=SIZES, source=0, seed=0, halfway=None):
-    """Send messages of these sizes, and compare what arrives."""
-    chance = np.random.default_rng(seed)
-    sent = [chance.integers(0, 256, size, np.uint8) for size in sizes]
-    received = [np.zeros(size, np.uint8) for size in sizes]
-    failures = []
-
-    def move(call, end, arrays, device):
-        try:
-            for number, data in enumerate(arrays):
-                call(device, end, data, number)
-                if call is put and halfway and number == len(arrays) // 2:
-                    halfway()
-        except BaseException as error:
-            failures.append(error)
-
-    producer, consumer = ends
-    threads = [
-        threading.Thread(target=move, args=(put, producer, sent, hosts.devices[source])),
-        threading.Thread(target=move, args=(get, consumer, received, hosts.devices[1 - source])),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * SECONDS)
-        assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-    for number, (a, b) in enumerate(zip(sent, received, strict=True)):
-        np.testing.assert_array_equal(a, b, err_msg=f"message {number} of {len(a)} bytes")
-
-
 @contextlib.contextmanager
 def mapped(nbytes):
     """An array whose memory is unmapped at the end."""
     memory = Segment.anonymous(nbytes)
     yield np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(memory.address))
     memory.close()
-
-
-def close(*ends):
-    """Close the ends of rings, as a communicator that is left does."""
-    for end in ends:
-        end.abort(Reason.LEFT.word(0))
-        end.close()
 
 
 @pytest.mark.parametrize("delay", [0, 3])
@@ -170,6 +48,21 @@ def test_messages_go_by_rdma(make, delay, inline):
     for seed in range(5):
         carry(hosts, ends, seed=seed)
     assert hosts.bytes_by_rdma() - before > 5 * sum(SIZES)
+    close(*ends)
+
+
+def test_a_ring_of_a_gpu_waits_for_its_link(make):
+    """No thread needs the interpreter lock afterwards, which a driver may keep until the message has come."""
+    hosts = make(asynchronous=True)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SECONDS)  # no other thread runs in Python unless this one waits
+    try:
+        ends = hosts.rings()
+        rails = hosts.rails(0)
+    finally:
+        sys.setswitchinterval(before)
+    assert rails
+    carry(hosts, ends)
     close(*ends)
 
 

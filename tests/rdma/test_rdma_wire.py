@@ -70,6 +70,6 @@ def test_order(comm):
 
 
 def test_10_000_messages(comm):
-    before = job.by_scheme(comm, "rdma")
+    before = job.by_scheme(comm, "tcp")
     nbytes = job.exchange(comm, 10_000, 300_000, seed=1)
-    assert job.by_scheme(comm, "rdma") - before > nbytes
+    assert job.by_scheme(comm, "tcp") - before < nbytes // 10  # also if a busy machine has made a queue pair anew

@@ -108,10 +108,10 @@ def test_refusals_carry_a_remedy(others: None) -> None:
 def test_devices_of_rdma_are_of_the_first_that_has_some(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: bool
 ) -> None:
-    def opens(config: Config, interfaces: dict[str, str]) -> object:
+    def opens(config: Config, interfaces: dict[str, str], device: None) -> object:
         return (config, interfaces)
 
-    def fails(config: Config, interfaces: dict[str, str]) -> None:
+    def fails(config: Config, interfaces: dict[str, str], device: None) -> None:
         raise RuntimeError("symbol not found")
 
     module = ModuleType("other_people")

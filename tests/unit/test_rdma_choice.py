@@ -96,7 +96,7 @@ def test_a_partition_that_a_port_is_not_in(kernel: Path) -> None:
 def test_when_rdma_is_not_used(settings: dict[str, Any], env: dict[str, str], told: str) -> None:
     assert refusal(Config(**settings), env) == told
     if told:
-        assert open_cards(Config(**settings), {"10.0.0.1": "eth0"}, env) is None
+        assert open_cards(Config(**settings), {"10.0.0.1": "eth0"}, env=env) is None
 
 
 def test_options_are_nccls_where_ours_are_unset() -> None:

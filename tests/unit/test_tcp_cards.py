@@ -55,7 +55,7 @@ def joined(tmp_path: Path) -> Iterator[Any]:
             asked.append(what)
             return cards
 
-        transport.join(Membership(0, 1, 1, store, lambda *_: None, lambda _: None, opens))
+        transport.join(Membership(0, 1, 1, store, lambda *_: None, lambda _: None, None, opens))
         data = PrefixStore("tcp", store).get("place/0", Deadline.after(0))
         return transport, asked, msgspec.msgpack.decode(data, type=Place)
 
@@ -71,7 +71,7 @@ def test_addresses_with_rdma_are_published(joined: Any) -> None:
     cards = Cards()
     cards.without = ("::1",)
     transport, asked, place = joined(cards)
-    assert asked == [(CONFIG, hosts())]
+    assert asked == [(CONFIG, hosts(), None)]
     assert {address.host: address.rdma for address in place.addresses} == {host: host != "::1" for host in hosts()}
     transport.close()
     assert cards.watched and cards.closed

@@ -151,8 +151,8 @@ def words(*values):
     return np.array(values, np.int64).tobytes()
 
 
-UNREGISTERED = words(*[0] * (1 + MAX_DEVICES))
-"""The end of an OPEN of memory to which no RDMA device may write."""
+UNREGISTERED = words(*[0] * (2 + MAX_DEVICES))
+"""The end of an OPEN of host memory to which no RDMA device may write."""
 
 
 def frames_of(sizes):
@@ -294,6 +294,7 @@ def test_random_bytes(data):
         frame(Kind.STOP, PRODUCER, number=0xFF),
         frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1, GROUP) + UNREGISTERED),
         frame(Kind.TELL, 0, payload=words(1, 2)),
+        frame(Kind.WRITTEN, CONSUMER, number=0, entry=(1, message(8))),
         frame(Kind.ASK, 0, number=1, slot=65),
     ],
     ids=lambda wrong: str(wrong[0]["kind"]),

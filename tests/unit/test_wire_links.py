@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xvcomm.wire import links
+from xvcomm.wire import links, rails
 
 
 @pytest.fixture
@@ -16,13 +16,13 @@ def looks(monkeypatch):
     """
     now, dropped, unseen = [0.0], [], {}
     monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(links, "queued", unseen.get)
-    monkeypatch.setattr(links.heartbeat, "answers", lambda connection: False)
+    monkeypatch.setattr(rails, "queued", unseen.get)
+    monkeypatch.setattr(rails.heartbeat, "answers", lambda connection: False)
     records = [SimpleNamespace(sent=0, received=0, ping=0) for _ in range(2)]
     carrier = SimpleNamespace(add_link=lambda: 0, rails=records, drop=dropped.append)
     link = links.Link(links.Process(0, b"", carrier, None, 10.0, lambda rank: (), lambda rank, why: None), 1)
     with socket.socket() as first, socket.socket() as second:
-        link.rails = {index: links.Rail(end, ("", "", index), None) for index, end in enumerate((first, second))}
+        link.rails = {index: rails.Rail(end, ("", "", index), None) for index, end in enumerate((first, second))}
 
         def look(at, *states):
             now[0] = at
@@ -70,5 +70,5 @@ def test_a_host_that_answers(looks, monkeypatch):
     for at in (1.2, 1.6):
         looks(at, (164, 64), (170, 6))
     assert not looks.link.answers()
-    monkeypatch.setattr(links.heartbeat, "answers", lambda connection: True)
+    monkeypatch.setattr(rails.heartbeat, "answers", lambda connection: True)
     assert looks.link.answers()

@@ -6,7 +6,8 @@ collects border transfers and moves them all together when it is waited for.
 
 What only some devices can do are contracts of their own, which a device class also derives from; callers ask with
 `isinstance`: `SupportsEnqueuedEvents`, `SupportsEnqueuedMessages` and `SupportsEnqueuedLocal` in `launch`,
-`SupportsPeerMemory` in `peer_memory`, `SupportsMessageMovers` in `message_mover`, `SupportsConversion` in `partial_sums`.
+`SupportsPeerMemory` in `peer_memory`, `SupportsNicMemory` in `nic_memory`, `SupportsMessageMovers` in `message_mover`,
+`SupportsConversion` in `partial_sums`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.config import Config
@@ -121,8 +122,9 @@ class Membership:
         store: for what its ranks must tell each other.
         lost: call it when a rank cannot be reached any more, with the reason.
         left: call it when a rank has left the job in good order.
-        cards: opens the RDMA devices of network interfaces, which are given by address and name: `wire.cards.Cards`, or None if
-            there are none to use. Who calls it closes them.
+        device: of this rank; None where no ring is opened.
+        cards: opens the RDMA devices of network interfaces, which are given by address and name, for `device`:
+            `wire.cards.Cards`, or None if there are none to use. Who calls it closes them.
     """
 
     rank: int
@@ -131,7 +133,8 @@ class Membership:
     store: Store
     lost: Callable[[int, str], None]
     left: Callable[[int], None]
-    cards: Callable[[Config, Mapping[str, str]], Any]
+    device: Device | None
+    cards: Callable[[Config, Mapping[str, str], Device | None], Any]
 
 
 class Transport(ABC):

@@ -7,7 +7,7 @@ import os
 import platform
 import resource
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,7 @@ from xvcomm.cli import reach
 from xvcomm.config import Config, table
 from xvcomm.engine.session import plugins, watchdog
 from xvcomm.engine.session.presence import NOWHERE, Presence
-from xvcomm.errors import ConfigError
+from xvcomm.errors import ConfigError, XvcommError
 from xvcomm.jit.cache import REMEDY, kernel_cache
 from xvcomm.rendezvous.environment import discover
 
@@ -62,6 +62,7 @@ class Report:
     transports: list[dict[str, Any]]
     interfaces: list[Interface]
     rdma: list[dict[str, Any]]
+    direct: list[dict[str, Any]]
     variables: list[dict[str, str]]
     problems: list[Problem]
 
@@ -115,6 +116,7 @@ def examine(env: Mapping[str, str]) -> Report:
         transports=transports,
         interfaces=interfaces,
         rdma=[asdict(device) for device in rdma.examine(config, env, interfaces)],
+        direct=_direct(config, env, interfaces),
         variables=_variables(env),
         problems=problems,
     )
@@ -122,6 +124,23 @@ def examine(env: Mapping[str, str]) -> Report:
 
 def _found(found: plugins.Found) -> dict[str, Any]:
     return {"name": found.name, "usable": found.usable, "reason": found.reason, "remedy": found.remedy}
+
+
+def _direct(config: Config, env: Mapping[str, str], interfaces: Sequence[Interface]) -> list[dict[str, Any]]:
+    """How far RDMA devices come with the memory of each vendor's first GPU."""
+    rows = []
+    for found in plugins.backends():
+        if not found.usable or found.name == "host":
+            continue
+        from xvcomm.backends.rdma import direct  # loads numba, which a host without GPUs need not
+
+        try:
+            trials = direct.examine(config, env, interfaces, plugins.backend(found.name).device(config))
+        except XvcommError as error:
+            rows.append({"gpu": found.name, "device": "", "direction": "", "grade": "", "reason": str(error)})
+            continue
+        rows += [{"gpu": found.name} | asdict(trial) for trial in trials]
+    return rows
 
 
 def _interfaces(config: Config, env: Mapping[str, str], problems: list[Problem]) -> list[Interface]:
@@ -310,6 +329,10 @@ def show(report: Report, console: Console, every: bool = False) -> None:
     rows = ((i.name, i.address, "yes" if i.used else "no", i.reason) for i in report.interfaces)
     console.print(_table("Network interfaces between hosts", ("name", "address", "used", "reason"), rows))
     _show_rdma(report.rdma, console)
+    if report.direct:
+        columns = ("gpu", "device", "direction", "grade", "reason")
+        rows = (tuple(trial[column] for column in columns) for trial in report.direct)
+        console.print(_table("RDMA devices and GPU memory (docs/rdma.md explains the grades)", columns, rows))
     shown = [v for v in report.variables if every or v["value"]]
     if shown:
         settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in shown)

@@ -96,7 +96,9 @@ def _find(store: Store, rank: int, size: int, config: Config, deadline: Deadline
     store.set(f"place/{rank}", msgspec.msgpack.encode(place), deadline)
     places = [msgspec.msgpack.decode(store.get(f"place/{r}", deadline), type=_Place) for r in range(size)]
     neighbours = sum(other.host == place.host for other in places)
-    membership = Membership(rank, size, neighbours, store, lambda rank, why: None, lambda rank: None, lambda *_: None)
+    membership = Membership(
+        rank, size, neighbours, store, lambda rank, why: None, lambda rank: None, None, lambda *_: None
+    )
     with contextlib.ExitStack() as cleanup:
         ways = []
         for usable in filter(lambda found: found.usable, plugins.transports()):

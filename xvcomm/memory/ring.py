@@ -91,7 +91,7 @@ class RingLayout:
 
     Attributes:
         apart: whether the slots lie in a GPU's memory instead of behind the ledger.
-        wired: whether it is one half of a ring between hosts.
+        wired: whether it is one half of a ring between hosts, of which each half may be apart or not.
         fixed: whether whoever makes the ring must keep to it, because somebody counts on what the ring takes at once; else
             the ring may be smaller where memory is short.
     """
@@ -106,7 +106,7 @@ class RingLayout:
     @property
     def least_chunk(self) -> int:
         """Bytes that a slot of a message carries at least, but the last; see `chunk_bytes`."""
-        return LEAST_APART_CHUNK if self.apart else LEAST_WIRE_CHUNK if self.wired else LEAST_CHUNK
+        return LEAST_WIRE_CHUNK if self.wired else LEAST_APART_CHUNK if self.apart else LEAST_CHUNK
 
     @property
     def ledger(self) -> int:

@@ -31,13 +31,36 @@ class Registered(Protocol):
     """Memory that the devices may read and write.
 
     Attributes:
+        address: of its first byte.
         keys: on each device.
+        scratch: address of a word in it that means nothing, where the GPU sees what devices write only after a WRITE there, see
+            `visibility`; else 0.
     """
 
+    address: int
     keys: Sequence[Keys]
+    scratch: int
 
-    def close(self) -> None:
-        """Register it no more. No request may be under way that uses it."""
+    def close(self, *, in_use: bool = False) -> None:
+        """Register it no more. No request may be under way that uses it.
+
+        Args:
+            in_use: whether a GPU's kernel that does not end may still use it, so that it must not be used for anything else.
+        """
+
+
+class Loopback(NamedTuple):
+    """A queue pair that is joined with itself, for `visibility`; all 0 where no ring lies in a GPU's memory.
+
+    Attributes:
+        loopback, loopback_completions: addresses of its records, see `wire.verbs`.
+        word, word_key: address and lkey of 8 bytes.
+    """
+
+    loopback: int = 0
+    loopback_completions: int = 0
+    word: int = 0
+    word_key: int = 0
 
 
 class Pair(Protocol):
@@ -53,6 +76,7 @@ class Pair(Protocol):
         inbox, outbox: addresses of the buffers to receive into and to send from.
         outbox_key: lkey of the latter.
         inline: most bytes that a request takes along.
+        loopback: of its device, used by this rail alone.
         description: what the other side must know to connect.
     """
 
@@ -67,6 +91,7 @@ class Pair(Protocol):
     outbox: int
     outbox_key: int
     inline: int
+    loopback: Loopback
     description: bytes
 
     def connect(self, theirs: bytes) -> None:
@@ -89,6 +114,10 @@ class Pair(Protocol):
 class Cards(Protocol):
     """The RDMA devices that this process uses."""
 
+    @property
+    def has_direct(self) -> bool:
+        """Whether all of them can read the memory of this process's GPU, or write to it."""
+
     def reaches(self, address: str) -> bool:
         """Whether a device belongs to the network interface that has this address, and can be used."""
 
@@ -97,6 +126,12 @@ class Cards(Protocol):
 
         Raises:
             ResourceError: a device or a limit refuses.
+        """
+
+    def direct(self, nbytes: int, *, producer: bool) -> Registered | None:
+        """Slots of a ring in the memory of this process's GPU, which all devices can read if it fills them, else write.
+
+        None where it has no GPU, the devices do not reach its memory, or there is none left: then host memory serves.
         """
 
     def pair(self, address: str) -> Pair:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from xvcomm.errors import ResourceError
-from xvcomm.memory.ring import MAX_LANES, RingEnd, RingLayout
+from xvcomm.memory.ring import COUNTERS, LINE, MAX_LANES, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE
 from xvcomm.system.threads import Daemon
 from xvcomm.wire import records
-from xvcomm.wire.cards import Keys, Pair
+from xvcomm.wire.cards import Pair, Registered
 from xvcomm.wire.changes import detach, land, lose, put, report, retire, take, use, withdraw
 from xvcomm.wire.frames import FRAME
 from xvcomm.wire.posting import drain, greet, greeted
@@ -28,6 +29,15 @@ from xvcomm.wire.tls import Channel
 from xvcomm.wire.verbs import Queue
 
 _LINKS, _RAILS, _WIRES, _WIRES_OF_LINK = 1 << 16, 1 << 12, 1 << 16, 1 << 12
+
+
+class Need(enum.Enum):
+    """What the rings of a link need."""
+
+    NOTHING = enum.auto()
+    RDMA = enum.auto()
+    IMPOSSIBLE = enum.auto()
+    """One has slots in a GPU's memory at one end, and at the other in memory that RDMA devices have not registered."""
 
 
 class Offer(NamedTuple):
@@ -41,14 +51,15 @@ class Offer(NamedTuple):
     slot_bytes: int
     producer: int
     group: int
+    apart: int
     slots_address: int
     keys: list[int]
 
     @classmethod
     def of(cls, link: int, name: int, there: int, words: np.ndarray[Any, Any]) -> Offer:
         """From a record."""
-        lanes, slots, slot_bytes, producer, group, address = words[:6].tolist()
-        return cls(link, name, there, lanes, slots, slot_bytes, producer, group, address, words[6:].tolist())
+        lanes, slots, slot_bytes, producer, group, apart, address = words[:7].tolist()
+        return cls(link, name, there, lanes, slots, slot_bytes, producer, group, apart, address, words[7:].tolist())
 
     @property
     def layout(self) -> RingLayout:
@@ -70,7 +81,7 @@ class WireEnd:
     """
 
     def __init__(
-        self, index: int, link: int, name: int, group: int, end: RingEnd, keys: Sequence[Keys], offer: Offer | None
+        self, index: int, link: int, name: int, group: int, end: RingEnd, slots: Registered | None, offer: Offer | None
     ) -> None:
         ring = end.layout
         self.index = index
@@ -84,12 +95,15 @@ class WireEnd:
             link=link, name=name, group=group, there=offer.there if offer else -1, open=1 if offer else 2,
             producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
             replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,
-            flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address,
-            entries=-1,
+            flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address, entries=-1,
+            apart=ring.apart, slots=end.slots or end.address + ring.data, registered=slots is not None,
         )  # fmt: skip
-        for device, key in enumerate(keys):
-            self.record.keys[device], self.record.given[device] = key
+        if slots is not None:
+            self.record.scratch = slots.scratch
+            for device, key in enumerate(slots.keys):
+                self.record.keys[device], self.record.given[device] = key
         if offer is not None:
+            self.record.apart_there = offer.apart
             self.record.slots_there, self.record.keys_there[:] = offer.slots_address, offer.keys
         if not end.producer:
             end.direct = ctypes.addressof(self.record) + Wire.direct.offset
@@ -116,6 +130,7 @@ class PostedRail:
         self.rdma = Rdma(
             queue=pair.queue, completions=pair.completions, device=pair.device, there=pair.there, inbox=pair.inbox,
             outbox=pair.outbox, outbox_key=pair.outbox_key, inline=pair.inline, flights=self._flights.ctypes.data,
+            **pair.loopback._asdict(),
         )  # fmt: skip
         self.record = Rail(fd=pair.fd, rdma=ctypes.addressof(self.rdma))
         self._queue = Queue.from_address(pair.queue)
@@ -184,6 +199,7 @@ class Carrier:
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
         self.rails: list[Any] = []
+        self._wires: defaultdict[int, list[Any]] = defaultdict(list)
         self._links: list[Any] = []
         self._threads = [Daemon("xvcomm-carrier", lambda: run(self.address))]
         for number in range(1, threads):
@@ -310,20 +326,27 @@ class Carrier:
         return self._take(self._answers, "answer_count")
 
     def add_wire(
-        self, link: int, name: int, group: int, end: RingEnd, keys: Sequence[Keys] = (), offer: Offer | None = None
+        self,
+        link: int,
+        name: int,
+        group: int,
+        end: RingEnd,
+        slots: Registered | None = None,
+        offer: Offer | None = None,
     ) -> WireEnd:
         """Mirror a ring end by the ring of this name in the process at the other end of a link.
 
         Args:
             link, name, group: see `records.WIRE`.
             end: this side's.
-            keys: of its slots, on each RDMA device; none if they are not registered.
+            slots: where RDMA devices may read and write them; None if they may not.
             offer: what the other side has said of its half; None if nothing yet.
         """
         with self._lock:
-            wire = WireEnd(int(self._record.wire_count), link, name, group, end, keys, offer)
+            wire = WireEnd(int(self._record.wire_count), link, name, group, end, slots, offer)
             self._append("wires", "wire_count", wire.record)
             self._kept.append(wire)
+            self._wires[link].append(wire.record)
             of_link = self._links[link]
             count = int(of_link.wire_count)
             if count == _WIRES_OF_LINK:
@@ -334,6 +357,22 @@ class Carrier:
             self._put(of_link, "wire_count", count + 1)
         self.wake()
         return wire
+
+    def need_of_rdma(self, link: int) -> Need:
+        """What the rings of a link need that have slots in a GPU's memory at either end."""
+        apart = [r for r in self._wires.get(link, ()) if r.ring and (r.apart or r.apart_there)]
+        if any(r.there >= 0 and not (r.registered and r.slots_there) for r in apart):
+            return Need.IMPOSSIBLE
+        return Need.RDMA if apart else Need.NOTHING
+
+    def moved(self, link: int) -> int:
+        """How many slots the rings of a link have received, and how many of those that they sent were consumed."""
+        total = 0
+        for r in self._wires.get(link, ()):
+            ring = r.ring + COUNTERS + (LINE if r.producer else 0)
+            if r.ring:
+                total += sum(ctypes.c_int64.from_address(ring + 2 * n * LINE).value for n in range(r.geometry.lanes))
+        return total
 
     def withdraw(self, wire: WireEnd) -> None:
         """Touch the array no more of a message that was given up."""

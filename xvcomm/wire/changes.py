@@ -138,13 +138,13 @@ def _withdraw(address: int, index: int) -> int:
             rail = rail_at(load(carrier.rails + 8 * i))
             if rail.state == UP and rail.slot_left > 0 and rail.slot_wire == index:
                 rail.slot_data = 0
-            from_ring = wire.ring <= rail.out_data < wire.ring + ring.data + places * ring.slot_bytes
+            from_ring = wire.slots <= rail.out_data < wire.slots + places * ring.slot_bytes
             if rail.state == UP and wire.frames <= rail.out < wire.frames + places * HEADER and not from_ring:
                 if rail.out_at == 0 and rail.begun == 0:
                     rail.out = 0
                 else:  # the other side must not take other bytes for the message's
                     lose_rail(carrier, rail, i, 0)
-        slots = wire.ring + ring.data
+        slots = wire.slots
         for place in range(places if producer else 0):
             if not slots <= load(wire.sources + 8 * place) < slots + places * ring.slot_bytes:
                 store(wire.owners + 8 * place, NOBODY)  # if its rail is lost, it is not sent again

@@ -14,6 +14,7 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | LEAVE | none | none: the process has closed its session |
 | ASK | of the question; `slot`: how many of the newest records of the process's flight recorder are wanted | none |
 | TELL | of the question; `slot`: how many frames follow | the process's `Life`; a record, if there is one |
+| WRITTEN | over RDMA: a SLOT whose bytes were written into the ring before | none behind the header; `length` as of SLOT |
 | TAKEN | none | none: only what goes with every frame over RDMA, see `posting` |
 | FAILED | of the receiver's queue pair; `slot`: of the sender's, which has failed; `lane`: 1 if this is an answer | none |
 """
@@ -43,6 +44,7 @@ class Kind(enum.IntEnum):
     TELL = 11
     TAKEN = 12
     FAILED = 13
+    WRITTEN = 14
 
 
 FRAME = np.dtype([
@@ -61,8 +63,8 @@ CONTROL_BYTES = 8 * MAX_LANES
 """Most bytes of the payload of any frame but SLOT."""
 MAX_DEVICES = 8
 """Most RDMA devices of a process."""
-OPEN_WORDS = 6 + MAX_DEVICES
-"""Words of the payload of OPEN: the ring's three measures, whether the sender is its producer, the communicator; where its slots
-are, and their rkey on each of its devices, or 0 if RDMA devices may not write to them."""
+OPEN_WORDS = 7 + MAX_DEVICES
+"""Words of the payload of OPEN: the ring's three measures, whether the sender is its producer, the communicator; whether its
+slots are in a GPU's memory, where they are, and their rkey on each of its devices, or 0 if RDMA devices may not write to them."""
 
 assert np.little_endian

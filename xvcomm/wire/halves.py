@@ -9,14 +9,16 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import ABORT, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
-from xvcomm.wire.cards import Cards, Keys, Registered
+from xvcomm.wire.cards import Cards
 from xvcomm.wire.carrier import Carrier, Offer, WireEnd
 from xvcomm.wire.links import Link
 
@@ -31,30 +33,55 @@ _NOBODY = -1
 
 
 class _Memory:
-    """Memory of a half, which RDMA devices may use if there are some."""
+    """Memory of a half, which RDMA devices may use if there are some.
 
-    def __init__(self, layout: RingLayout, cards: Cards | None) -> None:
-        self.segment = Segment.anonymous(layout.size)
-        self._registered: Registered | None = None
-        if cards is not None:
-            try:
-                self._registered = cards.register(self.segment.address + layout.data, layout.capacity)
-            except ResourceError as error:
-                notice(f"a ring goes over TCP, because its memory cannot be registered for RDMA: {error}")
-            except BaseException:
-                self.segment.close()
-                raise
+    Attributes:
+        layout: of the half; its slots are apart in the GPU's memory, or behind the counters.
+        segment: what lies in host memory.
+        slots: as RDMA devices know them; None if they do not.
+    """
 
-    @property
-    def keys(self) -> Sequence[Keys]:
-        """Of the slots, on each device; none if they are not registered."""
-        return () if self._registered is None else self._registered.keys
+    def __init__(self, layout: RingLayout, cards: Cards | None, *, producer: bool, direct: bool) -> None:
+        self.slots = cards.direct(layout.capacity, producer=producer) if cards is not None and direct else None
+        self.layout = replace(layout, apart=self.slots is not None)
+        with contextlib.ExitStack() as undo:
+            if self.slots is not None:
+                undo.callback(self.slots.close)
+            self.segment = Segment.anonymous(self.layout.size)
+            undo.callback(self.segment.close)
+            if cards is not None and self.slots is None:
+                try:
+                    self.slots = cards.register(self.segment.address + layout.data, layout.capacity)
+                except ResourceError as error:
+                    notice(f"a ring goes over TCP, because its memory cannot be registered for RDMA: {error}")
+            undo.pop_all()
 
-    def close(self) -> None:
-        """Unmap it."""
-        if self._registered is not None:
-            self._registered.close()
+    def close(self, *, in_use: bool = False) -> None:
+        """Unmap it; see `Registered.close`."""
+        if self.slots is not None:
+            self.slots.close(in_use=in_use)
         self.segment.close()
+
+
+class _Lingering(NamedTuple):
+    """A half that is closed, and kept for the other side.
+
+    Attributes:
+        stuck: see `RingEnd.stuck`.
+        until: when it is unmapped at the latest.
+    """
+
+    wire: WireEnd
+    link: int
+    memory: _Memory
+    stuck: bool
+    until: float
+
+
+def _bytes_of(early: tuple[RingEnd, int]) -> int:
+    """What a half takes in host memory and in the GPU's."""
+    layout = early[0].layout
+    return layout.data + layout.capacity
 
 
 class Halves:
@@ -72,7 +99,7 @@ class Halves:
         self._early: dict[int, tuple[RingEnd, int]] = {}
         self._offers: dict[int, Offer] = {}
         self._closed: dict[int, int] = {}
-        self._lingering: list[tuple[WireEnd, int, _Memory, float]] = []
+        self._lingering: list[_Lingering] = []
 
     def open(self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
         """See `Network.open_ring`. A half that was made when the producer's offer came may have messages already."""
@@ -89,17 +116,18 @@ class Halves:
         self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool,
         offer: Offer | None = None,
     ) -> RingEnd:  # fmt: skip
-        memory = _Memory(layout, self._cards)
+        memory = _Memory(layout, self._cards, producer=producer, direct=self._link(link).direct)
         try:
-            end = RingEnd.create(memory.segment, layout, peer=peer, producer=producer)
-            wire = self._carrier.add_wire(link, name, group, end, memory.keys, offer)
+            end = RingEnd.create(memory.segment, memory.layout, peer=peer, producer=producer)
+            end.slots = memory.slots.address if memory.layout.apart and memory.slots else 0
+            wire = self._carrier.add_wire(link, name, group, end, memory.slots, offer)
         except BaseException:
             memory.close()
             raise
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
         end.carried = partial(self._carried, wire, link)
-        end.told, end.dispose = wire.settled, partial(self._linger, wire, link, memory)
+        end.told, end.dispose = wire.settled, partial(self._linger, wire, link, memory, end)
         return end
 
     def _carried(self, wire: WireEnd, link: int) -> dict[int, dict[str, int]]:
@@ -122,7 +150,7 @@ class Halves:
                     continue
                 elif not offer.producer:
                     self._offers[offer.name] = offer
-                elif offer.layout.size + sum(end.layout.size for end, _ in self._early.values()) <= _EARLY_BYTES:
+                elif offer.layout.size + sum(map(_bytes_of, self._early.values())) <= _EARLY_BYTES:
                     with contextlib.suppress(ResourceError):  # then it is made when it is opened
                         self._early[offer.name] = self._answer(offer), offer.group
                         self._known.add(offer.name)
@@ -151,12 +179,12 @@ class Halves:
             for offer in [offer for offer in self._offers.values() if offer.group == group]:
                 self._turn_away(self._offers.pop(offer.name))
 
-    def _linger(self, wire: WireEnd, link: int, memory: _Memory, segment: Segment) -> None:
+    def _linger(self, wire: WireEnd, link: int, memory: _Memory, end: RingEnd, segment: Segment) -> None:
         """Unmap a ring once the other side has what was sent, or is gone."""
         failed = Reason.bad(ctypes.c_int64.from_address(segment.address + ABORT).value)
         until = time.monotonic() + (_TELL_SECONDS if failed else LINGER_SECONDS)
         with self._lock:
-            self._lingering.append((wire, link, memory, until))
+            self._lingering.append(_Lingering(wire, link, memory, end.stuck, until))
         self._carrier.wake()
         self.sweep()
 
@@ -165,12 +193,12 @@ class Halves:
         now = time.monotonic()
         with self._lock:
             kept = []
-            for wire, link, memory, until in self._lingering:
-                ended = at_once or wire.settled() or self._link(link).gone or now > until
-                if ended and self._carrier.detach(wire):
-                    memory.close()
+            for each in self._lingering:
+                ended = at_once or each.wire.settled() or self._link(each.link).gone or now > each.until
+                if ended and self._carrier.detach(each.wire):
+                    each.memory.close(in_use=each.stuck)
                 else:
-                    kept.append((wire, link, memory, until))
+                    kept.append(each)
             self._lingering = kept
             return bool(kept)
 

@@ -47,7 +47,7 @@ from xvcomm.wire.records import (
 from xvcomm.wire.shares import count_slot
 from xvcomm.wire.sockets import BLOCKED, receive
 
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED = map(int, Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED, _ = map(int, Kind)
 _FIRST_REASON, _LAST_REASON = int(min(Reason)), int(max(Reason))
 
 _memmove = types.ExternalFunction("memmove", types.voidptr(types.voidptr, types.voidptr, types.uint64))
@@ -120,7 +120,7 @@ def _target(wire: Any, frame: Any, place: int) -> int:
     wire.begun[lane] = max(wire.begun[lane], frame.slot + 1)
     if direct.message == number and frame.slot >= direct.first[lane]:
         return ours.offer + frame.number if frame.number + frame.length <= ours.message.nbytes else 0
-    return wire.ring + wire.geometry.data + place * wire.geometry.slot_bytes
+    return wire.slots + place * wire.geometry.slot_bytes
 
 
 @register_jitable
@@ -129,6 +129,8 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
     ring, lane, number = wire.geometry, frame.lane, frame.slot
     if wire.producer != 0 or lane < 0 or lane >= ring.lanes or frame.length < 1 or frame.length > ring.slot_bytes:
         return False
+    if wire.apart != 0 and rail.rdma == 0:
+        return False  # only RDMA devices write to a GPU's memory
     if not _note_entry(wire, frame):
         return False
     head = load(head_of(wire, lane))
@@ -233,9 +235,9 @@ def _open(carrier: Any, rail: Any, frame: Any) -> int:
             ring = wire.geometry
             if _word(frame, 0) != ring.lanes or _word(frame, 1) != ring.slots or _word(frame, 2) != ring.slot_bytes:
                 return REFUSED
-            wire.there, wire.slots_there = frame.slot, _word(frame, 5)
+            wire.there, wire.apart_there, wire.slots_there = frame.slot, _word(frame, 5), _word(frame, 6)
             for device in range(MAX_DEVICES):
-                wire.keys_there[device] = _word(frame, 6 + device)
+                wire.keys_there[device] = _word(frame, 7 + device)
             if frame.wire != 0 and wire.open != 2:
                 wire.open = 1
             elif frame.wire == 0:

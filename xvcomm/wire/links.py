@@ -15,37 +15,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xvcomm.abc import transport as abc
-from xvcomm.errors import AuthenticationError, ResourceError
-from xvcomm.system import heartbeat
+from xvcomm.errors import AuthenticationError, ResourceError, XvcommError
 from xvcomm.system.notice import notice
+from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import MAX_RAILS, RDMA, Ends, Route
 from xvcomm.wire import handshake
 from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import Carrier
-from xvcomm.wire.connections import ends, queued, set_up
+from xvcomm.wire.connections import ends, set_up
 from xvcomm.wire.incoming import PROTOCOL
 from xvcomm.wire.pairing import PairRail, pair_up
 from xvcomm.wire.paths import Paths
+from xvcomm.wire.rails import SILENT_SECONDS, STALL_SECONDS, Rail
 from xvcomm.wire.reachability import REMEDY, Search, connect, reason, told
 from xvcomm.wire.records import DOWN
 from xvcomm.wire.sockets import TAMPERED
-from xvcomm.wire.tls import Channel, Tls
+from xvcomm.wire.tls import Tls
+from xvcomm.wire.troubles import Troubles
 
 _RETRY_SECONDS = 0.5
 _REMEDY = f"{REMEDY}; `xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
-SILENT_SECONDS = 3.0
-"""How long a process that leaves waits for one of which nothing comes; the carrier of one that runs sends signs of life."""
 _NOTICE_SECONDS = 0.5
 """A process at which nothing listens any more may have left in good order: so long the job's store has to tell of it."""
 _RDMA_RETRY_SECONDS = 2.0
 """How long a route of RDMA that has failed is left alone; the others carry meanwhile."""
-_RDMA_LONGEST_SECONDS = 60.0
-"""The same of a rail that came up and failed, again and again, as where only large packets are lost: twice as long each time, at
-most this long. A rail that stayed up for longer begins anew."""
+_AWAIT_SECONDS, _AWAIT_PAUSE_SECONDS = 10.0, 0.002
+"""How long the first ring of a GPU to a process waits for a rail; without one of RDMA it lies in host memory for good."""
+_TROUBLE_SECONDS = 1.0
+"""How long it waits for another rail of RDMA after one could not be made."""
 DRAIN_SECONDS = 1.0
 """How long the requests of queue pairs that are given back may take to end."""
-_STALL_SECONDS = 0.35
-"""A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
 
 
 @dataclass(frozen=True)
@@ -62,41 +61,6 @@ class Process:
     cards: Cards | None = None
     blocked: set[str] = field(default_factory=set)  # addresses of which was said that they are
     said: set[tuple[str, str]] = field(default_factory=set)  # the same of RDMA, with the reason
-
-
-@dataclass(eq=False)
-class Rail:
-    """A connection, its TLS or the queue pair beside it, and since when the other host has acknowledged nothing, by our looks."""
-
-    connection: socket.socket
-    ends: Ends
-    channel: Channel | None = None
-    rdma: PairRail | None = None
-    path: int = 0
-    acknowledged: int = 0
-    waits: float = math.inf
-
-    @property
-    def scheme(self) -> str:
-        """Of the rail, for the user."""
-        return "tcp" if self.rdma is None else "rdma"
-
-    @property
-    def patience(self) -> float:
-        """How long the other host may acknowledge nothing; devices repeat what is lost by themselves, and tell of failures."""
-        return _STALL_SECONDS if self.rdma is None else SILENT_SECONDS
-
-    @property
-    def answers(self) -> bool:
-        """Whether the other host answers, though its process may take nothing more; False if a device knows that alone."""
-        return self.rdma is None and heartbeat.answers(self.connection)
-
-    def progress(self, sent: int) -> tuple[int, int]:
-        """What the other host has acknowledged and has not, of so many bytes; of RDMA in requests."""
-        if self.rdma is not None:
-            return self.rdma.posted.progress()
-        unseen = queued(self.connection)
-        return sent - unseen, unseen
 
 
 class Link:
@@ -117,14 +81,13 @@ class Link:
         self.gone = False
         self._pairing: set[Ends] = set()  # rails of RDMA that are being made
         self._failing: dict[int, PairRail] = {}  # queue pairs of lost rails, of which something may still arrive there
-        self._broken: dict[
-            Ends, tuple[float, float]
-        ] = {}  # rails of RDMA that failed: when, seconds until they are tried
+        self._troubles = Troubles(own.carrier, self.number, own.timeout)
         self._seen = self._heard = time.monotonic()  # when it last had a rail or its host answered; when something came
         self._accepted = -math.inf  # when its host has accepted a connection
+        self._awaited = -math.inf  # until when the first ring has waited
         self._received = 0
         self._search = Search(())
-        self._trouble = self._rdma_trouble = ""
+        self._trouble = ""
         self._stir = asyncio.Event()
         self._hurries = False  # whether to try all routes at once, since any answer of the host will do
 
@@ -172,14 +135,15 @@ class Link:
         """Try once to make a rail."""
         why, refused = "", False
         try:
-            if route.ends in self._broken:
-                await asyncio.sleep(self._broken[route.ends][1])
+            await asyncio.sleep(self._troubles.pause(route.ends))
             await self._connect(route)
         except handshake.Refused:
             # The other side connects; until then no other route of the interfaces is tried.
             await asyncio.sleep(_RETRY_SECONDS)
         except (OSError, handshake.Malformed) as error:
             why, refused = reason(error), isinstance(error, ConnectionRefusedError)
+            if route.number >= RDMA and not isinstance(error, TimeoutError):
+                self._troubles.note(f"{route}: {why}")
         except ResourceError as error:
             why = str(error)
             self.say_rdma(route.ends, why)
@@ -213,7 +177,7 @@ class Link:
             return "this side connects at the moment"
         for index, rail in self.rails.items():
             if rail.ends == both:
-                if first and time.monotonic() - rail.waits < _STALL_SECONDS:
+                if first and time.monotonic() - rail.waits < STALL_SECONDS:
                     return "there is such a rail"
                 self._own.carrier.drop(index)
         return "" if len(self.rails) < MAX_RAILS else f"a link has at most {MAX_RAILS} rails"
@@ -291,7 +255,10 @@ class Link:
         if self.rails:
             self._seen = time.monotonic()
             self._say_blocked()
+            if self._own.cards is not None and (why := self._troubles.verdict(up=self.direct)):
+                self._lose(why)
             return
+        self._troubles.excuse()
         search, timeout = self._search, self._own.timeout
         if search.ended() and time.monotonic() - self._seen > _NOTICE_SECONDS:
             why = f"nothing listens any more where it did ({told(search.failures)})"
@@ -299,9 +266,12 @@ class Link:
             why = f"it cannot be reached ({self._trouble or told(search.failures) or 'no connection'}); {_REMEDY}"
         else:
             return
+        self._lose(f"{why}; RDMA: {self._troubles.text}" if self._troubles.text else why)
+
+    def _lose(self, why: str) -> None:
         if not self.gone:
             self.gone = True
-            self._own.lost(self.rank, f"{why}; RDMA: {self._rdma_trouble}" if self._rdma_trouble else why)
+            self._own.lost(self.rank, why)
 
     def _say_blocked(self) -> None:
         failures = self._search.blocked(self._up())
@@ -349,7 +319,7 @@ class Link:
             else:
                 rail.waits = min(rail.waits, now)
             record.ping = 1
-        alive = any(now - rail.waits < _STALL_SECONDS for rail in self.rails.values())
+        alive = any(now - rail.waits < STALL_SECONDS for rail in self.rails.values())
         timeout = self._own.timeout
         for index, rail in self.rails.items():
             if now - rail.waits > (rail.patience if alive else max(min(rail.patience, timeout), timeout / 2)):
@@ -366,15 +336,12 @@ class Link:
         self._own.carrier.report(self.number, made.pair.number, made.pair.peer, answer=made.confirmed)
         self._end_pair(index, made)
         if why and not self.gone:
-            before, pause = self._broken.get(both, (0.0, 0.0))
-            lasting = time.monotonic() - before > pause + _RDMA_LONGEST_SECONDS
-            pause = _RETRY_SECONDS if lasting else min(_RDMA_LONGEST_SECONDS, 2 * pause)
-            self._broken[both] = time.monotonic(), pause
+            self._troubles.fail(both)
             self.say_rdma(both, why)
 
     def say_rdma(self, both: Ends, why: str) -> None:
         """Say once why RDMA does not carry between two addresses, and keep it for the case that nothing else does."""
-        self._rdma_trouble = why
+        self._troubles.note(why)
         if (both[0], why) not in self._own.said:
             self._own.said.add((both[0], why))
             notice(f"no RDMA from {both[0]} to {both[1]} of rank {self.rank}; it is tried again: {why}")
@@ -391,6 +358,33 @@ class Link:
         made.pair.close()
         self._failing.pop(index, None)
         return True
+
+    @property
+    def direct(self) -> bool:
+        """Whether it has rails of RDMA."""
+        return any(rail.rdma is not None for rail in list(self.rails.values()))
+
+    def await_rails(self, deadline: Deadline) -> None:
+        """Wait a while for a rail; of RDMA, if this process has a GPU whose memory its devices reach. Any other thread.
+
+        To make one takes Python on both sides: too late once a kernel waits for a message and the driver for the kernel.
+        """
+        cards, begun = self._own.cards, time.monotonic()
+        if self._awaited < 0:
+            self._awaited = begun + _AWAIT_SECONDS  # later rings do not wait for what has not come until then
+        wants_rdma = cards is not None and cards.has_direct and self._has_rdma_routes()
+        while not self.gone and time.monotonic() < min(self._awaited, begun + deadline.left()):
+            if self.rails and (not wants_rdma or self.direct):
+                return
+            if self.rails and begun - _TROUBLE_SECONDS < self._troubles.newest < time.monotonic() - _TROUBLE_SECONDS:
+                return
+            time.sleep(_AWAIT_PAUSE_SECONDS)
+
+    def _has_rdma_routes(self) -> bool:
+        try:
+            return any(route.number >= RDMA for route in self._own.routes(self.rank))
+        except XvcommError:  # the job's store fails, of which others tell
+            return False
 
     def silent(self, since: float) -> bool:
         """Whether nothing has come for long, and not since a time either: the process is stopped, or its host is out of reach."""
@@ -414,7 +408,7 @@ class Link:
         """Whether the other host has acknowledged what was sent to it, or has accepted a connection, a moment ago."""
         now, rails = time.monotonic(), list(self.rails.values())
         if rails:
-            return any(now - rail.waits < _STALL_SECONDS or rail.answers for rail in rails)
+            return any(now - rail.waits < STALL_SECONDS or rail.answers for rail in rails)
         return now - self._accepted < SILENT_SECONDS
 
     def told(self) -> str:

@@ -54,7 +54,7 @@ class Network:
     def __init__(
         self, rank: int, size: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
         timeout: float, spins: int, threads: int, tls: Tls | None, lost: Callable[[int, str], None], left: Callable[[int], None],
-        cards: Cards | None = None,
+        cards: Cards | None = None, asynchronous: bool = False,
     ) -> None:  # fmt: skip
         """Begin to accept connections.
 
@@ -69,11 +69,12 @@ class Network:
             tls: what encrypts the connections, on all ranks or on none.
             lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
             cards: RDMA devices for the routes of RDMA; they stay the caller's, who closes them after the network.
+            asynchronous: whether a thread may wait for messages and keep the interpreter lock, as in a GPU's driver.
 
         Raises:
             ResourceError: the system refuses a thread; the listeners stay the caller's.
         """
-        self._size, self._listeners, self._left = size, listeners, left
+        self._size, self._listeners, self._left, self._asynchronous = size, listeners, left, asynchronous
         self.carrier = Carrier(spins, threads)
         self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost, cards)
         self._questions = Questions(self.carrier)
@@ -98,13 +99,16 @@ class Network:
             self._loop.close()
             raise
 
-    def open_ring(self, rank: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
+    def open_ring(
+        self, rank: int, name: int, layout: RingLayout, deadline: Deadline, *, group: int, peer: int, producer: bool
+    ) -> RingEnd:  # fmt: skip
         """This process's half of a ring, mirrored by the one of the same name in the process of a rank.
 
-        The link is made on first use.
+        The link is made on first use. A GPU's ring waits a while until it is there.
 
         Args:
             group: of the ring's communicator, see `Transport.open_ring`.
+            deadline: for that.
             peer: the rank's number in the communicator.
 
         Raises:
@@ -112,6 +116,8 @@ class Network:
         """
         found = self._link(rank)
         self._loop.call_soon_threadsafe(self._keep, found)
+        if self._asynchronous:
+            found.await_rails(deadline)
         return self._halves.open(found.number, name, layout, group=group, peer=peer, producer=producer)
 
     def leave(self, group: int, word: int) -> None:

@@ -36,7 +36,7 @@ from xvcomm.wire.sockets import BLOCKED, send
 _entry_at = compiled_at(LEDGER_ENTRY)
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
 _part_bytes = register_jitable(part_bytes)
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _, _FAILED = map(int, Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _, _FAILED, _ = map(int, Kind)
 _LEFT = int(Reason.LEFT)
 
 SEND_BYTES = 128 << 10
@@ -69,15 +69,11 @@ def finished(wire: Any) -> int:
 
 
 @register_jitable
-def registered(wire: Any) -> bool:
-    """Whether RDMA devices of this side may read and write the slots."""
-    return bool(wire.keys[0] != 0)
-
-
-@register_jitable
-def by_rdma(link: Any, wire: Any) -> bool:
-    """Whether the slots go by WRITE at the moment."""
-    return bool(link.rdma_rails > 0 and wire.slots_there != 0) and registered(wire)
+def _carries(link: Any, rail: Any, wire: Any) -> bool:
+    """Whether a rail may carry the slots: where RDMA devices reach both ends', rails of RDMA do."""
+    if link.rdma_rails > 0 and wire.registered != 0 and wire.slots_there != 0:
+        return bool(rail.rdma != 0)
+    return bool(rail.rdma == 0 and wire.apart == 0 and wire.apart_there == 0)
 
 
 @register_jitable
@@ -117,16 +113,22 @@ def _send_open(rail: Any, wire: Any, index: int) -> None:
     ring = wire.geometry
     rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
     rail.payload[3], rail.payload[4] = wire.producer, wire.group
-    rail.payload[5] = wire.ring + ring.data if registered(wire) else 0
+    rail.payload[5], rail.payload[6] = wire.apart, wire.slots if wire.registered != 0 else 0
     for device in range(MAX_DEVICES):
-        rail.payload[6 + device] = wire.given[device]
+        rail.payload[7 + device] = wire.given[device]
     frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, OPEN_WORDS)
     frame.slot = index
     wire.open = 0
 
 
 @register_jitable
-def _stop_due(wire: Any) -> bool:
+def _stranded(link: Any, wire: Any) -> bool:
+    """Whether no rail that is up can carry the slots: they are in a GPU's memory, and there is no rail of RDMA."""
+    return bool(link.rdma_rails == 0 and (wire.apart != 0 or wire.apart_there != 0))
+
+
+@register_jitable
+def _stop_due(link: Any, wire: Any) -> bool:
     """Whether this side's abort word is to be sent now: that a producer has left, only after all that it has finished."""
     if wire.stop != UNTOLD:
         return False
@@ -135,8 +137,10 @@ def _stop_due(wire: Any) -> bool:
         return False
     if wire.producer == 0:
         return True
-    if wire.again != 0 or any_flies(wire):
+    if any_flies(wire):
         return False  # a consumer that knows the word gives the slots' memory back
+    if wire.again != 0:
+        return _stranded(link, wire) and word & 0xFF != _LEFT
     return bool(word & 0xFF != _LEFT or wire.message >= finished(wire))
 
 
@@ -146,9 +150,10 @@ def _send_stop(rail: Any, wire: Any) -> None:
     frame = _control(rail, _STOP, wire.there, load_acquire(wire.ring + ABORT), 0)
     lanes = wire.geometry.lanes
     if wire.producer != 0:
-        frame.entry.number, frame.length = wire.message, 8 * lanes
+        whole = wire.again == 0  # else what was lost is not sent again, and the other side need not wait for it
+        frame.entry.number, frame.length = wire.message if whole else 0, 8 * lanes
         for lane in range(lanes):
-            rail.payload[lane] = wire.sent[lane]
+            rail.payload[lane] = wire.sent[lane] if whole else 0
     else:
         entry = entry_of(wire, finished(wire), False)
         frame.entry.number, frame.entry.message = entry.number, entry.message
@@ -265,7 +270,7 @@ def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
             complete = False
             place = lane * ring.slots + number % ring.slots
             if not _flies(wire, place) and _filled(wire, entry.offer, lane, number):
-                data = entry.offer + offset if entry.offer != 0 else wire.ring + ring.data + place * ring.slot_bytes
+                data = entry.offer + offset if entry.offer != 0 else wire.slots + place * ring.slot_bytes
                 store(wire.sources + 8 * place, data)
                 frame = frame_at(wire.frames, place)
                 frame.kind, frame.wire, frame.lane, frame.slot, frame.number = _SLOT, wire.there, lane, number, offset
@@ -296,7 +301,7 @@ def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, index: int, idl
             return True
         if wire.there < 0:
             return False
-        if _stop_due(wire):
+        if _stop_due(link, wire):
             _send_stop(rail, wire)
             return True
         if wire.answer != 0 and not any_flies(wire):
@@ -306,7 +311,7 @@ def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, index: int, idl
         if wire.producer == 0 and _credit_due(wire, idle):
             _send_credit(rail, wire)
             return True
-    if wire.there < 0 or wire.producer == 0 or by_rdma(link, wire) != (rail.rdma != 0):
+    if wire.there < 0 or wire.producer == 0 or not _carries(link, rail, wire):
         return False
     rail.out_wire = index
     return _send_data(rail, rail_index, wire)

@@ -20,11 +20,12 @@ from xvcomm.wire.locks import begin_copy, end_copy, enter_rail, leave_rail
 from xvcomm.wire.outgoing import choose_frame
 from xvcomm.wire.records import FLIGHTS, flight_at, frame_at, rail_at, rdma_at, wire_at
 from xvcomm.wire.verbs import completions_at, failed, flush, offer, post, queue_at, room, send, send_inline, take, write
+from xvcomm.wire.visibility import make_visible
 
 BROKEN = -1001
 """Failure of `take_frames` and `post_frames`: a request has failed; the queue pair's record says why."""
 
-_SLOT, _TAKEN = int(Kind.SLOT), int(Kind.TAKEN)
+_SLOT, _TAKEN, _WRITTEN = int(Kind.SLOT), int(Kind.TAKEN), int(Kind.WRITTEN)
 _KEPT = 2
 """Buffers of the other side that are kept for TAKEN, which frees others."""
 _OWED = BUFFERS // 2
@@ -43,12 +44,13 @@ def _may_send(rdma: Any, queue: Any, kept: int) -> bool:
 
 
 @register_jitable
-def _fill(rdma: Any, queue: Any, header: int, data: int, nbytes: int) -> None:
-    """Add the SEND of a frame with its payload to the chain."""
+def _fill(rdma: Any, queue: Any, kind: int, header: int, data: int, nbytes: int) -> None:
+    """Add the SEND of a frame of a kind, with its payload, to the chain."""
     place = rdma.sent % BUFFERS
     buffer, size = rdma.outbox + place * BUFFER_BYTES, 8 + HEADER + nbytes
     store(buffer, rdma.handled)
     copy_bytes(buffer + 8, header, HEADER)
+    frame_at(buffer + 8).kind = kind
     if nbytes > 0:
         copy_bytes(buffer + 8 + HEADER, data, nbytes)
     if size <= rdma.inline:
@@ -61,13 +63,19 @@ def _fill(rdma: Any, queue: Any, header: int, data: int, nbytes: int) -> None:
 
 
 @register_jitable
+def _by_write(wire: Any, nbytes: int) -> bool:
+    """Whether a slot's payload goes by a WRITE: it is not short, or compiled code cannot read or write it."""
+    return bool(nbytes > SHORT_BYTES or wire.apart != 0 or wire.apart_there != 0)
+
+
+@register_jitable
 def _write_slot(carrier: Any, rdma: Any, queue: Any, rail: Any, frame: Any) -> None:
     """Add the WRITE of a slot to the chain."""
     wire = wire_at(load(carrier.wires + 8 * rail.out_wire))
     ring = wire.geometry
     place = frame.lane * ring.slots + frame.slot % ring.slots
     offset = place * ring.slot_bytes
-    here = wire.ring + ring.data + offset
+    here = wire.slots + offset
     if rail.out_data != here:  # a message that goes from its array, which is not registered
         copy_bytes(here, rail.out_data, frame.length)
         store(wire.sources + 8 * place, here)
@@ -86,11 +94,11 @@ def _stage(carrier: Any, rdma: Any, queue: Any, rail: Any) -> int:
     """Add the frame that the rail sends next to the chain; its bytes."""
     frame = frame_at(rail.out)
     nbytes = frame.length
-    if frame.kind == _SLOT and nbytes > SHORT_BYTES:
+    if frame.kind == _SLOT and _by_write(wire_at(load(carrier.wires + 8 * rail.out_wire)), nbytes):
         _write_slot(carrier, rdma, queue, rail, frame)
-        _fill(rdma, queue, rail.out, 0, 0)
+        _fill(rdma, queue, _WRITTEN, rail.out, 0, 0)
     else:
-        _fill(rdma, queue, rail.out, rail.out_data, nbytes)
+        _fill(rdma, queue, frame.kind, rail.out, rail.out_data, nbytes)
     rail.out = 0
     return HEADER + nbytes
 
@@ -100,7 +108,7 @@ def _fill_taken(rdma: Any, queue: Any, rail: Any) -> None:
     """Add a frame that only tells what was handled."""
     frame = rail.header
     frame.kind, frame.length = _TAKEN, 0
-    _fill(rdma, queue, address_of(rail, "header"), 0, 0)
+    _fill(rdma, queue, _TAKEN, address_of(rail, "header"), 0, 0)
 
 
 @register_jitable
@@ -146,17 +154,17 @@ def _land(carrier: Any, rdma: Any, until: int) -> None:
 
 
 @register_jitable
-def _take_slot(carrier: Any, rail: Any, frame: Any) -> None:
-    """Publish a slot that has come: its payload is behind the frame, or in the ring already."""
+def _take_slot(carrier: Any, rail: Any, frame: Any, written: bool) -> None:
+    """Publish a slot that has come: its payload is in the ring already, or behind the frame."""
     nbytes, data = rail.slot_left, rail.slot_data
     rail.slot_left = 0
     if data != 0:
+        wire = wire_at(load(carrier.wires + 8 * rail.slot_wire))
         source = address_of(frame, "kind") + HEADER
-        if nbytes > SHORT_BYTES:
-            wire = wire_at(load(carrier.wires + 8 * rail.slot_wire))
+        if written:
             ring = wire.geometry
             place = rail.slot_lane * ring.slots + rail.slot_number % ring.slots
-            source = wire.ring + ring.data + place * ring.slot_bytes
+            source = wire.slots + place * ring.slot_bytes
         if source != data:
             begin_copy(carrier, rail)
             copy_bytes(data, source, nbytes)
@@ -176,7 +184,7 @@ def take_frames(carrier: Any, rail: Any, rail_index: int) -> int:
     taken = take(completions_at(rdma.completions))
     end_copy(carrier, rail)
     _land(carrier, rdma, queue.written)
-    total, news = 0, 0
+    total, news, visible = 0, 0, False
     while rdma.handled < queue.received:
         buffer = rdma.inbox + rdma.handled % BUFFERS * BUFFER_BYTES
         frame = frame_at(buffer + 8)
@@ -184,13 +192,23 @@ def take_frames(carrier: Any, rail: Any, rail_index: int) -> int:
         if known < rdma.known or known > rdma.sent:
             return PROTOCOL
         rdma.known = known
+        written = frame.kind == _WRITTEN
+        if written:
+            frame.kind = _SLOT
         if frame.kind != _SLOT and (frame.length < 0 or frame.length > CONTROL_BYTES):
             return PROTOCOL
         result = handle(carrier, rail, rail_index, frame)
         if result == REFUSED:
             return PROTOCOL
         if rail.slot_left > 0:
-            _take_slot(carrier, rail, frame)
+            wire = wire_at(load(carrier.wires + 8 * rail.slot_wire))
+            if wire.apart != 0 and rail.slot_data != 0 and not visible:
+                if not make_visible(carrier, rail, rdma, wire):
+                    return BROKEN
+                visible = True  # and so is all that this call handles, which has arrived before
+            if not written and (rail.slot_left > SHORT_BYTES or wire.apart != 0):
+                return PROTOCOL  # such a payload cannot be behind the frame
+            _take_slot(carrier, rail, frame, written)
         news = NEWS if result == NEWS else news
         rdma.handled += 1
         total += HEADER + frame.length

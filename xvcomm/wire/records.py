@@ -54,6 +54,10 @@ RDMA = np.dtype([
     ("told", "i8"),
     ("tickets", "i8", BUFFERS),  # of each buffer to send from: number of the request that has used it last
     ("flushed", "i8"),  # whether the request behind all others was posted, after a failure
+    ("loopback", "i8"),  # of the queue pair that is joined with itself: addresses of its records, 0 if there is none
+    ("loopback_completions", "i8"),
+    ("word", "i8"),  # address and lkey of a word that it reads into, and writes from
+    ("word_key", "i8"),
     ("flying", "i8"),  # bytes of all flights
     ("first", "i8"),  # number of the first flight, and of the next one
     ("next", "i8"),
@@ -156,9 +160,14 @@ WIRE = np.dtype([
     ("sources", "i8"),  # producer: address of a word for each slot: where its data is
     ("flights", "i8"),  # producer: address of a word for each slot: how many WRITEs to it are posted and have not ended
     ("shares", "i8"),  # address of LEDGER shares, message number n at n % LEDGER
-    ("keys", "i8", MAX_DEVICES),  # of the slots here: lkey and rkey on each device; 0: not registered
+    ("slots", "i8"),  # address of the slots here
+    ("apart", "i8"),  # whether they are in a GPU's memory, which only RDMA devices reach
+    ("scratch", "i8"),  # address there of a word that means nothing, see `visibility`; 0: not needed
+    ("registered", "i8"),  # whether RDMA devices may read and write the slots; lkey and rkey on each, 0: not on this one
+    ("keys", "i8", MAX_DEVICES),
     ("given", "i8", MAX_DEVICES),
-    ("slots_there", "i8"),  # of the slots there: address and rkeys, as OPEN has said; 0: RDMA devices may not write to them
+    ("apart_there", "i8"),  # of the slots there, as OPEN has said: the same, their address, 0: not registered; and rkeys
+    ("slots_there", "i8"),
     ("keys_there", "i8", MAX_DEVICES),
     ("direct", DIRECT),  # consumer
     ("begun", "i8", MAX_LANES),  # consumer: 1 + number of the newest slot of which anything has arrived

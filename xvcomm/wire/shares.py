@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
+from xvcomm.jit.inline import register_jitable
 from xvcomm.memory.ring import LEDGER
 from xvcomm.wire.records import PARTS, SHARE, share_at
 

@@ -18,8 +18,8 @@ from xvcomm.jit.ccall import call_3
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 
-WRITE, SEND = 0, 2
-"""IBV_WR_RDMA_WRITE, IBV_WR_SEND."""
+WRITE, SEND, READ = 0, 2, 4
+"""IBV_WR_RDMA_WRITE, IBV_WR_SEND, IBV_WR_RDMA_READ."""
 SIGNALED, INLINE = 2, 8
 """IBV_SEND_SIGNALED, IBV_SEND_INLINE."""
 SUCCESS = 0
@@ -130,6 +130,15 @@ def write_inline(queue: Any, here: int, there: int, there_key: int, nbytes: int)
     if room(queue) <= 0:
         return False
     _add(queue, WRITE, here, 0, there, there_key, nbytes, INLINE)
+    return True
+
+
+@register_jitable
+def read(queue: Any, here: int, key: int, there: int, there_key: int, nbytes: int) -> bool:
+    """Add a READ into registered memory to the chain; False if there is no room. The bytes are there when it is `written`."""
+    if room(queue) <= 0:
+        return False
+    _add(queue, READ, here, key, there, there_key, nbytes, 0)
     return True
 
 

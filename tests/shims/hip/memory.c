@@ -236,6 +236,19 @@ API hipError_t hipIpcGetMemHandle(hipIpcMemHandle_t *handle, void *address) {
     return known ? hipSuccess : fail(hipErrorInvalidValue);
 }
 
+API hipError_t hipMemGetHandleForAddressRange(void *handle, void *address, size_t bytes, int type, unsigned long long flags) {
+    enum { DMA_BUF = 1 };
+    if (type != DMA_BUF || flags || bytes % PAGE) return fail(hipErrorInvalidValue);
+    pthread_mutex_lock(&lock);
+    block_t *b = find(address);
+    int whole = b && !b->pinned && b->file >= 0 && address == b->mapping && bytes <= b->mapped - PAGE;
+    int file = whole ? fcntl(b->file, F_DUPFD_CLOEXEC, 0) : -1;
+    pthread_mutex_unlock(&lock);
+    if (file < 0) return fail(hipErrorInvalidValue);
+    *(int *)handle = file;
+    return hipSuccess;
+}
+
 API hipError_t hipIpcOpenMemHandle(void **out, hipIpcMemHandle_t handle, unsigned flags) {
     enum { LAZY_ENABLE_PEER_ACCESS = 1 };
     if (flags != LAZY_ENABLE_PEER_ACCESS || handle.of.process == getpid()) return fail(hipErrorInvalidValue);

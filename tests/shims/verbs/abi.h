@@ -7,9 +7,9 @@
 
 enum { POLL_CQ = 11, REQ_NOTIFY_CQ = 12, POST_SEND = 25, POST_RECV = 26, OPERATIONS = 32 };
 
-enum { WRITE = 0, SEND = 2, SIGNALED = 2, INLINE = 8 };
+enum { WRITE = 0, SEND = 2, READ = 4, SIGNALED = 2, INLINE = 8 };
 
-enum { SENT = 0, WRITTEN = 1, RECEIVED = 128 }; /* opcodes of completions */
+enum { SENT = 0, WRITTEN = 1, HAS_READ = 2, RECEIVED = 128 }; /* opcodes of completions */
 
 enum { RESET = 0, READY = 3, ERROR = 6 };
 

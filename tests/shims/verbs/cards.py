@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from numba import njit
 
 from xvcomm.errors import ResourceError
 from xvcomm.wire import verbs
-from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Keys
+from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Keys, Loopback
 
 _HALF = struct.Struct("q")
 
@@ -36,13 +37,36 @@ def _address(function: Any) -> int:
 class _Registered:
     """Memory that all fake devices reach."""
 
+    scratch = 0
+
     def __init__(self, fabric: Fabric, address: int, nbytes: int) -> None:
-        self._fabric, self._key = fabric, fabric.register(address, nbytes)
+        self._fabric, self._key, self.address = fabric, fabric.register(address, nbytes), address
         self.keys = [Keys(self._key, self._key)]
 
-    def close(self) -> None:
+    def close(self, *, in_use: bool = False) -> None:
         """See `wire.cards.Registered`."""
         self._fabric.deregister(self._key)
+
+
+class _GpuMemory:
+    """A GPU's memory that all fake devices reach: CUDA's by copies, and the stand-in's by a dma-buf that is a file."""
+
+    def __init__(self, fabric: Fabric, device: Any, nbytes: int) -> None:
+        self._fabric, self._device, self._bytes = fabric, device, nbytes + 8
+        self.address = device.nic_memory(self._bytes)
+        self.scratch = self.address + nbytes
+        self._descriptor = device.dma_buf(self.address, self._bytes)
+        by_file = device.capabilities().kind == "rocm"
+        file = Path(f"/proc/self/fd/{self._descriptor}") if by_file else None
+        self._key = fabric.register(self.address, self._bytes, file, gpu=1 + device.index)
+        self.keys = [Keys(self._key, self._key)]
+
+    def close(self, *, in_use: bool = False) -> None:
+        """See `wire.cards.Registered`."""
+        self._fabric.deregister(self._key)
+        os.close(self._descriptor)
+        if not in_use:
+            self._device.return_nic_memory(self.address, self._bytes)
 
 
 class FakeCardPair:
@@ -51,7 +75,7 @@ class FakeCardPair:
     device = there = 0
     hung = failed = False
 
-    def __init__(self, fabric: Fabric, device: FakeDevice, inline: int) -> None:
+    def __init__(self, fabric: Fabric, device: FakeDevice, inline: int, *, direct: bool) -> None:
         self._buffers = np.zeros((2, BUFFERS, BUFFER_BYTES), np.uint8)
         self._registered = _Registered(fabric, self._buffers.ctypes.data, self._buffers.nbytes)
         self.inbox, self.outbox = (half.ctypes.data for half in self._buffers)
@@ -62,7 +86,15 @@ class FakeCardPair:
         self.number, self.queue, self.completions = self.fake.number, self.fake.address, completions.address
         self.fd, self.peer, self.closed = completions.fd, 0, False
         self._poll = completions.record.poll
+        self.loopback = Loopback(*self._join_with_itself(fabric, device)) if direct else Loopback()
         self.description = _HALF.pack(self.number)
+
+    def _join_with_itself(self, fabric: Fabric, device: FakeDevice) -> tuple[int, int, int, int]:
+        self._word, completions = np.zeros(1, np.int64), device.queue(16)
+        self._of_word = _Registered(fabric, self._word.ctypes.data, self._word.nbytes)
+        self.mirror = device.pair(completions)
+        self.mirror.connect(self.mirror.number)
+        return self.mirror.address, completions.address, self._word.ctypes.data, self._of_word.keys[0].local
 
     def connect(self, theirs: bytes) -> None:
         """See `wire.cards.Pair`."""
@@ -88,12 +120,15 @@ class FakeCardPair:
 
     def failure(self) -> str:
         """See `wire.cards.Pair`."""
-        return self.fake.failure() or ""
+        return self.fake.failure() or (self.loopback.loopback and self.mirror.failure()) or ""
 
     def close(self) -> None:
         """See `wire.cards.Pair`."""
         if not self.closed:
             self.closed = True
+            if self.loopback.loopback:
+                self.mirror.close()
+                self._of_word.close()
             self.fake.close()
             self._registered.close()
 
@@ -102,12 +137,19 @@ class FakeCards:
     """Devices of one network.
 
     Attributes:
+        fabric: between them.
         pairs: all that were made.
         lost: what `watch` was given, to report failures by.
+        gpu: whose memory they reach, if any.
+        rings: how many lie in it, as producers' and as consumers' ends.
     """
 
-    def __init__(self, library: Path, shared: Path, seed: int = 0, delay: int = 0, inline: int = 64) -> None:
-        self._fabric, self._seed, self._delay, self._inline = Fabric(library, shared), seed, delay, inline
+    def __init__(
+        self, library: Path, shared: Path, seed: int = 0, delay: int = 0, inline: int = 64, gpu: Any = None,
+        reads: bool = True, writes: bool = True,
+    ) -> None:  # fmt: skip
+        self.gpu, self.rings, self._works = gpu, [0, 0], (writes, reads)
+        self.fabric, self._seed, self._delay, self._inline = Fabric(library, shared), seed, delay, inline
         self.pairs: list[FakeCardPair] = []
         self.refusal = ""
         self.lost: Any = None
@@ -118,14 +160,26 @@ class FakeCards:
 
     def register(self, address: int, nbytes: int) -> _Registered:
         """See `wire.cards.Cards`."""
-        return _Registered(self._fabric, address, nbytes)
+        return _Registered(self.fabric, address, nbytes)
+
+    @property
+    def has_direct(self) -> bool:
+        """See `wire.cards.Cards`."""
+        return self.gpu is not None
+
+    def direct(self, nbytes: int, *, producer: bool) -> _GpuMemory | None:
+        """See `wire.cards.Cards`."""
+        if self.gpu is None or not self._works[producer]:
+            return None
+        self.rings[producer] += 1
+        return _GpuMemory(self.fabric, self.gpu, nbytes)
 
     def pair(self, address: str) -> FakeCardPair:
         """See `wire.cards.Cards`."""
         if self.refusal:
             raise ResourceError(self.refusal)
-        device = self._fabric.device(self._seed + len(self.pairs), self._delay)
-        self.pairs.append(FakeCardPair(self._fabric, device, self._inline))
+        device = self.fabric.device(self._seed + len(self.pairs), self._delay)
+        self.pairs.append(FakeCardPair(self.fabric, device, self._inline, direct=self.has_direct))
         return self.pairs[-1]
 
     def watch(self, add: Any, lost: Any) -> None:
@@ -139,4 +193,4 @@ class FakeCards:
     def close(self) -> None:
         """Close the devices; the queue pairs must be closed."""
         assert all(pair.closed for pair in self.pairs)
-        self._fabric.__exit__(None, None, None)
+        self.fabric.__exit__(None, None, None)

@@ -1,5 +1,6 @@
 #include "fabric.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -86,13 +87,15 @@ void fabric_unlock(struct shared_pair *shared)
     pthread_mutex_unlock(&shared->lock);
 }
 
-uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset)
+uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset,
+                         uint32_t posted)
 {
     uint32_t index = 1 + __atomic_fetch_add(&fabric->shared->regions, 1, __ATOMIC_ACQ_REL);
     if (index >= REGIONS || strlen(path) >= PATH_BYTES)
         return 0;
     struct region *region = &fabric->shared->region[index];
-    *region = (struct region){.process = fabric->process, .base = base, .bytes = bytes, .offset = offset};
+    *region = (struct region){
+        .process = fabric->process, .base = base, .bytes = bytes, .offset = offset, .posted = posted};
     strcpy(region->path, path);
     uint32_t key = index << 8 | 0x5a;
     __atomic_store_n(&region->key, key, __ATOMIC_RELEASE);
@@ -133,10 +136,85 @@ char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64
     if (address < region->base || bytes > region->bytes || address - region->base > region->bytes - bytes)
         return NULL;
     char *start = (char *)region->base;
-    if (region->process != fabric->process) {
+    if (region->process != fabric->process || (region->posted && region->path[0])) {
         pthread_mutex_lock(&fabric->lock);
         start = map_region(fabric, index, region);
         pthread_mutex_unlock(&fabric->lock);
     }
     return start ? start + (address - region->base) : NULL;
+}
+
+static struct {
+    void *context;
+    int (*enter)(void *);
+    int (*copy)(uint64_t, uint64_t, size_t);
+} cuda;
+
+int fabric_use_cuda(void *context)
+{
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!driver)
+        return -1;
+    *(void **)&cuda.enter = dlsym(driver, "cuCtxSetCurrent");
+    *(void **)&cuda.copy = dlsym(driver, "cuMemcpy");
+    cuda.context = context;
+    return cuda.enter && cuda.copy ? 0 : -1;
+}
+
+void fabric_copy(void *to, const void *from, uint64_t bytes)
+{
+    if (!cuda.context)
+        memcpy(to, from, bytes);
+    else if (cuda.enter(cuda.context) || cuda.copy((uint64_t)to, (uint64_t)from, bytes))
+        abort();
+}
+
+/* What was written to GPUs' memory and is not seen there yet, in order, by all fabrics of this process. */
+struct kept {
+    struct kept *next;
+    uint32_t gpu;
+    char *to;
+    uint64_t bytes;
+    char data[];
+};
+static struct kept *kept;
+static pthread_mutex_t keeping = PTHREAD_MUTEX_INITIALIZER;
+
+void fabric_put(struct fabric *fabric, uint32_t key, char *to, const char *from, uint64_t bytes)
+{
+    uint64_t word;
+    uint32_t gpu = fabric->shared->region[(key >> 8) % REGIONS].posted;
+    if (gpu) {
+        struct kept *made = malloc(sizeof *made + bytes);
+        *made = (struct kept){.gpu = gpu, .to = to, .bytes = bytes};
+        fabric_copy(made->data, from, bytes);
+        pthread_mutex_lock(&keeping);
+        struct kept **last = &kept;
+        while (*last)
+            last = &(*last)->next;
+        *last = made;
+        pthread_mutex_unlock(&keeping);
+    } else if (bytes == 8 && (uintptr_t)to % 8 == 0 && !cuda.context) { /* a counter is written at once, and after what was written before */
+        memcpy(&word, from, 8);
+        __atomic_store_n((uint64_t *)to, word, __ATOMIC_RELEASE);
+    } else {
+        fabric_copy(to, from, bytes);
+    }
+}
+
+void fabric_settle(struct fabric *fabric, uint32_t key)
+{
+    uint32_t gpu = fabric->shared->region[(key >> 8) % REGIONS].posted;
+    pthread_mutex_lock(&keeping);
+    for (struct kept **at = &kept; *at;) {
+        struct kept *found = *at;
+        if (found->gpu != gpu) {
+            at = &found->next;
+            continue;
+        }
+        fabric_copy(found->to, found->data, found->bytes);
+        *at = found->next;
+        free(found);
+    }
+    pthread_mutex_unlock(&keeping);
 }

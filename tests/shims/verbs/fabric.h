@@ -30,6 +30,7 @@ struct region {
     int32_t process;
     uint64_t base, bytes;
     uint64_t offset;
+    uint32_t posted; /* number of a GPU, from 1 on, or 0: what is written is seen there only after a READ from that GPU */
     char path[PATH_BYTES]; /* of the file in shared memory that holds it; empty: only its own process reaches it */
 };
 
@@ -48,8 +49,21 @@ void fabric_lock(struct shared_pair *shared);
 void fabric_unlock(struct shared_pair *shared);
 
 /* The key under which memory can be sent and written, or 0 if there is no room. */
-uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset);
+uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset,
+                         uint32_t posted);
 void fabric_deregister(struct fabric *fabric, uint32_t key);
 
 /* Where this process reaches an address of a region, or null if the key does not permit these bytes. */
 char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64_t bytes);
+
+/* Copy by CUDA from now on, in a context, so that regions may be in a GPU's memory; 0, or -1 without CUDA. */
+int fabric_use_cuda(void *context);
+
+/* Copy bytes between regions and host memory. */
+void fabric_copy(void *to, const void *from, uint64_t bytes);
+
+/* Put bytes where `fabric_reach` has found a region; of a GPU's they are kept back until `fabric_settle`. */
+void fabric_put(struct fabric *fabric, uint32_t key, char *to, const char *from, uint64_t bytes);
+
+/* Let all be seen that was put into regions of the GPU of this one. */
+void fabric_settle(struct fabric *fabric, uint32_t key);

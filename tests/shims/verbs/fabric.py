@@ -60,8 +60,9 @@ def _load(library: Path) -> Any:
     for name, result, arguments in (
         ("fabric_open", pointer, [ctypes.c_char_p]),
         ("fabric_close", None, [pointer]),
-        ("fabric_register", half, [pointer, word, word, ctypes.c_char_p, word]),
+        ("fabric_register", half, [pointer, word, word, ctypes.c_char_p, word, half]),
         ("fabric_deregister", None, [pointer, half]),
+        ("fabric_use_cuda", number, [pointer]),
         ("fake_open", pointer, [pointer, word, word]),
         ("fake_close", None, [pointer]),
         ("fake_create_cq", pointer, [pointer, number]),
@@ -107,17 +108,24 @@ class Fabric:
         self._devices.append(FakeDevice(self.calls, self.calls.fake_open(self._fabric, seed, delay)))
         return self._devices[-1]
 
-    def register(self, address: int, nbytes: int, file: Path | None = None, offset: int = 0) -> int:
+    def register(
+        self, address: int, nbytes: int, file: Path | None = None, offset: int = 0, *, gpu: int = 0
+    ) -> int:  # fmt: skip
         """Permit that memory is sent and written; its key.
 
         Args:
             address, nbytes: of the memory.
             file: in shared memory, whose mapping it is, if other processes write to it.
             offset: in the file.
+            gpu: number of its GPU, from 1 on, in which what is written is seen only after a READ from it; 0: host memory.
         """
-        key = self.calls.fabric_register(self._fabric, address, nbytes, os.fsencode(file or ""), offset)
+        key = self.calls.fabric_register(self._fabric, address, nbytes, os.fsencode(file or ""), offset, gpu)
         assert key, "the fabric has no room for more regions"
         return int(key)
+
+    def use_cuda(self, context: int) -> None:
+        """Copy by CUDA, in a context, because regions are in a GPU's memory."""
+        assert self.calls.fabric_use_cuda(context) == 0, "libcuda.so.1 does not load"
 
     def deregister(self, key: int) -> None:
         """Permit it no more."""

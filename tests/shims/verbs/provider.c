@@ -1,4 +1,4 @@
-/* A provider of verbs whose network is memory: queue pairs that WRITE and SEND, in order each, in any order among each other.
+/* A provider of verbs whose network is memory: queue pairs that WRITE, READ and SEND, in order each, in any order among each other.
  *
  * No time passes by itself. A poll of a completion queue is a tick, in which some of what is due happens; arming the queue lets
  * ticks pass until it has a completion. A device and all that belongs to it is used by one thread at a time, other devices by others.
@@ -128,20 +128,25 @@ static int has_message(const struct shared_pair *shared)
     return __atomic_load_n(&shared->sent, __ATOMIC_SEQ_CST) != shared->taken;
 }
 
-/* Write the bytes; an ibv_wc_status. A counter is written at once, and after what was written before it. */
+/* Write the bytes; an ibv_wc_status. */
 static uint32_t put(struct device *device, const struct request *request, const char *from)
 {
     uint32_t bytes = request->part.length;
     char *to = fabric_reach(device->fabric, request->there_key, request->there, bytes);
     if (!to)
         return REM_ACCESS_ERR;
-    if (bytes == 8 && (uintptr_t)to % 8 == 0) {
-        uint64_t word;
-        memcpy(&word, from, 8);
-        __atomic_store_n((uint64_t *)to, word, __ATOMIC_RELEASE);
-    } else {
-        memcpy(to, from, bytes);
-    }
+    fabric_put(device->fabric, request->there_key, to, from, bytes);
+    return SUCCESS;
+}
+
+/* Read the bytes, once all that was written is there; an ibv_wc_status. */
+static uint32_t get(struct device *device, const struct request *request, char *to)
+{
+    const char *from = fabric_reach(device->fabric, request->there_key, request->there, request->part.length);
+    if (!from)
+        return REM_ACCESS_ERR;
+    fabric_settle(device->fabric, request->there_key);
+    fabric_copy(to, from, request->part.length);
     return SUCCESS;
 }
 
@@ -160,7 +165,7 @@ enum { UNCONNECTED = 1000, STARVED };
 
 static uint32_t carry(struct device *device, struct shared_pair *shared, const struct request *request)
 {
-    const char *from = request->bytes;
+    char *from = (char *)request->bytes;
     uint32_t bytes = request->part.length, status = SUCCESS;
     if (bytes && !request->is_inline && !(from = fabric_reach(device->fabric, request->part.lkey, request->part.addr, bytes)))
         return LOC_PROT_ERR;
@@ -168,9 +173,9 @@ static uint32_t carry(struct device *device, struct shared_pair *shared, const s
     fabric_lock(peer);
     if (!connected(device, shared)) {
         status = UNCONNECTED;
-    } else if (request->opcode == WRITE) {
+    } else if (request->opcode != SEND) {
         if (bytes)
-            status = put(device, request, from);
+            status = request->opcode == WRITE ? put(device, request, from) : get(device, request, from);
         if (status == REM_ACCESS_ERR) {
             __atomic_store_n(&peer->state, ERROR, __ATOMIC_RELEASE);
             wake_locked(device, peer);
@@ -206,7 +211,7 @@ static void complete(struct pair *pair, const struct request *request)
         return;
     struct ibv_wc *wc = push(pair, request->id, request->status);
     if (request->status == SUCCESS)
-        wc->opcode = request->opcode == SEND ? SENT : WRITTEN;
+        wc->opcode = request->opcode == SEND ? SENT : request->opcode == READ ? HAS_READ : WRITTEN;
 }
 
 static void set_state(struct pair *pair, uint32_t state)
@@ -395,7 +400,7 @@ static int post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_se
         if (verbs->state != READY && verbs->state != ERROR)
             return EINVAL;
         uint32_t most = wr->send_flags & INLINE ? INLINE_BYTES : wr->opcode == SEND ? MESSAGE_BYTES : UINT32_MAX;
-        if ((wr->opcode != WRITE && wr->opcode != SEND) || wr->num_sge != 1 || wr->sg_list->length > most)
+        if ((wr->opcode != WRITE && wr->opcode != SEND && wr->opcode != READ) || wr->num_sge != 1 || wr->sg_list->length > most)
             return EINVAL;
         if (pair->posted - pair->ended == pair->depth || pair->fault_at[FAULT_REFUSE] == pair->posted + 1) {
             pair->fault_at[FAULT_REFUSE] = 0;
@@ -575,7 +580,8 @@ void fake_leave(struct pair *pair, uint32_t state)
 {
     struct device *device = (struct device *)pair->verbs.context;
     uint64_t due = device->tick + LATE_TICKS;
-    for (uint64_t i = pair->done; pair->late && i < pair->posted && device->late_count < LATE; i++) {
+    int is_late = pair->late && pair->verbs.state == READY;
+    for (uint64_t i = pair->done; is_late && i < pair->posted && device->late_count < LATE; i++) {
         uint32_t at = device->late_count++;
         device->late[at].request = pair->ring[i % pair->depth];
         device->late[at].shared = pair->shared;

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from xvcomm.abc.backend import Backend
 from xvcomm.config import Config
-from xvcomm.errors import BackendUnavailable
+from xvcomm.errors import BackendUnavailable, ConfigError
 from xvcomm.memory import vendors
 from xvcomm.system.notice import notice
 
 if TYPE_CHECKING:
+    from xvcomm.abc.device import Device
     from xvcomm.wire.cards import Cards
 
 BACKENDS = "xvcomm.backends"
@@ -82,15 +83,21 @@ def backend(kind: str) -> Backend:
     raise BackendUnavailable("\n".join(lines))
 
 
-def cards(config: Config, interfaces: Mapping[str, str]) -> Cards | None:
+def cards(config: Config, interfaces: Mapping[str, str], device: Device | None = None) -> Cards | None:
     """The RDMA devices of network interfaces, opened by the first plug-in that has some; None if none has.
 
     Args:
         interfaces: names of those that are used between hosts, by their addresses.
+        device: of this process, whose memory they may reach.
+
+    Raises:
+        ConfigError: a setting makes no sense.
     """
     for point in _points(CARDS):
         try:
-            found: Cards | None = point.load()(config, interfaces)
+            found: Cards | None = point.load()(config, interfaces, device)
+        except ConfigError:
+            raise
         except Exception as error:  # a broken plug-in must not keep TCP from carrying
             notice(f"no RDMA by {point.value}: {type(error).__name__}: {error}")
             continue

@@ -178,7 +178,7 @@ class Rings:
             end = self._transport(peer).open_ring(
                 name, peer, world, layout, self._store, deadline, producer=producer, job=self._job, group=self._group
             )  # fmt: skip
-            if end.layout.apart:
+            if end.layout.apart and not end.layout.wired:
                 try:
                     self._peer_rings.furnish(end, world, self._store, name, deadline)
                 except BaseException:

@@ -153,8 +153,8 @@ class Session:
         mine, store = self._joined[self.rank].offers, PrefixStore("transports", self.store)
         needed = {choose(mine, j.offers).scheme for j in self._joined if j.info.rank != self.rank}
         membership = Membership(
-            self.rank, self.size, len(self.neighbours), store, self._lose_elsewhere, self._on_left, plugins.cards
-        )
+            self.rank, self.size, len(self.neighbours), store, self._lose_elsewhere, self._on_left, self.device, plugins.cards
+        )  # fmt: skip
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
                 transport.join(membership)

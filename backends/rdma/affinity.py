@@ -1,0 +1,104 @@
+"""Which RDMA devices are near to a GPU, by their places on PCIe, or by a file of the user's."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from xvcomm.backends.rdma import sysfs
+from xvcomm.errors import ConfigError
+
+PCIE = Path("/sys/bus/pci/devices")
+_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""A host bridge or a device of PCIe in a path of sysfs."""
+
+
+class Distance(enum.IntEnum):
+    """What lies between two devices, as `nvidia-smi topo -m` tells them apart."""
+
+    SWITCH = 0  # PIX, PXB
+    HOST_BRIDGE = 1  # PHB
+    NUMA_NODE = 2  # NODE
+    SYSTEM = 3  # SYS
+    UNKNOWN = 4
+
+    @property
+    def text(self) -> str:
+        """For users: `the same switch`."""
+        named = {0: "the same switch", 1: "the same host bridge", 2: "the same NUMA node", 3: "another NUMA node"}
+        return named.get(self, "an unknown distance")
+
+
+def nearest(
+    gpu: str, names: Sequence[str], file: str | None, pcie: Path = PCIE, root: Path = sysfs.ROOT
+) -> tuple[list[str], dict[str, str]]:
+    """The RDMA devices that a GPU should use, and why not the others.
+
+    Args:
+        gpu: PCIe address.
+        names: of the devices that can be used.
+        file: in JSON, the devices of GPUs by PCIe address; without, and for GPUs that it does not name, the nearest ones.
+
+    Raises:
+        ConfigError: the file cannot be read, or names none of the devices.
+    """
+    wanted = _of_file(file, gpu) if file else None
+    if not names:
+        return [], {}
+    if wanted is not None:
+        near = [name for name in names if name in wanted]
+        if not near:
+            raise ConfigError(
+                f"{file} (XVCOMM_AFFINITY) gives {', '.join(wanted) or 'no device'} to the GPU {gpu}; "
+                f"devices that can be used: {', '.join(names)}"
+            )
+        return near, {name: f"{file} does not give it to the GPU {gpu}" for name in names if name not in near}
+    found = {name: distance(gpu, name, pcie, root) for name in names}
+    least = min(found.values(), default=Distance.UNKNOWN)
+    near = [name for name in names if found[name] == least]
+    why = f"{', '.join(near)} is nearer to the GPU {gpu}: {least.text}"
+    return near, {name: f"{why}, instead of {found[name].text}" for name in names if name not in near}
+
+
+def _of_file(file: str, gpu: str) -> list[str] | None:
+    """The devices that a file gives to a GPU; None if it does not name the GPU."""
+    try:
+        given: Mapping[str, list[str]] = msgspec.json.decode(Path(file).read_bytes(), type=dict[str, list[str]])
+    except (OSError, msgspec.MsgspecError) as error:
+        example = '{"0000:65:00.0": ["mlx5_0"]}'
+        raise ConfigError(f"XVCOMM_AFFINITY must name a file such as {example}; {file}: {error}") from error
+    return next((names for address, names in given.items() if _normal(address) == _normal(gpu)), None)
+
+
+def _normal(address: str) -> str:
+    """A PCIe address as sysfs has it: HIP leaves the function out, and CUDA writes longer domains."""
+    domain, _, rest = address.lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if "." in rest else f"{domain[-4:]}:{rest}.0"
+
+
+def _node(device: Path) -> int:
+    """Its NUMA node; -1 if the kernel does not know."""
+    try:
+        return int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def distance(gpu: str, name: str, pcie: Path = PCIE, root: Path = sysfs.ROOT) -> Distance:
+    """What lies between a GPU and an RDMA device."""
+    ours, theirs = pcie / _normal(gpu), root / name / "device"
+    if not ours.exists() or not sysfs.place(name, root).pcie:
+        return Distance.UNKNOWN
+    shared = Path(os.path.commonpath([ours.resolve(), theirs.resolve()])).parts
+    bridges = [part for part in shared if _BRIDGE.fullmatch(part)]
+    if len(bridges) > 1:
+        return Distance.SWITCH
+    if bridges:
+        return Distance.HOST_BRIDGE
+    nodes = [_node(path) for path in (ours, theirs)]
+    return Distance.NUMA_NODE if nodes[0] == nodes[1] >= 0 else Distance.SYSTEM

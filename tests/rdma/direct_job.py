@@ -1,0 +1,115 @@
+"""Messages through rings in GPU memory, which the CPU cannot touch, over the fake provider: run by `test_rdma_direct`.
+
+Arguments: the kind of GPU (`rocm` is the stand-in's; both hosts share one of CUDA's), the provider's library, a file for its
+fabric, a delay, which sides have their rings in GPU memory (`both`, `producer`, `consumer`), the fault,
+a seed.
+"""
+
+import contextlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fabric import DROP, STATUS
+from fake_hosts import Hosts, carry, close, until
+
+from xvcomm.abc.device import RingStopped
+from xvcomm.config import Config
+from xvcomm.engine.session import plugins
+from xvcomm.errors import ResourceError
+from xvcomm.memory.ring import Reason, RingLayout
+
+LAYOUT = RingLayout(2, 4, 64 << 10, wired=True)
+SIZES = (1, 8, 700, 4000, 100_000, 0, 65_536, 1_000_003, 3_000_000)
+RETRY_EXC_ERR = 12
+
+
+def break_pair(hosts, fault):
+    """Let a queue pair of the consumer, or its READs, fail."""
+    pair = next(pair for pair in hosts.cards[1].pairs if not pair.closed)
+    if fault == "cut":
+        pair.fake.cut()
+    else:
+        pair.mirror.fault(STATUS, int(pair.mirror.record.posted) + 1, RETRY_EXC_ERR)
+
+
+def carry_at_once(hosts, count, seed):
+    """Carry messages through several rings at the same time: one READ serves all that have arrived."""
+    rings = [hosts.rings(layout=LAYOUT) for _ in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        for _ in threads.map(lambda n: carry(hosts, rings[n], SIZES[:6], seed=seed + n), range(count)):
+            pass
+    for ends in rings:
+        close(*ends)
+
+
+def refuse(address, nbytes):
+    """Register no memory."""
+    raise ResourceError("there is no memory left to lock")
+
+
+def hush(hosts):
+    """Let the READs of the consumer's queue pairs never end, of all that it makes."""
+    made = hosts.cards[1].pair
+
+    def pair(address):
+        found = made(address)
+        found.mirror.fault(DROP, 2)
+        return found
+
+    hosts.cards[1].pair = pair
+    for found in hosts.cards[1].pairs:
+        found.mirror.fault(DROP, int(found.mirror.record.posted) + 2)
+
+
+def lose(hosts, ends):
+    """Begin messages that never arrive; what the ranks are told."""
+    with ThreadPoolExecutor(1) as thread:
+        failing = thread.submit(carry, hosts, ends, SIZES)
+        until(lambda: any(hosts.lost))
+        for end in ends:
+            end.abort(Reason.PEER_LOST.word(1))
+        assert isinstance(failing.exception(), RingStopped)
+    return (hosts.lost[0] + hosts.lost[1])[0]
+
+
+def main():
+    """Carry messages, before, during and after the fault."""
+    kind, library, shared, delay, sides, fault, seed = sys.argv[1:]
+    gpus = [plugins.backend(kind).device(Config(device_index=index if kind == "rocm" else 0)) for index in range(2)]
+    each = [{"gpu": gpu} for gpu in gpus]
+    each[0]["reads"], each[1]["writes"] = sides != "consumer", sides != "producer"
+    with contextlib.ExitStack() as stack:
+        hosts = Hosts(stack, Path(library), Path(shared), devices=gpus, each=each, asynchronous=True, delay=int(delay))
+        if kind == "cuda":
+            from cupy.cuda import driver
+
+            gpus[0].runtime.use(0)
+            hosts.cards[0].fabric.use_cuda(driver.ctxGetCurrent())
+        producer, consumer = hosts.rings(layout=LAYOUT)
+        assert producer.layout.apart == (sides != "consumer")
+        assert consumer.layout.apart == (sides != "producer")
+        hosts.meet()
+        before = hosts.bytes_by_rdma()
+        carry(hosts, (producer, consumer), SIZES, seed=int(seed))
+        assert hosts.bytes_by_rdma() - before > sum(SIZES)
+        if fault == "none":
+            carry_at_once(hosts, 3, int(seed))
+        elif fault == "memlock":  # of the side whose ring is in host memory
+            hosts.cards[sides == "producer"].register = refuse
+            print(lose(hosts, hosts.rings(layout=LAYOUT)))
+            return
+        elif fault == "silent":
+            hush(hosts)
+            print(lose(hosts, (producer, consumer)))
+            return
+        else:
+            carry(hosts, (producer, consumer), SIZES, seed=int(seed) + 1, halfway=lambda: break_pair(hosts, fault))
+            hosts.meet()
+            carry(hosts, (producer, consumer), SIZES, seed=int(seed) + 2)
+        assert hosts.lost == [[], []]
+        close(producer, consumer)
+    print("all right")
+
+
+main()

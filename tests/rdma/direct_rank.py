@@ -1,0 +1,44 @@
+"""This host's rank of a job whose GPUs are the stand-in's, for `test_rdma_direct_hosts`: rings lie in their memory, or do not.
+
+Argument: `direct` if devices reach the GPUs' memory.
+"""
+
+import sys
+
+import job
+import numpy as np
+
+import xvcomm
+from xvcomm.testing import pointtopoint
+from xvcomm.testing.arrays import arrays
+
+SIZES = (1, 100, 5_000, 300_000)
+ROUNDS = 20
+
+
+def exchange(comm):
+    """Messages both ways and sums, compared bit by bit."""
+    a, other = arrays(comm), 1 - comm.rank
+    for number in range(ROUNDS):
+        size = SIZES[number % len(SIZES)]
+        mine, theirs = (np.arange(size, dtype=np.int64) * (rank + 3) + number for rank in (comm.rank, other))
+        buffer = a.put(np.zeros_like(theirs))
+        comm.sendrecv(a.put(mine), other, buffer, other)
+        np.testing.assert_array_equal(a.get(buffer), theirs)
+        np.testing.assert_array_equal(a.get(comm.all_reduce(a.put(mine))), mine + theirs)
+
+
+def main():
+    """Take part, and say what was found."""
+    wanted = sys.argv[1]
+    with xvcomm.init() as comm:
+        reached = pointtopoint.rings_in_gpu_memory(comm, 100_003)
+        assert reached == ([1 - comm.rank] if wanted == "direct" else []), reached
+        job.meet(comm)
+        before = job.by_scheme(comm, "rdma")
+        exchange(comm)
+        assert job.by_scheme(comm, "rdma") - before > ROUNDS * sum(SIZES) // len(SIZES)
+    print("all right")
+
+
+main()
