@@ -46,6 +46,19 @@ def gpus(vendor: str) -> int:
 
 
 @pytest.fixture(scope="session")
+def spread() -> bool:
+    """Whether each rank is labelled as on a host of its own."""
+    return bool(os.environ.get(SPREAD))
+
+
+@pytest.fixture
+def one_host(spread: bool) -> None:
+    """Skips where ranks are on several hosts."""
+    if spread:
+        pytest.skip("GPUs of two hosts do not reach each other's memory")
+
+
+@pytest.fixture(scope="session")
 def rocm_on_cuda(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables of ranks whose ROCm libraries forward to CUDA."""
     builder = runpy.run_path(str(root / "tests" / "shims" / "hip_on_cuda" / "build.py"))
