@@ -1,8 +1,8 @@
 """Messages through rings in GPU memory, which the CPU cannot touch, over the fake provider: run by `test_rdma_direct`.
 
-Arguments: the kind of GPU (`rocm` is the stand-in's; both hosts share one of CUDA's), the provider's library, a file for its
-fabric, a delay, which sides have their rings in GPU memory (`both`, `producer`, `consumer`), the fault,
-a seed.
+Arguments: the kind of GPU (`rocm` is the stand-in's; both hosts share one of CUDA's), the provider's library, a folder for its
+fabrics, which sides have their rings in GPU memory (`both`, `producer`, `consumer`), then pairs of a fault and a delay. Prints
+one line for each pair.
 """
 
 import contextlib
@@ -73,43 +73,47 @@ def lose(hosts, ends):
     return (hosts.lost[0] + hosts.lost[1])[0]
 
 
-def main():
-    """Carry messages, before, during and after the fault."""
-    kind, library, shared, delay, sides, fault, seed = sys.argv[1:]
-    gpus = [plugins.backend(kind).device(Config(device_index=index if kind == "rocm" else 0)) for index in range(2)]
+def case(library, shared, gpus, sides, fault, delay):
+    """Carry messages, before, during and after a fault; what there is to say."""
     each = [{"gpu": gpu} for gpu in gpus]
     each[0]["reads"], each[1]["writes"] = sides != "consumer", sides != "producer"
     with contextlib.ExitStack() as stack:
-        hosts = Hosts(stack, Path(library), Path(shared), devices=gpus, each=each, asynchronous=True, delay=int(delay))
-        if kind == "cuda":
+        hosts = Hosts(stack, library, shared, devices=gpus, each=each, asynchronous=True, delay=delay)
+        if gpus[0].capabilities().kind == "cuda":
             from cupy.cuda import driver
 
             gpus[0].runtime.use(0)
             hosts.cards[0].fabric.use_cuda(driver.ctxGetCurrent())
-        producer, consumer = hosts.rings(layout=LAYOUT)
+        ends = producer, consumer = hosts.rings(layout=LAYOUT)
         assert producer.layout.apart == (sides != "consumer")
         assert consumer.layout.apart == (sides != "producer")
         hosts.meet()
         before = hosts.bytes_by_rdma()
-        carry(hosts, (producer, consumer), SIZES, seed=int(seed))
+        carry(hosts, ends, SIZES, seed=1)
         assert hosts.bytes_by_rdma() - before > sum(SIZES)
-        if fault == "none":
-            carry_at_once(hosts, 3, int(seed))
-        elif fault == "memlock":  # of the side whose ring is in host memory
+        if fault == "memlock":  # of the side whose ring is in host memory
             hosts.cards[sides == "producer"].register = refuse
-            print(lose(hosts, hosts.rings(layout=LAYOUT)))
-            return
-        elif fault == "silent":
+            return lose(hosts, hosts.rings(layout=LAYOUT))
+        if fault == "silent":
             hush(hosts)
-            print(lose(hosts, (producer, consumer)))
-            return
+            return lose(hosts, ends)
+        if fault == "none":
+            carry_at_once(hosts, 3, seed=2)
         else:
-            carry(hosts, (producer, consumer), SIZES, seed=int(seed) + 1, halfway=lambda: break_pair(hosts, fault))
+            carry(hosts, ends, SIZES, seed=2, halfway=lambda: break_pair(hosts, fault))
             hosts.meet()
-            carry(hosts, (producer, consumer), SIZES, seed=int(seed) + 2)
+            carry(hosts, ends, SIZES, seed=3)
         assert hosts.lost == [[], []]
-        close(producer, consumer)
-    print("all right")
+        close(*ends)
+    return "all right"
+
+
+def main():
+    """Run all cases."""
+    kind, library, folder, sides, *cases = sys.argv[1:]
+    gpus = [plugins.backend(kind).device(Config(device_index=index if kind == "rocm" else 0)) for index in range(2)]
+    for number, (fault, delay) in enumerate(zip(cases[::2], cases[1::2], strict=True)):
+        print(case(Path(library), Path(folder, f"fabric{number}"), gpus, sides, fault, int(delay)), flush=True)
 
 
 main()

@@ -143,7 +143,7 @@ class Link:
         except (OSError, handshake.Malformed) as error:
             why, refused = reason(error), isinstance(error, ConnectionRefusedError)
             if route.number >= RDMA and not isinstance(error, TimeoutError):
-                self._troubles.note(f"{route}: {why}")
+                self._troubles.note_route(f"{route}: {why}")
         except ResourceError as error:
             why = str(error)
             self.say_rdma(route.ends, why)

@@ -33,8 +33,12 @@ class Troubles:
         self._broken: dict[Ends, tuple[float, float]] = {}  # when rails failed, and seconds until they are tried
 
     def note(self, why: str) -> None:
-        """A rail could not be made, or has failed."""
+        """A device has refused a rail, or one has failed."""
         self.text, self.newest = why, time.monotonic()
+
+    def note_route(self, why: str) -> None:
+        """No connection to make a rail could be had; of less interest than what devices have said."""
+        self.text, self.newest = self.text or why, time.monotonic()
 
     def fail(self, ends: Ends) -> None:
         """A rail that was up has failed."""
