@@ -30,8 +30,13 @@ class Distance(enum.IntEnum):
     @property
     def text(self) -> str:
         """For users: `the same switch`."""
-        named = {0: "the same switch", 1: "the same host bridge", 2: "the same NUMA node", 3: "another NUMA node"}
-        return named.get(self, "an unknown distance")
+        return {
+            Distance.SWITCH: "the same switch",
+            Distance.HOST_BRIDGE: "the same host bridge",
+            Distance.NUMA_NODE: "the same NUMA node",
+            Distance.SYSTEM: "another NUMA node",
+            Distance.UNKNOWN: "an unknown distance",
+        }[self]
 
 
 def nearest(

@@ -40,6 +40,11 @@ _FOR_EVER = 7
 """Of rnr_retry."""
 
 
+def _access(readable: bool) -> int:
+    """Access flags of memory and queue pairs: writes by this device and by the other ends; reads by these if `readable`."""
+    return LOCAL_WRITE | REMOTE_WRITE | (REMOTE_READ if readable else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Path:
     """How a queue pair sends, and how long it tries.
@@ -87,8 +92,8 @@ class DmaBufRegion:
     """
 
     def __init__(self, domain: Domain, descriptor: int, address: int, nbytes: int) -> None:
-        self._device, access = domain.name, LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
-        made = libibverbs().ibv_reg_dmabuf_mr(domain.domain, 0, nbytes, address, descriptor, access)
+        self._device = domain.name
+        made = libibverbs().ibv_reg_dmabuf_mr(domain.domain, 0, nbytes, address, descriptor, _access(readable=True))
         self._address = checked(f"region of a dma-buf of {nbytes} bytes", domain.name, made)
         layout.check_fields("a region", self._address, layout.REGION, context=domain.context, pd=domain.domain)
         record = layout.at(self._address, layout.REGION)
@@ -142,9 +147,8 @@ class Domain:
         Raises:
             ResourceError: the device or a limit refuses.
         """
-        access = LOCAL_WRITE | REMOTE_WRITE | (REMOTE_READ if readable else 0)
         try:
-            region = pyverbs("mr").MR(self._domain, nbytes, access, address=address)
+            region = pyverbs("mr").MR(self._domain, nbytes, _access(readable), address=address)
         except pyverbs("pyverbs_error").PyverbsError as error:
             raise ResourceError(f"{self.name} does not register {nbytes} bytes: {error}; {REGISTERING}") from error
         self._held.append(region)
@@ -252,7 +256,7 @@ class ReliableQueue(PostedQueue):
             ResourceError: the device gives none of this size.
         """
         self._domain, self._completions = domain, completions
-        self._access = LOCAL_WRITE | REMOTE_WRITE | (REMOTE_READ if readable else 0)
+        self._access = _access(readable)
         queue = completions.record.queue
         wanted = np.zeros(1, layout.PAIR_INIT)
         wanted["send_cq"] = wanted["recv_cq"] = queue

@@ -11,8 +11,8 @@ from typing import Any
 def forked_with(modules: Sequence[str]) -> Callable[..., context.ForkServerProcess]:
     """Creates processes like `multiprocessing.Process`, whose server has imported these modules.
 
-    What multiprocessing's only server imports is settled by who comes first. Here each selection of modules has a server, which
-    starts with its first process and ends with the interpreter.
+    multiprocessing has one server, and its first process determines what that server imports. Here each selection of modules has
+    its own server. The server starts with its first process and ends with the interpreter.
     """
     return partial(_Process, _server(tuple(modules)))
 

@@ -18,9 +18,12 @@ from xvcomm.types.opcode import OpCode
 
 _NAMED = 4
 """Maximum number of late ranks whose last operation is named."""
-_LATE_SECONDS, _ABSENT_SECONDS, _ASKED, _LATE_RECORDS = 1.5, 0.5, 64, 16
-"""How long the search for late ranks may ask other hosts, a rank that is slow to answer too; who has called a collective, which
-a rank that does not answer soon has not; how many ranks at once; how many records of a rank it looks at."""
+_LATE_SECONDS = 1.5
+"""Time limit of the search for late ranks on other hosts."""
+_ABSENT_SECONDS = 0.5
+"""A rank that does not answer within this time counts as one that has not called a collective."""
+_ASKED, _LATE_RECORDS = 64, 16
+"""Maximum number of ranks that are asked, and of records that each rank answers with."""
 _LEAST_SECONDS = 0.2
 """A rank that does not answer is named only if it had this long."""
 _HEAR_SECONDS = 0.3
