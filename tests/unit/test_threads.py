@@ -25,26 +25,31 @@ class Interrupt(Exception):
 
 @pytest.fixture
 def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Signals raise; returns what threads raised."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupt
-
+    """What threads raised while signals interrupt this one."""
     found: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", found.append)
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.getsignal(signal.SIGALRM)
     yield found
     signal.signal(signal.SIGALRM, before)
 
 
+def interrupt(*_: object) -> None:
+    raise Interrupt
+
+
 def interrupted(call: Callable[[], Any], seconds: float) -> Any:
-    """Result of a call; None if a signal interrupted it after this many seconds."""
+    """Result of a call; None if a signal interrupted it after this many seconds.
+
+    Another thread can still be receiving the signal when the call ends: it is ignored from then on.
+    """
     try:
+        signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             return call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
     except Interrupt:
         return None
 
