@@ -1,0 +1,124 @@
+"""What the ranks of a job were doing at one moment, to the reports and to files; a dump is the same of one rank that has ended.
+
+Anything can make one: a rank of the job, another process of its host, or a reader of dumps. Nothing here needs numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from xvcomm.errors import ArgumentError
+from xvcomm.trace.format import Life, Record
+from xvcomm.types.topology import RankInfo
+
+VERSION = 1
+SUFFIX = ".xvdump"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A communicator.
+
+    Attributes:
+        ident: its number in records.
+        name: its path, `0` for the one of all ranks.
+        ranks: its ranks as numbers of the whole job, in the communicator's order; empty if they are not known.
+    """
+
+    ident: int
+    name: str
+    ranks: tuple[int, ...]
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """One rank.
+
+    Attributes:
+        life: how far it got.
+        ending: how it has ended, in words; empty while it runs, and if it closed in good order.
+        stopped: whether a signal has stopped its process.
+        answered: False if nothing is known of what it does: neither it nor its host has told.
+        groups: its open communicators.
+        records: the newest of its flight recorder, oldest first, by its own clock.
+        ahead: nanoseconds by which its host's clock is ahead of the reader's.
+        stack: of its Python threads, as `faulthandler` writes it, the newest call first; empty if it was not asked for.
+    """
+
+    life: Life = Life.RUNNING
+    ending: str = ""
+    stopped: bool = False
+    answered: bool = True
+    groups: tuple[Group, ...] = ()
+    records: tuple[Record, ...] = ()
+    ahead: int = 0
+    stack: str = ""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A job.
+
+    Attributes:
+        job: its name.
+        taken: nanoseconds since the epoch by the reader's clock.
+        infos: of all ranks, in rank order.
+        ranks: by their numbers in the job; of some ranks there may be nothing.
+    """
+
+    job: str
+    taken: int
+    infos: tuple[RankInfo, ...]
+    ranks: dict[int, RankState]
+    version: int = VERSION
+
+    def save(self, path: Path) -> None:
+        """Write it to a file, which a reader sees whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        made = path.with_name(f".{path.name}.new")
+        made.write_bytes(_encode(self))
+        made.replace(path)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Snapshot).decode
+
+
+def load(path: Path) -> Snapshot:
+    """What a file holds.
+
+    Raises:
+        ArgumentError: it is not a dump, or one of another version.
+        OSError: it cannot be read.
+    """
+    try:
+        found = _decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{path} is no dump of xvcomm, or is cut off: {error}") from error
+    if found.version != VERSION:
+        raise ArgumentError(f"{path} has version {found.version} of dumps, this xvcomm reads version {VERSION}")
+    return found
+
+
+def load_folder(folder: Path) -> Snapshot:
+    """The dumps of a folder as one: of each rank the newest, of the job that wrote last.
+
+    Raises:
+        ArgumentError: there are none, or one is damaged.
+    """
+    found = [load(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    if not found:
+        raise ArgumentError(f"{folder} has no dumps (*{SUFFIX}); ranks write them to the folder XVCOMM_TRACE_DIR")
+    newest = max(found, key=lambda snapshot: snapshot.taken)
+    return merge(snapshot for snapshot in found if snapshot.job == newest.job)
+
+
+def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """One of several of the same job: of each rank what was taken last."""
+    by_time = sorted(snapshots, key=lambda snapshot: snapshot.taken)
+    ranks = {rank: state for snapshot in by_time for rank, state in snapshot.ranks.items()}
+    newest = by_time[-1]
+    return Snapshot(newest.job, newest.taken, newest.infos, dict(sorted(ranks.items())))
