@@ -22,7 +22,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
 _CLOSED = "on a communicator that was closed; make a new one"
-_DRAIN_SECONDS, _SETTLE_SECONDS, _TELL_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 0.3, 0.0005
+_DRAIN_SECONDS, _SETTLE_SECONDS, _TELL_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 1.0, 0.0005
 _NOTHING = Message(0, 0, 0, 0)
 
 

@@ -127,7 +127,8 @@ class Halves:
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
         end.carried = partial(self._carried, wire, link)
-        end.told, end.dispose = wire.settled, partial(self._linger, wire, link, memory, end)
+        end.told = lambda: wire.settled() or self._link(link).gone
+        end.dispose = partial(self._linger, wire, link, memory, end)
         return end
 
     def _carried(self, wire: WireEnd, link: int) -> dict[int, dict[str, int]]:
