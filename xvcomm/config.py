@@ -181,6 +181,12 @@ class Config:
     gpu_segment_bytes: int = _var(48 << 20, "The same if any rank has a GPU.", least=4096)
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the CPU core.", least=0)
     trace_records: int = _var(512, "Number of operations that the flight recorder keeps.", least=16)
+    trace_dir: str | None = _var(
+        None,
+        "Folder to which ranks write their flight recorders at abnormal ends, for `xvcomm explain` and `xvcomm trace`; nothing "
+        "is written if unset.",
+    )
+    explain: int = _var(1, "0: no report at deadlines, and none on SIGUSR1.", least=0, most=1)
 
     def __post_init__(self) -> None:
         if self.job is not None and not _JOB.fullmatch(self.job):

@@ -20,7 +20,7 @@ from xvcomm.backends.tcp import choice, interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
 from xvcomm.memory.ring import RingEnd, RingLayout
-from xvcomm.trace.format import Excerpt
+from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 
@@ -123,8 +123,8 @@ class TcpTransport(Transport):
         if self.network is not None:
             self.network.carrier.expose(recorder)
 
-    def ask(self, members: Sequence[int], wanted: int, deadline: Deadline) -> Mapping[int, Excerpt]:
-        return {} if self.network is None else self.network.ask(members, wanted, deadline)
+    def ask(self, members: Sequence[int], question: Question, deadline: Deadline) -> Mapping[int, Answer]:
+        return {} if self.network is None else self.network.ask(members, question, deadline)
 
     def answers(self, member: int) -> bool:
         return self.network is not None and self.network.answers(member)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from xvcomm.rendezvous.store import TcpServer, TcpStore
-from xvcomm.rendezvous.store.processes import own, stopped
+from xvcomm.system.processes import own, stopped
 from xvcomm.types.deadline import Deadline
 
 SOON, LONG = 15.0, 60.0

@@ -190,7 +190,7 @@ def frames_of(sizes):
     found.append(frame(Kind.CREDIT, PRODUCER, payload=words(0, 0)))
     found.append(frame(Kind.SLOT, CLOSED, payload=b"late", entry=(1, message(4))))
     found.append(frame(Kind.ASK, 0, slot=3, number=1))
-    found.append(frame(Kind.TELL, 0, number=1, payload=words(3)))
+    found.append(frame(Kind.TELL, 0, number=1, payload=words(3, 9)))
     found.append(frame(Kind.STOP, PRODUCER, number=Reason.LEFT.word(1)))
     found.append(frame(Kind.STOPPED, PRODUCER))
     found.append(frame(Kind.PONG, 0, number=1))
@@ -293,9 +293,9 @@ def test_random_bytes(data):
         frame(Kind.CREDIT, PRODUCER, number=9, payload=words(0, 0)),
         frame(Kind.STOP, PRODUCER, number=0xFF),
         frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1, GROUP) + UNREGISTERED),
-        frame(Kind.TELL, 0, payload=words(1, 2)),
+        frame(Kind.TELL, 0, payload=words(1)),
         frame(Kind.WRITTEN, CONSUMER, number=0, entry=(1, message(8))),
-        frame(Kind.ASK, 0, number=1, slot=65),
+        frame(Kind.ASK, 0, number=1, slot=129),
     ],
     ids=lambda wrong: str(wrong[0]["kind"]),
 )

@@ -13,7 +13,7 @@ from xvcomm.abc.store import Store
 from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable
 from xvcomm.memory.ring import RingEnd, RingLayout
-from xvcomm.trace.format import Excerpt
+from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 
@@ -192,12 +192,11 @@ class Transport(ABC):
     def expose(self, recorder: int) -> None:  # noqa: B027 - ranks that share memory need nothing
         """Let ranks that `ask` read this rank's flight recorder, by its handle; 0: no longer, as it is closed then."""
 
-    def ask(self, members: Sequence[int], wanted: int, deadline: Deadline) -> Mapping[int, Excerpt]:
-        """The newest records of ranks' flight recorders, of those that answer in time. The ranks' Python takes no part.
+    def ask(self, members: Sequence[int], question: Question, deadline: Deadline) -> Mapping[int, Answer]:
+        """Ask ranks what they do; gives the answers that come in time. The ranks' Python takes no part.
 
         Args:
             members: their numbers in the whole job.
-            wanted: how many of each, at most 64.
         """
         return {}
 

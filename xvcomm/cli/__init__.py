@@ -14,7 +14,9 @@ from typer.core import TyperGroup
 from xvcomm import __version__
 from xvcomm.errors import XvcommError
 
-_MODULES = {"run": "run", "doctor": "doctor", "bench": "bench.command", "plan": "plan", "certify": "certify"}
+_MODULES = {
+    "run": "run", "doctor": "doctor", "explain": "explain", "bench": "bench.command", "plan": "plan", "certify": "certify",
+}  # fmt: skip
 """Where the function of each command is."""
 _SETTINGS: dict[str, Any] = {"run": {"allow_interspersed_args": False}}  # options after the script belong to the script
 

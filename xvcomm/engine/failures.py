@@ -49,8 +49,10 @@ class Failures:
             self._pass_on(+Reason.MISMATCH if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
             late = diagnosis.late(operation, self._suspects(error))
-            why = diagnosis.waited(operation, late) if late else f"{operation}: {error}"
-            lifecycle.abort(Reason.DEADLINE.word(late[0] if late else self._rank, self._rank), why)
+            word = Reason.DEADLINE.word(late.ranks[0] if late.ranks else self._rank, self._rank)
+            lifecycle.abort(word, late.why or f"{operation}: {error}")
+            if late.explanation is not None and lifecycle.word() == word:
+                late.explanation.tell()
         elif isinstance(error, (PeerLost, Aborted)) and error.peer is not None:  # the store told of another rank
             lifecycle.abort(diagnosis.passed_on(error), str(error))
         else:

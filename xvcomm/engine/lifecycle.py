@@ -195,11 +195,13 @@ class Lifecycle:
             self._word = self._word or word
             abroad, found = self._diagnosis.abroad(word)
             self._stop(abroad)
-            if not first or not (tells or found):
-                return
-            self._session.announce(Stop(self._path, abroad, why or found), self._ranks)
-        # What this rank tells others from now on, they hear later than this.
-        self._rings.tell(Deadline.after(_TELL_SECONDS))
+            tells = first and (tells or bool(found))
+            if tells:
+                self._session.announce(Stop(self._path, abroad, why or found), self._ranks)
+        if tells:  # What this rank tells others from now on, they hear later than this.
+            self._rings.tell(Deadline.after(_TELL_SECONDS))
+        if first:
+            self._session.explaining.dump(self._session.rank, "")
 
     def hear(self, world_rank: int, word: int, why: str) -> None:
         """A rank of another host has stopped the communicator, with the reason in words."""

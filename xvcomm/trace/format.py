@@ -1,7 +1,8 @@
 """The flight recorder's memory format, and how to read it: without numba, so also from a file of a process that has died.
 
-A region belongs to one rank: a header of 128 bytes (word 0: `Life`, word 1: number of records written so far), then records
-in a circle: `Record`'s fields in order, words of 64 bits and the text of the call site.
+A region belongs to one rank: a header of 128 bytes (word 0: `Life`, word 1: number of records written so far), then GROUPS
+places for its communicators (see `groups`), each as long as a record, then records in a circle: `Record`'s fields in order,
+words of 64 bits and the text of the call site.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from xvcomm.types.dtype import BY_CODE
 from xvcomm.types.opcode import OpCode
 
 HEADER_BYTES = 128
+GROUPS = 32
+"""Most communicators of a rank whose names and ranks other processes can read."""
 CALL_SITE_BYTES = 48
 
 
@@ -89,31 +92,78 @@ class Record:
         return f"{OpCode(self.op)} #{self.sequence}{peer}{way}{of} at {self.call_site} ({state}){over}"
 
 
-class Excerpt(NamedTuple):
-    """What another process has read of a flight recorder.
+class Topic(enum.IntEnum):
+    """What a process asks another one for, which answers without its interpreter."""
+
+    RECORDS = 0
+    """The newest of a flight recorder."""
+    GROUPS = 1
+    """The places of a flight recorder's communicators."""
+    TAKE_STACK = 2
+    """Nothing; the process writes the stacks of its Python threads to memory, soon afterwards."""
+    STACK = 3
+    """What it has written there."""
+
+
+ITSELF = -1
+"""In a question, in place of a rank's index among those of its host: the process that is asked."""
+MOST_PARTS = 128
+"""Most parts of an answer."""
+HEAD_WORDS = 2
+"""Words in front of each part of an answer: the rank's `Life`, and the time there."""
+
+
+class Question(NamedTuple):
+    """What a process is asked.
 
     Attributes:
-        records: the newest, oldest first.
+        wanted: the most parts of the answer, 1 to MOST_PARTS.
+        about: index of a rank among those of the asked one's host, or ITSELF; of stacks always ITSELF.
+    """
+
+    topic: Topic
+    wanted: int = MOST_PARTS
+    about: int = ITSELF
+
+
+class Answer(NamedTuple):
+    """What a process has told.
+
+    Attributes:
+        life: of the rank that it tells of.
+        ahead: nanoseconds by which its clock is ahead of this one, as far as half a round trip tells.
+        parts: as long as a record each.
     """
 
     life: Life
-    records: tuple[Record, ...]
+    ahead: int
+    parts: tuple[bytes, ...]
+
+    def records(self) -> tuple[Record, ...]:
+        """Of RECORDS: oldest first."""
+        return tuple(map(parse_record, self.parts))
+
+    def text(self) -> str:
+        """Of STACK."""
+        return b"".join(self.parts).partition(b"\0")[0].decode(errors="replace")
 
 
 WORDS = tuple(field.name for field in fields(Record) if field.type == "int")
 """Names of a record's words, in their order."""
 _RECORD = struct.Struct(f"<{len(WORDS)}q{CALL_SITE_BYTES}s")
 RECORD_BYTES = _RECORD.size
+RECORDS_AT = HEADER_BYTES + GROUPS * RECORD_BYTES
+"""Where the records begin in a region."""
 
 
 def region_bytes(records: int) -> int:
     """Bytes a rank needs."""
-    return HEADER_BYTES + records * _RECORD.size
+    return RECORDS_AT + records * RECORD_BYTES
 
 
 def capacity(memory: memoryview) -> int:
     """Number of records that a region keeps."""
-    return (len(memory) - HEADER_BYTES) // _RECORD.size
+    return (len(memory) - RECORDS_AT) // RECORD_BYTES
 
 
 def read_record(memory: memoryview, number: int) -> Record:

@@ -5,30 +5,41 @@ A record is written by compiled code in one call; hooks cost nothing while there
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numba import types
 
 from xvcomm.jit.atomics import clock, copy_bytes, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
+from xvcomm.system.stacks import SIGNAL, StackFile
+from xvcomm.trace import groups
 from xvcomm.trace.format import (
     CALL_SITE_BYTES,
     DONE,
+    GROUPS,
+    HEAD_WORDS,
     HEADER_BYTES,
+    ITSELF,
     POSTED,
     RECORD_BYTES,
+    RECORDS_AT,
     WORDS,
     Life,
     Record,
+    Topic,
     capacity,
     read_history,
     read_record,
 )
+from xvcomm.trace.snapshot import Group
 
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
@@ -37,12 +48,27 @@ _WRITER = np.dtype([
     ("region", "i8"),  # its address; 0 once closed
     ("capacity", "i8"),  # records that it keeps
     ("number", "i8"),  # of the next record
+    ("regions", "i8"),  # address of those of the host's ranks, their number, bytes of each
+    ("ranks", "i8"),
+    ("region_bytes", "i8"),
+    ("stacks", "i8"),  # file of this process's stacks, or -1, and the signal by which it writes them
+    ("signal", "i8"),
+    ("process", "i8"),
+    ("taken", "i8"),  # when they were asked for last
 ])  # fmt: skip
 _HEADER = np.dtype([("life", "i8"), ("written", "i8")])  # see `format`
 _RECORD = np.dtype([(name, "i8") for name in WORDS] + [("call_site", f"S{CALL_SITE_BYTES}")])
 _Writer, _writer_at = python_type(_WRITER), compiled_at(_WRITER)
 _header_at, _record_at = compiled_at(_HEADER), compiled_at(_RECORD)
 
+_FRESH_NANOSECONDS = 500_000_000
+_TAKE_STACK, _STACK = int(Topic.TAKE_STACK), int(Topic.STACK)
+_OF_GROUPS = int(Topic.GROUPS)
+
+_tgkill = types.ExternalFunction("tgkill", types.int32(types.int32, types.int32, types.int32))
+_ftruncate = types.ExternalFunction("ftruncate", types.int32(types.int32, types.int64))
+_lseek = types.ExternalFunction("lseek", types.int64(types.int32, types.int64, types.int32))
+_pread = types.ExternalFunction("pread", types.int64(types.int32, types.intp, types.int64, types.int64))
 _nanoseconds = clock(time.CLOCK_REALTIME)  # as `time.time_ns()` has them
 
 
@@ -52,7 +78,7 @@ def note(handle, communicator, sequence, op, dtype, nbytes, peer, tag, call_site
     writer = _writer_at(handle)
     region, number = writer.region, writer.number
     if region != 0:
-        record = _record_at(region + HEADER_BYTES, number % writer.capacity)
+        record = _record_at(region + RECORDS_AT, number % writer.capacity)
         record.sequence, record.communicator, record.op, record.dtype = sequence, communicator, op, dtype
         record.nbytes, record.peer, record.tag, record.state = nbytes, peer, tag, POSTED
         record.posted, record.ended = _nanoseconds(), 0
@@ -68,33 +94,71 @@ def note_end(handle, number, state):  # type: ignore[no-untyped-def]
     writer = _writer_at(handle)
     region = writer.region
     if region != 0 and writer.number - number <= writer.capacity:
-        record = _record_at(region + HEADER_BYTES, number % writer.capacity)
+        record = _record_at(region + RECORDS_AT, number % writer.capacity)
         record.ended = _nanoseconds()
         store_release(address_of(record, "state"), state)
 
 
 @register_jitable
-def written(handle):  # type: ignore[no-untyped-def]
-    """How many records were written so far, by the handle of a recorder that is not closed."""
-    return load_acquire(address_of(_header_at(_writer_at(handle).region), "written"))
+def _region(writer, index):  # type: ignore[no-untyped-def]
+    """The region of a rank of this host, by its index among them, or ITSELF."""
+    return writer.region if index < 0 else writer.regions + index * writer.region_bytes
 
 
 @register_jitable
-def oldest(handle, count):  # type: ignore[no-untyped-def]
-    """Number of the oldest of the `count` newest records, or of the oldest that is kept."""
-    return max(0, written(handle) - min(count, _writer_at(handle).capacity))
-
-
-@register_jitable
-def quote(handle, number, target):  # type: ignore[no-untyped-def]
-    """Write the rank's `Life` and a record, if there is one of this number, to `target`; how many words."""
+def may_ask(handle, topic, index):  # type: ignore[no-untyped-def]
+    """Whether a question of this process makes sense: stacks are told by their own process."""
     writer = _writer_at(handle)
-    store(target, _header_at(writer.region).life)
-    if number >= written(handle):
-        return 1
-    record = _record_at(writer.region + HEADER_BYTES, number % writer.capacity)
-    copy_bytes(target + 8, address_of(record, "sequence"), RECORD_BYTES)
-    return 1 + RECORD_BYTES // 8
+    return 0 <= topic <= _STACK and ITSELF <= index < (writer.ranks if topic <= _OF_GROUPS else 0)
+
+
+@register_jitable
+def _take_stack(writer):  # type: ignore[no-untyped-def]
+    """Let the process write its stack, which takes a moment, unless it has just done so."""
+    now = _nanoseconds()
+    if writer.stacks >= 0 and now - writer.taken > _FRESH_NANOSECONDS:
+        writer.taken = now
+        _ftruncate(writer.stacks, 0)
+        _tgkill(writer.process, writer.process, writer.signal)
+
+
+@register_jitable
+def extent(handle, topic, index, count):  # type: ignore[no-untyped-def]
+    """Number of the first part of an answer, and the number behind the last one: at most `count`, of records the newest."""
+    writer = _writer_at(handle)
+    if topic == _OF_GROUPS:
+        return 0, min(GROUPS, count)
+    if topic == _TAKE_STACK:
+        _take_stack(writer)
+        return 0, 0
+    if topic == _STACK:
+        last = (_lseek(writer.stacks, 0, os.SEEK_END) + RECORD_BYTES - 1) // RECORD_BYTES if writer.stacks >= 0 else 0
+        return max(0, last - count), last
+    written = load_acquire(address_of(_header_at(_region(writer, index)), "written"))
+    return max(0, written - min(count, writer.capacity)), written
+
+
+@register_jitable
+def quote(handle, topic, index, number, last, target):  # type: ignore[no-untyped-def]
+    """Write HEAD_WORDS and a part of an answer, if there is one of this number, to `target`; how many words."""
+    writer = _writer_at(handle)
+    region = _region(writer, index)
+    store(target, _header_at(region).life)
+    store(target + 8, _nanoseconds())
+    if number >= last:
+        return HEAD_WORDS
+    part = target + 8 * HEAD_WORDS
+    if topic == _STACK:
+        for offset in range(0, RECORD_BYTES, 8):
+            store(part + offset, 0)
+        _pread(writer.stacks, part, RECORD_BYTES, number * RECORD_BYTES)
+        return HEAD_WORDS + RECORD_BYTES // 8
+    if topic == _OF_GROUPS:
+        source = region + HEADER_BYTES + number * RECORD_BYTES
+    else:
+        source = address_of(_record_at(region + RECORDS_AT, number % writer.capacity), "sequence")
+    copy_bytes(part, source, RECORD_BYTES)
+    return HEAD_WORDS + RECORD_BYTES // 8
 
 
 def _note_ends(handle: int, numbers: int, count: int, state: int) -> None:
@@ -116,12 +180,34 @@ class Recorder:
         handle: address of a `_WRITER`, by which compiled code writes. No lock guards it but the interpreter's.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(
+        self, memory: memoryview, neighbours: Sequence[memoryview] = (), stacks: StackFile | None = None
+    ) -> None:
+        """Write to a region.
+
+        Args:
+            neighbours: those of all ranks of the host, one behind the other, which this process tells other hosts of.
+            stacks: where this process writes the stacks of its threads.
+        """
         self._memory = memory
         self._words = memory.cast("q")
         region = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._writer = _Writer(region, capacity(memory), 0)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(neighbours[0])) if neighbours else region
+        self._writer = _Writer(
+            region=region, capacity=capacity(memory), regions=first, ranks=len(neighbours), region_bytes=len(memory),
+            stacks=stacks.fd if stacks is not None else -1, signal=SIGNAL, process=os.getpid(),
+        )  # fmt: skip
         self.handle = ctypes.addressof(self._writer)
+
+    def note_group(self, group: Group) -> None:
+        """Let other processes know a communicator, as far as there is room."""
+        with contextlib.suppress(ValueError):  # closed
+            groups.write(self._memory, group)
+
+    def erase_group(self, ident: int) -> None:
+        """A communicator is closed."""
+        with contextlib.suppress(ValueError):  # closed
+            groups.erase(self._memory, ident)
 
     def live(self, state: Life) -> None:
         """Say how far this rank got."""
@@ -167,6 +253,6 @@ class Recorder:
 
     def close(self) -> None:
         """Let go of the memory; what begins or ends later is not noted. Idempotent."""
-        self._writer.region = 0
+        self._writer.region, self._writer.stacks = 0, -1
         self._words.release()
         self._memory.release()

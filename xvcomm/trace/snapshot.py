@@ -39,9 +39,10 @@ class RankState(msgspec.Struct, frozen=True):
         life: how far it got.
         ending: how it has ended, in words; empty while it runs, and if it closed in good order.
         stopped: whether a signal has stopped its process.
-        answered: False if nothing is known of what it does: neither it nor its host has told.
+        answered: False if it does not answer; then its host may have told what it did last.
         groups: its open communicators.
         records: the newest of its flight recorder, oldest first, by its own clock.
+        taken: when this was read, in nanoseconds since the epoch by its own clock; 0: when the snapshot was taken.
         ahead: nanoseconds by which its host's clock is ahead of the reader's.
         stack: of its Python threads, as `faulthandler` writes it, the newest call first; empty if it was not asked for.
     """
@@ -52,6 +53,7 @@ class RankState(msgspec.Struct, frozen=True):
     answered: bool = True
     groups: tuple[Group, ...] = ()
     records: tuple[Record, ...] = ()
+    taken: int = 0
     ahead: int = 0
     stack: str = ""
 
@@ -79,12 +81,12 @@ class Snapshot(msgspec.Struct, frozen=True):
             OSError: the folder cannot be written to.
         """
         made = path.with_name(f".{path.name}.new")
-        made.write_bytes(_encode(self))
+        made.write_bytes(encode(self))
         made.replace(path)
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Snapshot).decode
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Snapshot).decode
 
 
 def load(path: Path) -> Snapshot:
@@ -95,7 +97,7 @@ def load(path: Path) -> Snapshot:
         OSError: it cannot be read.
     """
     try:
-        found = _decode(path.read_bytes())
+        found = decode(path.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} is no dump of xvcomm, or is cut off: {error}") from error
     if found.version != VERSION:
@@ -113,7 +115,10 @@ def load_folder(folder: Path) -> Snapshot:
     if not found:
         raise ArgumentError(f"{folder} has no dumps (*{SUFFIX}); ranks write them to the folder XVCOMM_TRACE_DIR")
     newest = max(found, key=lambda snapshot: snapshot.taken)
-    return merge(snapshot for snapshot in found if snapshot.job == newest.job)
+    whole = merge(snapshot for snapshot in found if snapshot.job == newest.job)
+    missing = RankState(answered=False, ending="it has left no dump")
+    ranks = {info.rank: whole.ranks.get(info.rank, missing) for info in whole.infos}
+    return msgspec.structs.replace(whole, ranks=ranks)
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:

@@ -17,6 +17,7 @@ from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import COUNTERS, LINE, MAX_LANES, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE
 from xvcomm.system.threads import Daemon
+from xvcomm.trace.format import Question
 from xvcomm.wire import records
 from xvcomm.wire.cards import Pair, Registered
 from xvcomm.wire.changes import detach, land, lose, put, report, retire, take, use, withdraw
@@ -315,9 +316,10 @@ class Carrier:
         """Let other processes read a flight recorder, by its handle; 0: no longer."""
         self._put(self._record, "recorder", recorder)
 
-    def ask(self, link: int, number: int, wanted: int) -> None:
-        """Ask the process at the other end of a link for the newest records of its flight recorder, at most ANSWERS of them."""
-        self._put(self._links[link], "wanted", wanted)
+    def ask(self, link: int, number: int, question: Question) -> None:
+        """Ask the process at the other end of a link, with a number that the answer repeats."""
+        for field, value in zip(Question._fields, question, strict=True):
+            self._put(self._links[link], field, value)
         self._put(self._links[link], "ask", number)
         self.wake()
 

@@ -12,8 +12,8 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | STOPPED | none | none: the answer to STOP, once everything before it has arrived |
 | PING, PONG | what the PONG repeats | none |
 | LEAVE | none | none: the process has closed its session |
-| ASK | of the question; `slot`: how many of the newest records of the process's flight recorder are wanted | none |
-| TELL | of the question; `slot`: how many frames follow | the process's `Life`; a record, if there is one |
+| ASK | of the question; `lane`: its `Topic`; `wire`: the rank's index on its host, or -1; `slot`: the most parts | none |
+| TELL | of the question; `slot`: how many frames follow | the rank's `Life`; the time there; a part, if there is one |
 | WRITTEN | over RDMA: a SLOT whose bytes were written into the ring before | none behind the header; `length` as of SLOT |
 | TAKEN | none | none: only what goes with every frame over RDMA, see `posting` |
 | FAILED | of the receiver's queue pair; `slot`: of the sender's, which has failed; `lane`: 1 if this is an answer | none |

@@ -24,7 +24,7 @@ PROBE = -1
 _LIMIT = 1 << 10
 _NONCE = 32
 _REFUSAL = 400  # characters
-_VERSION = 4
+_VERSION = 5
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,8 @@ from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason
 from xvcomm.trace.contract import agree
-from xvcomm.trace.recorder import oldest, written
+from xvcomm.trace.format import HEAD_WORDS
+from xvcomm.trace.recorder import extent, may_ask
 from xvcomm.wire.frames import CONTROL_BYTES, HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import await_copy, begin_copy, end_copy
 from xvcomm.wire.outgoing import entry_of, head_of, tail_of
@@ -258,8 +259,10 @@ def _asked(carrier: Any, rail: Any, frame: Any) -> int:
     if frame.number == 0 or frame.slot < 1 or frame.slot > ANSWERS:
         return REFUSED
     if carrier.recorder != 0:
-        rail.asked, rail.first = frame.number, oldest(carrier.recorder, frame.slot)
-        rail.last = written(carrier.recorder)
+        if not may_ask(carrier.recorder, frame.lane, frame.wire):
+            return REFUSED
+        rail.asked, rail.topic, rail.about = frame.number, frame.lane, frame.wire
+        rail.first, rail.last = extent(carrier.recorder, frame.lane, frame.wire, frame.slot)
     return 0
 
 
@@ -267,7 +270,7 @@ def _asked(carrier: Any, rail: Any, frame: Any) -> int:
 def _told(carrier: Any, frame: Any) -> int:
     """Keep an answer for Python."""
     words = frame.length // 8
-    if frame.length != 8 * words or (words != 1 and words != TELL_WORDS):
+    if frame.length != 8 * words or (words != HEAD_WORDS and words != TELL_WORDS):
         return REFUSED
     if carrier.answer_count < ANSWERS:
         answer = answer_at(carrier.answers, carrier.answer_count)

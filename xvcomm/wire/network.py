@@ -22,7 +22,7 @@ from xvcomm.system import forking
 from xvcomm.system.notice import notice
 from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
-from xvcomm.trace.format import Excerpt
+from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 from xvcomm.wire import handshake
@@ -124,14 +124,14 @@ class Network:
         """Stop by an abort word all rings of a communicator that others open and this process does not."""
         self._halves.leave(group, word)
 
-    def ask(self, ranks: Sequence[int], wanted: int, deadline: Deadline) -> dict[int, Excerpt]:
-        """The newest records of ranks' flight recorders, of those that answer in time. Makes links that are missing."""
+    def ask(self, ranks: Sequence[int], question: Question, deadline: Deadline) -> dict[int, Answer]:
+        """See `Transport.ask`. Makes links that are missing."""
         links = {rank: self._link(rank) for rank in ranks}
         for link in links.values():
             self._loop.call_soon_threadsafe(self._keep, link)
         numbers = {link.number: rank for rank, link in links.items() if not link.gone}
-        found = self._questions.ask(list(numbers), wanted, deadline)
-        return {numbers[number]: excerpt for number, excerpt in found.items()}
+        found = self._questions.ask(list(numbers), question, deadline)
+        return {numbers[number]: answer for number, answer in found.items()}
 
     def answers(self, rank: int) -> bool:
         """See `Transport.answers`."""

@@ -319,8 +319,8 @@ def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, index: int, idl
 
 @register_jitable
 def _send_tell(rail: Any, recorder: int) -> None:
-    """The next record of an answer, or that there is none."""
-    words = quote(recorder, rail.first, address_of(rail, "payload"))
+    """The next part of an answer, or that there is none."""
+    words = quote(recorder, rail.topic, rail.about, rail.first, rail.last, address_of(rail, "payload"))
     frame = _control(rail, _TELL, 0, rail.asked, words)
     rail.first += 1
     frame.slot = max(0, rail.last - rail.first)
@@ -354,7 +354,7 @@ def choose_frame(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
     link = link_at(load(carrier.links + 8 * rail.link))
     if link.ask != 0:
         frame = _control(rail, _ASK, 0, link.ask, 0)
-        frame.slot, link.ask = link.wanted, 0
+        frame.slot, frame.lane, frame.wire, link.ask = link.wanted, link.topic, link.about, 0
         return True
     if link.failed_count > 0:
         _send_failed(rail, link)

@@ -1,4 +1,4 @@
-"""Questions to other processes about what they do, which their carriers answer from their flight recorders."""
+"""Questions to other processes about what they do, which their carriers answer without the interpreter."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from xvcomm.trace.format import Excerpt, Life, Record, parse_record
+from xvcomm.trace.format import HEAD_WORDS, Answer, Life, Question
 from xvcomm.types.deadline import Deadline
 from xvcomm.wire.carrier import Carrier
 
@@ -24,10 +25,10 @@ class Questions:
         self._links: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._waiting: dict[int, queue.SimpleQueue[Any]] = {}
 
-    def ask(self, links: Sequence[int], wanted: int, deadline: Deadline) -> dict[int, Excerpt]:
-        """The newest records of the processes at the other ends of links, all asked at once: of those that answer in time."""
+    def ask(self, links: Sequence[int], question: Question, deadline: Deadline) -> dict[int, Answer]:
+        """Ask the processes at the other ends of links, all at once; gives the answers that come in time."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        asked, found = dict[int, int](), dict[int, Excerpt]()
+        asked, begun, found = dict[int, int](), dict[int, int](), dict[int, Answer]()
         with contextlib.ExitStack() as steps:
             for link in sorted(links):  # threads that ask several at once do not wait for each other
                 one_at_a_time = self._links[link]
@@ -36,22 +37,27 @@ class Questions:
                     number = next(self._numbers)
                     asked[number], self._waiting[number] = link, answers
                     steps.callback(self._waiting.pop, number)
-                    self._carrier.ask(link, number, wanted)
-            records: defaultdict[int, list[Record]] = defaultdict(list)
+                    begun[number] = time.time_ns()
+                    self._carrier.ask(link, number, question)
+            parts: defaultdict[int, list[bytes]] = defaultdict(list)
+            ahead = dict[int, int]()
             while len(found) < len(asked):
                 try:
-                    number, following, words, payload = answers.get(timeout=deadline.left())
+                    heard, (number, following, words, payload) = answers.get(timeout=deadline.left())
                 except queue.Empty:
                     break
-                if words > 1:
-                    records[number].append(parse_record(payload[1:].tobytes()))
+                life, there = (int(word) for word in payload[:HEAD_WORDS])
+                ahead.setdefault(number, there - (begun[number] + heard) // 2)  # by the first part, the quickest
+                if words > HEAD_WORDS:
+                    parts[number].append(payload[HEAD_WORDS:].tobytes())
                 if not following:
-                    found[asked[number]] = Excerpt(Life(int(payload[0])), tuple(records[number]))
+                    found[asked[number]] = Answer(Life(life), ahead[number], tuple(parts[number]))
         return found
 
     def hear(self) -> None:
         """Hand out the answers that have come."""
+        heard = time.time_ns()
         for answer in self._carrier.answers():
             waiting = self._waiting.get(int(answer["number"]))
             if waiting is not None:
-                waiting.put(answer)
+                waiting.put((heard, answer))

@@ -11,7 +11,7 @@ import numpy as np
 from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import CARRIER as MOVERS
 from xvcomm.memory.ring import DIRECT, GEOMETRY, MAX_LANES
-from xvcomm.trace.format import RECORD_BYTES
+from xvcomm.trace.format import HEAD_WORDS, MOST_PARTS, RECORD_BYTES
 from xvcomm.types.route import MAX_RAILS
 from xvcomm.wire.cards import BUFFERS
 from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER, MAX_DEVICES, OPEN_WORDS
@@ -83,7 +83,9 @@ RAIL = np.dtype([
     ("ping", "i8"),  # number of a PING to send, or 0; of a PONG
     ("pong", "i8"),
     ("answered", "i8"),  # number of the newest PONG
-    ("asked", "i8"),  # number of a question to answer, or 0; records to tell, from this one to that
+    ("asked", "i8"),  # number of a question to answer, or 0; what it is about; parts to tell, from this one to that
+    ("topic", "i8"),
+    ("about", "i8"),
     ("first", "i8"),
     ("last", "i8"),
     ("heard", "i8"),  # time of the newest bytes received
@@ -121,7 +123,9 @@ LINK = np.dtype([
     ("next", "i8"),  # the wire whose turn it is
     ("leave", "i8"),  # whether to send LEAVE
     ("left", "i8"),  # whether LEAVE has come
-    ("ask", "i8"),  # number of a question to send, or 0; how many records are wanted
+    ("ask", "i8"),  # number of a question to send, or 0; see `frames.Kind.ASK`
+    ("topic", "i8"),
+    ("about", "i8"),
     ("wanted", "i8"),
     ("rdma_rails", "i8"),  # how many rails of RDMA are up
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
@@ -209,9 +213,9 @@ FAILURE = np.dtype([
 ])  # fmt: skip
 """A FAILED that has come."""
 
-TELL_WORDS = 1 + RECORD_BYTES // 8
-"""Words of the payload of a TELL with a record; without there is one."""
-ANSWERS = 64
+TELL_WORDS = HEAD_WORDS + RECORD_BYTES // 8
+"""Words of the payload of a TELL with a part of an answer; without there are HEAD_WORDS."""
+ANSWERS = MOST_PARTS
 """Answers that Python has not looked at: as many as there may be to one question."""
 
 ANSWER = np.dtype([

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+from xvcomm.engine.session.explaining import Explanation
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.trace.contract import ContractCheck
-from xvcomm.trace.format import Record, State
-from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation, describe
+from xvcomm.trace.operation import Operation, describe
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -20,16 +20,24 @@ _NAMED = 4
 """Maximum number of late ranks whose last operation is named."""
 _LATE_SECONDS = 1.5
 """Time limit of the search for late ranks on other hosts."""
-_ABSENT_SECONDS = 0.5
-"""A rank that does not answer within this time counts as one that has not called a collective."""
-_ASKED, _LATE_RECORDS = 64, 16
-"""Maximum number of ranks that are asked, and of records that each rank answers with."""
-_LEAST_SECONDS = 0.2
-"""A rank that does not answer is named only if it had this long."""
 _HEAR_SECONDS = 0.3
 """How long an error waits for the reason in words that a rank of another host gives."""
 _UNHEARD = "its reason has not come to this host; see that rank's own error"
 _DIFFERENTLY = "two other ranks made different calls"
+
+
+class Lateness(NamedTuple):
+    """Who delays an operation.
+
+    Attributes:
+        ranks: of the communicator; empty if nothing is known.
+        why: in words, for all ranks; empty if nothing is known.
+        explanation: of the whole job, if the operation is recorded.
+    """
+
+    ranks: tuple[int, ...]
+    why: str
+    explanation: Explanation | None
 
 
 class Diagnosis:
@@ -125,22 +133,25 @@ class Diagnosis:
                 return self._tell(end, *found), end.peer
         return None
 
-    def waited(self, operation: Operation, late: Sequence[int]) -> str:
-        """The ranks that an operation waited for, and their last operations, as text; and what was carried of it so far."""
-        details = "; ".join(f"rank {r}: {self._last_words(r)}" for r in late[:_NAMED])
-        text = f"{operation} was waiting for {', '.join(map(self.name, late))}; {details}"
-        carried = self._session.carried(operation.record)
-        return f"{text}; carried so far: {carried}" if carried else text
-
-    def late(self, operation: Operation, suspects: Iterable[int] = ()) -> tuple[int, ...]:
-        """The ranks that really delay an operation.
-
-        These are, for the ranks that have not called the collective, else for the suspects: the ranks at the ends of the chains
-        of waits, if the rank waits itself.
+    def late(self, operation: Operation, suspects: Iterable[int] = ()) -> Lateness:
+        """The ranks that really delay an operation: those at the ends of the chains of waits that begin at it, if they are in
+        this communicator; else the suspects.
         """
-        until = Deadline.after(_LATE_SECONDS)
-        absent = self._absent(operation.sequence, self._rank, until) if operation.peer == NO_PEER else []
-        return tuple(self._follow(absent or list(suspects), until))
+        record = self._session.journal.record(operation.record)
+        if record is None or (record.communicator, record.op) != (self._ident, operation.name):
+            return self._lateness_of(operation, tuple(suspects), None)
+        explanation = self._session.explaining.explain(Deadline.after(_LATE_SECONDS), self._ranks, record)
+        found = tuple(self._ranks.index(world) for world in explanation.verdict.ranks if world in self._ranks)
+        late = tuple(r for r in found if r != self._rank) or tuple(suspects)
+        return self._lateness_of(operation, late, explanation)
+
+    def _lateness_of(self, operation: Operation, late: tuple[int, ...], explanation: Explanation | None) -> Lateness:
+        said = [explanation.verdict.text.rstrip(".")] if explanation is not None else []
+        said += [f"{operation} was waiting for {', '.join(map(self.name, late))}"] if late else []
+        said += [f"rank {r}: {self._last_words(r)}" for r in late[:_NAMED]]
+        carried = self._session.carried(operation.record)
+        said += [f"carried so far: {carried}"] if carried else []
+        return Lateness(late, "; ".join(said), explanation)
 
     def _mismatch(self, finder: int, other: int) -> tuple[str, int | None]:
         """What differs, and the other rank if this one is concerned; see `_differ`."""
@@ -188,67 +199,6 @@ class Diagnosis:
 
     def _last_words(self, rank: int) -> str:
         return self._session.last_words(self._ranks[rank])
-
-    def _absent(self, sequence: int, of: int, until: Deadline) -> list[int]:
-        """The other ranks that have not called the collective `sequence`: of this host, and of _ASKED ranks of others, of which
-        those of the host of rank `of` come first.
-        """
-        infos, near = self._session.infos, self._session.infos[self._ranks[of]].host
-        here = self.contract.absent(sequence) if self.contract is not None else []
-        elsewhere = [r for r, world in enumerate(self._ranks) if world not in self._session.neighbours]
-        elsewhere.sort(key=lambda r: infos[self._ranks[r]].host != near)
-        asked = self._missing(elsewhere[:_ASKED], sequence, until)
-        return sorted(r for r in (*here, *asked) if r != self._rank)
-
-    def _missing(self, ranks: list[int], sequence: int, until: Deadline) -> list[int]:
-        """Those of these ranks of other hosts that have not called a collective, or do not answer; none if no time is left."""
-        if until.expired():
-            return []
-        recorders, missing = self._session.recorders, []
-        asked = [self._ranks[r] for r in ranks if not recorders.silent(self._ranks[r])]
-        found = recorders.newest(asked, Deadline.after(until.sooner(_ABSENT_SECONDS)), _LATE_RECORDS)
-        for rank in ranks:
-            excerpt = found.get(self._ranks[rank])
-            called = [r for r in excerpt.records if r.communicator == self._ident] if excerpt is not None else []
-            # The record of a message has the number of the next collective.
-            if not called or called[-1].sequence + (called[-1].peer == NO_PEER) <= sequence:
-                missing.append(rank)
-        return missing
-
-    def _follow(self, suspects: list[int], until: Deadline) -> list[int]:
-        """Follow ranks that wait for each other: first the ranks that do not answer, then those that wait for none; if there
-        are neither, all wait in a cycle, and it gives the suspects.
-
-        A rank whose newest operation is over may wait for an earlier, asynchronous one, or compute: what it waits for is only
-        told if that does not answer. One that is slow to answer has all the time that is left.
-        """
-        silent, idle, seen = [], [], {self._rank}
-        rest = dict.fromkeys(suspects, True)  # whether they are waited for surely
-        recorders = self._session.recorders
-        while rest and until.left() > _LEAST_SECONDS:
-            asked = {rank: surely for rank, surely in rest.items() if rank not in seen}
-            seen.update(asked)
-            found = recorders.newest([self._ranks[rank] for rank in asked], until, _LATE_RECORDS)
-            rest = {}
-            for rank, surely in asked.items():
-                world = self._ranks[rank]
-                if recorders.halted(world) or world not in found:
-                    silent.append(rank)
-                    continue
-                records = found[world].records
-                waits = [r for r in records if r.state == State.POSTED and r.communicator == self._ident]
-                if not waits or waits[-1] is not records[-1] or waits[-1].peer == ANY_PEER:
-                    idle += [rank] if surely else []
-                    surely = False
-                for peer in self._awaited(rank, waits, until):
-                    rest[peer] = rest.get(peer, False) or surely
-        return [*silent, *idle] or suspects
-
-    def _awaited(self, rank: int, waits: list[Record], until: Deadline) -> list[int]:
-        """The ranks that a rank waits for in its operations, of its collectives in the oldest one."""
-        peers = [r.peer for r in waits if r.peer not in (NO_PEER, ANY_PEER)]
-        collective = next((r.sequence for r in waits if r.peer == NO_PEER), None)
-        return [*peers, *(self._absent(collective, rank, until) if collective is not None else [])]
 
 
 def _differ(finder: int, other: int) -> int:

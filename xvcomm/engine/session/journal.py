@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 from xvcomm.memory.segment import Segment
-from xvcomm.trace.format import Life, Record, read_history, read_life, read_record, region_bytes
+from xvcomm.system.stacks import StackFile
+from xvcomm.trace import journal
+from xvcomm.trace.format import Life, Record, read_history, read_life, read_record
 from xvcomm.trace.recorder import Recorder
+from xvcomm.trace.snapshot import RankState
 
 
 class Journal:
@@ -27,23 +29,18 @@ class Journal:
         """Whether it was opened."""
         return bool(self._regions)
 
-    @staticmethod
-    def size(ranks: int, records: int) -> int:
-        """Bytes of the segment."""
-        return ranks * region_bytes(records)
-
-    def open(self, segment: Segment, ranks: Sequence[int], rank: int, records: int) -> None:
+    def open(self, segment: Segment, rank: int, stacks: StackFile | None) -> None:
         """Start to write this rank's flight recorder.
 
         Args:
-            segment: stays mapped until `close`.
-            ranks: the ranks of this host, in the order of their recorders.
-            records: number of records that each keeps.
+            segment: has its roster; stays mapped until `close`.
+            stacks: where this process writes the stacks of its threads; None if it cannot.
         """
-        size = region_bytes(records)
         self._rank = rank
-        regions = {r: segment.view[i * size : (i + 1) * size] for i, r in enumerate(ranks)}
-        self.recorder = Recorder(regions[rank])
+        roster = journal.roster(segment.view)
+        assert roster is not None
+        regions = journal.regions(segment.view, roster)
+        self.recorder = Recorder(regions[rank], list(regions.values()), stacks)
         self.recorder.live(Life.RUNNING)
         self._regions = regions
 
@@ -54,6 +51,16 @@ class Journal:
             return [] if region is None else read_history(region, wanted)
         except ValueError:  # released
             return []
+
+    def state(self, rank: int, wanted: int | None = None) -> RankState:
+        """What a rank of this host does, to its communicators and so many of its newest records, or all that are kept."""
+        region = self._regions.get(rank)
+        try:
+            if region is not None:
+                return journal.state(region, wanted)
+        except ValueError:  # released
+            pass
+        return RankState(answered=False)
 
     def record(self, number: int) -> Record | None:
         """An operation of this rank, by its number in the flight recorder; None after `close`."""

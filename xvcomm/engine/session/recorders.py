@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
 
 from xvcomm.engine.session.joining import Joining
 from xvcomm.engine.session.journal import Journal
-from xvcomm.rendezvous.store import processes
-from xvcomm.trace.format import Excerpt, Life
+from xvcomm.engine.session.reach import Reach
+from xvcomm.system import processes, stacks
+from xvcomm.trace import groups
+from xvcomm.trace.format import GROUPS, Life, Question, Topic
+from xvcomm.trace.snapshot import RankState, Snapshot
 from xvcomm.types.deadline import Deadline
 
 _ASK_SECONDS, _SILENT_SECONDS = 0.5, 2.0
 """How long a rank of another host has for its answer in `words`; for how long one that gave none counts as silent."""
+_RECORDS = 64
+"""Maximum number of records of each rank in a snapshot."""
+_STACK_SECONDS = 0.1
+"""How long processes have to write their stacks."""
 
 
 class Recorders:
@@ -20,31 +31,120 @@ class Recorders:
     Args:
         joined: what each rank has told of itself.
         rank, neighbours: this rank, and the ranks of this host.
-        ask: gives the newest records of ranks of other hosts, so many of each, of those that answer in time.
-        answers: whether the host of a rank of another host answers.
+        ending: how a rank has ended, in words; empty if it is not known to have.
     """
 
     def __init__(
         self, journal: Journal, joined: Sequence[Joining], rank: int, neighbours: Collection[int],
-        ask: Callable[[Collection[int], int, Deadline], Mapping[int, Excerpt]], answers: Callable[[int], bool],
+        reach: Reach, ending: Callable[[int], str],
     ) -> None:  # fmt: skip
         self._journal, self._joined, self._rank, self._neighbours = journal, joined, rank, neighbours
-        self._ask, self._answers = ask, answers
+        self._reach, self._ending = reach, ending
         self._silent: dict[int, Deadline] = {}
+        self._ahead: dict[str, int] = {}
+        self._infos = tuple(there.info for there in joined)
+        self._hosts: defaultdict[str, list[int]] = defaultdict(list)
+        for there in joined:
+            self._hosts[there.info.host].append(there.info.rank)
 
-    def newest(self, ranks: Collection[int], deadline: Deadline, wanted: int = 1) -> dict[int, Excerpt]:
+    def newest(self, ranks: Collection[int], deadline: Deadline, wanted: int = 1) -> dict[int, RankState]:
         """The newest records of ranks; of those that do not answer until the deadline nothing."""
         here = [r for r in ranks if r in self._neighbours]
-        found = {r: Excerpt(Life.RUNNING, tuple(self._journal.newest(r, wanted))) for r in here}
+        found = {r: RankState(records=tuple(self._journal.newest(r, wanted))) for r in here}
         elsewhere = [r for r in ranks if r not in self._neighbours]
-        if elsewhere:
-            found.update(self._ask(elsewhere, wanted, deadline))
+        answers = self._reach.ask(elsewhere, Question(Topic.RECORDS, wanted), deadline) if elsewhere else {}
         for rank in elsewhere:
-            if rank in found:
+            if rank in answers:
                 self._silent.pop(rank, None)
+                answer = answers[rank]
+                self._ahead[self._joined[rank].info.host] = answer.ahead
+                found[rank] = RankState(life=answer.life, records=answer.records(), ahead=answer.ahead)
             else:
                 self._silent[rank] = Deadline.after(_SILENT_SECONDS)
         return found
+
+    def snapshot(self, ranks: Collection[int], deadline: Deadline) -> Snapshot:
+        """What ranks do, to their newest records and their communicators. A rank of another host that does not answer until
+        half of the time has passed is asked for at its neighbours, of which the host's shared memory tells the same.
+        """
+        found = {rank: self._journal.state(rank, _RECORDS) for rank in ranks if rank in self._neighbours}
+        elsewhere = [rank for rank in ranks if rank not in self._neighbours]
+        if elsewhere:
+            found.update(self._elsewhere(elsewhere, deadline))
+        states = {}
+        for rank in sorted(ranks):
+            state = found.get(rank, RankState(answered=False))
+            gone = self._ending(rank) if state.life is not Life.CLOSED else ""
+            states[rank] = msgspec.structs.replace(state, ending=gone, stopped=self.halted(rank))
+        return Snapshot(self._joined[0].job, time.time_ns(), self._infos, states)
+
+    def whole(self, rank: int) -> Snapshot:
+        """All that is kept of a rank of this host."""
+        first, now = self._joined[0].info, time.time_ns()
+        if first.host not in self._ahead and 0 not in self._neighbours and not self.silent(0):
+            self.newest([0], Deadline.after(_ASK_SECONDS))
+        ahead = -self._ahead.get(first.host, 0)  # dumps of all hosts are by the clock of rank 0
+        state = msgspec.structs.replace(self._journal.state(rank), taken=now, ahead=ahead)
+        return Snapshot(self._joined[0].job, now - ahead, self._infos, {rank: state})
+
+    def _elsewhere(self, ranks: list[int], deadline: Deadline) -> dict[int, RankState]:
+        found = self._answered(ranks, Deadline.after(deadline.left() / 2))
+        alone = []
+        for rank in (r for r in ranks if r not in found):
+            neighbours = self._hosts[self._joined[rank].info.host]
+            asked = next((r for r in neighbours if r in found), None)
+            if asked is None:
+                alone.append(rank)
+            elif (state := self._of_neighbour(asked, neighbours.index(rank), deadline)) is not None:
+                found[rank] = state
+        return {**found, **(self._answered(alone, deadline) if alone else {})}
+
+    def _answered(self, ranks: list[int], deadline: Deadline) -> dict[int, RankState]:
+        """What ranks tell themselves."""
+        found = self.newest(ranks, deadline, _RECORDS)
+        of = self._reach.ask(list(found), Question(Topic.GROUPS, GROUPS), deadline)
+        return {
+            rank: msgspec.structs.replace(state, groups=groups.parse_all(of[rank].parts)) if rank in of else state
+            for rank, state in found.items()
+        }
+
+    def _of_neighbour(self, asked: int, index: int, deadline: Deadline) -> RankState | None:
+        records, places = (
+            self._reach.ask([asked], Question(topic, most, index), deadline).get(asked)
+            for topic, most in ((Topic.RECORDS, _RECORDS), (Topic.GROUPS, GROUPS))
+        )
+        if records is None or places is None:
+            return None
+        return RankState(
+            records.life,
+            answered=False,
+            groups=groups.parse_all(places.parts),
+            records=records.records(),
+            ahead=records.ahead,
+        )
+
+    def take_stacks(self, snapshot: Snapshot, ranks: Collection[int], deadline: Deadline) -> Snapshot:
+        """The same with the stacks of ranks' Python threads, of those that can be had in time."""
+        states = dict(snapshot.ranks)
+        texts = self._stacks([rank for rank in ranks if rank in states], deadline)
+        for rank, text in texts.items():
+            states[rank] = msgspec.structs.replace(states[rank], stack=text)
+        return msgspec.structs.replace(snapshot, ranks=states)
+
+    def _stacks(self, ranks: Collection[int], deadline: Deadline) -> dict[int, str]:
+        here = [rank for rank in ranks if self._seen(rank)]
+        for rank in here:
+            stacks.request(self._joined[rank].info.pid)
+        elsewhere = [rank for rank in ranks if rank not in self._neighbours]
+        asked = self._reach.ask(elsewhere, Question(Topic.TAKE_STACK), deadline) if elsewhere else {}
+        time.sleep(min(_STACK_SECONDS, deadline.left()))
+        answers = self._reach.ask(list(asked), Question(Topic.STACK), deadline) if asked else {}
+        found = {rank: answer.text() for rank, answer in answers.items()}
+        return {**found, **{rank: stacks.written_by(self._joined[rank].info.pid) for rank in here}}
+
+    def _seen(self, rank: int) -> bool:
+        """Whether this process can see a rank's process."""
+        return rank in self._neighbours and self._joined[rank].processes == self._joined[self._rank].processes
 
     def silent(self, rank: int) -> bool:
         """Whether a rank has not answered a moment ago."""
@@ -52,9 +152,7 @@ class Recorders:
 
     def halted(self, rank: int) -> bool:
         """Whether a rank of this host is stopped by a signal, as far as this process can see."""
-        there = self._joined[rank]
-        seen = rank in self._neighbours and there.processes == self._joined[self._rank].processes
-        return seen and processes.halted(there.info.pid)
+        return self._seen(rank) and processes.halted(self._joined[rank].info.pid)
 
     def words(self, rank: int) -> str:
         """A rank's last operation as text, for error messages."""
@@ -65,7 +163,7 @@ class Recorders:
             found = self.newest([rank], Deadline.after(_ASK_SECONDS)).get(rank)
         if found is None:
             where = self._joined[rank].info.hostname
-            if self._answers(rank):
+            if self._reach.answers(rank):
                 return f"it does not answer, but its host {where} does: it is stopped, or very slow"
             return f"it runs on host {where}, which did not answer"
         stopped = "its process is stopped; " if self.halted(rank) else ""

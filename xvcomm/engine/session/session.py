@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,14 +17,16 @@ import msgspec
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import SupportsPeerMemory
 from xvcomm.abc.store import NotSet, PrefixStore, Store
-from xvcomm.abc.transport import Membership, Transport, choose
+from xvcomm.abc.transport import Membership
 from xvcomm.config import Config
 from xvcomm.engine.session import equipment, joining, plugins
 from xvcomm.engine.session.elsewhere import Elsewhere, Stop
+from xvcomm.engine.session.explaining import Explaining
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.presence import Presence
+from xvcomm.engine.session.reach import Reach
 from xvcomm.engine.session.recorders import Recorders
 from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.supervised import Supervised
@@ -40,7 +43,11 @@ from xvcomm.memory.segment import Segment, sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.system import forking, limits
-from xvcomm.trace.format import Excerpt, Life, Record
+from xvcomm.system.stacks import StackFile
+from xvcomm.trace import journal
+from xvcomm.trace.format import Life, Record
+from xvcomm.trace.journal import Roster
+from xvcomm.trace.snapshot import Group
 from xvcomm.types.deadline import Deadline
 
 _LOOK_SECONDS = 0.1
@@ -55,6 +62,7 @@ class Session:
         infos: every rank's RankInfo, in rank order.
         journal: the flight recorders of this host's ranks.
         recorders: those of all ranks.
+        explaining: says why the job hangs.
         peer_rings: exports and imports of GPU memory for rings.
         neighbours: the ranks of this host, including this one.
     """
@@ -88,7 +96,12 @@ class Session:
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
         self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
-        self.recorders = Recorders(self.journal, self._joined, rank, self.neighbours, self._ask, self._answers)
+        self._reach = Reach(self.transports, self._joined, rank)
+        self.recorders = Recorders(
+            self.journal, self._joined, rank, self.neighbours, self._reach, lambda r: self._lost.get(r, "")
+        )
+        self.explaining = Explaining(self.recorders, config, self._joined[0].job, rank, size)
+        self._cleanup.callback(self.explaining.close)
         atexit.register(self.close)
         forking.register(self)
         self._start(mine, deadline)
@@ -124,17 +137,14 @@ class Session:
                 if len(self.neighbours) < self.size:
                     self._elsewhere = Elsewhere(
                         self.store, self.rank, self.size, self.neighbours, self._joined[0].serves,
-                        self.config.peer_timeout, self._transport, self._lose_elsewhere, self._on_stop,
+                        self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self._on_stop,
                     )  # fmt: skip
                     leaving.callback(self._elsewhere.close)
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
                 watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
                     failing.callback(watchdog.close)
-                    segment = self._open_journal(self._place, deadline)
-                    self._cleanup.callback(segment.close)
-                    self.journal.open(segment, self.neighbours, self.rank, self.config.trace_records)
-                    self._cleanup.callback(self.journal.close)
+                    self._open_journal(self._place, deadline)
                     for transport in self.transports:
                         self._cleanup.callback(transport.expose, 0)
                         transport.expose(self.journal.recorder.handle)
@@ -150,8 +160,8 @@ class Session:
 
     def _join_transports(self) -> None:
         """Let the transports begin that this rank needs for any other."""
-        mine, store = self._joined[self.rank].offers, PrefixStore("transports", self.store)
-        needed = {choose(mine, j.offers).scheme for j in self._joined if j.info.rank != self.rank}
+        store = PrefixStore("transports", self.store)
+        needed = {self._reach.scheme(r) for r in range(self.size) if r != self.rank}
         membership = Membership(
             self.rank, self.size, len(self.neighbours), store, self._lose_elsewhere, self._on_left, self.device, plugins.cards
         )  # fmt: skip
@@ -173,19 +183,26 @@ class Session:
                 self.sweep(rank)
         self.close()
 
-    def _open_journal(self, place: GuardedStore, deadline: Deadline) -> Segment:
-        """The host's flight recorders, in one segment of shared memory created by its lowest rank."""
+    def _open_journal(self, place: GuardedStore, deadline: Deadline) -> None:
+        """Open the host's flight recorders, in one segment of shared memory created by its lowest rank."""
         first = self.neighbours[0]
         if self.rank != first:
             segment = self.attach(place, "name", first, deadline)
         else:
-            size = Journal.size(len(self.neighbours), self.config.trace_records)
-            segment = Segment.create(self.config.shm_dir, self.job, size)
+            roster = Roster(self._joined[0].job, self.infos, self.neighbours, self.config.trace_records)
+            segment = Segment.create(self.config.shm_dir, self.job, journal.size(roster))
+            journal.write(segment.view, roster)
             with segment.named():
                 place.set("name", segment.name.encode())
+        self._cleanup.callback(segment.close)
         if place.add("mapped", 1) == len(self.neighbours):
             segment.unlink()
-        return segment
+        stacks = None
+        with contextlib.suppress(OSError):  # errors can do without stacks
+            stacks = StackFile.take()
+            self._cleanup.callback(stacks.close)
+        self.journal.open(segment, self.rank, stacks)
+        self._cleanup.callback(self.journal.close)
 
     def attach(self, place: GuardedStore, key: str, maker: int, deadline: Deadline) -> Segment:
         """Map a segment whose name another rank publishes in the store.
@@ -273,6 +290,7 @@ class Session:
         """Watch a communicator from now on, and close it with the session."""
         with self._lock:
             self._contexts.add(context)
+            self.journal.recorder.note_group(Group(context.ident, context.path, context.ranks))
             gone, stops = [*self._lost, *self._seen_left], list(self._stops)
         for rank in gone:
             context.lifecycle.lose(rank)
@@ -284,6 +302,7 @@ class Session:
         """Stop watching a communicator that is closed."""
         with self._lock:
             self._contexts.discard(context)
+            self.journal.recorder.erase_group(context.ident)
 
     def history(self) -> list[Record]:
         """The flight recorder's records; those of open communicators tell their way, and what connections have carried."""
@@ -307,9 +326,12 @@ class Session:
             # If it left regularly, its messages and abort words can still be read.
             with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves removes them too
                 self.sweep(rank)
-        words = self.last_words(rank)
+        words, left = self.last_words(rank), self.journal.left(rank)
         with self._lock:
             self._lost[rank] = words
+            first = next((r for r in self.neighbours if r not in self._lost and not self.journal.left(r)), self.rank)
+        if not left and first == self.rank:
+            self.explaining.dump(rank, "its process has ended")
         self._lose(rank)
 
     def _lose_elsewhere(self, rank: int, why: str) -> None:
@@ -356,6 +378,7 @@ class Session:
                 self._lose(rank)
         if self._elsewhere is not None:
             self._elsewhere.look()
+        self.explaining.look()
         self._watch_over(lambda context: context.look())
 
     def _look_at_device(self) -> None:
@@ -395,7 +418,7 @@ class Session:
     def last_words(self, rank: int) -> str:
         """The last operation of a rank as text, for error messages; of a rank of another host also the connections to it."""
         words = self._lost[rank] if rank in self._lost else self.recorders.words(rank)
-        connections = "" if rank in self.neighbours else self._transport(rank).connections(rank)
+        connections = "" if rank in self.neighbours else self._reach.transport(rank).connections(rank)
         return f"{words}; connections from {self.infos[self.rank].hostname}: {connections}" if connections else words
 
     def carried(self, record: int) -> str:
@@ -405,21 +428,6 @@ class Session:
             r for r in reversed(self.history()) if found is not None and r.posted == found.posted and r.op == found.op
         )
         return "; ".join(str(share) for share in next((r.shares for r in same), ()))
-
-    def _ask(self, ranks: Collection[int], wanted: int, deadline: Deadline) -> dict[int, Excerpt]:
-        """The newest records of ranks of other hosts, of those that answer in time."""
-        by = {transport: [r for r in ranks if self._transport(r) is transport] for transport in self.transports}
-        asked = [transport.ask(members, wanted, deadline) for transport, members in by.items() if members]
-        return {rank: excerpt for found in asked for rank, excerpt in found.items()}
-
-    def _answers(self, rank: int) -> bool:
-        """Whether the host of a rank of another one answers."""
-        return self._transport(rank).answers(rank)
-
-    def _transport(self, rank: int) -> Transport:
-        """What joins this rank with another."""
-        scheme = choose(self._joined[self.rank].offers, self._joined[rank].offers).scheme
-        return next(t for t in self.transports if t.capabilities().scheme == scheme)
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""
@@ -436,6 +444,9 @@ class Session:
                 return
             self._closed = True
         atexit.unregister(self.close)
+        error = getattr(sys, "last_value", None)  # the exception that ends the program
+        if error is not None and self.journal:
+            self.explaining.dump(self.rank, f"{type(error).__name__}: {error}")
         # The exit stack runs every step, even if an interrupt ends one of them.
         with self._cleanup:
             if self.journal:

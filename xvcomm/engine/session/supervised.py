@@ -36,6 +36,8 @@ class Supervised(Protocol):
 
     path: str
     """Its name, equal on all ranks and used once."""
+    ranks: tuple[int, ...]
+    """Its ranks as numbers of the whole job."""
 
     @property
     def ident(self) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from xvcomm.abc.store import ANSWER_SECONDS
 from xvcomm.errors import ConfigError, DeadlineExceeded
-from xvcomm.rendezvous.store import processes
+from xvcomm.system import processes
 from xvcomm.system.private import taken, trusted
 from xvcomm.types.deadline import Deadline, poll
 

@@ -8,9 +8,9 @@ import socket
 import threading
 from typing import cast
 
-from xvcomm.rendezvous.store import processes, protocol
+from xvcomm.rendezvous.store import protocol
 from xvcomm.rendezvous.store.listening import SERVING, close, listen
-from xvcomm.system import forking, heartbeat, limits
+from xvcomm.system import forking, heartbeat, limits, processes
 from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 

@@ -12,9 +12,9 @@ from functools import partial
 
 from xvcomm.abc.store import ANSWER_SECONDS, Notices, NotSet, Store
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
-from xvcomm.rendezvous.store import processes, protocol
+from xvcomm.rendezvous.store import protocol
 from xvcomm.rendezvous.store.server import TcpServer
-from xvcomm.system import forking, heartbeat, limits
+from xvcomm.system import forking, heartbeat, limits, processes
 from xvcomm.types.deadline import NEVER, Deadline
 
 __all__ = ["TcpServer", "TcpStore"]

@@ -1,0 +1,315 @@
+"""Deadlocks that users have made: each has a verdict that names who holds the job up, and on which line."""
+
+import os
+import re
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from xvcomm.errors import DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.testing.world import World
+
+TIMEOUT = 1.0
+LARGE = 1 << 21  # elements: more than a ring holds
+
+
+@pytest.fixture(scope="module", params=[None, "a,b,a,b"], ids=["one host", "two hosts"])
+def four(request):
+    with World(4, hosts=request.param, timeout=30) as world:
+        yield world
+
+
+class Job:
+    """What the ranks of a case have: communicators on which every rank has completed an operation, and arrays."""
+
+    def __init__(self, comm):
+        self.world, self.rank = comm, comm.rank
+        self.a, self.b, self.c = (comm.split(0) for _ in range(3))
+        self.x, self.large = np.ones(16), np.zeros(LARGE)
+        self.over = comm.split(0)
+        for each in (self.a, self.b, self.c):
+            each.barrier()
+            each.timeout = TIMEOUT
+        self.next, self.previous = (comm.rank + 1) % 4, (comm.rank - 1) % 4
+
+    def compute(self, seconds=3 * TIMEOUT):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    def close(self):
+        for each in (self.a, self.b, self.c, self.over):
+            each.close()
+
+
+def never_called(job):
+    if job.rank == 2:
+        job.compute()
+    else:
+        job.a.all_reduce(job.x)
+
+
+def two_never_called(job):
+    if job.rank in (1, 3):
+        job.compute()
+    else:
+        job.a.all_gather(job.x)
+
+
+def blocked_in_a_system_call(job):
+    if job.rank == 1:
+        reader, writer = os.pipe()
+        threading.Timer(3 * TIMEOUT, os.write, (writer, b"x")).start()
+        os.read(reader, 1)
+        os.close(reader)
+        os.close(writer)
+    else:
+        job.a.barrier()
+
+
+def holds_the_interpreter_lock(job):
+    if job.rank == 3:
+        sum(range(3 * 10**8))  # one call that does not look at signals
+    else:
+        job.a.all_reduce(job.x)
+
+
+def waits_for_a_lock(job):
+    if job.rank == 0:
+        lock = threading.Lock()
+        lock.acquire()
+        threading.Timer(3 * TIMEOUT, lock.release).start()
+        lock.acquire()
+    else:
+        job.a.broadcast(job.x, 1)
+
+
+def stopped(job):
+    if job.rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep {4 * TIMEOUT}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), 19)
+        time.sleep(0.1)
+    else:
+        job.a.all_reduce(job.x)
+
+
+def in_a_receive_instead(job):
+    if job.rank == 2:
+        job.a.recv(job.x, 0)
+    else:
+        job.a.all_reduce(job.x)
+
+
+def in_a_receive_of_another_communicator(job):
+    if job.rank == 2:
+        job.b.recv(job.x, 0)
+    else:
+        job.a.all_reduce(job.x)
+
+
+def communicators_swapped(job):
+    first, second = (job.a, job.b) if job.rank < 2 else (job.b, job.a)
+    first.all_reduce(job.x)
+    second.all_reduce(job.x)
+
+
+def three_communicators_in_a_circle(job):
+    order = [(job.a, job.b), (job.b, job.c), (job.c, job.a), (job.a, job.b)][job.rank]
+    for each in order:
+        each.barrier()
+
+
+def collective_of_the_wrong_communicator(job):
+    (job.b if job.rank == 3 else job.a).all_reduce(job.x)
+
+
+def everyone_receives(job):
+    job.a.recv(job.x, job.next)
+
+
+def everyone_sends(job):
+    job.a.send(job.large, job.next)
+
+
+def two_send_to_each_other(job):
+    if job.rank < 2:
+        job.a.send(job.large, 1 - job.rank)
+
+
+def receives_from_the_wrong_rank(job):
+    if job.rank == 0:
+        job.a.recv(job.x, 2)
+    elif job.rank == 1:
+        job.a.send(job.x, 0)
+    else:
+        job.compute()
+
+
+def sends_to_the_wrong_rank(job):
+    if job.rank == 0:
+        job.a.send(job.large, 2)
+    elif job.rank == 1:
+        job.a.recv(job.large, 0)
+    else:
+        job.compute()
+
+
+def chain(job):
+    if job.rank < 3:
+        job.a.recv(job.x, job.next)
+    else:
+        job.compute()
+
+
+def chain_over_communicators(job):
+    if job.rank < 3:
+        (job.a, job.b, job.c)[job.rank].recv(job.x, job.next)
+    else:
+        job.compute()
+
+
+def one_receive_too_many(job):
+    if job.rank == 0:
+        job.a.send(job.x, 1)
+        job.compute()
+    elif job.rank == 1:
+        job.a.recv(job.x, 0)
+        job.a.recv(job.x, 0)
+
+
+def asynchronous_receive_and_a_loop(job):
+    if job.rank == 1:
+        work = job.a.irecv(job.x, 0)
+        job.compute()
+        work.wait()
+    elif job.rank == 0:
+        job.a.recv(job.x, 1)
+
+
+def asynchronous_sum_and_a_loop(job):
+    if job.rank == 1:
+        job.a.all_reduce(job.x, async_op=True)
+        job.compute()
+    else:
+        job.a.all_reduce(job.x)
+        job.a.barrier()
+
+
+def uneven_loop(job):
+    for _ in range(2 if job.rank == 3 else 3):
+        job.a.all_reduce(job.x)
+    if job.rank == 3:
+        job.compute()
+
+
+def uneven_loop_and_end(job):
+    for _ in range(2 if job.rank == 3 else 3):
+        job.a.all_reduce(job.x)
+
+
+def collective_in_one_branch(job):
+    if job.rank == 0:
+        job.a.broadcast(job.x, 0)
+    job.a.barrier()
+
+
+def roots_differ(job):
+    job.a.broadcast(job.x, 0 if job.rank < 2 else 1)
+
+
+def sizes_differ(job):
+    job.a.all_reduce(np.ones(8 if job.rank == 1 else 16))
+
+
+def a_subgroup_of_one_side(job):
+    """Rank 3 makes a communicator that the others do not make."""
+    if job.rank == 3:
+        job.a.split(0)
+    else:
+        job.compute()
+
+
+def receives_from_any(job):
+    if job.rank == 0:
+        job.a.probe()
+    else:
+        job.compute()
+
+
+def stages_wait_for_each_other(job):
+    """A pipeline: the first stage wants its gradient before it has sent the second half."""
+    if job.rank == 0:
+        job.a.send(job.x, 1)
+        job.a.recv(job.x, 1)
+    elif job.rank == 1:
+        job.a.recv(job.x, 0)
+        job.a.recv(job.x, 0)
+    else:
+        job.compute(0.1)
+
+
+BUSY = r"rank {0} is outside xvcomm in .*test_deadlocks\.py:\d+"
+CASES = {
+    never_called: r"Rank 2 never called all_reduce #1 .* ranks 0, 1 and 3 are in since .*test_deadlocks\.py:\d+.*: "
+    + r"rank 2 is outside xvcomm in compute",
+    two_never_called: r"Ranks 1 and 3 never called all_gather #1 .* ranks 0 and 2 are in",
+    blocked_in_a_system_call: r"Rank 1 never called barrier #1 .*in blocked_in_a_system_call",
+    holds_the_interpreter_lock: r"Rank 3 never called all_reduce #1 .*in holds_the_interpreter_lock",
+    waits_for_a_lock: r"Rank 0 never called broadcast #1 .*in waits_for_a_lock",
+    stopped: r"Rank 1 never called all_reduce #1 .*: rank 1 (is stopped|does not answer)",
+    in_a_receive_instead: r"Rank 2 never called all_reduce #1 .* ranks 0, 1 and 3 are in .*: rank 2 is in recv from rank 0 .*"
+    + r"test_deadlocks\.py:\d+, and waits for rank 0",
+    in_a_receive_of_another_communicator: r"Rank 2 never called all_reduce #1 .*: rank 2 is in recv from rank 0 .* and waits "
+    + "for rank 0",
+    communicators_swapped: r"Ranks \d and \d call collectives of several communicators in different orders\. Rank",
+    three_communicators_in_a_circle: r"Ranks \d.* call collectives of several communicators in different orders\. Rank",
+    collective_of_the_wrong_communicator: r"Ranks \d and 3 call collectives of several communicators in different orders\. Rank",
+    everyone_receives: r"Ranks 0-3 wait in a cycle\. Rank .*which rank \d does not send",
+    everyone_sends: r"Ranks 0-3 wait in a cycle\. Rank .*which rank \d does not receive",
+    two_send_to_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
+    receives_from_the_wrong_rank: r"Rank 2 does not send in the recv from rank 2 .* rank 0 is in .*: " + BUSY.format(2),
+    sends_to_the_wrong_rank: r"Rank 2 does not receive in the send to rank 2 .*: "
+    + BUSY.format(2) + r"|Rank 0 does not send in the recv from rank 0",
+    chain: r"Rank 3 does not send in the recv from rank 3 .* rank 2 is in .*: " + BUSY.format(3),
+    chain_over_communicators: r"Rank 3 does not send in the recv from rank 3 .* rank 2 is in .*: " + BUSY.format(3),
+    one_receive_too_many: r"Rank 0 does not send in the recv from rank 0 .* rank 1 is in .*: " + BUSY.format(0),
+    asynchronous_receive_and_a_loop: r"Rank 1 does not send in the recv from rank 1 .* rank 0 is in .*: " + BUSY.format(1),
+    asynchronous_sum_and_a_loop: r"Rank 1 never called barrier #2 .*: " + BUSY.format(1),
+    uneven_loop: r"Rank 3 never called all_reduce #3 .* ranks 0-2 are in .*: " + BUSY.format(3),
+    uneven_loop_and_end: r"rank 3 .*left",
+    collective_in_one_branch: r"rank 0 on \w+ called broadcast.*called barrier|called barrier.*rank 0 on \w+ called broadcast",
+    roots_differ: r"called broadcast of 16 x float64 with root [01].*called broadcast of 16 x float64 with root [01]",
+    sizes_differ: r"rank 1 on \w+ called all_reduce\(sum\) of 8 x float64|called all_reduce\(sum\) of 8 x float64.*rank 1",
+    a_subgroup_of_one_side: r"waiting for|did not",
+    receives_from_any: r"Ranks 1-3 do not send in the probe with any rank",
+    stages_wait_for_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
+}  # fmt: skip
+DIFFER = (collective_in_one_branch, roots_differ, sizes_differ)
+SIMPLE_ERRORS = {uneven_loop_and_end: PeerLost, **dict.fromkeys(DIFFER, MismatchError)}
+
+
+def run(comm, case):
+    """The error of a rank in a case, as its type's name and text; None if it had none."""
+    job = Job(comm)
+    try:
+        globals()[case](job)
+        found = None
+    except XvcommError as error:
+        found = type(error).__name__, str(error)
+    if case == "uneven_loop_and_end":
+        job.a.close()
+    job.over.barrier(timeout=30)
+    job.close()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_verdict(four, case):
+    found = [error for error in four.run(run, case.__name__) if error is not None]
+    assert found
+    for kind, text in found:
+        assert kind == SIMPLE_ERRORS.get(case, DeadlineExceeded).__name__, text
+        assert re.search(CASES[case], text), text

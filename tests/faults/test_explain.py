@@ -1,0 +1,141 @@
+"""`xvcomm explain`, SIGUSR1 and dumps: a job that hangs or has ended is explained without the help of its Python."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HANG = """
+import os, signal, sys
+import numpy as np, xvcomm
+def holds_the_interpreter_lock():
+    sum(range(10**13))
+comm = xvcomm.init()
+x = np.ones(16, np.float32)
+comm.barrier()
+print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
+if comm.rank == 2:
+    holds_the_interpreter_lock()
+if comm.rank == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.all_reduce(x)
+"""
+END = """
+import numpy as np, xvcomm
+comm = xvcomm.init()
+comm.barrier()
+if comm.rank == 1:
+    raise ValueError("no such file")
+comm.all_reduce(np.ones(16))
+"""
+
+
+class Hang:
+    """A job whose ranks hang, and what it has written."""
+
+    def __init__(self, folder: Path, hosts: str) -> None:
+        script, self._out = folder / "hang.py", folder / "out"
+        script.write_text(HANG)
+        label = (
+            "import os; os.environ['XVCOMM_HOST'] = os.environ['HOSTS'][int(os.environ['RANK'])]\\n" if hosts else ""
+        )
+        script.write_text(label.replace("\\n", "\n") + HANG)
+        command = [sys.executable, "-m", "xvcomm", "run", "-n", "4", sys.executable, str(script)]
+        self._process = subprocess.Popen(
+            command, stdout=self._out.open("w"), stderr=subprocess.STDOUT, env=os.environ | {"HOSTS": hosts}
+        )
+        self.pids: dict[int, int] = {}
+        self._until(lambda: len(self._started()) == 4)
+        self.pids = self._started()
+        self._until(lambda: Path(f"/proc/{self.pids[3]}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        time.sleep(0.5)
+
+    def _started(self) -> dict[int, int]:
+        return {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is process (\d+)", self.written())}
+
+    @staticmethod
+    def _until(true) -> None:
+        until = time.monotonic() + 120
+        while not true():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+    def written(self) -> str:
+        return self._out.read_text()
+
+    def wait_for(self, words: str) -> None:
+        self._until(lambda: words in self.written())
+
+    def close(self) -> None:
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):  # the launcher ends the others
+                os.kill(pid, signal.SIGKILL)
+        self._process.terminate()
+        self._process.wait(30)
+
+
+@pytest.fixture(scope="module", params=["", "abab"], ids=["one host", "two hosts"])
+def hang(request, tmp_path_factory) -> Iterator[Hang]:
+    started = Hang(tmp_path_factory.mktemp("hang"), request.param)
+    yield started
+    started.close()
+
+
+def explain(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "xvcomm", "explain", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def verdict_is_right(text: str) -> None:
+    assert re.search(
+        r"Rank 3 never called all_reduce #1 of 16 x float32 that ranks 0 and 1 are in since .* \(hang\.py:\d+\): ", text
+    )
+    assert "rank 3 is stopped by a signal" in text or re.search(r"rank 3 .*does not answer", text), text
+    assert re.search(r"rank 2 is outside xvcomm in holds_the_interpreter_lock \(.*/hang\.py:\d+\)", text), text
+
+
+def test_from_another_shell(hang: Hang) -> None:
+    found = explain(str(hang.pids[0]))
+    assert found.returncode == 0, found.stderr
+    verdict_is_right(found.stdout)
+    job = found.stdout.split("job ")[1].split(",")[0]
+    assert explain(job[:-3]).stdout.splitlines()[1][:60] == found.stdout.splitlines()[1][:60]
+    told = json.loads(explain("--json", job).stdout)
+    assert set(told["ranks"]) == {"0", "1", "2", "3"} and "holds_the_interpreter_lock" in told["ranks"]["2"]["stack"]
+
+
+def test_on_a_signal(hang: Hang) -> None:
+    os.kill(hang.pids[0], signal.SIGUSR1)
+    hang.wait_for("Who waits for whom")
+    time.sleep(0.3)
+    verdict_is_right(hang.written())
+
+
+def test_of_no_job() -> None:
+    found = explain("no-such-job")
+    assert found.returncode == 2 and ("no job of this user" in found.stderr or "is no job" in found.stderr)
+
+
+def test_dumps_of_a_job_that_has_ended(tmp_path: Path) -> None:
+    script, dumps = tmp_path / "end.py", tmp_path / "dumps"
+    script.write_text(END)
+    subprocess.run(
+        [sys.executable, "-m", "xvcomm", "run", "-n", "3", sys.executable, str(script)],
+        env=os.environ | {"XVCOMM_TRACE_DIR": str(dumps)}, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert len(list(dumps.glob("*.xvdump"))) == 3
+    found = explain(str(dumps))
+    assert found.returncode == 0, found.stderr
+    assert re.search(
+        r"Rank 1 never called all_reduce #1 of 16 x float64 that ranks 0 and 2 are in .*end\.py:\d+.*: rank 1 has ended "
+        r"\(ValueError: no such file\)", found.stdout,
+    ), found.stdout  # fmt: skip

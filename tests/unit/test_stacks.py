@@ -1,0 +1,89 @@
+"""The stack of the main thread, taken by a signal: also of a process whose interpreter is blocked."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from xvcomm.system.stacks import SIGNAL, StackFile, handled, request, written_by
+
+HOLD = """
+from xvcomm.system.stacks import StackFile
+file = StackFile()
+def holds_the_interpreter():
+    sum(range(10**12))
+print("begun", flush=True)
+holds_the_interpreter()
+"""
+
+
+@pytest.fixture
+def file() -> Iterator[StackFile]:
+    made = StackFile()
+    yield made
+    made.close()
+
+
+def test_a_signal_writes_the_stack(file: StackFile) -> None:
+    me = os.getpid()
+    assert written_by(me) == "" and handled(me)
+    for _ in range(2):  # the second text replaces the first
+        time.sleep(0.6)
+        assert request(me) and request(me)  # the second one is answered by the first one's text
+        assert written_by(me).count("test_a_signal_writes_the_stack") == 1
+
+
+def test_a_closed_one_leaves_nothing_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    first, second = StackFile.take(), StackFile.take()
+    assert first is second
+    first.close()
+    assert handled(os.getpid())
+    second.close()
+    second.close()
+    assert len(os.listdir("/proc/self/fd")) == before and not handled(os.getpid())
+    StackFile.take().close()
+
+
+def test_another_handler_is_left_alone() -> None:
+    signal.signal(SIGNAL, lambda *_: None)
+    try:
+        with pytest.raises(OSError, match="has a handler"):
+            StackFile()
+        assert not request(os.getpid())
+    finally:
+        signal.signal(SIGNAL, signal.SIG_DFL)
+
+
+def test_a_process_that_holds_the_interpreter_lock() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            time.sleep(0.6)
+            assert request(process.pid)
+            until = time.monotonic() + 10
+            while not (text := written_by(process.pid)) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert "in holds_the_interpreter" in text
+        finally:
+            process.kill()
+
+
+def test_a_child_does_not_write_to_its_parent(file: StackFile) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(handled(os.getpid())))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert file.fd >= 0 and handled(os.getpid())
+
+
+def test_processes_without_stacks_are_left_alone() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not request(process.pid) and written_by(process.pid) == ""
+        assert process.poll() is None
+        process.kill()
+    assert not request(process.pid)

@@ -1,0 +1,82 @@
+"""The shared memory of a host's flight recorders: who the ranks of the job are, then a region for each rank of the host.
+
+Any process that may open the memory can read it, at any time, without the ranks' help.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import msgspec
+
+from xvcomm.trace import groups
+from xvcomm.trace.format import read_history, read_life, region_bytes
+from xvcomm.trace.snapshot import RankState, Snapshot
+from xvcomm.types.topology import RankInfo
+
+MAGIC = b"xvcomm journal 1"
+_HEAD = struct.Struct(f"<{len(MAGIC)}sq")
+_ALIGNED = 128
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """The ranks of a job.
+
+    Attributes:
+        job: its name.
+        infos: of all ranks, in rank order.
+        here: those of this host, in the order of their regions.
+        records: how many each region keeps.
+    """
+
+    job: str
+    infos: tuple[RankInfo, ...]
+    here: tuple[int, ...]
+    records: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Roster).decode
+
+
+def size(roster: Roster) -> int:
+    """Bytes of the memory."""
+    return _begin(len(_encode(roster))) + len(roster.here) * region_bytes(roster.records)
+
+
+def write(memory: memoryview, roster: Roster) -> None:
+    """Write the head, last the word by which readers know that all is there."""
+    data = _encode(roster)
+    memory[_HEAD.size : _HEAD.size + len(data)] = data
+    _HEAD.pack_into(memory, 0, MAGIC, len(data))
+
+
+def roster(memory: memoryview) -> Roster | None:
+    """What was written; None if the memory is another kind of shared memory."""
+    magic, length = _HEAD.unpack_from(memory)
+    return _decode(memory[_HEAD.size : _HEAD.size + length]) if magic == MAGIC else None
+
+
+def regions(memory: memoryview, roster: Roster) -> dict[int, memoryview]:
+    """The region of each rank."""
+    begin, each = _begin(len(_encode(roster))), region_bytes(roster.records)
+    return {rank: memory[begin + i * each : begin + (i + 1) * each] for i, rank in enumerate(roster.here)}
+
+
+def read(memory: memoryview) -> Snapshot | None:
+    """What the host's ranks do; None if the memory is another kind of shared memory."""
+    found = roster(memory)
+    if found is None:
+        return None
+    states = {rank: state(region) for rank, region in regions(memory, found).items()}
+    return Snapshot(found.job, time.time_ns(), found.infos, states)
+
+
+def state(region: memoryview, wanted: int | None = None) -> RankState:
+    """What a rank does, to all the records kept or so many of the newest."""
+    return RankState(read_life(region), groups=groups.read(region), records=tuple(read_history(region, wanted)))
+
+
+def _begin(length: int) -> int:
+    return -(-(_HEAD.size + length) // _ALIGNED) * _ALIGNED

@@ -1,0 +1,205 @@
+"""Who waits for whom, by what the ranks' flight recorders tell.
+
+The ranks' own records say what each is in; what the other ranks have called says whom it waits for. Ranks are numbers of the
+whole job here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from xvcomm.trace import stack
+from xvcomm.trace.format import Life, Record, State
+from xvcomm.trace.operation import ANY_PEER, NO_PEER
+from xvcomm.trace.snapshot import Group, RankState, Snapshot
+from xvcomm.types.opcode import OpCode
+
+_JUST_NOW = 5_000_000_000
+"""Nanoseconds for which an operation that has failed counts as one that is waited in, if nothing came after it."""
+_ANY_TAG = -1
+
+
+class Condition(enum.Enum):
+    """What a rank does, as far as it matters for who waits."""
+
+    WAITS = "waits in an operation"
+    LISTENS = "waits for any rank"
+    BUSY = "is outside xvcomm"
+    ELSEWHERE = "is outside xvcomm, with operations under way"
+    STOPPED = "is stopped by a signal"
+    GONE = "has ended"
+    LEFT = "has left in good order"
+    SILENT = "does not answer"
+
+
+class Why(enum.Enum):
+    """Why a rank waits for another one."""
+
+    ABSENT = "has not called it"
+    DIFFERS = "has called something else in its place"
+    NO_RECEIVE = "does not receive"
+    NO_SEND = "does not send"
+    INSIDE = "is in it, too"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank that is in an operation.
+
+    Attributes:
+        group: the communicator, if it is known.
+        peers: the ranks that it waits for; of a receive from any rank all that may send.
+    """
+
+    rank: int
+    record: Record
+    group: Group | None
+    why: Why
+    peers: tuple[int, ...]
+
+
+class Waits:
+    """Those of a snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self._states = snapshot.ranks
+        self.groups = {group.ident: group for state in snapshot.ranks.values() for group in state.groups}
+
+    def now(self, state: RankState) -> int:
+        """When a rank's state was read, by its own clock."""
+        return state.taken or self.snapshot.taken + state.ahead
+
+    @cached_property
+    def all(self) -> dict[int, tuple[Wait, ...]]:
+        """Of each rank those that it is in, oldest first."""
+        return {rank: tuple(self._wait(rank, record) for record in pending) for rank, pending in self._pending.items()}
+
+    @cached_property
+    def conditions(self) -> dict[int, Condition]:
+        """Of each rank of the snapshot."""
+        return {rank: self._condition(rank) for rank in self._states}
+
+    def condition(self, rank: int) -> Condition:
+        """Of any rank; one of which nothing is known is silent."""
+        return self.conditions.get(rank, Condition.SILENT)
+
+    def first_difference(self) -> tuple[tuple[int, Record], tuple[int, Record]] | None:
+        """The oldest collective that two ranks called differently, with both calls."""
+        found = []
+        said: dict[tuple[int, int], tuple[int, Record]] = {}
+        for rank, state in self._states.items():
+            for record in state.records:
+                if record.peer == NO_PEER and record.op != OpCode.PROBE:
+                    first = said.setdefault((record.communicator, record.sequence), (rank, record))
+                    if not _agree(first[1], record):
+                        found.append((first, (rank, record)))
+        return min(found, key=lambda pair: pair[0][1].posted, default=None)
+
+    @cached_property
+    def _pending(self) -> dict[int, list[Record]]:
+        return {rank: self._pending_of(state) for rank, state in self._states.items()}
+
+    def _pending_of(self, state: RankState) -> list[Record]:
+        if state.life is Life.CLOSED and not state.ending:
+            return []
+        if state.ending and not _has_failed(state):
+            return []
+        now = self.now(state)
+        return [
+            record
+            for record in state.records
+            if record.state == State.POSTED
+            or (
+                record.state == State.FAILED
+                and record.ended > now - _JUST_NOW
+                and record.ended >= state.records[-1].posted
+            )
+        ]
+
+    def _condition(self, rank: int) -> Condition:
+        state = self._states[rank]
+        if state.ending and not self._pending[rank]:
+            return Condition.GONE
+        if state.life is Life.CLOSED and not state.ending:
+            return Condition.LEFT
+        if state.stopped:
+            return Condition.STOPPED
+        if not state.answered:
+            return Condition.SILENT
+        pending = self._pending[rank]
+        if not pending:
+            return Condition.BUSY
+        if stack.busy(state.stack) or (not state.stack and pending[-1] is not state.records[-1]):
+            return Condition.ELSEWHERE
+        return Condition.LISTENS if pending[-1].peer == ANY_PEER else Condition.WAITS
+
+    def _wait(self, rank: int, record: Record) -> Wait:
+        group = self.groups.get(record.communicator)
+        if record.peer != NO_PEER:
+            return self._message(rank, record, group)
+        others = [r for r in (group.ranks if group is not None else ()) if r != rank]
+        absent = tuple(r for r in others if not self._has_come(r, record))
+        if absent:
+            return Wait(rank, record, group, Why.ABSENT, absent)
+        same = {r: self._same_call(r, record) for r in others}
+        differ = tuple(r for r, theirs in same.items() if theirs is not None and not _agree(theirs, record))
+        if differ:
+            return Wait(rank, record, group, Why.DIFFERS, differ)
+        inside = tuple(r for r, theirs in same.items() if theirs is not None and theirs in self._in_progress(r))
+        return Wait(rank, record, group, Why.INSIDE, inside)
+
+    def _in_progress(self, rank: int) -> Sequence[Record]:
+        """What a rank is in, or was in when it ended."""
+        return [record for record in self._states[rank].records if record.state != State.DONE]
+
+    def _has_come(self, rank: int, record: Record) -> bool:
+        """Whether a rank has called a collective. The record of a message has the number of the next collective."""
+        state = self._states.get(rank)
+        if state is None:
+            return True  # it was not asked: nothing is said of it
+        return any(
+            other.communicator == record.communicator and other.sequence - (other.peer != NO_PEER) >= record.sequence
+            for other in state.records
+        )
+
+    def _same_call(self, rank: int, record: Record) -> Record | None:
+        state = self._states.get(rank)
+        for other in state.records if state is not None else ():
+            if (other.communicator, other.sequence, other.peer) == (record.communicator, record.sequence, NO_PEER):
+                return other
+        return None
+
+    def _message(self, rank: int, record: Record, group: Group | None) -> Wait:
+        sends = record.op == OpCode.SEND
+        why = Why.NO_RECEIVE if sends else Why.NO_SEND
+        if group is None or rank not in group.ranks:
+            return Wait(rank, record, group, why, ())
+        if record.peer == ANY_PEER:
+            peers = tuple(r for r in group.ranks if r != rank)
+        else:
+            peers = (group.ranks[record.peer],) if record.peer < len(group.ranks) else ()
+        me = group.ranks.index(rank)
+        matching = tuple(
+            peer for peer in peers if any(_match(record, me, other, sends) for other in self._pending.get(peer, ()))
+        )
+        return Wait(rank, record, group, Why.INSIDE if matching else why, matching or peers)
+
+
+def _has_failed(state: RankState) -> bool:
+    """Whether the last operation failed, so that the rank may have ended because of another one."""
+    return bool(state.records) and state.records[-1].state == State.FAILED
+
+
+def _agree(one: Record, other: Record) -> bool:
+    return (one.op, one.dtype, one.nbytes, one.tag) == (other.op, other.dtype, other.nbytes, other.tag)
+
+
+def _match(record: Record, me: int, other: Record, sends: bool) -> bool:
+    """Whether another rank is in the other end of a message."""
+    wanted = OpCode.RECV if sends else OpCode.SEND
+    tags = record.tag == other.tag or _ANY_TAG in (record.tag, other.tag)
+    return other.communicator == record.communicator and other.op == wanted and other.peer in (me, ANY_PEER) and tags
