@@ -93,6 +93,30 @@ def test_departure_without_a_wire(what):
             assert what != "subgroup" or "rank 2 on c closed the communicator before it joined" in text
 
 
+def leave_one_after_the_other(comm):
+    """Rank 2 leaves the job, then rank 1, on rank 0's host, a communicator in which nothing was called; rank 0's error there."""
+    group, signals = comm.split(0), Signals(comm)
+    if comm.rank == 2:
+        comm.close()
+        return None
+    if comm.rank == 1:
+        signals.hear("noticed", [0])
+        group.close()
+        return None
+    inside = context(group)
+    await_that(lambda: 2 in inside.lifecycle.departed)
+    signals.tell("noticed")
+    with group, pytest.raises(PeerLost) as caught:
+        group.recv(np.zeros(3), 1)
+    return caught.value.peer
+
+
+def test_departures_on_two_hosts():
+    """A rank that has noticed one on another host also notices one on its own."""
+    with World(hosts="a:2,b", env=HOST, timeout=60) as ranks:
+        assert ranks.run(leave_one_after_the_other)[0] == 1
+
+
 @pytest.mark.parametrize("hosts", ["a,b,c", "a,b:2"])
 def test_a_departure_that_lets_others_leave(hosts):
     """A rank that fails because another has left, and leaves too, is not named in its place."""
