@@ -15,6 +15,7 @@ from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.testing import World, failures
 from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
+from xvcomm.types.deadline import Deadline
 
 HOST = {"XVCOMM_DEVICE": "host"}
 
@@ -172,6 +173,24 @@ def test_last_words_of_a_stuck_rank():
     assert re.search(
         r"rank 1: its last operation: all_reduce #0 of 3 x float64 at test_hosts_faults.py:\d+ \(done\)", first
     )
+
+
+def ask_all(comm, count):
+    """How many records rank 0 gets of each other rank when it asks all at once."""
+    for _ in range(count):
+        comm.barrier()
+    if comm.rank:
+        return comm.barrier()
+    others = range(1, comm.size)
+    found = context(comm).session.recorders.newest(others, Deadline.after(10), count)
+    comm.barrier()
+    return [len(found[rank].records) if rank in found else 0 for rank in others]
+
+
+def test_answers_of_many():
+    """No answer is lost, although they come faster than Python takes them."""
+    with World(hosts="a,b,c,d,e,f", env=HOST) as ranks:
+        assert ranks.run(ask_all, 64)[0] == [64] * 5
 
 
 def wait_beside_a_slow_rank(comm, pids, seconds, what="recv"):

@@ -84,8 +84,7 @@ class Context:
         )
         self.lifecycle.on_close(lambda: session.remove(self))
         self._users = self.lifecycle.users
-        island = self.topology.island_of(self.rank).ranks
-        self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, island)
+        self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, self.topology)
         session.add(self)
         making = session.guarded(f"comm/{path}", self.check_in_job)
         try:

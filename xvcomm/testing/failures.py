@@ -26,16 +26,20 @@ _warming = 0
 """Number of collectives that `_group` runs in the shapes that are to fail; after a few, compiled code starts them on GPUs."""
 
 
-def check_mismatch(comm: Communicator) -> None:
-    """A mismatch of a collective is reported on all ranks: by `synchronize`, and by the next operation."""
+def check_mismatch(comm: Communicator, timeout: float | None = None) -> None:
+    """A mismatch of a collective is reported on all ranks: by `synchronize`, and by the next operation.
+
+    Args:
+        timeout: of the collective. In an island over hosts its deadline tells of the mismatch.
+    """
     a, odd = arrays(comm), comm.rank == comm.size - 1
     for asynchronous in (True, False):
         with _group(comm) as group:
             x = a.put(np.zeros(1000, np.float64 if odd else np.float32))
             if asynchronous:
-                errors = [_raised(MismatchError, _finished, group.all_reduce, x, async_op=True)]
+                errors = [_raised(MismatchError, _finished, group.all_reduce, x, async_op=True, timeout=timeout)]
             else:
-                errors = [_raised_soon(MismatchError, group.all_reduce, x)]
+                errors = [_raised_soon(MismatchError, group.all_reduce, x, timeout=timeout)]
             errors.append(_raised(MismatchError, group.barrier))
             for error in errors:
                 assert "float32" in str(error) and "float64" in str(error), error
@@ -191,10 +195,10 @@ def check_departure(comm: Communicator) -> None:
         assert error.peer == comm.size - 1, error
 
 
-def check_mismatch_repeated(comm: Communicator) -> None:
+def check_mismatch_repeated(comm: Communicator, timeout: float | None = None) -> None:
     """`check_mismatch` for collectives that were called before in the same shape."""
     with _repeated(comm):
-        check_mismatch(comm)
+        check_mismatch(comm, timeout)
 
 
 def check_deadline_repeated(comm: Communicator) -> None:

@@ -212,7 +212,9 @@ FAILURE = np.dtype([
 TELL_WORDS = 1 + RECORD_BYTES // 8
 """Words of the payload of a TELL with a record; without there is one."""
 ANSWERS = 64
-"""Answers that Python has not looked at: as many as there may be to one question."""
+"""Maximum number of answers to one question."""
+KEPT_ANSWERS = 16 * ANSWERS
+"""Answers that Python has not looked at: several processes are asked at once. What is too much is lost."""
 
 ANSWER = np.dtype([
     ("number", "i8"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from xvcomm.engine.session.rings import Rings
@@ -24,6 +27,8 @@ _ABSENT_SECONDS = 0.5
 """A rank that does not answer within this time counts as one that has not called a collective."""
 _ASKED, _LATE_RECORDS = 64, 16
 """Maximum number of ranks that are asked, and of records that each rank answers with."""
+_COMPARED, _COMPARED_RECORDS, _OWN_RECORDS = 16, 64, 1024
+"""Maximum number of ranks whose calls are compared with this rank's, and of records of each and of this one."""
 _LEAST_SECONDS = 0.2
 """A rank that does not answer is named only if it had this long."""
 _HEAR_SECONDS = 0.3
@@ -142,6 +147,39 @@ class Diagnosis:
         absent = self._absent(operation.sequence, self._rank, until) if operation.peer == NO_PEER else []
         return tuple(self._follow(absent or list(suspects), until))
 
+    def differing(self) -> tuple[int, str] | None:
+        """The abort word for the first collective that a rank of another host has called differently, and what both called.
+
+        None if the flight recorders of the ranks that are asked show none.
+        """
+        journal, recorders, world = self._session.journal, self._session.recorders, self._ranks[self._rank]
+        mine = {r.sequence: r for r in journal.newest(world, _OWN_RECORDS) if self._is_collective(r)}
+        asked = [r for r in self._by_host() if not recorders.silent(self._ranks[r])][:_COMPARED]
+        found = recorders.newest([self._ranks[r] for r in asked], Deadline.after(_ABSENT_SECONDS), _COMPARED_RECORDS)
+        differing = [
+            (theirs.sequence, rank, theirs)
+            for rank in asked
+            if self._ranks[rank] in found
+            for theirs in found[self._ranks[rank]].records
+            if self._is_collective(theirs) and theirs.sequence in mine and _call(theirs) != _call(mine[theirs.sequence])
+        ]
+        if not differing:
+            return None
+        sequence, other, theirs = min(differing, key=itemgetter(0))
+        calls = ((self._rank, mine[sequence]), (other, theirs))
+        return _differ(self._rank, other), "; ".join(f"{self.name(r)} called {one.describe()}" for r, one in calls)
+
+    def _is_collective(self, record: Record) -> bool:
+        return record.communicator == self._ident and record.peer == NO_PEER
+
+    def _by_host(self) -> list[int]:
+        """The ranks of other hosts, the first of each host first: those of one host have compared what they call."""
+        ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, world in enumerate(self._ranks):
+            if world not in self._session.neighbours:
+                ranks_of[self._session.infos[world].host].append(rank)
+        return [rank for row in zip_longest(*ranks_of.values()) for rank in row if rank is not None]
+
     def _mismatch(self, finder: int, other: int) -> tuple[str, int | None]:
         """What differs, and the other rank if this one is concerned; see `_differ`."""
         mismatch = self.contract.mismatch() if self.contract is not None else None
@@ -154,7 +192,7 @@ class Diagnosis:
         told = self._told(finder)
         if told in ("", _UNHEARD):
             told = f"{self.name(finder)} and {self.name(other)} made different calls" if other >= 0 else _DIFFERENTLY
-        return told, None
+        return told, {finder: other, other: finder}.get(self._rank) if other >= 0 else None
 
     def _calls(self, one: tuple[int, Message], other: tuple[int, Message]) -> str:
         """What two ranks called."""
@@ -254,3 +292,8 @@ class Diagnosis:
 def _differ(finder: int, other: int) -> int:
     """The abort word for two ranks that differ, for ranks that cannot see what they called. Compiled code names no other one."""
     return Reason.MISMATCH.word(finder, other + 1)
+
+
+def _call(record: Record) -> tuple[int, int, int]:
+    """What the ranks of a collective must agree on, as far as it is recorded."""
+    return record.op, record.dtype, record.nbytes
