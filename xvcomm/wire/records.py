@@ -114,8 +114,6 @@ RAIL = np.dtype([
 """A connection."""
 
 LINK = np.dtype([
-    ("rails", "i8", MAX_RAILS),  # addresses
-    ("rail_count", "i8"),
     ("wires", "i8"),  # address of the indices of its wires
     ("wire_count", "i8"),
     ("next", "i8"),  # the wire whose turn it is
@@ -127,7 +125,7 @@ LINK = np.dtype([
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
     ("failed_count", "i8"),
 ])  # fmt: skip
-"""What joins this process with another one: rails, and the wires that use them."""
+"""What joins this process with another one: its wires, and what to tell over its rails."""
 
 PARTS = 8
 """Most paths whose bytes of a message are told apart; what others carry counts for the last of these."""
