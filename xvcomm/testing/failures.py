@@ -6,7 +6,9 @@ Each runs on communicators of its own, split off the processes' communicator.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -329,19 +331,22 @@ def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: ty
 
 
 def wait_for_last(comm: Communicator) -> list[XvcommError]:
-    """Start a message and a collective that need the last rank, which does not come; return their errors."""
-    a, last = arrays(comm), comm.size - 1
+    """Start a message and a collective that need the last rank, which calls `die_awaited`; return their errors."""
+    a, last, signals = arrays(comm), comm.size - 1, Signals(comm)
     x, y = a.put(np.zeros(100)), a.put(np.zeros(100))
     works = [comm.irecv(x, last), comm.all_reduce(y, async_op=True)]
+    signals.tell("waiting")
     errors = [_raised(XvcommError, call) for call in (*(work.synchronize for work in works), comm.barrier)]
     a.get(x)
     a.get(y)
     return errors
 
 
-def sleep(comm: Communicator) -> None:
-    """Do nothing until the test kills this process."""
-    time.sleep(3 * SECONDS)
+def die_awaited(comm: Communicator) -> None:
+    """Kill this process, the last rank's, once all others wait for it."""
+    signals = Signals(comm)
+    signals.hear("waiting", range(comm.size - 1))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
