@@ -156,13 +156,13 @@ class CclCollective(Collective):
             case _:
                 return self._calls.all_reduce(counts[0], native)
 
-    def abort(self, word: int) -> None:
+    def abort(self, word: int, delay: float = 0.0) -> None:
         """See `Collective.abort`; if a member merely left, operations in progress continue, but no new ones start."""
         with self._lock:
             if not self._state.abort or (Reason.bad(word) and not Reason.bad(self._state.abort)):
                 self._state.abort = word
         if Reason.bad(word):
-            self._free(self._library.abort)
+            self._free(self._library.abort, delay)
 
     def error(self) -> int:
         """See `Collective.error`; also breaks off a call that is inside the library past its deadline."""
@@ -187,10 +187,11 @@ class CclCollective(Collective):
             self._freeing.join(_CLOSE_SECONDS)
         self._scratch = None
 
-    def _free(self, how: Callable[[int], None]) -> None:
+    def _free(self, how: Callable[[int], None], delay: float = 0.0) -> None:
         """Free the communicator in a thread, once: it may take long, and the watchdog must not block."""
 
         def work() -> None:
+            time.sleep(delay)
             late = Deadline.after(_GRACE_SECONDS)
             while self._state.inside and not late.expired():
                 time.sleep(_PAUSE_SECONDS)

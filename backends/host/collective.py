@@ -238,7 +238,7 @@ class HostCollective(Collective, SupportsPartialSums):
         parts = np.concatenate([blocks(counts, dtype.itemsize), blocks(recv_counts, dtype.itemsize)])
         return self._exchange(parts, self._ranks)
 
-    def abort(self, word: int) -> None:
+    def abort(self, word: int, delay: float = 0.0) -> None:
         if self._arena:
             cell = ctypes.c_int64.from_address(self._arena + ABORT)
             if not cell.value:

@@ -15,6 +15,7 @@ from xvcomm.errors import DeadlineExceeded, PeerLost
 from xvcomm.testing import World, failures
 from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
+from xvcomm.types.deadline import Deadline
 
 HOST = {"XVCOMM_DEVICE": "host"}
 
@@ -93,6 +94,30 @@ def test_departure_without_a_wire(what):
             assert what != "subgroup" or "rank 2 on c closed the communicator before it joined" in text
 
 
+def leave_one_after_the_other(comm):
+    """Rank 2 leaves the job, then rank 1, on rank 0's host, a communicator in which nothing was called; rank 0's error there."""
+    group, signals = comm.split(0), Signals(comm)
+    if comm.rank == 2:
+        comm.close()
+        return None
+    if comm.rank == 1:
+        signals.hear("noticed", [0])
+        group.close()
+        return None
+    inside = context(group)
+    await_that(lambda: 2 in inside.lifecycle.departed)
+    signals.tell("noticed")
+    with group, pytest.raises(PeerLost) as caught:
+        group.recv(np.zeros(3), 1)
+    return caught.value.peer
+
+
+def test_departures_on_two_hosts():
+    """A rank that has noticed one on another host also notices one on its own."""
+    with World(hosts="a:2,b", env=HOST, timeout=60) as ranks:
+        assert ranks.run(leave_one_after_the_other)[0] == 1
+
+
 @pytest.mark.parametrize("hosts", ["a,b,c", "a,b:2"])
 def test_a_departure_that_lets_others_leave(hosts):
     """A rank that fails because another has left, and leaves too, is not named in its place."""
@@ -148,6 +173,24 @@ def test_last_words_of_a_stuck_rank():
     assert re.search(
         r"rank 1: its last operation: all_reduce #0 of 3 x float64 at test_hosts_faults.py:\d+ \(done\)", first
     )
+
+
+def ask_all(comm, count):
+    """How many records rank 0 gets of each other rank when it asks all at once."""
+    for _ in range(count):
+        comm.barrier()
+    if comm.rank:
+        return comm.barrier()
+    others = range(1, comm.size)
+    found = context(comm).session.recorders.newest(others, Deadline.after(10), count)
+    comm.barrier()
+    return [len(found[rank].records) if rank in found else 0 for rank in others]
+
+
+def test_answers_of_many():
+    """No answer is lost, although they come faster than Python takes them."""
+    with World(hosts="a,b,c,d,e,f", env=HOST) as ranks:
+        assert ranks.run(ask_all, 64)[0] == [64] * 5
 
 
 def wait_beside_a_slow_rank(comm, pids, seconds, what="recv"):

@@ -350,6 +350,18 @@ def test_after_an_abort_the_first_reason_is_kept_and_no_call_is_made() -> None:
     library.all_reduce.assert_not_called()
 
 
+def test_an_abort_with_a_delay_lets_operations_go_on_and_no_call_begin() -> None:
+    library = a_library()
+    comm = joined(library)
+    begun = time.monotonic()
+    comm.abort(Reason.ABORTED.word(1), 0.2)
+    with pytest.raises(CollectiveStopped):
+        all_reduce(comm)
+    until(lambda: library.abort.call_count)
+    assert time.monotonic() - begun >= 0.2
+    comm.close()
+
+
 def test_close_destroys_once() -> None:
     library = a_library()
     comm = joined(library)

@@ -54,6 +54,8 @@ def test_ranks_of_two_hosts() -> None:
     topology = Topology.from_labels(("x", "y", "x", "y"), ("id0", "id0", "id1", "id1"))
     assert [island.ranks for island in topology.islands] == [(0, 2), (1, 3)]
     assert topology.hosts == ("id0", "id0", "id1", "id1")
+    assert topology.spread
+    assert not Topology.from_labels(("x", "y", "x", "y"), ("id0", "id1", "id0", "id1")).spread
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,13 @@ class Collective(ABC):
         return None
 
     @abstractmethod
-    def abort(self, word: int) -> None:
-        """Make every member leave what it is in; `word` is a ring abort word. Safe from any thread."""
+    def abort(self, word: int, delay: float = 0.0) -> None:
+        """Make every member leave what it is in. Safe from any thread; does not wait.
+
+        Args:
+            word: a ring abort word.
+            delay: seconds for which operations on a device's streams may go on; none begins any more.
+        """
 
     @abstractmethod
     def error(self) -> int:

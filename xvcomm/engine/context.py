@@ -21,7 +21,7 @@ from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import ArrayError, XvcommError
 from xvcomm.memory.array_view import ArrayView
-from xvcomm.memory.ring import Message, Reason, RingEnd
+from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.trace.callsite import find_call_site
@@ -79,13 +79,12 @@ class Context:
             session.peer_rings, [session.member(r) for r in ranks],
         )  # fmt: skip
         self.diagnosis = Diagnosis(session, ranks, self.rank, self.ident, self.rings)
-        island = self.topology.island_of(self.rank).ranks
         self.lifecycle = Lifecycle(
-            session, path, ranks, self.rank, island, self.rings, self.tracker, self.diagnosis, self._part
+            session, path, ranks, self.rank, self.topology, self.rings, self.tracker, self.diagnosis, self._part
         )
         self.lifecycle.on_close(lambda: session.remove(self))
         self._users = self.lifecycle.users
-        self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, island)
+        self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, self.topology)
         session.add(self)
         making = session.guarded(f"comm/{path}", self.check_in_job)
         try:
@@ -284,19 +283,12 @@ class Context:
 
     def stopped(self, newest: Callable[[], Operation]) -> int:
         """0, or the abort word that says that a native collective gave no result, however its kernels ended."""
-        with self.lifecycle.lock:
-            contract = self.lifecycle.contract
-            return contract.stopped(lambda: newest().sequence) if contract is not None else self.lifecycle.word()
+        return self.lifecycle.stopped(lambda: newest().sequence)
 
     def miss(self, newest: Callable[[], Operation]) -> None:
         """Stop a collective that goes on behind the host, if a rank left before it came to it."""
-        lifecycle = self.lifecycle
-        if lifecycle.departed and lifecycle.contract is not None:
-            missing = lifecycle.departed.intersection(lifecycle.contract.absent(newest().sequence))
-            if missing:
-                lifecycle.abort(Reason.LEFT.word(min(missing)))
-                if lifecycle.native is not None:  # for a mere departure it lets those finish who still can
-                    lifecycle.native.abort(Reason.PEER_LOST.word(min(missing)))
+        if self.lifecycle.departed:
+            self.lifecycle.miss(newest().sequence)
 
 
 def _number(path: str) -> int:

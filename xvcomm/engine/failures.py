@@ -6,13 +6,15 @@ from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.engine.lifecycle import Lifecycle
 from xvcomm.engine.session.diagnosis import Diagnosis
+from xvcomm.engine.session.explaining import Explanation
 from xvcomm.engine.session.rings import Rings
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.memory.ring import Reason
 from xvcomm.system import limits
 from xvcomm.system.forking import FORKED
-from xvcomm.trace.operation import Operation
+from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.types.opcode import OpCode
+from xvcomm.types.topology import Topology
 
 _OVER = (Reason.DEADLINE, Reason.ABORTED)
 _CLOSED_EARLY = "on a communicator that was closed while it was under way; wait for asynchronous operations first"
@@ -22,16 +24,15 @@ class Failures:
     """Aborts one communicator for the right reason, and gives the error for the user. Thread-safe.
 
     Args:
-        ranks, rank: the communicator's ranks as numbers of the whole job; this process's number in it.
-        island: the ranks that join one native library with this rank, in the library's order.
+        ranks, rank, topology: see `Context`.
     """
 
     def __init__(
         self, lifecycle: Lifecycle, diagnosis: Diagnosis, rings: Rings, ranks: tuple[int, ...], rank: int,
-        island: tuple[int, ...],
+        topology: Topology,
     ) -> None:  # fmt: skip
         self._lifecycle, self._diagnosis, self._rings = lifecycle, diagnosis, rings
-        self._ranks, self._rank, self._island = ranks, rank, island
+        self._ranks, self._rank, self._topology = ranks, rank, topology
 
     def explain(self, error: BaseException, operation: Operation) -> BaseException:
         """Abort the communicator because an operation ended by an error from below; gives the error for the user."""
@@ -48,11 +49,10 @@ class Failures:
             differs = isinstance(error, RingStopped) and not over and error.end.mismatch()
             self._pass_on(+Reason.MISMATCH if differs else error.word)
         elif isinstance(error, (RingStalled, CollectiveStalled, DeadlineExceeded)):
-            late = diagnosis.late(operation, self._suspects(error))
-            word = Reason.DEADLINE.word(late.ranks[0] if late.ranks else self._rank, self._rank)
-            lifecycle.abort(word, late.why or f"{operation}: {error}")
-            if late.explanation is not None and lifecycle.word() == word:
-                late.explanation.tell()
+            word, why, explanation = self._why_late(error, operation)
+            lifecycle.abort(word, why)
+            if explanation is not None and lifecycle.word() == word:
+                explanation.tell()
         elif isinstance(error, (PeerLost, Aborted)) and error.peer is not None:  # the store told of another rank
             lifecycle.abort(diagnosis.passed_on(error), str(error))
         else:
@@ -75,11 +75,23 @@ class Failures:
                 why = f"{self._diagnosis.name(Reason.parse(word)[1])} left"
             self._lifecycle.abort(word, why)
 
+    def _why_late(self, error: BaseException, operation: Operation) -> tuple[int, str, Explanation | None]:
+        """The abort word for a deadline that has passed, the reason in words, and what holds the whole job up."""
+        diagnosis = self._diagnosis
+        # What native libraries join over hosts was not compared before.
+        differs = diagnosis.differing() if self._topology.spread and operation.peer == NO_PEER else None
+        if differs is not None:
+            return *differs, None
+        late = diagnosis.late(operation, self._suspects(error))
+        word = Reason.DEADLINE.word(late.ranks[0] if late.ranks else self._rank, self._rank)
+        return word, late.why or f"{operation}: {error}", late.explanation
+
     def _suspects(self, error: BaseException) -> list[int]:
         if isinstance(error, RingStalled):
             return sorted({end.peer for end in error.ends})
         if isinstance(error, CollectiveStalled):
-            return [self._island[m] for m in error.missing]
+            island = self._topology.island_of(self._rank).ranks
+            return [island[m] for m in error.missing]
         return [r for r, world in enumerate(self._ranks) if isinstance(error, XvcommError) and error.peer == world]
 
     def look(self) -> None:

@@ -10,7 +10,7 @@ from xvcomm.abc.collective import Collective, CollectiveStopped
 from xvcomm.abc.message_mover import MessageMover
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.session.diagnosis import Diagnosis
-from xvcomm.engine.session.elsewhere import Stop
+from xvcomm.engine.session.elsewhere import Departure, Stop
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import ClosedError
@@ -20,9 +20,14 @@ from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.operation import Operation
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
+from xvcomm.types.topology import Topology
 
 _CLOSED = "on a communicator that was closed; make a new one"
 _DRAIN_SECONDS, _SETTLE_SECONDS, _TELL_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 1.0, 0.0005
+_HEAD_START_SECONDS = 0.3
+"""How long ranks of other hosts have to hear why a communicator stops before the native library is stopped: their kernels end
+by that, as on success.
+"""
 _NOTHING = Message(0, 0, 0, 0)
 
 
@@ -36,21 +41,21 @@ class Lifecycle:
         closed: empty, or in words why no operation may begin on this rank any more.
         contract: the contract check, while it is mapped.
         native: the native library, while it is joined.
-        departed: the ranks of this host that have closed the communicator, as far as this rank has seen.
+        departed: the ranks that have closed the communicator, as far as this rank has seen.
     """
 
     def __init__(
-        self, session: Session, path: str, ranks: tuple[int, ...], rank: int, island: tuple[int, ...], rings: Rings,
+        self, session: Session, path: str, ranks: tuple[int, ...], rank: int, topology: Topology, rings: Rings,
         tracker: Tracker, diagnosis: Diagnosis, part: str,
     ) -> None:  # fmt: skip
         """An open communicator.
 
         Args:
-            path, ranks, rank: see `Context`.
-            island: the ranks that join one native library with this rank.
+            path, ranks, rank, topology: see `Context`.
             part: what tells its segments from those of other communicators, see `Session.sweep`.
         """
-        self._session, self._path, self._ranks, self._rank, self._island = session, path, ranks, rank, island
+        self._session, self._path, self._ranks, self._rank = session, path, ranks, rank
+        self._island, self._spread = topology.island_of(rank).ranks, topology.spread
         self._rings, self._tracker, self._diagnosis, self._part = rings, tracker, diagnosis, part
         self.lock = threading.RLock()
         self.users: set[Operation | MessageMover] = set()
@@ -58,6 +63,9 @@ class Lifecycle:
         self.contract: ContractCheck | None = None
         self.native: Collective | None = None
         self.departed: set[int] = set()
+        self._departures = 0
+        self._called: dict[int, int] = {}  # of departed ranks of other hosts: how many collectives they had called
+        self._head_start = _HEAD_START_SECONDS if self._spread else 0.0
         self._word = 0
         self._callbacks: list[Callable[[], None]] = []
 
@@ -144,8 +152,10 @@ class Lifecycle:
             word, why = self._diagnosis.found(self._rings.told())
         if word and not self._word:
             self.abort(word, why)
-        if contract.departures() != len(self.departed):
-            for rank in contract.departed():
+        departures = contract.departures()
+        if departures != self._departures:
+            self._departures = departures
+            for rank in set(contract.departed()) - self.departed:
                 self._depart(rank)
         return True
 
@@ -164,14 +174,15 @@ class Lifecycle:
                 self.abort(Reason.PEER_LOST.word(rank))
 
     def _depart(self, rank: int) -> None:
-        """A rank left in good order: only who still waits for it fails."""
-        if rank in self.departed:
-            return
+        """A rank left in good order, and all that it sent has come: only who still waits for it fails."""
+        self._rings.lose(rank, Reason.LEFT.word(rank))
+        self._leave_out(rank)
+
+    def _leave_out(self, rank: int) -> None:
+        """A rank calls no collective any more."""
         self.departed.add(rank)
-        word = Reason.LEFT.word(rank)
-        self._rings.lose(rank, word)
         if self.native is not None and rank in self._island:
-            self.native.abort(word)
+            self.native.abort(Reason.LEFT.word(rank))
 
     def abort(self, word: int, why: str = "") -> None:
         """Stop the communicator on all ranks; of each host the first reason stays.
@@ -203,15 +214,61 @@ class Lifecycle:
         if first:
             self._session.explaining.dump(self._session.rank, "")
 
-    def hear(self, world_rank: int, word: int, why: str) -> None:
-        """A rank of another host has stopped the communicator, with the reason in words."""
-        self._diagnosis.hear(self._ranks.index(world_rank), why)
-        self.abort(word)
+    def hear(self, world_rank: int, news: Stop | Departure) -> None:
+        """A rank of another host has stopped or closed the communicator."""
+        rank = self._ranks.index(world_rank)
+        if isinstance(news, Stop):
+            self._diagnosis.hear(rank, news.why)
+            self.abort(news.word)
+            return
+        with self.lock:
+            # What it sent by rings may still be on its way; they tell of its departure behind that.
+            self._called[rank] = news.called
+            self._leave_out(rank)
+
+    def miss(self, sequence: int) -> None:
+        """Stop collective number `sequence`, which goes on behind the host, if a rank left before it came to it."""
+        missing = self._missing(sequence)
+        if missing:
+            native = self.native
+            self.abort(Reason.LEFT.word(min(missing)))
+            if native is not None:  # for a mere departure it lets those finish who still can
+                native.abort(Reason.PEER_LOST.word(min(missing)), self._head_start)
+
+    def stopped(self, number: Callable[[], int]) -> int:
+        """The abort word as far as it concerns a collective; 0 where ranks merely left after they had come to that collective.
+
+        Args:
+            number: gives the collective's number; called only where it is needed.
+        """
+        with self.lock:
+            word = self.word()
+            if not word or Reason.bad(word) or self.contract is None:
+                return word
+            rank, sequence = Reason.parse(word)[1], number()
+            told_soon = self._spread and self._session.hears(self._ranks[rank])
+            return word if self._lacks(rank, sequence, unknown=told_soon) or self._missing(sequence) else 0
+
+    def _missing(self, sequence: int) -> list[int]:
+        """The ranks that left before they came to a collective, as far as this rank knows."""
+        return [rank for rank in list(self.departed) if self._lacks(rank, sequence, unknown=False)]
+
+    def _lacks(self, rank: int, sequence: int, *, unknown: bool) -> bool:
+        """Whether a rank that has left did so before it came to a collective.
+
+        Args:
+            unknown: the answer for a rank of another host that has not told.
+        """
+        contract = self.contract
+        if contract is not None and rank in contract.ranks:
+            return rank in contract.absent(sequence)
+        called = self._called.get(rank)
+        return unknown if called is None else called <= sequence
 
     def _stop(self, word: int) -> None:
         self._rings.abort(word)
         if self.native is not None:
-            self.native.abort(word)
+            self.native.abort(word, self._head_start)
 
     def close(self) -> None:
         """Leave: who still waits for this rank raises PeerLost. Idempotent.
@@ -227,6 +284,8 @@ class Lifecycle:
             self.closed = _CLOSED
             word = self._diagnosis.abroad(self.word())[0] or Reason.LEFT.word(self._rank)
             if self.contract is not None:
+                if self._spread and not Reason.bad(word):
+                    self._session.announce(Departure(self._path, self.contract.newest()[0] + 1), self._ranks)
                 self.contract.leave()
             self._stop(Reason.LEFT.word(self._rank))
             self._rings.leave(word)

@@ -6,7 +6,9 @@ Each runs on communicators of its own, split off the processes' communicator.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,16 +28,20 @@ _warming = 0
 """Number of collectives that `_group` runs in the shapes that are to fail; after a few, compiled code starts them on GPUs."""
 
 
-def check_mismatch(comm: Communicator) -> None:
-    """A mismatch of a collective is reported on all ranks: by `synchronize`, and by the next operation."""
+def check_mismatch(comm: Communicator, timeout: float | None = None) -> None:
+    """A mismatch of a collective is reported on all ranks: by `synchronize`, and by the next operation.
+
+    Args:
+        timeout: of the collective. In an island over hosts its deadline tells of the mismatch.
+    """
     a, odd = arrays(comm), comm.rank == comm.size - 1
     for asynchronous in (True, False):
         with _group(comm) as group:
             x = a.put(np.zeros(1000, np.float64 if odd else np.float32))
             if asynchronous:
-                errors = [_raised(MismatchError, _finished, group.all_reduce, x, async_op=True)]
+                errors = [_raised(MismatchError, _finished, group.all_reduce, x, async_op=True, timeout=timeout)]
             else:
-                errors = [_raised_soon(MismatchError, group.all_reduce, x)]
+                errors = [_raised_soon(MismatchError, group.all_reduce, x, timeout=timeout)]
             errors.append(_raised(MismatchError, group.barrier))
             for error in errors:
                 assert "float32" in str(error) and "float64" in str(error), error
@@ -191,10 +197,10 @@ def check_departure(comm: Communicator) -> None:
         assert error.peer == comm.size - 1, error
 
 
-def check_mismatch_repeated(comm: Communicator) -> None:
+def check_mismatch_repeated(comm: Communicator, timeout: float | None = None) -> None:
     """`check_mismatch` for collectives that were called before in the same shape."""
     with _repeated(comm):
-        check_mismatch(comm)
+        check_mismatch(comm, timeout)
 
 
 def check_deadline_repeated(comm: Communicator) -> None:
@@ -325,19 +331,22 @@ def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: ty
 
 
 def wait_for_last(comm: Communicator) -> list[XvcommError]:
-    """Start a message and a collective that need the last rank, which does not come; return their errors."""
-    a, last = arrays(comm), comm.size - 1
+    """Start a message and a collective that need the last rank, which calls `die_awaited`; return their errors."""
+    a, last, signals = arrays(comm), comm.size - 1, Signals(comm)
     x, y = a.put(np.zeros(100)), a.put(np.zeros(100))
     works = [comm.irecv(x, last), comm.all_reduce(y, async_op=True)]
+    signals.tell("waiting")
     errors = [_raised(XvcommError, call) for call in (*(work.synchronize for work in works), comm.barrier)]
     a.get(x)
     a.get(y)
     return errors
 
 
-def sleep(comm: Communicator) -> None:
-    """Do nothing until the test kills this process."""
-    time.sleep(3 * SECONDS)
+def die_awaited(comm: Communicator) -> None:
+    """Kill this process, the last rank's, once all others wait for it."""
+    signals = Signals(comm)
+    signals.hear("waiting", range(comm.size - 1))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager

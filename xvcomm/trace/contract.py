@@ -10,7 +10,6 @@ their calls would exchange no message. Each rank also tells here that it has lef
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import numpy as np
 
@@ -161,16 +160,6 @@ class ContractCheck:
     def abort_word(self) -> int:
         """0, or the reason."""
         return self._word.value
-
-    def stopped(self, number: Callable[[], int]) -> int:
-        """The abort word as far as it concerns a collective; 0 where a rank merely left after it had come to that collective.
-
-        Args:
-            number: gives the collective's number; called only where it is needed.
-        """
-        word = self.abort_word()
-        merely_left = word and not Reason.bad(word)
-        return 0 if merely_left and Reason.parse(word)[1] not in self.absent(number()) else word
 
     def explain(self, text: str) -> None:
         """Publish the reason for which this rank is about to abort, as text."""

@@ -84,6 +84,11 @@ class Topology:
         """Whether all ranks are in one island."""
         return len(self.islands) == 1
 
+    @property
+    def spread(self) -> bool:
+        """Whether an island has ranks on several hosts."""
+        return any(len({self.hosts[rank] for rank in island.ranks}) > 1 for island in self.islands)
+
     def island_of(self, rank: int) -> Island:
         """The island of `rank`."""
         return self.islands[self._where[rank][0]]

@@ -188,7 +188,7 @@ class Carrier:
         self._helpers = np.zeros(threads - 1, records.HELPER)
         self._helpers["wake"] = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(1, threads)]
         self._offers = np.zeros(records.OFFERS, records.OFFER)
-        self._answers = np.zeros(records.ANSWERS, records.ANSWER)
+        self._answers = np.zeros(records.KEPT_ANSWERS, records.ANSWER)
         self._failures = np.zeros(records.FAILURES, records.FAILURE)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(

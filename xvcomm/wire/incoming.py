@@ -31,6 +31,7 @@ from xvcomm.wire.records import (
     EAGER,
     FAILURES,
     HEARD,
+    KEPT_ANSWERS,
     KNOWN,
     NOBODY,
     OFFERS,
@@ -272,7 +273,7 @@ def _told(carrier: Any, frame: Any) -> int:
     words = frame.length // 8
     if frame.length != 8 * words or (words != HEAD_WORDS and words != TELL_WORDS):
         return REFUSED
-    if carrier.answer_count < ANSWERS:
+    if carrier.answer_count < KEPT_ANSWERS:
         answer = answer_at(carrier.answers, carrier.answer_count)
         answer.number, answer.following, answer.words = frame.number, frame.slot, words
         copy_bytes(address_of(answer, "payload"), _words(frame), frame.length)

@@ -116,8 +116,6 @@ RAIL = np.dtype([
 """A connection."""
 
 LINK = np.dtype([
-    ("rails", "i8", MAX_RAILS),  # addresses
-    ("rail_count", "i8"),
     ("wires", "i8"),  # address of the indices of its wires
     ("wire_count", "i8"),
     ("next", "i8"),  # the wire whose turn it is
@@ -131,7 +129,7 @@ LINK = np.dtype([
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
     ("failed_count", "i8"),
 ])  # fmt: skip
-"""What joins this process with another one: rails, and the wires that use them."""
+"""What joins this process with another one: its wires, and what to tell over its rails."""
 
 PARTS = 8
 """Most paths whose bytes of a message are told apart; what others carry counts for the last of these."""
@@ -216,7 +214,9 @@ FAILURE = np.dtype([
 TELL_WORDS = HEAD_WORDS + RECORD_BYTES // 8
 """Words of the payload of a TELL with a part of an answer; without there are HEAD_WORDS."""
 ANSWERS = MOST_PARTS
-"""Answers that Python has not looked at: as many as there may be to one question."""
+"""Maximum number of answers to one question."""
+KEPT_ANSWERS = 8 * ANSWERS
+"""Answers that Python has not looked at: several processes are asked at once. What is too much is lost."""
 
 ANSWER = np.dtype([
     ("number", "i8"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import zip_longest
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from xvcomm.engine.session.explaining import Explanation
@@ -12,7 +15,8 @@ from xvcomm.engine.session.session import Session
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.trace.contract import ContractCheck
-from xvcomm.trace.operation import Operation, describe
+from xvcomm.trace.format import Record
+from xvcomm.trace.operation import NO_PEER, Operation, describe
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -20,6 +24,10 @@ _NAMED = 4
 """Maximum number of late ranks whose last operation is named."""
 _LATE_SECONDS = 1.5
 """Time limit of the search for late ranks on other hosts."""
+_ABSENT_SECONDS = 0.5
+"""How long ranks of other hosts have to tell what they have called."""
+_COMPARED, _COMPARED_RECORDS, _OWN_RECORDS = 16, 64, 1024
+"""Maximum number of ranks whose calls are compared with this rank's, and of records of each and of this one."""
 _HEAR_SECONDS = 0.3
 """How long an error waits for the reason in words that a rank of another host gives."""
 _UNHEARD = "its reason has not come to this host; see that rank's own error"
@@ -153,6 +161,39 @@ class Diagnosis:
         said += [f"carried so far: {carried}"] if carried else []
         return Lateness(late, "; ".join(said), explanation)
 
+    def differing(self) -> tuple[int, str] | None:
+        """The abort word for the first collective that a rank of another host has called differently, and what both called.
+
+        None if the flight recorders of the ranks that are asked show none.
+        """
+        journal, recorders, world = self._session.journal, self._session.recorders, self._ranks[self._rank]
+        mine = {r.sequence: r for r in journal.newest(world, _OWN_RECORDS) if self._is_collective(r)}
+        asked = [r for r in self._by_host() if not recorders.silent(self._ranks[r])][:_COMPARED]
+        found = recorders.newest([self._ranks[r] for r in asked], Deadline.after(_ABSENT_SECONDS), _COMPARED_RECORDS)
+        differing = [
+            (theirs.sequence, rank, theirs)
+            for rank in asked
+            if self._ranks[rank] in found
+            for theirs in found[self._ranks[rank]].records
+            if self._is_collective(theirs) and theirs.sequence in mine and _call(theirs) != _call(mine[theirs.sequence])
+        ]
+        if not differing:
+            return None
+        sequence, other, theirs = min(differing, key=itemgetter(0))
+        calls = ((self._rank, mine[sequence]), (other, theirs))
+        return _differ(self._rank, other), "; ".join(f"{self.name(r)} called {one.describe()}" for r, one in calls)
+
+    def _is_collective(self, record: Record) -> bool:
+        return record.communicator == self._ident and record.peer == NO_PEER
+
+    def _by_host(self) -> list[int]:
+        """The ranks of other hosts, the first of each host first: those of one host have compared what they call."""
+        ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, world in enumerate(self._ranks):
+            if world not in self._session.neighbours:
+                ranks_of[self._session.infos[world].host].append(rank)
+        return [rank for row in zip_longest(*ranks_of.values()) for rank in row if rank is not None]
+
     def _mismatch(self, finder: int, other: int) -> tuple[str, int | None]:
         """What differs, and the other rank if this one is concerned; see `_differ`."""
         mismatch = self.contract.mismatch() if self.contract is not None else None
@@ -165,7 +206,7 @@ class Diagnosis:
         told = self._told(finder)
         if told in ("", _UNHEARD):
             told = f"{self.name(finder)} and {self.name(other)} made different calls" if other >= 0 else _DIFFERENTLY
-        return told, None
+        return told, {finder: other, other: finder}.get(self._rank) if other >= 0 else None
 
     def _calls(self, one: tuple[int, Message], other: tuple[int, Message]) -> str:
         """What two ranks called."""
@@ -204,3 +245,8 @@ class Diagnosis:
 def _differ(finder: int, other: int) -> int:
     """The abort word for two ranks that differ, for ranks that cannot see what they called. Compiled code names no other one."""
     return Reason.MISMATCH.word(finder, other + 1)
+
+
+def _call(record: Record) -> tuple[int, int, int]:
+    """What the ranks of a collective must agree on, as far as it is recorded."""
+    return record.op, record.dtype, record.nbytes

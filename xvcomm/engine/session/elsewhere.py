@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import msgspec
 
@@ -20,7 +20,7 @@ _WHY = "its process has ended: its connection to the job's store is closed"
 _POST_SECONDS = 2.0
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True):
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank has stopped a communicator.
 
     Attributes:
@@ -34,13 +34,27 @@ class Stop(msgspec.Struct, frozen=True, array_like=True):
     why: str
 
 
+class Departure(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A rank has closed a communicator.
+
+    Attributes:
+        path: as of `Stop`.
+        called: how many collectives it had called there before.
+    """
+
+    path: str
+    called: int
+
+
 class _Notice(msgspec.Struct, frozen=True, array_like=True):
-    """Of a rank: it has stopped a communicator; or it has left in good order; or its host does not answer; else it has died."""
+    """Of a rank: what became of communicators, and whether it has left in good order; or its host does not answer; else it has
+    died.
+    """
 
     rank: int
     left: bool = False
     silent: bool = False
-    stop: Stop | None = None
+    news: tuple[Stop | Departure, ...] = ()
 
 
 _decode_notice = msgspec.msgpack.Decoder(_Notice).decode
@@ -60,7 +74,7 @@ class Elsewhere:
         timeout: seconds without a sign of a host after which it is lost.
         transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
         lost: called for a rank of another host that has died, with the reason.
-        stopped: called for a rank of another host that has stopped a communicator.
+        told: called for a rank of another host that has stopped or closed a communicator.
 
     Attributes:
         tells: whether the store does.
@@ -68,25 +82,26 @@ class Elsewhere:
 
     def __init__(
         self, store: Store, rank: int, size: int, neighbours: Collection[int], served_by_first: bool, timeout: float,
-        transport: Callable[[int], Transport], lost: Callable[[int, str], None], stopped: Callable[[int, Stop], None],
+        transport: Callable[[int], Transport], lost: Callable[[int, str], None],
+        told: Callable[[int, Stop | Departure], None],
     ) -> None:  # fmt: skip
         self._store, self._rank, self._neighbours, self._served_by_first = store, rank, neighbours, served_by_first
-        self._transport, self._lost, self._stopped, self._over = transport, lost, stopped, False
+        self._transport, self._lost, self._told, self._over = transport, lost, told, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
         self._first = next(r for r in range(size) if r not in neighbours)
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
         self._notices = store.notices("deaths", died, silent, self._patience)
         self.tells = self._notices is not None
-        self._outbox: SimpleQueue[_Notice | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Stop | Departure | None] = SimpleQueue()  # None: this rank leaves
         self._threads: list[Daemon] = []
         if self._notices is not None:
             for name, work in (("xvcomm-elsewhere", self._follow), ("xvcomm-announcer", self._announce)):
                 self._threads.append(Daemon(name, partial(work, self._notices)))
                 self._threads[-1].start()
 
-    def post(self, stop: Stop) -> None:
-        """Tell the ranks of all other hosts that this one has stopped a communicator. Does not wait for the store."""
-        self._outbox.put(_Notice(self._rank, stop=stop))
+    def post(self, news: Stop | Departure) -> None:
+        """Tell the ranks of all other hosts that this one has stopped or closed a communicator. Does not wait for the store."""
+        self._outbox.put(news)
 
     def look(self) -> None:
         """Try another host if the store's does not answer; call it regularly. Never blocks."""
@@ -104,9 +119,21 @@ class Elsewhere:
     def _announce(self, notices: Notices) -> None:
         with contextlib.suppress(XvcommError):
             self._transport(self._first).meet(self._first)
-        while (notice := self._outbox.get()) is not None:
+        left = False
+        while not left:
+            found = self._gathered()
+            left = found[-1] is None
+            notice = _Notice(self._rank, left=left, news=tuple(news for news in found if news is not None))
             with contextlib.suppress(XvcommError):
                 notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
+
+    def _gathered(self) -> list[Stop | Departure | None]:
+        """All that is to be posted, at least one: a slow store gets few notices, and a rank that leaves waits for two at most."""
+        found = [self._outbox.get()]
+        with contextlib.suppress(Empty):
+            while found[-1] is not None:
+                found.append(self._outbox.get_nowait())
+        return found
 
     def _follow(self, notices: Notices) -> None:
         store_ends = False
@@ -120,13 +147,13 @@ class Elsewhere:
             store_ends = store_ends or (notice.left and notice.rank == 0)
             if notice.rank in self._neighbours:
                 continue
-            if notice.stop is not None:
-                self._stopped(notice.rank, notice.stop)
-            elif notice.left:
+            for news in notice.news:
+                self._told(notice.rank, news)
+            if notice.left:
                 self._transport(notice.rank).part(notice.rank)
             elif notice.silent:
                 self._transport(notice.rank).doubt(notice.rank, self._patience)
-            else:
+            elif not notice.news:
                 self._lose(notice.rank)
 
     def _lose(self, rank: int) -> None:
@@ -142,7 +169,6 @@ class Elsewhere:
             return
         self._over = True
         follower, announcer = self._threads
-        self._outbox.put(_Notice(self._rank, left=True))
         self._outbox.put(None)
         self._notices.leave()  # beside the post: a store that is stopped delays both
         announcer.join()

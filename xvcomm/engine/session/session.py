@@ -20,7 +20,7 @@ from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.abc.transport import Membership
 from xvcomm.config import Config
 from xvcomm.engine.session import equipment, joining, plugins
-from xvcomm.engine.session.elsewhere import Elsewhere, Stop
+from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
 from xvcomm.engine.session.explaining import Explaining
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
@@ -51,8 +51,8 @@ from xvcomm.trace.snapshot import Group
 from xvcomm.types.deadline import Deadline
 
 _LOOK_SECONDS = 0.1
-_STOPS = 256
-"""How many aborts on other hosts are kept, of communicators that this rank may not have made yet."""
+_NEWS = 256
+"""How many aborts and departures on other hosts are kept, of communicators that this rank may not have made yet."""
 
 
 class Session:
@@ -83,7 +83,7 @@ class Session:
         self._lost: dict[int, str] = {}
         self._seen_left: set[int] = set()
         self._elsewhere: Elsewhere | None = None
-        self._stops: deque[tuple[int, Stop]] = deque(maxlen=_STOPS)
+        self._news: deque[tuple[int, Stop | Departure]] = deque(maxlen=_NEWS)
         self.journal = Journal()
         self._closed = False
         self._cleanup = contextlib.ExitStack()
@@ -137,7 +137,7 @@ class Session:
                 if len(self.neighbours) < self.size:
                     self._elsewhere = Elsewhere(
                         self.store, self.rank, self.size, self.neighbours, self._joined[0].serves,
-                        self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self._on_stop,
+                        self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self._on_news,
                     )  # fmt: skip
                     leaving.callback(self._elsewhere.close)
                 others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
@@ -291,12 +291,12 @@ class Session:
         with self._lock:
             self._contexts.add(context)
             self.journal.recorder.note_group(Group(context.ident, context.path, context.ranks))
-            gone, stops = [*self._lost, *self._seen_left], list(self._stops)
+            gone, known = [*self._lost, *self._seen_left], list(self._news)
         for rank in gone:
             context.lifecycle.lose(rank)
-        for rank, stop in stops:
-            if stop.path == context.path:
-                context.lifecycle.hear(rank, stop.word, stop.why)
+        for rank, news in known:
+            if news.path == context.path:
+                context.lifecycle.hear(rank, news)
 
     def remove(self, context: Supervised) -> None:
         """Stop watching a communicator that is closed."""
@@ -349,22 +349,22 @@ class Session:
             self._seen_left.add(rank)
         self._lose(rank)
 
-    def announce(self, stop: Stop, ranks: Collection[int]) -> None:
-        """Tell those of a communicator's ranks that are on other hosts that this one has stopped it, if the store can."""
+    def announce(self, news: Stop | Departure, ranks: Collection[int]) -> None:
+        """Tell those of a communicator's ranks that are on other hosts what became of it on this one, if the store can."""
         if self._elsewhere is not None and not set(self.neighbours).issuperset(ranks):
-            self._elsewhere.post(stop)
+            self._elsewhere.post(news)
 
     def hears(self, rank: int) -> bool:
         """Whether announcements of a rank come to this one."""
         return self._elsewhere is not None and self._elsewhere.tells and rank not in self.neighbours
 
-    def _on_stop(self, rank: int, stop: Stop) -> None:
-        """A rank of another host has stopped a communicator."""
+    def _on_news(self, rank: int, news: Stop | Departure) -> None:
+        """A rank of another host has stopped or closed a communicator."""
         with self._lock:
-            self._stops.append((rank, stop))
+            self._news.append((rank, news))
         for context in self._open_contexts():
-            if context.path == stop.path:
-                context.lifecycle.hear(rank, stop.word, stop.why)
+            if context.path == news.path:
+                context.lifecycle.hear(rank, news)
 
     def _lose(self, rank: int) -> None:
         self._watch_over(lambda context: context.lifecycle.lose(rank))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from xvcomm.engine.session.elsewhere import Departure, Stop
 from xvcomm.trace.format import Record, Share
 
 
@@ -24,8 +25,8 @@ class Stoppable(Protocol):
     def abort(self, word: int, why: str = "") -> None:
         """Stop it; `word` contains reason and rank."""
 
-    def hear(self, world_rank: int, word: int, why: str) -> None:
-        """Stop it because a rank of another host has, with the reason in words."""
+    def hear(self, world_rank: int, news: Stop | Departure) -> None:
+        """Handle that a rank of another host has stopped or closed it."""
 
     def close(self) -> None:
         """Leave it."""

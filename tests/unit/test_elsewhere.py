@@ -1,0 +1,85 @@
+"""What a rank posts in the job's store for the ranks of other hosts, and what it hears of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from xvcomm.abc.store import Notices
+from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
+from xvcomm.errors import StoreError
+from xvcomm.rendezvous.store import MemoryStore
+from xvcomm.types.deadline import Deadline
+
+SOON = 10.0
+DEPARTURE = Departure("0", 3)
+
+
+class SlowStore(MemoryStore, Notices):
+    """A store with notices: posts end when the test lets them, and `next` gives what the test has put into `coming`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posting, self.leaving, self.go_on = threading.Event(), threading.Event(), threading.Event()
+        self.posted: list[Any] = []
+        self.coming: SimpleQueue[Any] = SimpleQueue()
+
+    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
+        return self
+
+    def next(self) -> bytes:
+        if (notice := self.coming.get()) is None:
+            raise StoreError("left")
+        return msgspec.msgpack.encode(notice)
+
+    def post(self, notice: bytes, deadline: Deadline) -> None:
+        self.posted.append(msgspec.msgpack.decode(notice))
+        self.posting.set()
+        assert self.go_on.wait(SOON)
+
+    def silence(self) -> float:
+        return 0.0
+
+    def leave(self) -> None:
+        self.leaving.set()
+        self.coming.put(None)
+
+
+def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
+    """Rank 0 of two, on a host of its own."""
+    given = {"transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
+    return Elsewhere(store, 0, 2, (0,), served_by_first=False, timeout=10, **given)
+
+
+def test_what_gathers_while_the_store_is_slow_goes_out_at_once() -> None:
+    """So a rank that leaves waits for two posts at most, however many communicators it has closed."""
+    store = SlowStore()
+    elsewhere = rank_0(store)
+    elsewhere.post(DEPARTURE)
+    assert store.posting.wait(SOON)
+    for number in range(100):
+        elsewhere.post(Stop(str(number), 1, "why"))
+    leaving = threading.Thread(target=elsewhere.close)
+    leaving.start()
+    assert store.leaving.wait(SOON)
+    store.go_on.set()
+    leaving.join(SOON)
+    assert not leaving.is_alive()
+    assert [(rank, left, len(news)) for rank, left, _, news in store.posted] == [(0, False, 1), (0, True, 100)]
+
+
+def test_news_of_a_communicator_is_no_death() -> None:
+    """Ranks of other hosts are lost only by a notice that tells nothing else."""
+    store, heard = SlowStore(), SimpleQueue[Any]()
+    elsewhere = rank_0(store, told=lambda *news: heard.put(news), lost=lambda rank, _: heard.put(rank))
+    store.go_on.set()
+    for news in ([["Departure", "0", 3]], []):
+        store.coming.put([1, False, False, news])
+    assert heard.get(timeout=SOON) == (1, DEPARTURE)
+    assert heard.get(timeout=SOON) == 1
+    elsewhere.close()
