@@ -87,6 +87,20 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        """Store `value` under `key` if nothing is stored there; returns what is stored, the same to all callers.
+
+        By default in two steps: if the first caller ends between them, the others find nothing until their deadline.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        if self.add(f"{key}/callers", 1, deadline) > 1:
+            return self.get(key, deadline)
+        self.set(key, value, deadline)
+        return value
+
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         """Follow the notices in `place`, where the store posts `will` once this process ends without `Notices.leave`.
 
@@ -134,6 +148,9 @@ class PrefixStore(Store):
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         return self._store.add(self._prefix + key, amount, deadline)
+
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        return self._store.decide(self._prefix + key, value, deadline)
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         return self._store.notices(self._prefix + place, will, silence, patience)

@@ -50,8 +50,13 @@ class Context:
         lifecycle: whether operations may begin, and what stops them.
     """
 
-    def __init__(self, session: Session, path: str, ranks: tuple[int, ...], deadline: Deadline) -> None:
+    def __init__(
+        self, session: Session, path: str, ranks: tuple[int, ...], deadline: Deadline, made_by: OpCode = OpCode.SPLIT
+    ) -> None:
         """Make it together with its other ranks.
+
+        Args:
+            made_by: the operation that makes it, for errors.
 
         Raises:
             XvcommError: names ranks by their numbers in the whole job.
@@ -62,7 +67,7 @@ class Context:
         self.enqueueing = threading.Lock()
         self.sequence = 0
         self.launches = LaunchCache(enabled=bool(session.config.compiled_launch))
-        self._made_by = OpCode.INIT if path == "0" else OpCode.SPLIT
+        self._made_by = made_by
         self.store = session.guarded(f"comm/{path}", self.check)
         labels = [session.collective_label(r) for r in ranks]
         kinds = [session.infos[r].device for r in ranks]

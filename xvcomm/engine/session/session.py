@@ -416,6 +416,11 @@ class Session:
         """Whether the host of a rank of another one answers."""
         return self._transport(rank).answers(rank)
 
+    def doubt(self, rank: int) -> None:
+        """Find out whether a rank of another host can be reached; see `Transport.doubt`. Never blocks."""
+        if rank not in self.neighbours:
+            self._transport(rank).doubt(rank, 0.0)
+
     def _transport(self, rank: int) -> Transport:
         """What joins this rank with another."""
         scheme = choose(self._joined[self.rank].offers, self._joined[rank].offers).scheme

@@ -342,6 +342,10 @@ class _Connection(asyncio.Protocol):
                 self._send(protocol.Done())
             case protocol.Add(key, amount):
                 self._send(self._clients.add(key, amount))
+            case protocol.Decide(key, value):
+                if key not in self._clients.values:
+                    self._clients.put(key, value)
+                self._send(protocol.Value(self._clients.values[key]))
             case protocol.Get(key, seconds):
                 self._park([key], key, seconds)
             case protocol.Wait(keys, seconds):

@@ -83,6 +83,12 @@ class TcpStore(Store):
         assert isinstance(reply, protocol.Total)
         return reply.total
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        until = Deadline.after(deadline.sooner(ANSWER_SECONDS))
+        reply = self._call(protocol.Decide(key, value), until, f"decide {key!r}")
+        assert isinstance(reply, protocol.Value)
+        return reply.value
+
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
         """See `Store.notices`; uses a connection of its own."""
         deadline = Deadline.after(ANSWER_SECONDS)
