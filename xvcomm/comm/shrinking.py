@@ -6,7 +6,7 @@ from functools import partial
 
 from xvcomm.engine.context import Context
 from xvcomm.engine.session.survivors import Survivors, Verdict
-from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost
+from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -53,6 +53,10 @@ class Shrinking:
             except PeerLost:
                 if deadline.expired():
                     raise
+            except StoreError:
+                if deadline.expired():
+                    raise
+                session.succession.note_unreachable()
             ranks, departed = verdict.members, set()
 
     def _find_departed(self, deadline: Deadline) -> set[int]:
@@ -64,7 +68,10 @@ class Shrinking:
         context.look()
         departed = {context.ranks[rank] for rank in context.lifecycle.departed}
         made = context.session.guarded(f"comm/{context.path}", lambda: None)
-        return departed if departed and made.failure(deadline) is None else set()
+        try:
+            return departed if departed and made.failure(deadline) is None else set()
+        except StoreError:
+            return set()
 
     def _check(self, verdict: Verdict) -> None:
         """Raise if this rank cannot go on."""

@@ -15,8 +15,10 @@ from xvcomm.engine.failures import Failures
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.lifecycle import Lifecycle
 from xvcomm.engine.planner import Planner
+from xvcomm.engine.session.attaching import attach
 from xvcomm.engine.session.carried import carried
 from xvcomm.engine.session.diagnosis import Diagnosis
+from xvcomm.engine.session.equipment import collective_label
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import ArrayError, XvcommError
@@ -69,7 +71,7 @@ class Context:
         self.launches = LaunchCache(enabled=bool(session.config.compiled_launch))
         self._made_by = made_by
         self.store = session.guarded(f"comm/{path}", self.check)
-        labels = [session.collective_label(r) for r in ranks]
+        labels = [collective_label(session.infos, r) for r in ranks]
         kinds = [session.infos[r].device for r in ranks]
         check_kinds(labels, kinds)
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
@@ -112,7 +114,7 @@ class Context:
             with segment.named():
                 store.set(key, segment.name.encode(), deadline)
         else:
-            segment = self.session.attach(store, key, self.ranks[here[0]], deadline)
+            segment = attach(self.session, store, key, self.ranks[here[0]], deadline)
         contract = ContractCheck(segment, here, self.rank, self.recorder, self.ident)
         self.place = contract.place
         self.lifecycle.map(contract)

@@ -50,13 +50,14 @@ class Elsewhere:
     """Follows the store's notices in a daemon thread, and posts this rank's in another one.
 
     A store that does not notice the end of a process, for instance a folder, tells nothing. One whose host does not answer tells
-    nothing either: then a rank of another host is tried, the first one, which usually serves the store.
+    nothing either: then a rank of another host is tried, if possible the one that serves the store.
 
     Args:
         store: of the job.
-        rank, size: of this process in the whole job, as all ranks here; of the job.
+        rank: of this process in the whole job, as all ranks here.
         neighbours: the ranks of this host, which learn of each other in shared memory.
-        served_by_first: whether the store ends with rank 0.
+        server: the rank with which the store ends, if it does.
+        tried: the rank of another host that is tried.
         timeout: seconds without a sign of a host after which it is lost.
         transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
         lost: called for a rank of another host that has died, with the reason.
@@ -67,13 +68,12 @@ class Elsewhere:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, neighbours: Collection[int], served_by_first: bool, timeout: float,
+        self, store: Store, rank: int, neighbours: Collection[int], server: int | None, tried: int, timeout: float,
         transport: Callable[[int], Transport], lost: Callable[[int, str], None], stopped: Callable[[int, Stop], None],
     ) -> None:  # fmt: skip
-        self._store, self._rank, self._neighbours, self._served_by_first = store, rank, neighbours, served_by_first
+        self._store, self._rank, self._neighbours, self._server, self._tried = store, rank, neighbours, server, tried
         self._transport, self._lost, self._stopped, self._over = transport, lost, stopped, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
-        self._first = next(r for r in range(size) if r not in neighbours)
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
         self._notices = store.notices("deaths", died, silent, self._patience)
         self.tells = self._notices is not None
@@ -93,17 +93,17 @@ class Elsewhere:
         silence = self._notices.silence() if self._notices is not None else 0.0
         doubts = silence > self._patience
         if doubts and not self._doubts:
-            self._transport(self._first).doubt(self._first, silence)
+            self._transport(self._tried).doubt(self._tried, silence)
         self._doubts = doubts
 
     def note_lost(self, rank: int) -> None:
         """A rank cannot be reached: if the store cannot either, what waits for its answers ends."""
-        if self._doubts and rank == self._first:
+        if self._doubts and rank == self._tried:
             self._store.give_up()
 
     def _announce(self, notices: Notices) -> None:
         with contextlib.suppress(XvcommError):
-            self._transport(self._first).meet(self._first)
+            self._transport(self._tried).meet(self._tried)
         while (notice := self._outbox.get()) is not None:
             with contextlib.suppress(XvcommError):
                 notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
@@ -114,10 +114,10 @@ class Elsewhere:
             try:
                 notice = _decode_notice(notices.next())
             except XvcommError as error:
-                if isinstance(error, StoreError) and self._served_by_first and not (store_ends or self._over):
-                    self._lose(0)
+                if isinstance(error, StoreError) and self._server is not None and not (store_ends or self._over):
+                    self._lose(self._server)
                 return
-            store_ends = store_ends or (notice.left and notice.rank == 0)
+            store_ends = store_ends or (notice.left and notice.rank == self._server)
             if notice.rank in self._neighbours:
                 continue
             if notice.stop is not None:
@@ -138,12 +138,19 @@ class Elsewhere:
 
         All that was sent to ranks of other hosts must be there: they expect nothing more of a rank that has left.
         """
+        self._end(_Notice(self._rank, left=True))
+
+    def abandon(self) -> None:
+        """End the threads, because the ranks use another store from now on. Idempotent."""
+        self._end()
+
+    def _end(self, *last: _Notice) -> None:
         if self._over or self._notices is None:
             return
         self._over = True
         follower, announcer = self._threads
-        self._outbox.put(_Notice(self._rank, left=True))
-        self._outbox.put(None)
+        for notice in (*last, None):
+            self._outbox.put(notice)
         self._notices.leave()  # beside the post: a store that is stopped delays both
         announcer.join()
         follower.join()

@@ -10,6 +10,7 @@ import msgspec
 
 from xvcomm.abc.store import NotSet, PrefixStore
 from xvcomm.engine.session.session import Session
+from xvcomm.errors import StoreError
 from xvcomm.types.deadline import Deadline
 
 _LOOK_SECONDS = 0.1
@@ -52,7 +53,7 @@ class Survivors:
 
     def __init__(self, session: Session, path: str) -> None:
         self.path = path
-        self._session, self._rounds = session, 0
+        self._session, self._rounds, self._generation = session, 0, b""
 
     def agree(self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None]) -> Verdict:
         """One round; blocks until it is decided, at the latest at the deadline of the rank whose deadline is the first.
@@ -64,10 +65,22 @@ class Survivors:
 
         Raises:
             DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
+            PeerLost: the store is lost, and no rank can serve another one.
         """
-        self._rounds += 1
-        return _Round(self._session, f"shrink/{self.path}/{self._rounds}", ranks, deadline).run(departed, come)
+        session = self._session
+        while True:
+            try:
+                session.follow_store(deadline)
+                if self._generation != session.succession.generation:
+                    self._generation, self._rounds = session.succession.generation, 0
+                    departed.clear()  # who has come in another store has closed the communicator, too
+                self._rounds += 1
+                verdict = _Round(session, f"shrink/{self.path}/{self._rounds}", ranks, deadline).run(departed, come)
+            except StoreError:
+                session.succession.note_unreachable()
+                continue
+            if verdict is not None:
+                return verdict
 
 
 class _Round:
@@ -83,13 +96,14 @@ class _Round:
         self._gone: set[int] = set()
         self._doubted = False
 
-    def run(self, departed: set[int], come: Callable[[], None]) -> Verdict:
+    def run(self, departed: set[int], come: Callable[[], None]) -> Verdict | None:
+        """The verdict; None if the process has ended that serves the store."""
         session, place = self._session, self._place
         departed -= {rank for rank in departed if self._came(rank)}  # who has come has closed the communicator, too
         self._gone = set(departed)
         place.set(f"here/{session.rank}", msgspec.msgpack.encode(sorted(self._lost())), self._deadline)
         come()
-        while True:
+        while not session.succession.due():
             gone = self._lost()
             left = [rank for rank in self._ranks if rank not in gone]
             verdict = self._lead(left) if left[0] == session.rank else self._follow()
@@ -99,8 +113,8 @@ class _Round:
                 return self._decide((), self._missing(left) or left[:1])
             if not self._doubted and time.monotonic() - self._begun > _DOUBT_SECONDS:
                 self._doubted = True
-                for rank in self._missing(left):
-                    self._session.doubt(rank)
+                self._session.doubt(self._missing(left))
+        return None
 
     def _lost(self) -> set[int]:
         """The ranks that are gone, as far as this one knows."""
