@@ -1,9 +1,8 @@
 """Ranks are lost in every phase, and the others go on in a communicator that `shrink` makes of them."""
 
 import contextlib
-import itertools
 import os
-import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,52 +10,20 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from shrinking import BIG, SOON, die, dying_at, own, shrunk, works
 
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
-from xvcomm.rendezvous.store.tcp import TcpStore
 from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.testing.world import World
 
-SOON = 15.0
-"""Seconds in which a shrink must end on a busy machine; on a quiet one it takes some hundredths."""
-BIG = 1 << 21
 
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def shrunk(comm):
-    """The communicator of those that are left, and how long it took to make."""
-    begun = time.monotonic()
-    made = comm.shrink()
-    seconds = time.monotonic() - begun
-    assert seconds < SOON
-    return made, seconds
-
-
-def works(comm, ranks):
-    """Whether a communicator has these ranks of the job, in this order, and everything of it works."""
-    assert comm.job_ranks == tuple(ranks) and comm.size == len(ranks) and comm.job_ranks[comm.rank] == own(comm)
-    mine = np.full(5, own(comm) + 1.0)
-    assert (comm.all_reduce(mine.copy()) == sum(r + 1 for r in ranks)).all()
-    assert comm.all_gather_object(own(comm)) == list(ranks)
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    assert (comm.sendrecv(np.full(BIG, float(own(comm))), after, np.zeros(BIG), before) == ranks[before]).all()
-    halves = comm.split(comm.rank % 2)
-    assert (halves.all_reduce(np.ones(3)) == halves.size).all()
-    everyone = comm.subgroup(range(comm.size), "everyone")
-    everyone.barrier()
-    for each in (halves, everyone):
-        each.close()
-    work = comm.all_reduce(mine.copy(), async_op=True)
-    work.wait()
-    return True
-
-
-def own(comm):
-    return context(comm).session.rank
+@pytest.fixture
+def served():
+    """Variables of a job whose store ends with rank 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"XVCOMM_STORE": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}
 
 
 def losing(call):
@@ -127,49 +94,42 @@ def test_several_are_killed(topology, victims):
         outcomes(world, victims, survive, "all_reduce", *victims)
 
 
-def survive_in_turn(comm):
-    """The last rank dies, in each communicator that was made of the ranks before it."""
+def survive_in_turn(comm, which):
+    """The first or the last rank dies, in each communicator that was made of those that are left."""
     while comm.size > 1:
-        phase(comm, "all_reduce", [comm.job_ranks[-1]])
+        left = [rank for rank in comm.job_ranks if rank != comm.job_ranks[which]]
+        phase(comm, "all_reduce", [comm.job_ranks[which]])
         comm, _ = shrunk(comm)
-        works(comm, range(comm.size))
+        works(comm, left)
     comm.close()
 
 
 def test_one_after_the_other():
     """The second and the third death are noticed as the first one was."""
     with World(islands="a:2,b:2") as world:
-        outcomes(world, [1, 2, 3], survive_in_turn)
+        outcomes(world, [1, 2, 3], survive_in_turn, -1)
 
 
-@contextlib.contextmanager
-def dying_at(request, before):
-    """The process dies at one of its requests to the store, before it is made or after its answer."""
-    numbers = itertools.count()
-
-    def replace(name):
-        real = getattr(TcpStore, name)
-
-        def call(*args, **kwargs):
-            mine = next(numbers) == request
-            if mine and before:
-                die()
-            found = real(*args, **kwargs)
-            if mine:
-                die()
-            return found
-
-        return mock.patch.object(TcpStore, name, call)
-
-    with contextlib.ExitStack() as patches:
-        for name in ("set", "get", "wait", "add", "decide"):
-            patches.enter_context(replace(name))
-        yield
+@pytest.mark.parametrize("places", [{"islands": "a:2,b:2"}, {"hosts": "a,b:2,a"}], ids=["islands", "hosts"])
+def test_the_servers_of_the_store_are_killed(places, served):
+    """Also each rank that serves the store in place of the one before."""
+    with World(**places, env=served) as world:
+        outcomes(world, [0, 1, 2], survive_in_turn, 0)
 
 
-def die_in_shrink(comm, victim, request, before):
-    """Rank 2 dies, and the victim when it shrinks; the victim goes on if it has made fewer requests."""
-    phase(comm, "idle", [2])
+@pytest.mark.parametrize(
+    "places, victims", [({"size": 3}, (0,)), ({"islands": "a:2,b:2"}, (0, 1)), ({"hosts": "a:2,b:2"}, (0, 1))]
+)
+@pytest.mark.parametrize("name", ["idle", "send"])
+def test_the_server_of_the_store_is_killed(places, victims, name, served):
+    """Alone, or with all ranks of its island or host."""
+    with World(**places, env=served) as world:
+        print("seconds:", outcomes(world, victims, survive, name, *victims))
+
+
+def die_in_shrink(comm, first, victim, request, before):
+    """One rank dies, and the victim when it shrinks; the victim goes on if it has made fewer requests."""
+    phase(comm, "idle", [first])
     with dying_at(request, before) if own(comm) == victim else contextlib.nullcontext():
         made, seconds = shrunk(comm)
     while True:
@@ -180,7 +140,7 @@ def die_in_shrink(comm, victim, request, before):
         if victim not in made.job_ranks:
             break
         made, seconds = shrunk(made)
-    works(made, [r for r in range(comm.size) if r not in (2, victim)])
+    works(made, [r for r in range(comm.size) if r not in (first, victim)])
     made.close()
     return seconds
 
@@ -190,7 +150,15 @@ def die_in_shrink(comm, victim, request, before):
 def test_a_rank_is_killed_in_shrink(victim, request_number):
     """Wherever another rank dies meanwhile, all that are left make the same communicator."""
     with World(islands="a:3,b:2") as world:
-        outcomes(world, [2, victim], die_in_shrink, victim, request_number, request_number % 2)
+        outcomes(world, [2, victim], die_in_shrink, 2, victim, request_number, request_number % 2)
+
+
+@pytest.mark.parametrize("first, victim", [(2, 0), (0, 1), (0, 3)])
+@pytest.mark.parametrize("request_number", range(1, 20, 5))
+def test_a_server_is_killed_in_shrink(first, victim, request_number, served):
+    """The store ends in the middle of an agreement, or the one that takes its place does, or another rank at that time."""
+    with World(hosts="a:2,b:2", env=served) as world:
+        outcomes(world, [first, victim], die_in_shrink, first, victim, request_number, request_number % 2)
 
 
 def train(comm, steps, deaths):
@@ -342,21 +310,24 @@ def test_living_ranks(check):
         world.run(check)
 
 
-def leave(comm):
-    """Rank 1 ends by an error of its own, and closes the job."""
-    if comm.rank == 1:
+def leave(comm, which):
+    """A rank ends by an error of its own, and closes the job."""
+    if comm.rank == which:
         comm.close()
         return
     with pytest.raises(PeerLost):
         comm.barrier()
     made, _ = shrunk(comm)
-    works(made, [0, 2])
+    works(made, [rank for rank in range(comm.size) if rank != which])
     made.close()
 
 
-def test_a_rank_that_left():
-    with World(3) as world:
-        world.run(leave)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("places", [{"size": 3}, {"hosts": "a,b:2"}], ids=["islands", "hosts"])
+def test_a_rank_that_left(places, which, served):
+    """The others do not wait until it has ended, also if it serves the store."""
+    with World(**places, env=served) as world:
+        world.run(leave, which)
 
 
 def resources():

@@ -138,19 +138,26 @@ class Elsewhere:
 
         All that was sent to ranks of other hosts must be there: they expect nothing more of a rank that has left.
         """
-        self._end(_Notice(self._rank, left=True))
-
-    def abandon(self) -> None:
-        """End the threads, because the ranks use another store from now on. Idempotent."""
-        self._end()
-
-    def _end(self, *last: _Notice) -> None:
         if self._over or self._notices is None:
             return
         self._over = True
-        follower, announcer = self._threads
-        for notice in (*last, None):
-            self._outbox.put(notice)
+        self._outbox.put(_Notice(self._rank, left=True))
+        self._outbox.put(None)
         self._notices.leave()  # beside the post: a store that is stopped delays both
-        announcer.join()
-        follower.join()
+        self.join()
+
+    def abandon(self, *, served: bool) -> None:
+        """Follow the store no more, because this rank moves to another one: it does not leave. `join` once the store is closed.
+
+        Args:
+            served: whether the store may still answer, so that others learn nothing wrong when it is closed.
+        """
+        self._over = True
+        self._outbox.put(None)
+        if served and self._notices is not None:
+            self._notices.leave()
+
+    def join(self) -> None:
+        """Wait for the end of the threads."""
+        for thread in reversed(self._threads):
+            thread.join()

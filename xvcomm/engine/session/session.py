@@ -28,13 +28,13 @@ from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.recorders import Recorders
 from xvcomm.engine.session.rings import Member
-from xvcomm.engine.session.succession import Succession, successors_ports
+from xvcomm.engine.session.succession import Succession, spare_ports
 from xvcomm.engine.session.supervised import Supervised
 from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
-from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.errors import PeerLost, XvcommError
 from xvcomm.memory.ring import Reason
 from xvcomm.memory.segment import Segment, sweep
-from xvcomm.rendezvous.store.guarded import GuardedStore
+from xvcomm.rendezvous.store.guarded import GuardedStore, cause
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.system import forking, limits
@@ -80,7 +80,7 @@ class Session:
         self._closed = False
         self._cleanup = contextlib.ExitStack()
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
-        self.succession = Succession(self.store, rank, successors_ports(config) if size > 1 else (), self.gone)
+        self.succession = Succession(self.store, rank, spare_ports(config) if size > 1 else (), self.gone)
         self._cleanup.callback(self.succession.close)
         self._cleanup.callback(self.store.close)
         try:
@@ -169,14 +169,19 @@ class Session:
 
     def follow_store(self, deadline: Deadline) -> None:
         """Use the successor of the job's store, if the process that served it has ended; see `Succession.follow`."""
-        self.succession.follow(deadline)
+        before = self._elsewhere
+        self.succession.follow(deadline, self._abandon_elsewhere)
         if self._told != self.succession.generation:
-            if self._elsewhere is not None:
-                self._elsewhere.abandon()
+            if before is not None:
+                before.join()
             for transport in self.transports:
                 transport.announce()
             self._listen_elsewhere()
             self._told = self.succession.generation
+
+    def _abandon_elsewhere(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.abandon(served=self.journal.left(self.succession.suspect))
 
     def _leave_elsewhere(self) -> None:
         if self._elsewhere is not None:
@@ -196,7 +201,7 @@ class Session:
     def give_up(self, error: BaseException) -> None:
         """Leave a job whose start failed, and remove the shared memory that no rank will map any more."""
         with contextlib.suppress(XvcommError):  # before the names are removed, so that the others report this error
-            self._place.fail(self._cause(error))
+            self._place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
         for rank in self.neighbours:
             if rank == self.rank or rank in self._lost:
                 self.sweep(rank)
@@ -239,15 +244,8 @@ class Session:
             yield
         except BaseException as error:
             with contextlib.suppress(XvcommError):
-                place.fail(self._cause(error))
+                place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
             raise
-
-    def _cause(self, error: BaseException) -> XvcommError:
-        """The error that other ranks raise for an error on this rank: the same one if another rank caused it."""
-        if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, self.rank):
-            return error
-        where = self.infos[self.rank].hostname
-        return Aborted(f"rank {self.rank} on {where} failed: {type(error).__name__}: {error}", peer=self.rank)
 
     def _check_neighbours(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ _GENERATION = "generation"
 _TRY_SECONDS, _ANSWER_SECONDS = 0.3, 2.0
 
 
-def successors_ports(config: Config) -> Sequence[int]:
+def spare_ports(config: Config) -> Sequence[int]:
     """The ports that a rank may keep for a successor of the store; none if they may be needed for other hosts' connections."""
     ports = config.port_range()
     if not config.ports:
@@ -88,8 +88,11 @@ class Succession:
         """Whether the store has ended, or will soon."""
         return self._unreachable or (self.server is not None and self._gone(self.server))
 
-    def follow(self, deadline: Deadline) -> None:
+    def follow(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
         """Use the successor from now on, if the store has ended; blocks until it is served.
+
+        Args:
+            leaving: called before the store so far is closed.
 
         Raises:
             PeerLost: no rank can serve it.
@@ -97,7 +100,7 @@ class Succession:
         """
         with self._moving:
             if self.due() and not self._answers():
-                self._move(deadline)
+                self._move(deadline, leaving)
 
     def _answers(self) -> bool:
         """Whether the store answers nevertheless, and its server has not left."""
@@ -110,7 +113,7 @@ class Succession:
         self._unreachable = False
         return True
 
-    def _move(self, deadline: Deadline) -> None:
+    def _move(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
         while True:
             following = next((r for r, address in enumerate(self._addresses) if address and self._lives(r)), None)
             if following is None:
@@ -134,6 +137,7 @@ class Succession:
                         rank=self._rank, peer=following,
                     ) from None  # fmt: skip
             else:
+                leaving()
                 self._store.move(found)
                 self.server, self._unreachable = following, False
                 return

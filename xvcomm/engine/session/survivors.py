@@ -13,7 +13,7 @@ from xvcomm.engine.session.session import Session
 from xvcomm.errors import StoreError
 from xvcomm.types.deadline import Deadline
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS, _PAUSE_SECONDS = 0.1, 0.02
 _DOUBT_SECONDS = 0.3
 """After this time a rank of another host that has not come is tried: the store may not tell of its end."""
 _DISCORD_SECONDS = 2.0
@@ -66,6 +66,7 @@ class Survivors:
         Raises:
             DeadlineExceeded: the store did not answer in time.
             PeerLost: the store is lost, and no rank can serve another one.
+            StoreError: the store could not be reached until the deadline.
         """
         session = self._session
         while True:
@@ -74,12 +75,16 @@ class Survivors:
                 if self._generation != session.succession.generation:
                     self._generation, self._rounds = session.succession.generation, 0
                     departed.clear()  # who has come in another store has closed the communicator, too
-                self._rounds += 1
-                verdict = _Round(session, f"shrink/{self.path}/{self._rounds}", ranks, deadline).run(departed, come)
+                place = f"shrink/{self.path}/{self._rounds}"
+                verdict = _Round(session, place, ranks, deadline).run(departed, come)
             except StoreError:
+                if deadline.expired():
+                    raise
                 session.succession.note_unreachable()
+                time.sleep(_PAUSE_SECONDS)
                 continue
             if verdict is not None:
+                self._rounds += 1
                 return verdict
 
 

@@ -176,3 +176,10 @@ class GuardedStore(PrefixStore):
                 self._unreachable()
                 time.sleep(_PAUSE_SECONDS)
             raise
+
+
+def cause(error: BaseException, rank: int, hostname: str) -> XvcommError:
+    """The error for `GuardedStore.fail` when a rank fails by an error: the same one if another rank caused it."""
+    if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, rank):
+        return error
+    return Aborted(f"rank {rank} on {hostname} failed: {type(error).__name__}: {error}", peer=rank)
