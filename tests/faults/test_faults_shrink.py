@@ -346,16 +346,24 @@ def shrink_often(comm, times):
         if number == 5:
             before = resources()
             comm.barrier()
-    after = resources()
+
+    def excess():
+        """What a thread of the network frees a moment later is not counted."""
+        return [now - then for now, then in zip(resources(), before, strict=True)]
+
+    with contextlib.suppress(AssertionError):
+        await_that(lambda: max(excess()) <= 0)
+    found = excess()
+    comm.barrier()
     group.close()
-    return before, after
+    return found
 
 
 @pytest.mark.parametrize("options", [{"islands": "a:2,b:1"}, {"hosts": "a:2,b:1"}], ids=["islands", "hosts"])
 def test_nothing_is_left_of_fifty(options):
     with World(**options) as world:
-        for before, after in world.run(shrink_often, 56):
-            assert after == before, f"descriptors, threads, mappings, files: {before} before, {after} after"
+        for excess in world.run(shrink_often, 56):
+            assert max(excess) <= 0, f"descriptors, threads, mappings, files: {excess} more than before"
 
 
 def decided_out(comm):

@@ -94,7 +94,7 @@ class Context:
         self._users = self.lifecycle.users
         self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, island)
         session.add(self)
-        making = session.guarded(f"comm/{path}", self.check_in_job)
+        making = session.guarded(f"comm/{path}", self._check_making)
         try:
             with session.telling(making):
                 self._open_contract(making, deadline)
@@ -131,6 +131,11 @@ class Context:
             error.rank = self.session.rank
             error.peer = None if error.peer is None else self.ranks[error.peer]
             raise
+
+    def _check_making(self) -> None:
+        self.check_in_job()
+        if self._made_by is OpCode.SHRINK:
+            self.session.check_store()
 
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""

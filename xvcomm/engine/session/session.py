@@ -225,6 +225,11 @@ class Session:
         """A part of the job's store in which waits end when `check` raises, or the rank that serves the store dies."""
         return GuardedStore(prefix, self.store, check, self._check_server)
 
+    def check_store(self) -> None:
+        """Raise PeerLost if ranks that shrink a communicator move to another store."""
+        if self.succession.due():
+            self._check_server()
+
     def _check_server(self) -> None:
         """Raise PeerLost if the rank is gone that serves the store; called when the store cannot be reached."""
         if self.gone(self.succession.suspect):
