@@ -160,12 +160,10 @@ class Session:
         """Follow what the store tells of other hosts, as far as any of their ranks are left."""
         others = [r for r in range(self.size) if r not in self.neighbours and not self.gone(r)]
         server = self.succession.server
-        self._elsewhere = None
-        if others:
-            self._elsewhere = Elsewhere(
-                self.store, self.rank, self.neighbours, server, server if server in others else others[0],
-                self.config.peer_timeout, self._transport, self._lose_elsewhere, self._on_stop,
-            )  # fmt: skip
+        self._elsewhere = None if not others else Elsewhere(
+            self.store, self.rank, self.neighbours, server, server if server in others else others[0],
+            self.config.peer_timeout, self._transport, self._lose_elsewhere, self._on_stop,
+        )  # fmt: skip
 
     def follow_store(self, deadline: Deadline) -> None:
         """Use the successor of the job's store, if the process that served it has ended; see `Succession.follow`."""
@@ -255,8 +253,8 @@ class Session:
     def _check_neighbours(self) -> None:
         with self._lock:
             for rank in self._lost:
-                where = self.infos[rank].hostname
-                raise PeerLost(f"rank {rank} on {where} died while it joined", rank=self.rank, peer=rank)
+                text = f"rank {rank} on {self.infos[rank].hostname} died while it joined"
+                raise PeerLost(text, rank=self.rank, peer=rank)
 
     def member(self, rank: int) -> Member:
         """The properties of a rank that determine its rings."""
@@ -411,15 +409,16 @@ class Session:
         return self._transport(rank).answers(rank)
 
     def doubt(self, ranks: Sequence[int]) -> None:
-        """Find out which ranks of other hosts cannot be reached any more, though the store does not tell."""
+        """Find out which ranks of other hosts are lost, though the store does not tell: what one tells of deaths ends with it."""
         elsewhere = [rank for rank in ranks if rank not in self.neighbours]
-        # What a store tells of deaths ends with it.
         ended = self.succession.ended(elsewhere) if self.succession.generation else ()
+        stricken = {self.infos[rank].host for rank in self._lost}
         for rank in elsewhere:
             if rank in ended:
                 self._lose_elsewhere(rank, "nothing listens any more where it did")
-            else:
-                self._transport(rank).doubt(rank, 0.0)
+            else:  # the silence of a whole host has been waited for already
+                silence = self.config.peer_timeout if self.infos[rank].host in stricken else 0.0
+                self._transport(rank).doubt(rank, silence)
 
     def _transport(self, rank: int) -> Transport:
         """What joins this rank with another."""
