@@ -201,6 +201,23 @@ class Config:
             if getattr(self, name) % 4096:
                 raise ConfigError(f"XVCOMM_{name.upper()}={getattr(self, name)}: must be a multiple of 4096")
 
+    def port_range(self) -> range:
+        """The ports on which ranks may listen for other hosts; port 0 stands for any free one.
+
+        Raises:
+            ConfigError: XVCOMM_PORTS is no port and no range.
+        """
+        if not self.ports:
+            return range(1)
+        first, _, last = self.ports.partition("-")
+        try:
+            found = range(int(first), int(last or first) + 1)
+        except ValueError:
+            found = range(0)
+        if not found or found[0] < 1 or found[-1] > 65535:
+            raise ConfigError(f"XVCOMM_PORTS={self.ports!r}: expected a port, 29600, or a range, 29600-29699")
+        return found
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
         """Read the settings from the environment; empty variables count as unset.

@@ -8,7 +8,7 @@ import contextlib
 import hmac
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["TcpTransport"]
 
 _MAX_THREADS = 12
+_PATIENCE = 2.0
+"""Seconds for which an address is waited for that a rank may never publish."""
 
 
 class _Made(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +58,8 @@ class TcpTransport(Transport):
         self._config = config
         self.network: Network | None = None
         self._cards: Cards | None = None
+        self._publish: Callable[[], None] = lambda: None
+        self._patience = config.timeout
 
     @classmethod
     def interfaces(cls, config: Config, env: Mapping[str, str]) -> Sequence[Interface]:
@@ -80,7 +84,7 @@ class TcpTransport(Transport):
 
         @cache
         def routes(rank: int) -> list[Route]:
-            theirs = _decode_place(store.get(f"place/{rank}", Deadline.after(config.timeout)))
+            theirs = _decode_place(store.get(f"place/{rank}", Deadline.after(self._patience)))
             return interfaces.routes(mine, theirs, threads, config.rdma_pairs)
 
         with contextlib.ExitStack() as failing:
@@ -91,7 +95,9 @@ class TcpTransport(Transport):
             self._cards = membership.cards(config, interfaces_used, membership.device)
             if self._cards is not None:
                 mine = mine.with_rdma(self._cards.reaches)
-            store.set(f"place/{membership.rank}", msgspec.msgpack.encode(mine), deadline)
+            place = msgspec.msgpack.encode(mine)
+            self._publish = lambda: store.set(f"place/{membership.rank}", place, Deadline.after(config.timeout))
+            self._publish()
             self.network = Network(
                 membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
                 threads, Tls() if config.tls else None, membership.lost, membership.left, cards=self._cards,
@@ -114,6 +120,10 @@ class TcpTransport(Transport):
             store.set(name, msgspec.msgpack.encode(made), deadline)
         half = RingLayout(made.lanes, made.slots, made.slot_bytes, wired=True)
         return self.network.open_ring(member, made.name, half, deadline, group=group, peer=peer, producer=producer)
+
+    def announce(self) -> None:
+        self._patience = _PATIENCE  # a rank that has ended publishes nothing in the new store
+        self._publish()
 
     def leave(self, group: int, word: int) -> None:
         if self.network is not None:

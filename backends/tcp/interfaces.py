@@ -98,7 +98,7 @@ def listen(config: Config) -> tuple[list[socket.socket], Place]:
 def _bind(hosts: Sequence[str], config: Config) -> list[socket.socket]:
     """Listen on all these addresses, on the first port that is free on each of them."""
     why = ""
-    for port in _ports(config):
+    for port in config.port_range():
         sockets: list[socket.socket] = []
         for host in hosts:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -112,20 +112,6 @@ def _bind(hosts: Sequence[str], config: Config) -> list[socket.socket]:
         for listener in sockets:
             listener.close()
     raise ResourceError(f"cannot listen on {why}; allow more ports")
-
-
-def _ports(config: Config) -> range:
-    """The ports to try; port 0 is any free one."""
-    if not config.ports:
-        return range(1)
-    first, _, last = config.ports.partition("-")
-    try:
-        found = range(int(first), int(last or first) + 1)
-    except ValueError:
-        found = range(0)
-    if not found or found[0] < 1 or found[-1] > 65535:
-        raise ConfigError(f"XVCOMM_PORTS={config.ports!r}: expected a port, 29600, or a range, 29600-29699")
-    return found
 
 
 def routes(mine: Place, theirs: Place, threads: int = 1, pairs: int = 1) -> list[Route]:

@@ -352,3 +352,39 @@ def test_a_host_without_ipv4(tmp_path: Path) -> None:
     if done.returncode == 77 or "unshare:" in done.stderr or "PermissionError" in done.stderr.partition("xvcomm")[0]:
         pytest.skip("no network namespace without IPv4 can be made here")
     assert done.returncode == 0 and done.stdout.count("done ::1") == 2, done.stdout + done.stderr
+
+
+GO_ON = """
+import numpy, xvcomm
+comm = xvcomm.init()
+comm.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        comm.barrier()
+except xvcomm.PeerLost:
+    comm = comm.shrink()
+time.sleep(3.5)  # longer than ranks have where one ends all
+print(int(comm.all_reduce(numpy.ones(1))[0]), "of", comm.size, flush=True)
+comm.close()
+"""
+
+
+def test_others_go_on(script):
+    """With --survive a rank that fails ends no other one."""
+    env = {**ENV, "XVCOMM_DEVICE": "host"}
+    code, out, err = finish("-n", "3", "--no-prefix", "--survive", script(GO_ON), env=env)
+    assert code == 0 and out.splitlines() == ["2 of 2"] * 2, err
+    assert "rank 1 was killed by SIGKILL" in err and "the others go on" in err
+
+
+def test_none_goes_on(script):
+    """With --survive the command fails if all ranks do, with the first one's exit code."""
+    code, _, err = finish("-n", "2", "--survive", script("time.sleep(rank); sys.exit(3 + rank)"))
+    assert code == 3 and "failed because rank 0 ended with exit code 3" in err
+
+
+def test_survive_on_several_hosts(script):
+    code, _, err = finish("--nnodes", "2", "--node-rank", "0", "--master", "localhost", "--survive", script(""))
+    assert code and "--survive works on one host only" in err

@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 
 from xvcomm.errors import DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.testing.arrays import arrays
+from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.testing.world import World
 
 TIMEOUT = 1.0
 LARGE = 1 << 21  # elements: more than a ring holds
 
 
-@pytest.fixture(scope="module", params=[None, "a,b,a,b"], ids=["one host", "two hosts"])
-def four(request):
-    with World(4, hosts=request.param, timeout=30) as world:
+@pytest.fixture(scope="module")
+def one_host():
+    with World(4, timeout=30) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def two_hosts():
+    with World(4, hosts="a,b,a,b", timeout=30) as world:
         yield world
 
 
@@ -28,7 +36,8 @@ class Job:
     def __init__(self, comm):
         self.world, self.rank = comm, comm.rank
         self.a, self.b, self.c = (comm.split(0) for _ in range(3))
-        self.x, self.large = np.ones(16), np.zeros(LARGE)
+        self.arrays = arrays(comm)
+        self.x, self.large = self.arrays.put(np.ones(16)), self.arrays.put(np.zeros(LARGE))
         self.over = comm.split(0)
         for each in (self.a, self.b, self.c):
             each.barrier()
@@ -287,15 +296,24 @@ CASES = {
     receives_from_any: r"Ranks 1-3 do not send in the probe with any rank",
     stages_wait_for_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
 }  # fmt: skip
+ON_ONE_HOST = (
+    never_called, holds_the_interpreter_lock, stopped, in_a_receive_instead, communicators_swapped, everyone_sends,
+    chain_over_communicators, uneven_loop_and_end, sizes_differ,
+)  # fmt: skip
+ON_GPUS = (never_called, communicators_swapped, in_a_receive_instead, everyone_receives, uneven_loop, roots_differ)
 DIFFER = (collective_in_one_branch, roots_differ, sizes_differ)
 SIMPLE_ERRORS = {uneven_loop_and_end: PeerLost, **dict.fromkeys(DIFFER, MismatchError)}
 
 
-def run(comm, case):
+def run(comm, case, on_gpus=False):
     """The error of a rank in a case, as its type's name and text; None if it had none."""
     job = Job(comm)
     try:
         globals()[case](job)
+        if on_gpus:  # where operations are only enqueued
+            job.arrays.get(job.x)
+            for each in (job.a, job.b):
+                each.check()
         found = None
     except XvcommError as error:
         found = type(error).__name__, str(error)
@@ -307,8 +325,31 @@ def run(comm, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_verdict(four, case):
-    found = [error for error in four.run(run, case.__name__) if error is not None]
+def test_the_verdict(two_hosts, case):
+    check(two_hosts, case)
+
+
+@pytest.mark.parametrize("case", ON_ONE_HOST, ids=lambda case: case.__name__)
+def test_the_verdict_on_one_host(one_host, case):
+    check(one_host, case)
+
+
+@pytest.fixture(scope="module", params=[{}, {"islands": "a:2,b:2"}], ids=["one island", "two islands"])
+def gpus(request, rocm_path):
+    """Ranks whose collectives go by RCCL; libraries that simulate AMD's on host memory stand in for it and for the GPUs."""
+    pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
+    environment = {"ROCM_PATH": str(rocm_path), "HIPHOST_DEVICES": "4", **SMALL_GPU_RINGS}
+    with World(4, devices="rocm:4", env=environment, timeout=30, **request.param) as world:
+        yield world
+
+
+@pytest.mark.parametrize("case", ON_GPUS, ids=lambda case: case.__name__)
+def test_the_verdict_on_gpus(gpus, case):
+    check(gpus, case, on_gpus=True)
+
+
+def check(world, case, on_gpus=False):
+    found = [error for error in world.run(run, case.__name__, on_gpus) if error is not None]
     assert found
     for kind, text in found:
         assert kind == SIMPLE_ERRORS.get(case, DeadlineExceeded).__name__, text

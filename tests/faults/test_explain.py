@@ -33,7 +33,7 @@ import numpy as np, xvcomm
 comm = xvcomm.init()
 comm.barrier()
 if comm.rank == 1:
-    raise ValueError("no such file")
+    END
 comm.all_reduce(np.ones(16))
 """
 
@@ -125,9 +125,17 @@ def test_of_no_job() -> None:
     assert found.returncode == 2 and ("no job of this user" in found.stderr or "is no job" in found.stderr)
 
 
-def test_dumps_of_a_job_that_has_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ('raise ValueError("no such file")', r"ValueError: no such file"),
+        ("import os; os.kill(os.getpid(), 9)", "its process has ended"),
+    ],
+    ids=["exception", "signal"],
+)
+def test_dumps_of_a_job_that_has_ended(tmp_path: Path, end: str, told: str) -> None:
     script, dumps = tmp_path / "end.py", tmp_path / "dumps"
-    script.write_text(END)
+    script.write_text(END.replace("END", end))
     subprocess.run(
         [sys.executable, "-m", "xvcomm", "run", "-n", "3", sys.executable, str(script)],
         env=os.environ | {"XVCOMM_TRACE_DIR": str(dumps)}, capture_output=True, timeout=120, check=False,
@@ -137,5 +145,5 @@ def test_dumps_of_a_job_that_has_ended(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert re.search(
         r"Rank 1 never called all_reduce #1 of 16 x float64 that ranks 0 and 2 are in .*end\.py:\d+.*: rank 1 has ended "
-        r"\(ValueError: no such file\)", found.stdout,
+        rf"\({told}\)", found.stdout,
     ), found.stdout  # fmt: skip

@@ -85,7 +85,7 @@ def environment(rank, store):
 
 @pytest.mark.parametrize(
     ("kind", "victim", "spares"),
-    [("tcp", 1, range(1, 20)), ("tcp", 0, range(8, 24)), ("file", 2, range(3, 16))],
+    [("tcp", 1, range(1, 20)), ("tcp", 0, range(9, 24)), ("file", 2, range(3, 16))],
     ids=["client", "server", "file"],
 )
 def test_out_of_descriptors(processes, tmp_path, kind, victim, spares):

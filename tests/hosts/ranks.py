@@ -101,6 +101,28 @@ def forsaken(comm):
         print(f"{time.monotonic() - begun:.1f} {error.peer} {error}")
 
 
+def survive(comm, times=1):
+    """Ranks are lost, so many times: how long it takes to shrink, and the ranks that are left."""
+    for _ in range(int(times)):
+        comm.all_reduce(np.zeros(10))
+        print("begun", flush=True)
+        with contextlib.suppress(xvcomm.PeerLost):
+            while True:
+                comm.all_reduce(np.zeros(1 << 18))
+        begun = time.monotonic()
+        comm = comm.shrink()
+        seconds = time.monotonic() - begun
+        assert comm.all_reduce(np.ones(1 << 18))[0] == comm.size
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        x = comm.sendrecv(np.full(1 << 18, comm.rank), after, np.zeros(1 << 18, int), before)
+        assert (x == before).all()
+        with comm.split(0) as group:
+            group.barrier()
+        print(json.dumps([seconds, comm.job_ranks]), flush=True)
+    comm.barrier()
+    comm.close()
+
+
 def apart(comm, what):
     """An operation after all links between the hosts were cut, and before there was any connection between the ranks."""
     await_cut()

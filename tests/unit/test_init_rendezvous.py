@@ -23,7 +23,8 @@ from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, AuthenticationError, ConfigError, DeadlineExceeded, StoreError
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover
 from xvcomm.rendezvous.store import FileStore, MemoryStore, TcpServer, join_barrier
-from xvcomm.rendezvous.store.hosting import CLOSE_GRACE, Invitation, own_address
+from xvcomm.rendezvous.store.hosting import Invitation, own_address
+from xvcomm.rendezvous.store.server import CLOSE_GRACE
 from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("fake_communicator")

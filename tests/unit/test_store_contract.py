@@ -76,6 +76,15 @@ def test_add_is_atomic_between_threads(opener: Opener) -> None:
     assert stores[0].get("n", Deadline.after(SOON)) == b"-100"
 
 
+def test_the_first_caller_decides(opener: Opener) -> None:
+    stores = [opener() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: stores[i].decide("d", b"%d" % i, Deadline.after(SOON)), range(4)))
+    assert len(set(found)) == 1 and found[0] in (b"0", b"1", b"2", b"3")
+    assert stores[0].get("d", Deadline.after(SOON)) == PrefixStore("p", stores[1]).decide("d", found[0]) == found[0]
+    assert stores[2].decide("d", b"late") == found[0]
+
+
 def test_prefixes_keep_apart(opener: Opener) -> None:
     store = opener()
     one, other = PrefixStore("one", store), PrefixStore("other", store)

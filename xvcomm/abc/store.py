@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
-from xvcomm.errors import DeadlineExceeded
+from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.types.deadline import NEVER, Deadline
 
 ANSWER_SECONDS = 30.0
@@ -44,6 +44,34 @@ class Notices(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Stop following, so that the end of this process is no news any more. Idempotent."""
+
+
+class Standby(ABC):
+    """A place where a process can serve a store's successor, once the process that serves the store has ended.
+
+    Attributes:
+        address: what `Store.successor` takes.
+        local: whether only processes of this host reach it.
+    """
+
+    address: str
+    local: bool
+
+    @abstractmethod
+    def wanted(self) -> bool:
+        """Whether a process has asked for the successor and it is not served yet. Never blocks."""
+
+    @abstractmethod
+    def serve(self) -> None:
+        """Begin to serve. Idempotent.
+
+        Raises:
+            ResourceError: the system refuses a thread or descriptors.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop, once the other processes have closed it, or after a while. Idempotent."""
 
 
 class Store(ABC):
@@ -87,6 +115,20 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        """Store `value` under `key` if nothing is stored there; returns what is stored, the same to all callers.
+
+        By default in two steps: if the first caller ends between them, the others find nothing until their deadline.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        if self.add(f"{key}/callers", 1, deadline) > 1:
+            return self.get(key, deadline)
+        self.set(key, value, deadline)
+        return value
+
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         """Follow the notices in `place`, where the store posts `will` once this process ends without `Notices.leave`.
 
@@ -101,6 +143,13 @@ class Store(ABC):
         """
         return None
 
+    def ended(self, addresses: Collection[str]) -> list[str]:
+        """Those addresses of `Standby`s at which nothing listens any more: their processes have ended, or have closed them.
+
+        Takes some tenths of a second at most; of an address that is not reached it says nothing.
+        """
+        return []
+
     def give_up(self) -> None:  # noqa: B027 - most stores have no calls that only a network would end
         """Let calls in progress in other threads, and all later ones, raise StoreError: the store's host is out of reach."""
 
@@ -108,6 +157,23 @@ class Store(ABC):
     def served_here(self) -> bool:
         """Whether the store ends with this process."""
         return False
+
+    def standby(self, ports: Sequence[int]) -> Standby | None:
+        """Prepare to serve a successor in this process; None if the store has none, or no port is free.
+
+        Args:
+            ports: to try, if processes of other hosts are to reach it.
+        """
+        return None
+
+    def successor(self, address: str, deadline: Deadline) -> Store:
+        """Another store, empty at first, that is served at the address of a `Standby`; blocks until it is.
+
+        Raises:
+            DeadlineExceeded: it was not served in time.
+            StoreError: nothing is there any more, or it cannot be reached.
+        """
+        raise StoreError("this store has no successor")
 
     def settle(self) -> None:  # noqa: B027 - most stores know nothing of ranks
         """Call where something is missing that a key names: raises if a rank that is gone explains it. May take a second."""
@@ -135,6 +201,9 @@ class PrefixStore(Store):
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         return self._store.add(self._prefix + key, amount, deadline)
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        return self._store.decide(self._prefix + key, value, deadline)
+
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         return self._store.notices(self._prefix + place, will, silence, patience)
 
@@ -144,3 +213,12 @@ class PrefixStore(Store):
     @property
     def served_here(self) -> bool:
         return self._store.served_here
+
+    def standby(self, ports: Sequence[int]) -> Standby | None:
+        return self._store.standby(ports)
+
+    def successor(self, address: str, deadline: Deadline) -> Store:
+        return self._store.successor(address, deadline)
+
+    def ended(self, addresses: Collection[str]) -> list[str]:
+        return self._store.ended(addresses)

@@ -186,6 +186,13 @@ class Transport(ABC):
             StoreError, DeadlineExceeded: the other end cannot be found.
         """
 
+    def announce(self) -> None:  # noqa: B027 - ranks that share memory need nothing
+        """Publish again how this rank is reached: another store has taken the place of `Membership.store`, and is empty.
+
+        Raises:
+            StoreError, DeadlineExceeded: the store cannot be reached.
+        """
+
     def leave(self, group: int, word: int) -> None:  # noqa: B027 - ranks that share memory see it there
         """This rank has closed a communicator: who opens a ring to it that it has not opened stops by this abort word."""
 

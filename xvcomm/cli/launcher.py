@@ -111,14 +111,15 @@ class Job:
         grace: seconds between the request to end and SIGKILL.
         first: rank of the first of them.
         others: the launchers of other hosts, with which this one ends.
+        survive: whether the other ranks go on when one fails.
     """
 
     def __init__(
         self, specs: Sequence[RankSpec], *, prefix: bool = True, grace: float = STOP_GRACE, first: int = 0,
-        others: Others | None = None,
+        others: Others | None = None, survive: bool = False,
     ) -> None:  # fmt: skip
         self._specs, self._first, self._others = specs, first, others
-        self._prefix = prefix
+        self._prefix, self._survive = prefix, survive
         self._grace = grace
         self._ranks: list[_Rank] = []
         self._selector = selectors.PollSelector()
@@ -200,7 +201,7 @@ class Job:
     def run(self) -> Outcome:
         """Forward output and signals until every rank has ended; blocks.
 
-        If a rank fails, the others get 3 seconds to raise their own errors, then SIGTERM, then SIGKILL.
+        If a rank fails, the others get 3 seconds to raise their own errors, then SIGTERM, then SIGKILL, unless they survive.
         """
         self._go_on(self._drained)
         self._reap()
@@ -315,6 +316,11 @@ class Job:
                 self._note_failure(number)
 
     def _note_failure(self, number: int) -> None:
+        if self._survive:
+            self._failed.append(number)
+            if any(rank.code is None for rank in self._ranks):
+                self.say(f"{self._describe(number)}; the others go on")
+            return
         if not self._failing:
             self._end_job(Stop(self._describe(number)))
         if len(self._plan) == 2:
@@ -398,7 +404,7 @@ class Job:
     def _outcome(self) -> Outcome:
         if self._signal is not None:
             return Outcome(128 + self._signal, signal=self._signal)
-        if not self._failed:
+        if not self._failed or (self._survive and any(rank.code == 0 for rank in self._ranks)):
             return Outcome(0)
         words = {n: self._ranks[n].err.last or self._ranks[n].out.last for n in self._failed}
         # The rank that caused the failure may take longer to end than the ranks that noticed it.

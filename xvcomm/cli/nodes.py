@@ -22,8 +22,8 @@ from xvcomm.cli.launcher import FAILURE_GRACE, Outcome, Stop
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, StoreError, XvcommError
 from xvcomm.rendezvous.store import TcpServer, TcpStore, need_secret
-from xvcomm.rendezvous.store.hosting import CLOSE_GRACE
 from xvcomm.rendezvous.store.join import Noun, join_barrier, refuse
+from xvcomm.rendezvous.store.server import CLOSE_GRACE
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
 

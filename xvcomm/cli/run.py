@@ -58,11 +58,18 @@ def run(
     ] = None,
     prefix: Annotated[bool, typer.Option(help="Put the rank before each line of output.")] = True,
     grace: Annotated[float, typer.Option(min=0, help=_GRACE_HELP)] = STOP_GRACE,
+    survive: Annotated[
+        bool,
+        typer.Option(
+            "--survive", help="Let the other ranks go on when one fails, by Communicator.shrink. One host only."
+        ),
+    ] = False,
 ) -> None:
     """Run a job: N ranks on this host, merged output, one exit code.
 
     Without -n, --islands determines the number of ranks; without both there is one rank per core. The first rank that fails
-    ends the others; its last lines are printed last and its exit code is the command's.
+    ends the others; its last lines are printed last and its exit code is the command's. With --survive the others go on, and the
+    command succeeds if one of them does.
 
     A job on several hosts is started on each of them, by the same command but for --node-rank and -n.
     """
@@ -70,7 +77,10 @@ def run(
     extra = {} if replace is None else {"XVCOMM_REPLACE": replace.value}
     if place is None:
         labels = rank_labels(ranks, islands)
-        raise typer.Exit(launch(resolve(command, module), labels, prefix=prefix, grace=grace, extra=extra))
+        argv = resolve(command, module)
+        raise typer.Exit(launch(argv, labels, prefix=prefix, grace=grace, extra=extra, survive=survive))
+    if survive:
+        raise ArgumentError("--survive works on one host only; drop it, or start the ranks without xvcomm run")
     argv, labels = resolve(command, module), () if islands is None else parse_islands(islands)
     count = ranks or len(rank_labels(None, islands))
     with join(place, count, labels, grace) as nodes:
@@ -116,7 +126,7 @@ def resolve(command: Sequence[str], module: bool) -> tuple[str, ...]:
 
 def launch(
     argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, grace: float = STOP_GRACE,
-    extra: Mapping[str, str] = MappingProxyType({}), nodes: Nodes | None = None,
+    extra: Mapping[str, str] = MappingProxyType({}), nodes: Nodes | None = None, survive: bool = False,
 ) -> int:  # fmt: skip
     """Run `argv` once for each label, including the store and the removal of shared memory files; blocks.
 
@@ -127,6 +137,7 @@ def launch(
         grace: seconds between the request to end and SIGKILL.
         extra: additional variables for all ranks.
         nodes: the launchers of the job's other hosts.
+        survive: whether the other ranks go on when one fails.
 
     Returns:
         Exit code of the command.
@@ -140,7 +151,7 @@ def launch(
         common = {**terminal_environment(labels, prefix), **common, **extra}
         envs = rank_environments(common, labels, first, size)
         specs = [RankSpec(label, tuple(argv), env) for label, env in zip(labels, envs, strict=True)]
-        with Job(specs, prefix=prefix, grace=grace, first=first, others=nodes) as running:
+        with Job(specs, prefix=prefix, grace=grace, first=first, others=nodes, survive=survive) as running:
             outcome = running.run()
         _report(outcome)
     return outcome.code

@@ -11,7 +11,7 @@ until `Work.wait()`. Both can be captured in a graph, after one call outside of 
 
 Every operation may raise: ArrayError or DTypeError before any data moves; MismatchError if ranks call it with different
 arguments; PeerLost if a rank dies; DeadlineExceeded; Aborted; ClosedError. After MismatchError, PeerLost, DeadlineExceeded and
-Aborted the communicator is unusable on all its ranks.
+Aborted the communicator is unusable on all its ranks; `shrink` makes a new one of those that are left.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, NoReturn, SupportsIndex
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Rail
 from xvcomm.comm.counts import blocks, in_elements, own_block, whole
+from xvcomm.comm.lifetime import Lifetime
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
 from xvcomm.comm.subgroups import Meetings, naming, subgroups
@@ -38,7 +39,6 @@ from xvcomm.engine.stream_collectives import StreamCollectives
 from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.memory import array
 from xvcomm.memory.array_view import ArrayView
-from xvcomm.memory.ring import Reason
 from xvcomm.trace.format import Record
 from xvcomm.types.deadline import Deadline, checked
 from xvcomm.types.dtype import UINT8, ReduceOp, Reduction, reduction_on
@@ -51,8 +51,8 @@ _BROADCAST, _ALL_REDUCE = OpCode.BROADCAST, OpCode.ALL_REDUCE
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = OpCode.ALL_GATHER, OpCode.REDUCE_SCATTER, OpCode.ALL_TO_ALL
 
 
-class Communicator(PointToPoint, Objects):
-    """Ranks 0 to size - 1 that communicate with each other. Created by `xvcomm.init`, `split` and `subgroup`.
+class Communicator(PointToPoint, Objects, Lifetime):
+    """Ranks 0 to size - 1 that communicate with each other. Created by `xvcomm.init`, `split`, `subgroup` and `shrink`.
 
     Attributes:
         rank: this process's rank.
@@ -81,6 +81,7 @@ class Communicator(PointToPoint, Objects):
         self._splits = 0
         self._meetings = Meetings(context)
         self._init_point_to_point()
+        self._init_lifetime()
 
     @classmethod
     def join(
@@ -99,7 +100,7 @@ class Communicator(PointToPoint, Objects):
         """
         session = Session(store, rank, size, config, deadline, on_close)
         try:
-            context = Context(session, "0", tuple(range(size)), deadline)
+            context = Context(session, "0", tuple(range(size)), deadline, OpCode.INIT)
         except BaseException as error:
             session.give_up(error)
             raise
@@ -119,18 +120,12 @@ class Communicator(PointToPoint, Objects):
         islands = ", ".join(f"{i.label} x {i.size}" for i in self.topology.islands)
         return f"<xvcomm.Communicator rank {self.rank} of {self.size}: {islands}>"
 
-    def __enter__(self) -> Communicator:
-        return self
-
     def __reduce__(self) -> NoReturn:
         raise NotPicklable(
             "a communicator cannot be pickled or copied, because it is bound to its process; pass comm.rank and comm.size, "
             "or the arguments of xvcomm.init, and let each process create its own",
             rank=self.rank,
         )
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def broadcast(
         self, x: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None, stream: Any = None
@@ -358,13 +353,27 @@ class Communicator(PointToPoint, Objects):
             path, world = self._meetings.meet(ranks, name, deadline)
             return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
 
-    def check(self) -> None:
-        """Raise the error that ended this communicator, if there is one: PeerLost, Aborted, ... Never blocks."""
-        self._context.check()
+    def shrink(self, timeout: float | None = None) -> Communicator:
+        """Create a communicator of the ranks that are left, after ranks were lost, without a restart of the processes.
 
-    def abort(self, reason: str = "") -> None:
-        """Make every rank leave its operation and raise Aborted with `reason`. Thread-safe."""
-        self._context.lifecycle.abort(Reason.ABORTED.word(self.rank, self.rank), reason)
+        All ranks that are left must call this; it blocks until they have, or are lost too. They keep their order. Also
+        possible after another error, or without one: then all ranks are left. This communicator is closed, and its
+        asynchronous operations that are not complete fail. Other communicators remain as they are. Use the new one in place
+        of this one: closing it closes the job, if closing this one would have; leaving this one's `with` block closes it.
+
+        A rank that has closed this communicator is not waited for, if this rank knows of it.
+
+        Raises:
+            DeadlineExceeded: names the ranks that did not call this; on all ranks that did. They can call it again.
+            Aborted: the others cannot reach this rank and go on without it; or another rank failed meanwhile.
+            PeerLost: the process that served the job's store is lost; restart the job.
+            ClosedError: this communicator was closed, or shrunk before.
+        """
+        deadline = self._deadline(timeout)
+        with naming(self._context):
+            made = Communicator(self._shrinking.run(deadline), self.timeout)
+        self._replace_by(made)
+        return made
 
     def history(self) -> list[Record]:
         """The last operations of this process, oldest first, over all its communicators: its flight recorder. Never blocks.
@@ -387,20 +396,6 @@ class Communicator(PointToPoint, Objects):
     def refused(self) -> int:
         """How many connections of strangers this process has closed: they did not prove the job's key, or broke the protocol."""
         return sum(transport.refused() for transport in self._context.session.transports)
-
-    def close(self) -> None:
-        """Leave the communicator and free its resources; those of the whole job if `xvcomm.init` created it. Idempotent.
-
-        Asynchronous operations that are not complete fail with an error: wait for them first.
-        """
-        if self._context.path == "0":
-            self._context.session.close()
-        else:
-            self._context.lifecycle.close()
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Call a function when this communicator is closed: after its operations have stopped, before its memory is unmapped."""
-        self._context.lifecycle.on_close(callback)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.timeout if timeout is None else timeout)

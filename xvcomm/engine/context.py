@@ -15,8 +15,10 @@ from xvcomm.engine.failures import Failures
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.engine.lifecycle import Lifecycle
 from xvcomm.engine.planner import Planner
+from xvcomm.engine.session.attaching import attach
 from xvcomm.engine.session.carried import carried
 from xvcomm.engine.session.diagnosis import Diagnosis
+from xvcomm.engine.session.equipment import collective_label
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import ArrayError, XvcommError
@@ -50,8 +52,13 @@ class Context:
         lifecycle: whether operations may begin, and what stops them.
     """
 
-    def __init__(self, session: Session, path: str, ranks: tuple[int, ...], deadline: Deadline) -> None:
+    def __init__(
+        self, session: Session, path: str, ranks: tuple[int, ...], deadline: Deadline, made_by: OpCode = OpCode.SPLIT
+    ) -> None:
         """Make it together with its other ranks.
+
+        Args:
+            made_by: the operation that makes it, for errors.
 
         Raises:
             XvcommError: names ranks by their numbers in the whole job.
@@ -62,9 +69,9 @@ class Context:
         self.enqueueing = threading.Lock()
         self.sequence = 0
         self.launches = LaunchCache(enabled=bool(session.config.compiled_launch))
-        self._made_by = OpCode.INIT if path == "0" else OpCode.SPLIT
+        self._made_by = made_by
         self.store = session.guarded(f"comm/{path}", self.check)
-        labels = [session.collective_label(r) for r in ranks]
+        labels = [collective_label(session.infos, r) for r in ranks]
         kinds = [session.infos[r].device for r in ranks]
         check_kinds(labels, kinds)
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
@@ -86,7 +93,7 @@ class Context:
         self._users = self.lifecycle.users
         self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, self.topology)
         session.add(self)
-        making = session.guarded(f"comm/{path}", self.check_in_job)
+        making = session.guarded(f"comm/{path}", self._check_making)
         try:
             with session.telling(making):
                 self._open_contract(making, deadline)
@@ -106,7 +113,7 @@ class Context:
             with segment.named():
                 store.set(key, segment.name.encode(), deadline)
         else:
-            segment = self.session.attach(store, key, self.ranks[here[0]], deadline)
+            segment = attach(self.session, store, key, self.ranks[here[0]], deadline)
         contract = ContractCheck(segment, here, self.rank, self.recorder, self.ident)
         self.place = contract.place
         self.lifecycle.map(contract)
@@ -123,6 +130,11 @@ class Context:
             error.rank = self.session.rank
             error.peer = None if error.peer is None else self.ranks[error.peer]
             raise
+
+    def _check_making(self) -> None:
+        self.check_in_job()
+        if self._made_by is OpCode.SHRINK:
+            self.session.check_store()
 
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""

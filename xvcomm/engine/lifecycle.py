@@ -270,8 +270,11 @@ class Lifecycle:
         if self.native is not None:
             self.native.abort(word, self._head_start)
 
-    def close(self) -> None:
+    def close(self, why: str = _CLOSED) -> None:
         """Leave: who still waits for this rank raises PeerLost. Idempotent.
+
+        Args:
+            why: in words, why no operation may begin any more.
 
         What blocking operations have put on the device's streams is waited for, but not for long: this also runs when
         the process ends by an error.
@@ -281,7 +284,7 @@ class Lifecycle:
         with self.lock:
             if self.closed:
                 return
-            self.closed = _CLOSED
+            self.closed = why
             word = self._diagnosis.abroad(self.word())[0] or Reason.LEFT.word(self._rank)
             if self.contract is not None:
                 if self._spread and not Reason.bad(word):

@@ -32,6 +32,7 @@ _NAMED = 4
 _WORDS = {
     Why.ABSENT: "which {they} {has} not called",
     Why.DIFFERS: "in whose place {they} {has} called something else",
+    Why.BEHIND: "which {they} {has} enqueued behind another collective",
     Why.NO_RECEIVE: "which {they} {does} not receive",
     Why.NO_SEND: "which {they} {does} not send",
     Why.INSIDE: "which {they} {is} in, too",
@@ -183,7 +184,7 @@ class _Judge:
         who, op, waiting = _ranks(ranks), self._words.describe(wait), self._all_in(wait)
         if wait.why is Why.ABSENT:
             text = f"{who} never called {op} that {waiting}"
-        elif wait.why is Why.INSIDE:
+        elif wait.why in (Why.INSIDE, Why.BEHIND):
             text = f"{who} {_be(ranks)} in {op}, too, that {waiting}"
         else:
             does = "receive" if wait.why is Why.NO_RECEIVE else "send"
@@ -209,11 +210,11 @@ class _Judge:
         # Where all but a few ranks have called a collective, those few are told of: they are somewhere else.
         for i, wait in enumerate(cycle):
             other = cycle[(i + 1) % len(cycle)]
-            if wait.why is Why.ABSENT and other.why is not Why.ABSENT:
+            if wait.why is Why.ABSENT and other.why not in (Why.ABSENT, Why.BEHIND):
                 head = f"{_capital(_ranks((other.rank,)))} never called {self._words.describe(wait)} that {self._all_in(wait)}"
                 tail = f"{self._words.tell(other.rank)}, and waits for {self._rest(cycle, i)}"
                 return Verdict(f"{head}: {tail}.", (other.rank,), cycle)
-        collectives = all(wait.why is Why.ABSENT for wait in cycle)
+        collectives = all(wait.why in (Why.ABSENT, Why.BEHIND) for wait in cycle)
         groups = len({wait.record.communicator for wait in cycle})
         head = (
             "call collectives of several communicators in different orders"

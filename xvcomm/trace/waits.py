@@ -40,6 +40,7 @@ class Why(enum.Enum):
 
     ABSENT = "has not called it"
     DIFFERS = "has called something else in its place"
+    BEHIND = "has enqueued it behind another collective"
     NO_RECEIVE = "does not receive"
     NO_SEND = "does not send"
     INSIDE = "is in it, too"
@@ -149,8 +150,18 @@ class Waits:
         differ = tuple(r for r, theirs in same.items() if theirs is not None and not _agree(theirs, record))
         if differ:
             return Wait(rank, record, group, Why.DIFFERS, differ)
+        behind = tuple(r for r, theirs in same.items() if theirs is not None and self._is_behind(r, theirs))
+        if behind and not self._is_behind(rank, record):
+            return Wait(rank, record, group, Why.BEHIND, behind)
         inside = tuple(r for r, theirs in same.items() if theirs is not None and theirs in self._in_progress(r))
         return Wait(rank, record, group, Why.INSIDE, inside)
+
+    def _is_behind(self, rank: int, record: Record) -> bool:
+        """Whether a GPU has an older collective under way, so that it has not begun this one if both are on one stream."""
+        if self.snapshot.infos[rank].device == "host":
+            return False
+        older = [other for other in self._pending[rank] if other.peer == NO_PEER]
+        return record in older and older[0] is not record
 
     def _in_progress(self, rank: int) -> Sequence[Record]:
         """What a rank is in, or was in when it ended."""

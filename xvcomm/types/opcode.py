@@ -22,6 +22,7 @@ class OpCode(enum.IntEnum):
     SPLIT = 12
     INIT = 13
     PROBE = 14
+    SHRINK = 15
 
     __hash__ = int.__hash__  # Enum.__hash__ is a Python function, too slow for the keys of lookups per operation
 

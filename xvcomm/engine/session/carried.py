@@ -7,8 +7,10 @@ found in their order: the newest record of a direction belongs to the ring's new
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from xvcomm.engine.session.supervised import Supervised
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.trace.format import Record, Share
 from xvcomm.trace.operation import NO_PEER
@@ -51,6 +53,18 @@ def carried(ends: Sequence[RingEnd], records: Sequence[Record], *, in_order: boo
                 if said.get(number) == Message(OpCode.SEND, record.dtype, record.nbytes, record.tag):
                     _add(found[record], end, bytes_of.get(number, {}))
     return {record: _shares(nbytes) for record, nbytes in found.items() if nbytes}
+
+
+def with_ways(records: Sequence[Record], contexts: Iterable[Supervised]) -> list[Record]:
+    """Records with the ways and the shares of those whose communicators are open."""
+    of = {context.ident: context for context in contexts}
+    shares = {ident: context.carried([r for r in records if r.communicator == ident]) for ident, context in of.items()}
+    return [
+        replace(r, way=of[r.communicator].way(r.peer), shares=shares[r.communicator].get(r, ()))
+        if r.communicator in of
+        else r
+        for r in records
+    ]
 
 
 def _add(counted: _Bytes, end: RingEnd, parts: dict[str, int]) -> None:

@@ -116,7 +116,9 @@ class Diagnosis:
             )
         left = reason is Reason.LEFT or self._session.journal.left(self._ranks[about])
         text = f"{what}: {self.name(about)} {'left' if left else 'was lost'}; {self._last_words(about)}"
-        return PeerLost(f"{text}; close the communicator, and restart the job", peer=about, **known)
+        return PeerLost(
+            f"{text}; go on without it by shrink(), or close the communicator and restart the job", peer=about, **known
+        )
 
     def passed_on(self, error: PeerLost | Aborted) -> int:
         """The abort word for an error that names another rank, as a rank of the whole job."""

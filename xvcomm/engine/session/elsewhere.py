@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import msgspec
 
@@ -57,6 +58,12 @@ class _Notice(msgspec.Struct, frozen=True, array_like=True):
     news: tuple[Stop | Departure, ...] = ()
 
 
+class _End(NamedTuple):
+    """Nothing is posted any more; `leaves`: because this rank leaves."""
+
+    leaves: bool
+
+
 _decode_notice = msgspec.msgpack.Decoder(_Notice).decode
 
 
@@ -64,13 +71,14 @@ class Elsewhere:
     """Follows the store's notices in a daemon thread, and posts this rank's in another one.
 
     A store that does not notice the end of a process, for instance a folder, tells nothing. One whose host does not answer tells
-    nothing either: then a rank of another host is tried, the first one, which usually serves the store.
+    nothing either: then a rank of another host is tried, if possible the one that serves the store.
 
     Args:
         store: of the job.
-        rank, size: of this process in the whole job, as all ranks here; of the job.
+        rank: of this process in the whole job, as all ranks here.
         neighbours: the ranks of this host, which learn of each other in shared memory.
-        served_by_first: whether the store ends with rank 0.
+        server: the rank with which the store ends, if it does.
+        tried: the rank of another host that is tried.
         timeout: seconds without a sign of a host after which it is lost.
         transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
         lost: called for a rank of another host that has died, with the reason.
@@ -81,18 +89,17 @@ class Elsewhere:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, neighbours: Collection[int], served_by_first: bool, timeout: float,
+        self, store: Store, rank: int, neighbours: Collection[int], server: int | None, tried: int, timeout: float,
         transport: Callable[[int], Transport], lost: Callable[[int, str], None],
         told: Callable[[int, Stop | Departure], None],
     ) -> None:  # fmt: skip
-        self._store, self._rank, self._neighbours, self._served_by_first = store, rank, neighbours, served_by_first
+        self._store, self._rank, self._neighbours, self._server, self._tried = store, rank, neighbours, server, tried
         self._transport, self._lost, self._told, self._over = transport, lost, told, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
-        self._first = next(r for r in range(size) if r not in neighbours)
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
         self._notices = store.notices("deaths", died, silent, self._patience)
         self.tells = self._notices is not None
-        self._outbox: SimpleQueue[Stop | Departure | None] = SimpleQueue()  # None: this rank leaves
+        self._outbox: SimpleQueue[Stop | Departure | _End] = SimpleQueue()
         self._threads: list[Daemon] = []
         if self._notices is not None:
             for name, work in (("xvcomm-elsewhere", self._follow), ("xvcomm-announcer", self._announce)):
@@ -108,32 +115,36 @@ class Elsewhere:
         silence = self._notices.silence() if self._notices is not None else 0.0
         doubts = silence > self._patience
         if doubts and not self._doubts:
-            self._transport(self._first).doubt(self._first, silence)
+            self._transport(self._tried).doubt(self._tried, silence)
         self._doubts = doubts
 
     def note_lost(self, rank: int) -> None:
         """A rank cannot be reached: if the store cannot either, what waits for its answers ends."""
-        if self._doubts and rank == self._first:
+        if self._doubts and rank == self._tried:
             self._store.give_up()
 
     def _announce(self, notices: Notices) -> None:
         with contextlib.suppress(XvcommError):
-            self._transport(self._first).meet(self._first)
-        left = False
-        while not left:
-            found = self._gathered()
-            left = found[-1] is None
-            notice = _Notice(self._rank, left=left, news=tuple(news for news in found if news is not None))
-            with contextlib.suppress(XvcommError):
-                notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
+            self._transport(self._tried).meet(self._tried)
+        end: _End | None = None
+        while end is None:
+            news, end = self._gathered()
+            if news or (end is not None and end.leaves):
+                notice = _Notice(self._rank, left=end is not None and end.leaves, news=tuple(news))
+                with contextlib.suppress(XvcommError):
+                    notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
 
-    def _gathered(self) -> list[Stop | Departure | None]:
+    def _gathered(self) -> tuple[list[Stop | Departure], _End | None]:
         """All that is to be posted, at least one: a slow store gets few notices, and a rank that leaves waits for two at most."""
-        found = [self._outbox.get()]
-        with contextlib.suppress(Empty):
-            while found[-1] is not None:
-                found.append(self._outbox.get_nowait())
-        return found
+        news: list[Stop | Departure] = []
+        item = self._outbox.get()
+        while not isinstance(item, _End):
+            news.append(item)
+            try:
+                item = self._outbox.get_nowait()
+            except Empty:
+                return news, None
+        return news, item
 
     def _follow(self, notices: Notices) -> None:
         store_ends = False
@@ -141,10 +152,10 @@ class Elsewhere:
             try:
                 notice = _decode_notice(notices.next())
             except XvcommError as error:
-                if isinstance(error, StoreError) and self._served_by_first and not (store_ends or self._over):
-                    self._lose(0)
+                if isinstance(error, StoreError) and self._server is not None and not (store_ends or self._over):
+                    self._lose(self._server)
                 return
-            store_ends = store_ends or (notice.left and notice.rank == 0)
+            store_ends = store_ends or (notice.left and notice.rank == self._server)
             if notice.rank in self._neighbours:
                 continue
             for news in notice.news:
@@ -168,8 +179,22 @@ class Elsewhere:
         if self._over or self._notices is None:
             return
         self._over = True
-        follower, announcer = self._threads
-        self._outbox.put(None)
+        self._outbox.put(_End(leaves=True))
         self._notices.leave()  # beside the post: a store that is stopped delays both
-        announcer.join()
-        follower.join()
+        self.join()
+
+    def abandon(self, *, served: bool) -> None:
+        """Follow the store no more, because this rank moves to another one: it does not leave. `join` once the store is closed.
+
+        Args:
+            served: whether the store may still answer, so that others learn nothing wrong when it is closed.
+        """
+        self._over = True
+        self._outbox.put(_End(leaves=False))
+        if served and self._notices is not None:
+            self._notices.leave()
+
+    def join(self) -> None:
+        """Wait for the end of the threads."""
+        for thread in reversed(self._threads):
+            thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 
 from xvcomm.abc.backend import Backend
 from xvcomm.abc.device import Device
@@ -46,3 +47,16 @@ def describe(config: Config, device: Device, rank: int, host: str) -> RankInfo:
         rank=rank, host=host, hostname=config.host or socket.gethostname(), pid=os.getpid(), device=able.kind,
         island=config.island or able.island, rehearsal=bool(config.island or config.host),
     )  # fmt: skip
+
+
+def collective_label(infos: Sequence[RankInfo], rank: int) -> str:
+    """The island label of a rank, made distinct if ranks with equal labels cannot join natively.
+
+    Args:
+        infos: of all ranks of the job.
+    """
+    info = infos[rank]
+    hosts = list(dict.fromkeys(i.host for i in infos))
+    if info.device == "host" and len(hosts) > 1:
+        return f"{info.island}@{hosts.index(info.host)}"
+    return info.island

@@ -12,6 +12,7 @@ import msgspec
 
 from xvcomm.config import Config
 from xvcomm.engine.session.recorders import Recorders
+from xvcomm.system.notice import notice
 from xvcomm.system.requests import Requests
 from xvcomm.trace.format import Record
 from xvcomm.trace.live import SNAPSHOT
@@ -102,6 +103,8 @@ class Explaining:
         whole = self._recorders.whole(rank)
         state = msgspec.structs.replace(whole.ranks[rank], ending=ending)
         folder = Path(self._config.trace_dir)
-        with contextlib.suppress(OSError):  # the disk is full: that must not make an end worse
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             msgspec.structs.replace(whole, ranks={rank: state}).save(folder / f"{self._job}-rank-{rank}{SUFFIX}")
+        except OSError as error:  # that must not make an end worse
+            notice(f"cannot write what rank {rank} did to {folder} (XVCOMM_TRACE_DIR): {error.strerror}")

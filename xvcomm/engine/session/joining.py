@@ -15,6 +15,18 @@ from xvcomm.memory.segment import unusable
 from xvcomm.types.topology import RankInfo
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a process can serve a successor of the job's store.
+
+    Attributes:
+        address: see `Standby`; empty if it cannot.
+        local: whether only ranks of its host reach it.
+    """
+
+    address: str = ""
+    local: bool = True
+
+
 class Joining(msgspec.Struct, frozen=True):
     """What a rank publishes when it joins.
 
@@ -25,6 +37,7 @@ class Joining(msgspec.Struct, frozen=True):
         byte: byte that its process has locked; see `Presence`.
         memory: which devices its device has peer access to.
         serves: whether the job's store ends with its process.
+        successor: where its process can serve a successor of the store.
     """
 
     info: RankInfo
@@ -34,6 +47,7 @@ class Joining(msgspec.Struct, frozen=True):
     byte: int
     memory: PeerMemory | None
     serves: bool
+    successor: Place
 
 
 decode = msgspec.msgpack.Decoder(Joining).decode

@@ -9,17 +9,19 @@ import secrets
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import SupportsPeerMemory
-from xvcomm.abc.store import NotSet, PrefixStore, Store
+from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.abc.transport import Membership
 from xvcomm.config import Config
 from xvcomm.engine.session import equipment, joining, plugins
+from xvcomm.engine.session.attaching import attach
+from xvcomm.engine.session.carried import with_ways
 from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
 from xvcomm.engine.session.explaining import Explaining
 from xvcomm.engine.session.joining import Joining, host_identity
@@ -29,19 +31,15 @@ from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.reach import Reach
 from xvcomm.engine.session.recorders import Recorders
 from xvcomm.engine.session.rings import Member
+from xvcomm.engine.session.succession import Succession, spare_ports
 from xvcomm.engine.session.supervised import Supervised
 from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
-from xvcomm.errors import (
-    Aborted,
-    DeadlineExceeded,
-    PeerLost,
-    ResourceError,
-    XvcommError,
-)
+from xvcomm.errors import PeerLost, XvcommError
 from xvcomm.memory.ring import Reason
 from xvcomm.memory.segment import Segment, sweep
-from xvcomm.rendezvous.store.guarded import GuardedStore
+from xvcomm.rendezvous.store.guarded import GuardedStore, cause
 from xvcomm.rendezvous.store.join import join_barrier, refuse
+from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.system import forking, limits
 from xvcomm.system.stacks import StackFile
 from xvcomm.trace import journal
@@ -50,7 +48,6 @@ from xvcomm.trace.journal import Roster
 from xvcomm.trace.snapshot import Group
 from xvcomm.types.deadline import Deadline
 
-_LOOK_SECONDS = 0.1
 _NEWS = 256
 """How many aborts and departures on other hosts are kept, of communicators that this rank may not have made yet."""
 
@@ -63,6 +60,8 @@ class Session:
         journal: the flight recorders of this host's ranks.
         recorders: those of all ranks.
         explaining: says why the job hangs.
+        store: of the job, whichever process serves it.
+        succession: finds it again if that process ends.
         peer_rings: exports and imports of GPU memory for rings.
         neighbours: the ranks of this host, including this one.
     """
@@ -77,22 +76,30 @@ class Session:
             BackendUnavailable: this rank's device does not work; with the remedy.
             PeerLost, Aborted: another rank died or failed meanwhile; gives the reason.
         """
-        self.store, self.rank, self.size, self.config = store, rank, size, config
+        self.store, self.rank, self.size, self.config = MovingStore(store, on_close), rank, size, config
         self._contexts: set[Supervised] = set()
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
         self._lost: dict[int, str] = {}
         self._seen_left: set[int] = set()
         self._elsewhere: Elsewhere | None = None
+        self._told = b""  # generation of the store in which this rank has published what others need
         self._news: deque[tuple[int, Stop | Departure]] = deque(maxlen=_NEWS)
         self.journal = Journal()
         self._closed = False
         self._cleanup = contextlib.ExitStack()
-        self._cleanup.callback(on_close)
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
-        mine = self._introduce(PrefixStore("join", store))
-        everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
+        self.succession = Succession(self.store, rank, spare_ports(config) if size > 1 else (), self.gone)
+        self._cleanup.callback(self.succession.close)
+        self._cleanup.callback(self.store.close)
+        try:
+            mine = self._introduce(PrefixStore("join", store))
+            everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
+        except BaseException:
+            self.succession.close()
+            raise
         self._joined = [joining.decode(data) for data in everybody]
         self.infos = tuple(j.info for j in self._joined)
+        self.succession.open([j.successor for j in self._joined], self._joined[0].serves)
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
         self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
@@ -122,7 +129,7 @@ class Session:
         memory = self.device.peer_memory() if isinstance(self.device, SupportsPeerMemory) else None
         return Joining(
             equipment.describe(config, self.device, self.rank, host), [t.capabilities() for t in self.transports], self.job,
-            os.readlink("/proc/self/ns/pid"), self._presence.byte, memory, self.store.served_here,
+            os.readlink("/proc/self/ns/pid"), self._presence.byte, memory, self.store.served_here, self.succession.place,
         )  # fmt: skip
 
     def _start(self, mine: Joining, deadline: Deadline) -> None:
@@ -134,14 +141,14 @@ class Session:
         try:
             with self.telling(following), limits.told("join the job"):
                 self._join_transports()
-                if len(self.neighbours) < self.size:
-                    self._elsewhere = Elsewhere(
-                        self.store, self.rank, self.size, self.neighbours, self._joined[0].serves,
-                        self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self._on_news,
-                    )  # fmt: skip
-                    leaving.callback(self._elsewhere.close)
-                others = [j for j in self._joined if j.info.rank in self.neighbours and j.info.rank != self.rank]
-                watchdog = Watchdog([self._watched(j, mine) for j in others], self._presence, self._on_exit, self._look)
+                self._listen_elsewhere()
+                leaving.callback(self._leave_elsewhere)
+                watched = [
+                    WatchedProcess(j.info.rank, j.info.pid if j.processes == mine.processes else None, j.byte)
+                    for j in self._joined
+                    if j.info.rank in self.neighbours and j.info.rank != self.rank
+                ]
+                watchdog = Watchdog(watched, self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
                     failing.callback(watchdog.close)
                     self._open_journal(self._place, deadline)
@@ -151,12 +158,42 @@ class Session:
                     self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
                     self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
-                        self._cleanup.callback(Rounds("xvcomm-device", self._look_at_device).close)
+                        look = partial(self._watch_over, lambda context: context.tracker.look())
+                        self._cleanup.callback(Rounds("xvcomm-device", look).close)
                     failing.pop_all()
         except BaseException as error:
             self.give_up(error)
             raise
         self._cleanup.callback(self.peer_rings.linger)
+
+    def _listen_elsewhere(self) -> None:
+        """Follow what the store tells of other hosts, as far as any of their ranks are left."""
+        others = [r for r in range(self.size) if r not in self.neighbours and not self.gone(r)]
+        server = self.succession.server
+        self._elsewhere = None if not others else Elsewhere(
+            self.store, self.rank, self.neighbours, server, server if server in others else others[0],
+            self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self._on_news,
+        )  # fmt: skip
+
+    def follow_store(self, deadline: Deadline) -> None:
+        """Use the successor of the job's store, if the process that served it has ended; see `Succession.follow`."""
+        before = self._elsewhere
+        self.succession.follow(deadline, self._abandon_elsewhere)
+        if self._told != self.succession.generation:
+            if before is not None:
+                before.join()
+            for transport in self.transports:
+                transport.announce()
+            self._listen_elsewhere()
+            self._told = self.succession.generation
+
+    def _abandon_elsewhere(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.abandon(served=self.journal.left(self.succession.suspect))
+
+    def _leave_elsewhere(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     def _join_transports(self) -> None:
         """Let the transports begin that this rank needs for any other."""
@@ -169,15 +206,10 @@ class Session:
             if transport.capabilities().scheme in needed:
                 transport.join(membership)
 
-    @staticmethod
-    def _watched(other: Joining, mine: Joining) -> WatchedProcess:
-        pid = other.info.pid if other.processes == mine.processes else None
-        return WatchedProcess(other.info.rank, pid, other.byte)
-
     def give_up(self, error: BaseException) -> None:
         """Leave a job whose start failed, and remove the shared memory that no rank will map any more."""
         with contextlib.suppress(XvcommError):  # before the names are removed, so that the others report this error
-            self._place.fail(self._cause(error))
+            self._place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
         for rank in self.neighbours:
             if rank == self.rank or rank in self._lost:
                 self.sweep(rank)
@@ -187,7 +219,7 @@ class Session:
         """Open the host's flight recorders, in one segment of shared memory created by its lowest rank."""
         first = self.neighbours[0]
         if self.rank != first:
-            segment = self.attach(place, "name", first, deadline)
+            segment = attach(self, place, "name", first, deadline)
         else:
             roster = Roster(self._joined[0].job, self.infos, self.neighbours, self.config.trace_records)
             segment = Segment.create(self.config.shm_dir, self.job, journal.size(roster))
@@ -204,51 +236,26 @@ class Session:
         self.journal.open(segment, self.rank, stacks)
         self._cleanup.callback(self.journal.close)
 
-    def attach(self, place: GuardedStore, key: str, maker: int, deadline: Deadline) -> Segment:
-        """Map a segment whose name another rank publishes in the store.
-
-        Raises:
-            PeerLost, Aborted: that rank is gone, and the segment's name with it.
-            DeadlineExceeded: it did not create the segment in time.
-            ResourceError: the segment cannot be mapped for another reason.
-        """
-        where = f"rank {maker} on {self.infos[maker].hostname}"
-        while True:
-            left = self.journal.left(maker)  # first, because the rank may publish the name just before it leaves
-            try:
-                name = place.get(key, Deadline.after(deadline.sooner(_LOOK_SECONDS))).decode()
-                break
-            except DeadlineExceeded as error:
-                if not isinstance(error, NotSet):  # the store itself did not answer, for the moment
-                    if deadline.expired():
-                        raise
-                    continue
-                words = self.last_words(maker)
-                if left:
-                    text = f"{where} left before it created its shared memory; {words}"
-                    raise PeerLost(text, rank=self.rank, peer=maker) from error
-                if deadline.expired():
-                    text = f"{where} did not create its shared memory in time; it is stopped or very slow; {words}"
-                    raise DeadlineExceeded(text, rank=self.rank, peer=maker) from error
-        try:
-            return Segment.attach(self.config.shm_dir, name)
-        except ResourceError:
-            place.settle()
-            raise
-
     def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:
         """A part of the job's store in which waits end when `check` raises, or the rank that serves the store dies."""
         return GuardedStore(prefix, self.store, check, self._check_server)
 
+    def check_store(self) -> None:
+        """Raise PeerLost if ranks that shrink a communicator move to another store."""
+        if self.succession.due():
+            self._check_server()
+
     def _check_server(self) -> None:
-        """Raise PeerLost if rank 0 is gone, which usually serves the store; called when the store cannot be reached."""
-        if self.gone(0):
-            raise PeerLost(f"{self.server_lost()}; restart the job", rank=self.rank, peer=0)
+        """Raise PeerLost if the rank is gone that serves the store; called when the store cannot be reached."""
+        if self.gone(self.succession.suspect):
+            text = f"{self.server_lost()}; go on without it by shrink(), or restart the job"
+            raise PeerLost(text, rank=self.rank, peer=self.succession.suspect)
 
     def server_lost(self) -> str:
-        """Error text for the loss of rank 0 as the server of the store."""
-        where, words, how = self.infos[0].hostname, self.last_words(0), "left" if self.journal.left(0) else "was lost"
-        return f"rank 0 of the job on {where}, which served the job's store, {how}; {words}"
+        """Error text for the loss of the rank that serves the store."""
+        rank = self.succession.suspect
+        where, how = self.infos[rank].hostname, "left" if self.journal.left(rank) else "was lost"
+        return f"rank {rank} of the job on {where}, which served the job's store, {how}; {self.last_words(rank)}"
 
     @contextlib.contextmanager
     def telling(self, place: GuardedStore) -> Iterator[None]:
@@ -257,34 +264,21 @@ class Session:
             yield
         except BaseException as error:
             with contextlib.suppress(XvcommError):
-                place.fail(self._cause(error))
+                place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
             raise
-
-    def _cause(self, error: BaseException) -> XvcommError:
-        """The error that other ranks raise for an error on this rank: the same one if another rank caused it."""
-        if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, self.rank):
-            return error
-        where = self.infos[self.rank].hostname
-        return Aborted(f"rank {self.rank} on {where} failed: {type(error).__name__}: {error}", peer=self.rank)
 
     def _check_neighbours(self) -> None:
         with self._lock:
             for rank in self._lost:
-                where = self.infos[rank].hostname
-                raise PeerLost(f"rank {rank} on {where} died while it joined", rank=self.rank, peer=rank)
-
-    def collective_label(self, rank: int) -> str:
-        """The island label of a rank, made distinct if ranks with equal labels cannot join natively."""
-        info = self.infos[rank]
-        hosts = list(dict.fromkeys(i.host for i in self.infos))
-        if info.device == "host" and len(hosts) > 1:
-            return f"{info.island}@{hosts.index(info.host)}"
-        return info.island
+                text = f"rank {rank} on {self.infos[rank].hostname} died while it joined"
+                raise PeerLost(text, rank=self.rank, peer=rank)
 
     def member(self, rank: int) -> Member:
         """The properties of a rank that determine its rings."""
         joined = self._joined[rank]
-        return Member(rank, joined.offers, joined.info.device, self.collective_label(rank), joined.memory)
+        return Member(
+            rank, joined.offers, joined.info.device, equipment.collective_label(self.infos, rank), joined.memory
+        )
 
     def add(self, context: Supervised) -> None:
         """Watch a communicator from now on, and close it with the session."""
@@ -306,15 +300,7 @@ class Session:
 
     def history(self) -> list[Record]:
         """The flight recorder's records; those of open communicators tell their way, and what connections have carried."""
-        of = {context.ident: context for context in self._open_contexts()}
-        kept = self.journal.recorder.history()
-        shares = {ident: context.carried([r for r in kept if r.communicator == ident]) for ident, context in of.items()}
-        return [
-            replace(r, way=of[r.communicator].way(r.peer), shares=shares[r.communicator].get(r, ()))
-            if r.communicator in of
-            else r
-            for r in kept
-        ]
+        return with_ways(self.journal.recorder.history(), self._open_contexts())
 
     def _open_contexts(self) -> list[Supervised]:
         with self._lock:
@@ -370,6 +356,7 @@ class Session:
         self._watch_over(lambda context: context.lifecycle.lose(rank))
 
     def _look(self) -> None:
+        self.succession.look()
         for rank in self.neighbours:
             # A rank that left before it had mapped the communicator's contract check could not publish its leaving there.
             if rank != self.rank and rank not in self._seen_left and self.journal.left(rank):
@@ -380,9 +367,6 @@ class Session:
             self._elsewhere.look()
         self.explaining.look()
         self._watch_over(lambda context: context.look())
-
-    def _look_at_device(self) -> None:
-        self._watch_over(lambda context: context.tracker.look())
 
     def _watch_over(self, look: Callable[[Supervised], None]) -> None:
         """Call `look` for every communicator; abort the one for which it fails, or nobody would learn of its failures."""
@@ -428,6 +412,18 @@ class Session:
             r for r in reversed(self.history()) if found is not None and r.posted == found.posted and r.op == found.op
         )
         return "; ".join(str(share) for share in next((r.shares for r in same), ()))
+
+    def doubt(self, ranks: Sequence[int]) -> None:
+        """Find out which ranks of other hosts are lost, though the store does not tell: what one tells of deaths ends with it."""
+        elsewhere = [rank for rank in ranks if rank not in self.neighbours]
+        ended = self.succession.ended(elsewhere) if self.succession.generation else ()
+        stricken = {self.infos[rank].host for rank in self._lost}
+        for rank in elsewhere:
+            if rank in ended:
+                self._lose_elsewhere(rank, "nothing listens any more where it did")
+            else:  # the silence of a whole host has been waited for already
+                silence = self.config.peer_timeout if self.infos[rank].host in stricken else 0.0
+                self._reach.transport(rank).doubt(rank, silence)
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""

@@ -89,6 +89,14 @@ class FileStore(PollingStore):
             self._write(key, b"%d" % total)
         return total
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        with self._reported(f"decide {key!r} in"), (self._folder / folder.LOCK).open("ab") as lock:
+            folder.hold(self._folder, lock.fileno(), deadline)
+            found = self.look(key)
+            if found is None:
+                self._write(key, value)
+        return value if found is None else found
+
     def close(self) -> None:
         """Deregister this rank; the last of `ranks` removes the folder."""
         ranks, self._ranks = self._ranks, None

@@ -67,13 +67,18 @@ class GuardedStore(PrefixStore):
 
         The reported error comes first, because the rank that reported it may have left or died since.
         """
+        failure = self.failure(Deadline.after(0))
+        if failure is not None:
+            raise failure
+        self._check()
+
+    def failure(self, deadline: Deadline) -> XvcommError | None:
+        """The error that a rank reported by `fail`, if one did."""
         try:
-            found = super().get(_FAILURE, Deadline.after(0))
+            found = _decode_failure(super().get(_FAILURE, Deadline.after(deadline.sooner(0))))
         except DeadlineExceeded:
-            self._check()
-            return
-        failure = _decode_failure(found)
-        raise _KINDS[failure.kind](failure.text, peer=failure.peer)
+            return None
+        return _KINDS[found.kind](found.text, peer=found.peer)
 
     def settle(self) -> None:
         """See `Store.settle`. Calls `check` repeatedly for a while, because it may learn of a failure a moment later."""
@@ -89,6 +94,10 @@ class GuardedStore(PrefixStore):
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """See `Store.add`; also raises what the functions `check` and `unreachable` raise if the store cannot be reached."""
         return self._reach(partial(super().add, key, amount, deadline))
+
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        """See `Store.decide`; also raises what the functions `check` and `unreachable` raise if the store cannot be reached."""
+        return self._reach(partial(super().decide, key, value, deadline))
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         """See `Store.get`; also raises what `check` raises."""
@@ -167,3 +176,10 @@ class GuardedStore(PrefixStore):
                 self._unreachable()
                 time.sleep(_PAUSE_SECONDS)
             raise
+
+
+def cause(error: BaseException, rank: int, hostname: str) -> XvcommError:
+    """The error for `GuardedStore.fail` when a rank fails by an error: the same one if another rank caused it."""
+    if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, rank):
+        return error
+    return Aborted(f"rank {rank} on {hostname} failed: {type(error).__name__}: {error}", peer=rank)

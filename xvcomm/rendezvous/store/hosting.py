@@ -10,13 +10,11 @@ import psutil
 
 from xvcomm.abc.store import Store
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
-from xvcomm.rendezvous.store.server import TcpServer
+from xvcomm.rendezvous.store.server import CLOSE_GRACE, TcpServer
 from xvcomm.rendezvous.store.tcp import TcpStore
 from xvcomm.system import limits
 from xvcomm.types.deadline import Deadline
 
-CLOSE_GRACE = 10.0
-"""Seconds for which a closing rank 0 continues to serve ranks that have not closed."""
 _RIVAL_SECONDS = 2.0
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 

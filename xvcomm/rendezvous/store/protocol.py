@@ -87,6 +87,13 @@ class Add(Message, frozen=True):
     amount: int
 
 
+class Decide(Message, frozen=True):
+    """Client: see `Store.decide`."""
+
+    key: str
+    value: bytes
+
+
 class Will(Message, frozen=True):
     """Client: once this connection is closed, add 1 to `key` and set `key/SUM` to `value`, unless `unless` is set.
 
@@ -128,7 +135,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Request = Set | Get | Wait | Add | Will
+Request = Set | Get | Wait | Add | Decide | Will
 Reply = Done | Value | Total | Missing | Failed
 
 

@@ -14,6 +14,8 @@ from xvcomm.system import forking, heartbeat, limits, processes
 from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 
+CLOSE_GRACE = 10.0
+"""Seconds for which a process that closes continues to serve ranks that have not closed."""
 _LOOP_FILES, _FIRST_CLIENT_FILES = 3, 2
 """File descriptors that an event loop opens, and that a client in this process adds: both ends of its connection."""
 _ACCEPT_PAUSE = 0.1
@@ -33,7 +35,15 @@ class TcpServer:
         address: `tcp://host:port`, as in `XVCOMM_STORE`.
     """
 
-    def __init__(self, host: str, port: int, secret: str, *, epoch: int | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        *,
+        epoch: int | None = None,
+        listeners: list[socket.socket] | None = None,
+    ) -> None:
         """Bind the port and start to serve.
 
         Args:
@@ -42,6 +52,7 @@ class TcpServer:
             port: 0 for any free port.
             epoch: serve only clients with this number; None serves all. Ranks that meet repeatedly at a fixed address count up,
                 so that they do not join a server that is about to close.
+            listeners: sockets that listen at `host` already; `port` is not read then.
 
         Raises:
             StoreError: the port is in use or not permitted.
@@ -49,7 +60,7 @@ class TcpServer:
             ResourceError: too many files are open.
         """
         protocol.need_secret(secret)
-        listeners = listen(host, port)
+        listeners = listeners or listen(host, port)
         self.host = host
         self.port: int = listeners[0].getsockname()[1]
         self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
@@ -342,6 +353,10 @@ class _Connection(asyncio.Protocol):
                 self._send(protocol.Done())
             case protocol.Add(key, amount):
                 self._send(self._clients.add(key, amount))
+            case protocol.Decide(key, value):
+                if key not in self._clients.values:
+                    self._clients.put(key, value)
+                self._send(protocol.Value(self._clients.values[key]))
             case protocol.Get(key, seconds):
                 self._park([key], key, seconds)
             case protocol.Wait(keys, seconds):

@@ -7,13 +7,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from xvcomm.abc.store import ANSWER_SECONDS, Notices, NotSet, Store
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
 from xvcomm.rendezvous.store import protocol
 from xvcomm.rendezvous.store.server import TcpServer
+from xvcomm.rendezvous.store.standby import TcpStandby, ended, place
 from xvcomm.system import forking, heartbeat, limits, processes
 from xvcomm.types.deadline import NEVER, Deadline
 
@@ -44,6 +45,7 @@ class TcpStore(Store):
         *,
         epoch: int = 0,
         on_close: Callable[[], None] | None = None,
+        patient: bool = True,
     ) -> None:
         """Connect, retrying until the deadline, because the server may start later.
 
@@ -52,6 +54,7 @@ class TcpStore(Store):
             deadline: for the first connection.
             epoch: see `TcpServer`.
             on_close: called once, after this store has closed its connections.
+            patient: whether to retry where nothing listens.
 
         Raises:
             StoreError: no server answers, or it is not a store of this version.
@@ -62,7 +65,7 @@ class TcpStore(Store):
         self._lock = threading.Lock()
         self._closed = self._given_up = False
         self._links: set[_Link] = set()
-        self._idle: list[_Link] = [self._connect(deadline, patient=True)]
+        self._idle: list[_Link] = [self._connect(deadline, patient=patient)]
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         self._call(protocol.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
@@ -83,6 +86,12 @@ class TcpStore(Store):
         assert isinstance(reply, protocol.Total)
         return reply.total
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        until = Deadline.after(deadline.sooner(ANSWER_SECONDS))
+        reply = self._call(protocol.Decide(key, value), until, f"decide {key!r}")
+        assert isinstance(reply, protocol.Value)
+        return reply.value
+
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
         """See `Store.notices`; uses a connection of its own."""
         deadline = Deadline.after(ANSWER_SECONDS)
@@ -95,6 +104,9 @@ class TcpStore(Store):
         self._ask(link, protocol.encode(request), deadline, "leave a will")
         return following
 
+    def ended(self, addresses: Collection[str]) -> list[str]:
+        return ended(addresses)
+
     def give_up(self) -> None:
         with self._lock:
             self._given_up = True
@@ -105,6 +117,21 @@ class TcpStore(Store):
     @property
     def served_here(self) -> bool:
         return self._on_close is not None
+
+    def standby(self, ports: Sequence[int]) -> TcpStandby | None:
+        link = self._take(Deadline.after(ANSWER_SECONDS), "prepare a successor")
+        host = link.local
+        self._give_back(link)
+        return TcpStandby.open(host, ports, self._secret)
+
+    def successor(self, address: str, deadline: Deadline) -> TcpStore:
+        host, port = place(address)
+        try:
+            return TcpStore(host, port, self._secret, deadline, patient=False)
+        except StoreError as error:
+            if deadline.expired():
+                raise DeadlineExceeded(f"no store is served yet at {host}:{port}") from error
+            raise
 
     def close(self) -> None:
         """Close all connections; calls in progress in other threads raise StoreError."""
@@ -274,6 +301,11 @@ class _Link:
         forking.register(self)
         self._seals: tuple[protocol.Seal, protocol.Seal] | None = None
         self._listens = False
+
+    @property
+    def local(self) -> str:
+        """This host's address of the connection."""
+        return str(self._sock.getsockname()[0])
 
     def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
         """Authenticate all further messages; called once both sides have proved the secret."""

@@ -115,6 +115,12 @@ class TorchStore(_LibraryStore):
         with _reported(self):
             return int(self._ask(partial(self._store.add, key, amount), f"add to {key!r}", deadline))
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        if not value or not hasattr(self._store, "compare_set"):
+            return super().decide(key, value, deadline)
+        with _reported(self):  # an empty text stands for a key that is not set
+            return bytes(self._ask(partial(self._store.compare_set, key, "", value), f"decide {key!r}", deadline))
+
 
 class JaxStore(_LibraryStore):
     """The key-value service of `jax.distributed`.
@@ -153,6 +159,12 @@ class JaxStore(_LibraryStore):
                 )
             return self._add_locked(key, amount, deadline)
 
+    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
+        with _reported(self):
+            if self._create(key, value, deadline):
+                return value
+            return self.get(key, deadline)
+
     def _add_locked(self, key: str, amount: int, deadline: Deadline) -> int:
         """Add under a lock. Before jaxlib 0.8 the service cannot add, but only one of several ranks can create a key."""
         lock = f"{key}/lock"
@@ -168,12 +180,16 @@ class JaxStore(_LibraryStore):
         return total
 
     def _claim(self, key: str, deadline: Deadline) -> bool | None:
+        return self._create(key, b"", deadline) or None
+
+    def _create(self, key: str, value: bytes, deadline: Deadline) -> bool:
+        """Set a key unless it is set; whether this call did."""
         try:
-            claim = partial(self._client.key_value_set_bytes, key, b"", allow_overwrite=False)
-            self._ask(claim, f"set {key!r}", deadline)
+            create = partial(self._client.key_value_set_bytes, key, value, allow_overwrite=False)
+            self._ask(create, f"set {key!r}", deadline)
         except RuntimeError as error:
             if "ALREADY_EXISTS" in str(error):
-                return None
+                return False
             raise
         return True
 

@@ -1,0 +1,151 @@
+"""Which process serves the job's store, and which one does when that has ended."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+from xvcomm.config import Config
+from xvcomm.engine.session.joining import Place
+from xvcomm.errors import AuthenticationError, DeadlineExceeded, PeerLost, StoreError
+from xvcomm.rendezvous.store.moving import MovingStore
+from xvcomm.types.deadline import Deadline
+
+_GENERATION = "generation"
+_TRY_SECONDS, _ANSWER_SECONDS = 0.3, 2.0
+
+
+def spare_ports(config: Config) -> Sequence[int]:
+    """The ports that a rank may keep for a successor of the store; none if they may be needed for other hosts' connections."""
+    ports = config.port_range()
+    if not config.ports:
+        return ports
+    needed = config.local_size or len(ports)
+    return ports[needed:] if len(ports) >= 2 * needed else ()
+
+
+class Succession:
+    """Follows the job's store to another process, once the one that serves it has ended.
+
+    Every rank keeps a port on which it can serve a successor, and has told its address to all when the job began. The lowest rank
+    that lives serves: when another one asks for it, or when it needs the store itself. The successor is empty at first.
+
+    Args:
+        store: of the job; everything that uses it keeps this object.
+        rank: of this process.
+        ports: to try for other hosts; none if this rank is not to serve.
+        gone: whether a rank has died or left.
+
+    Attributes:
+        place: where this rank can serve.
+        server: the rank with which the store ends; None if it ends with no rank.
+        generation: differs from store to store, and is equal on all ranks that use the same one.
+    """
+
+    def __init__(self, store: MovingStore, rank: int, ports: Sequence[int], gone: Callable[[int], bool]) -> None:
+        self._store, self._rank, self._gone = store, rank, gone
+        self._standby = store.standby(ports) if ports else None
+        self.place = Place(self._standby.address, self._standby.local) if self._standby is not None else Place()
+        self.server: int | None = None
+        self.generation = b""
+        self._addresses: Sequence[str] = ()
+        self._passed: set[int] = set()
+        self._unreachable = False
+        self._moving = threading.Lock()
+
+    def open(self, places: Sequence[Place], first_serves: bool) -> None:
+        """Learn where each rank can serve a successor.
+
+        Args:
+            places: by rank. Local ones are of use only if all are.
+            first_serves: whether the store ends with rank 0.
+        """
+        usable = all(place.local for place in places)
+        self._addresses = [place.address if usable or not place.local else "" for place in places]
+        self.server = 0 if first_serves else None
+
+    @property
+    def suspect(self) -> int:
+        """The rank that serves the store, as far as this one can tell: usually rank 0."""
+        return 0 if self.server is None else self.server
+
+    def look(self) -> None:
+        """Serve a successor if it is due and another rank waits for it; call it regularly. Never blocks."""
+        if self._standby is not None and self._standby.wanted() and self.due():
+            self._standby.serve()
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of some ranks that have ended or left, as far as can be told by what they kept for a successor."""
+        of = {self._addresses[rank]: rank for rank in ranks if self._addresses[rank]}
+        return sorted(of[address] for address in self._store.ended(of))
+
+    def note_unreachable(self) -> None:
+        """The store cannot be reached."""
+        self._unreachable = True
+
+    def due(self) -> bool:
+        """Whether the store has ended, or will soon."""
+        return self._unreachable or (self.server is not None and self._gone(self.server))
+
+    def follow(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
+        """Use the successor from now on, if the store has ended; blocks until it is served.
+
+        Args:
+            leaving: called before the store so far is closed.
+
+        Raises:
+            PeerLost: no rank can serve it.
+            DeadlineExceeded: names the rank that should.
+        """
+        with self._moving:
+            if self.due() and not self._answers():
+                self._move(deadline, leaving)
+
+    def _answers(self) -> bool:
+        """Whether the store answers nevertheless, and its server has not left."""
+        if self.server is not None and self._gone(self.server):
+            return False
+        try:
+            self._store.wait([], Deadline.after(_TRY_SECONDS))
+        except (StoreError, DeadlineExceeded):
+            return False
+        self._unreachable = False
+        return True
+
+    def _move(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
+        while True:
+            following = next((r for r, address in enumerate(self._addresses) if address and self._lives(r)), None)
+            if following is None:
+                raise PeerLost(
+                    "the process that served the job's store has ended, and no rank that is left can serve another one; "
+                    "restart the job",
+                    rank=self._rank, peer=self.server,
+                )  # fmt: skip
+            if following == self._rank and self._standby is not None:
+                self._standby.serve()
+            try:
+                found = self._store.successor(self._addresses[following], Deadline.after(deadline.sooner(_TRY_SECONDS)))
+                self.generation = found.decide(_GENERATION, secrets.token_bytes(8), Deadline.after(_ANSWER_SECONDS))
+            except (StoreError, AuthenticationError):  # nothing listens there, or nobody is reached: it is passed over
+                self._passed.add(following)
+            except DeadlineExceeded:
+                if deadline.expired():
+                    raise DeadlineExceeded(
+                        f"rank {following} of the job has not served the job's store in time, in place of the process that "
+                        "served it before; it is stopped or very slow",
+                        rank=self._rank, peer=following,
+                    ) from None  # fmt: skip
+            else:
+                leaving()
+                self._store.move(found)
+                self.server, self._unreachable = following, False
+                return
+
+    def _lives(self, rank: int) -> bool:
+        return rank == self._rank or not (rank in self._passed or self._gone(rank))
+
+    def close(self) -> None:
+        """Serve no successor any more; waits a while for those who use it. Idempotent."""
+        if self._standby is not None:
+            self._standby.close()

@@ -1,0 +1,192 @@
+"""Agreement of a communicator's ranks, through the job's store, on those that go on without the ones that are gone."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
+
+from xvcomm.abc.store import NotSet, PrefixStore
+from xvcomm.engine.session.session import Session
+from xvcomm.errors import StoreError
+from xvcomm.types.deadline import Deadline
+
+_LOOK_SECONDS, _PAUSE_SECONDS = 0.1, 0.02
+_DOUBT_SECONDS = 0.3
+"""After this time a rank of another host that has not come is tried: the store may not tell of its end."""
+_DISCORD_SECONDS = 2.0
+"""How long the ranks that have come may take to agree on whether one of them is lost, before some are left out."""
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """The outcome of one round, for all ranks that came. Ranks are numbers of the whole job.
+
+    Attributes:
+        members: the ranks that go on, in the order of the communicator; none if some did not come.
+        late: the ranks that did not come in time.
+        token: differs from round to round.
+        by: the rank that has decided.
+    """
+
+    members: tuple[int, ...]
+    late: tuple[int, ...]
+    token: str
+    by: int
+
+
+_decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
+_decode_ranks = msgspec.msgpack.Decoder(tuple[int, ...]).decode
+
+
+class Survivors:
+    """The agreements of one communicator and of those that it was shrunk to, one after the other.
+
+    In each round every rank says that it has come, and which others are gone as far as it knows. The lowest rank that is left
+    decides as soon as all others that are left have come; if it dies, the next one does. The store keeps the first decision.
+    A rank that dies afterwards is missed when the new communicator is made, and all others come to the next round.
+
+    Attributes:
+        path: of the first communicator.
+    """
+
+    def __init__(self, session: Session, path: str) -> None:
+        self.path = path
+        self._session, self._rounds, self._generation = session, 0, b""
+
+    def agree(self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None]) -> Verdict:
+        """One round; blocks until it is decided, at the latest at the deadline of the rank whose deadline is the first.
+
+        Args:
+            ranks: of the communicator, in its order.
+            departed: those of them that have closed it, as far as this rank knows; without those that have come, afterwards.
+            come: called once the others know that this rank has come.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            PeerLost: the store is lost, and no rank can serve another one.
+            StoreError: the store could not be reached until the deadline.
+        """
+        session = self._session
+        while True:
+            try:
+                session.follow_store(deadline)
+                if self._generation != session.succession.generation:
+                    self._generation, self._rounds = session.succession.generation, 0
+                    departed.clear()  # who has come in another store has closed the communicator, too
+                place = f"shrink/{self.path}/{self._rounds}"
+                verdict = _Round(session, place, ranks, deadline).run(departed, come)
+            except StoreError:
+                if deadline.expired():
+                    raise
+                session.succession.note_unreachable()
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            if verdict is not None:
+                self._rounds += 1
+                return verdict
+
+
+class _Round:
+    """One round of `Survivors`.
+
+    Args:
+        place: prefix of its keys in the store.
+    """
+
+    def __init__(self, session: Session, place: str, ranks: Sequence[int], deadline: Deadline) -> None:
+        self._session, self._place, self._ranks = session, PrefixStore(place, session.store), ranks
+        self._deadline, self._begun = deadline, time.monotonic()
+        self._gone: set[int] = set()
+        self._doubted = False
+
+    def run(self, departed: set[int], come: Callable[[], None]) -> Verdict | None:
+        """The verdict; None if the process has ended that serves the store."""
+        session, place = self._session, self._place
+        departed -= {rank for rank in departed if self._came(rank)}  # who has come has closed the communicator, too
+        self._gone = set(departed)
+        place.set(f"here/{session.rank}", msgspec.msgpack.encode(sorted(self._lost())), self._deadline)
+        come()
+        while not session.succession.due():
+            gone = self._lost()
+            left = [rank for rank in self._ranks if rank not in gone]
+            verdict = self._lead(left) if left[0] == session.rank else self._follow()
+            if verdict is not None:
+                return verdict
+            if self._deadline.expired():
+                return self._decide((), self._missing(left) or left[:1])
+            if not self._doubted and time.monotonic() - self._begun > _DOUBT_SECONDS:
+                self._doubted = True
+                self._session.doubt(self._missing(left))
+        return None
+
+    def _lost(self) -> set[int]:
+        """The ranks that are gone, as far as this one knows."""
+        own = self._session.rank
+        self._gone.update(rank for rank in self._ranks if rank != own and self._session.gone(rank))
+        return self._gone
+
+    def _follow(self) -> Verdict | None:
+        """The verdict, if another rank decides it soon."""
+        try:
+            return _decode_verdict(self._place.get("verdict", self._soon()))
+        except NotSet:
+            return None
+
+    def _lead(self, left: Sequence[int]) -> Verdict | None:
+        """Decide, if all ranks that are left come soon."""
+        try:
+            self._place.wait([f"here/{rank}" for rank in left], self._soon())
+        except NotSet:
+            try:
+                return _decode_verdict(self._place.get("verdict", Deadline.after(0)))
+            except NotSet:
+                return None
+        infos = self._session.infos
+        told = {rank: _decode_ranks(self._place.get(f"here/{rank}", self._soon())) for rank in left}
+        for rank, others in told.items():  # a rank of the same host knows it
+            self._gone.update(other for other in others if infos[other].host == infos[rank].host)
+        if self._gone.intersection(left):
+            return None
+        members = _joined(left, told)
+        if len(members) < len(left) and not self._settled():
+            time.sleep(self._deadline.sooner(_LOOK_SECONDS))
+            return None
+        return self._decide(members, ())
+
+    def _settled(self) -> bool:
+        """Whether ranks that have come, and do not reach each other, have had time to find out which of them is lost."""
+        return self._deadline.expired() or time.monotonic() - self._begun > _DISCORD_SECONDS
+
+    def _decide(self, members: Sequence[int], late: Sequence[int]) -> Verdict:
+        mine = Verdict(tuple(members), tuple(late), secrets.token_hex(4), self._session.rank)
+        # Beyond the deadline, since the others are to learn of it.
+        settling = Deadline.after(max(self._deadline.left(), _DISCORD_SECONDS))
+        return _decode_verdict(self._place.decide("verdict", msgspec.msgpack.encode(mine), settling))
+
+    def _came(self, rank: int) -> bool:
+        try:
+            self._place.wait([f"here/{rank}"], Deadline.after(0))
+        except NotSet:
+            return False
+        return True
+
+    def _missing(self, left: Sequence[int]) -> list[int]:
+        return [rank for rank in left if not self._came(rank)]
+
+    def _soon(self) -> Deadline:
+        return Deadline.after(self._deadline.sooner(_LOOK_SECONDS))
+
+
+def _joined(ranks: Sequence[int], lost: Mapping[int, Collection[int]]) -> list[int]:
+    """The ranks that reach each other: of two where one has lost the other, the lower one.
+
+    Args:
+        lost: the ranks that each of them has lost.
+    """
+    kept: list[int] = []
+    for rank in ranks:
+        if not any(rank in lost[other] or other in lost[rank] for other in kept):
+            kept.append(rank)
+    return kept
