@@ -1,4 +1,4 @@
-"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans, certify a cluster."""
+"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans, certify a cluster, show traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from typer.core import TyperGroup
 from xvcomm import __version__
 from xvcomm.errors import XvcommError
 
-_MODULES = {"run": "run", "doctor": "doctor", "bench": "bench.command", "plan": "plan", "certify": "certify"}
+_MODULES = {
+    "run": "run",
+    "doctor": "doctor",
+    "bench": "bench.command",
+    "plan": "plan",
+    "certify": "certify",
+    "trace": "trace",
+}
 """Where the function of each command is."""
 _SETTINGS: dict[str, Any] = {"run": {"allow_interspersed_args": False}}  # options after the script belong to the script
 

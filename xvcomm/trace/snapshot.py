@@ -42,6 +42,7 @@ class RankState(msgspec.Struct, frozen=True):
         answered: False if nothing is known of what it does: neither it nor its host has told.
         groups: its open communicators.
         records: the newest of its flight recorder, oldest first, by its own clock.
+        dropped: how many older records there were, which the flight recorder has overwritten.
         ahead: nanoseconds by which its host's clock is ahead of the reader's.
         stack: of its Python threads, as `faulthandler` writes it, the newest call first; empty if it was not asked for.
     """
@@ -54,6 +55,7 @@ class RankState(msgspec.Struct, frozen=True):
     records: tuple[Record, ...] = ()
     ahead: int = 0
     stack: str = ""
+    dropped: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True):
