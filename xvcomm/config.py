@@ -179,6 +179,12 @@ class Config:
         4 << 20, "Bytes of one segment of a hierarchical collective on each link between islands.", least=4096
     )
     gpu_segment_bytes: int = _var(48 << 20, "The same if any rank has a GPU.", least=4096)
+    ranges: int = _var(
+        0,
+        "1: operations of GPUs are ranges in their vendor's profiler, by NVTX or ROCTx, with name and size.",
+        least=0,
+        most=1,
+    )
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the CPU core.", least=0)
     trace_records: int = _var(512, "Number of operations that the flight recorder keeps.", least=16)
 

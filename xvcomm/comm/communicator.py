@@ -28,13 +28,12 @@ from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
 from xvcomm.comm.subgroups import Meetings, naming, subgroups
 from xvcomm.config import Config
-from xvcomm.engine.collectives import Collectives, HostCollectives
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.ranges import runners
 from xvcomm.engine.request import CollectiveRequest, Key
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.staging import Staging
-from xvcomm.engine.stream_collectives import StreamCollectives
 from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.memory import array
 from xvcomm.memory.array_view import ArrayView
@@ -67,8 +66,7 @@ class Communicator(PointToPoint, Objects):
 
     def __init__(self, context: Context, timeout: float) -> None:
         self._context = context
-        made = StreamCollectives if context.asynchronous else HostCollectives
-        self.collectives: Collectives = made(context)
+        self.collectives, self.messages = runners(context)
         self._staging = Staging(context.device)
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
@@ -99,11 +97,10 @@ class Communicator(PointToPoint, Objects):
         """
         session = Session(store, rank, size, config, deadline, on_close)
         try:
-            context = Context(session, "0", tuple(range(size)), deadline)
+            return cls(Context(session, "0", tuple(range(size)), deadline), config.timeout)
         except BaseException as error:
             session.give_up(error)
             raise
-        return cls(context, config.timeout)
 
     @property
     def store(self) -> Store:
