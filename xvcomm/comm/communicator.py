@@ -23,6 +23,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Rail
+from xvcomm.comm import exporter
 from xvcomm.comm.counts import blocks, in_elements, own_block, whole
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
@@ -79,6 +80,8 @@ class Communicator(PointToPoint, Objects):
         self._splits = 0
         self._meetings = Meetings(context)
         self._init_point_to_point()
+        if context.session.config.metrics is not None:
+            exporter.attend(context)
 
     @classmethod
     def join(
@@ -384,6 +387,10 @@ class Communicator(PointToPoint, Objects):
     def refused(self) -> int:
         """How many connections of strangers this process has closed: they did not prove the job's key, or broke the protocol."""
         return sum(transport.refused() for transport in self._context.session.transports)
+
+    def metrics_port(self) -> int | None:
+        """On which port this process serves its metrics; None without `XVCOMM_METRICS`."""
+        return exporter.port(self._context.session)
 
     def close(self) -> None:
         """Leave the communicator and free its resources; those of the whole job if `xvcomm.init` created it. Idempotent.
