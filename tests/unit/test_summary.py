@@ -141,10 +141,10 @@ def test_the_command_prints_tables_and_writes_the_timeline(
     done = CliRunner().invoke(app, ["trace", str(tmp_path), "--json", str(out)])
     assert done.exit_code == 0, done.output
     words = [tuple(line.replace("│", " ").split()) for line in done.output.splitlines()]
-    assert ("all_reduce", "tcp", "2", "4000000", "7", "ms", "2", "ms", "5", "ms", "5", "ms", "0.571") in words
+    assert ("all_reduce", "tcp", "2", "3.815", "MiB", "7", "ms", "2", "ms", "5", "ms", "5", "ms", "0.571") in words
     assert ("1", "node-b", "host", "1", "1", "(100", "%)", "3", "ms", "3", "ms", "3", "ms", "3", "ms") in words
     assert ("all_reduce", "#12", "0", "rank", "0", "rank", "1", "3", "ms", "train.py:7") in words
-    assert ("node-a", "10.0.0.1", "to", "10.0.0.2", "(tcp)", "2000000", "0", "5", "ms", "0.400") in words
+    assert ("node-a", "10.0.0.1", "to", "10.0.0.2", "(tcp)", "1.907", "MiB", "0", "B", "5", "ms", "0.4") in words
     assert len(json.loads(out.read_text())["traceEvents"]) > 5
 
 

@@ -90,6 +90,7 @@ def test_counts():
     for path, nbytes in ((1, 5), (2, 7), (1, 100)):
         carry(path, 1, nbytes)
     assert shares.read() == {1: [(1, 105), (2, 7)]}
+    assert {type(number) for part in shares.read()[1] for number in part} == {int}  # as msgspec demands
     for path in range(1, PARTS + 3):
         carry(path, 2, 10)
     assert [nbytes for _, nbytes in shares.read()[2]] == [10] * (PARTS - 1) + [30]

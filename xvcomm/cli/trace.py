@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from xvcomm.cli.doctor import size_text
 from xvcomm.errors import ArgumentError
 from xvcomm.trace.snapshot import Snapshot, load, load_folder, merge
 from xvcomm.trace.summary import Summary, Times, summarize
@@ -78,7 +79,7 @@ def _tables(summary: Summary) -> Iterator[Table]:
         "Operations",
         ("operation", "by", "calls", "in progress", "failed", "bytes", "time", *_titles("of a call"), "GB/s"),
         (
-            (row.op, row.way, str(row.done), _count(row.running), _count(row.failed), str(row.nbytes), _time(row.seconds),
+            (row.op, row.way, str(row.done), _count(row.running), _count(row.failed), size_text(row.nbytes), _time(row.seconds),
              *_cells(row.times), _rate(row.nbytes, row.seconds))
             for row in summary.operations
         ),
@@ -110,7 +111,7 @@ def _tables(summary: Summary) -> Iterator[Table]:
             "Connections between hosts",
             ("host", "connection", "bytes out", "bytes in", "time", "GB/s out", "GB/s in"),
             (
-                (row.hostname, row.connection, str(row.sent), str(row.received), _time(row.seconds),
+                (row.hostname, row.connection, size_text(row.sent), size_text(row.received), _time(row.seconds),
                  _rate(row.sent, row.seconds), _rate(row.received, row.seconds))
                 for row in summary.rails
             ),
@@ -141,7 +142,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.3f}" if nbytes and seconds else ""
+    return f"{nbytes / seconds / 1e9:.3g}" if nbytes and seconds else ""
 
 
 def _time(seconds: float) -> str:

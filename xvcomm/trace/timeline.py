@@ -142,7 +142,7 @@ def _arguments(span: Span, connection: str, known: Mapping[int, Group]) -> Event
         "bytes": record.nbytes,
         "dtype": str(dtype) if dtype else None,
         "peer": f"rank {span.peer}" if span.peer is not None else None,
-        "tag": record.tag if record.tag >= 0 else None,
+        "tag": record.tag if record.peer != NO_PEER else None,
         "call site": record.call_site,
         "state": _STATES[State(record.state)],
         "way": record.way or None,
