@@ -156,6 +156,12 @@ def test_the_command_prints_json(taken: Snapshot, tmp_path: Path) -> None:
     assert found["operations"][0]["nbytes"] == 4_000_000
 
 
+def test_a_timeline_that_cannot_be_written(taken: Snapshot, tmp_path: Path) -> None:
+    taken.save(tmp_path / "a.xvdump")
+    done = CliRunner().invoke(app, ["trace", str(tmp_path), "--json", str(tmp_path / "missing" / "out.json")])
+    assert str(done.exception).endswith("out.json: No such file or directory")
+
+
 def test_dumps_of_two_jobs_are_refused(taken: Snapshot, tmp_path: Path) -> None:
     taken.save(tmp_path / "a.xvdump")
     Snapshot("job-2", 5, taken.infos, {}).save(tmp_path / "b.xvdump")

@@ -141,6 +141,15 @@ def test_arrows_lead_from_sends_to_receives_and_along_collectives() -> None:
     ]  # fmt: skip
 
 
+def test_an_arrow_ends_within_the_receive() -> None:
+    """Also where the other host's clock seems to be behind."""
+    taken = snapshot(
+        {0: [record(SEND, 10_000, 12_000, peer=1)], 1: [record(RECV, 3_000, 9_000, peer=0)]}, 20_000, hosts="ab"
+    )
+    _, end = of(read_back(taken), "sf")
+    assert end["pid"] == 2 and end["ts"] == 5.999
+
+
 def test_messages_match_by_rank_communicator_and_tag() -> None:
     group = Group(9, "0.1", (1, 0))
     taken = snapshot(

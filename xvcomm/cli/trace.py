@@ -31,7 +31,9 @@ class Format(enum.StrEnum):
 
 
 def trace(
-    paths: Annotated[list[Path], typer.Argument(help="Folders of dumps (XVCOMM_TRACE_DIR), or dumps.", exists=True)],
+    paths: Annotated[
+        list[Path], typer.Argument(help="Folders of dumps (XVCOMM_TRACE_DIR), or dumps.", exists=True, readable=True)
+    ],
     out: Annotated[
         Path | None, typer.Option("--json", help="Also write a timeline for Perfetto (ui.perfetto.dev) to this file.")
     ] = None,
@@ -40,12 +42,19 @@ def trace(
     """Print the time of operations, the ranks that come late and the bandwidth of connections; write a timeline."""
     snapshot = read(paths)
     if out is not None:
-        out.write_bytes(msgspec.json.encode(timeline(snapshot)))
+        _write(out, snapshot)
     summary = summarize(snapshot)
     if form is Format.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(summary), indent=2))
     else:
         show(summary, Console())
+
+
+def _write(out: Path, snapshot: Snapshot) -> None:
+    try:
+        out.write_bytes(msgspec.json.encode(timeline(snapshot)))
+    except OSError as error:
+        raise ArgumentError(f"--json {out}: {error.strerror}") from error
 
 
 def read(paths: Sequence[Path]) -> Snapshot:

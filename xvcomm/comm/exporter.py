@@ -6,8 +6,8 @@ import contextlib
 import socket
 import socketserver
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from xvcomm.comm.metrics import Metrics
 from xvcomm.errors import BackendUnavailable, ConfigError, ResourceError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _REQUEST_SECONDS = 2.0
 """How long a client may take for its request, and to read the answer."""
 _PORTS = 1 << 16
-_exporters: WeakKeyDictionary[Session, Exporter] = WeakKeyDictionary()
+_exporters: dict[Session, Exporter] = {}
 
 
 def attend(context: Context) -> None:
@@ -36,8 +36,12 @@ def attend(context: Context) -> None:
     exporter = _exporters.get(session)
     if exporter is None:
         exporter = _exporters[session] = Exporter(Metrics(context), *_address(session))
-        context.lifecycle.on_close(exporter.close)
+        context.lifecycle.on_close(partial(_leave, session))
     exporter.metrics.follow(context)
+
+
+def _leave(session: Session) -> None:
+    _exporters.pop(session).close()
 
 
 def port(session: Session) -> int | None:
@@ -115,9 +119,8 @@ def _listen(metrics: Metrics, host: str, port: int) -> _Server:
 
     Handler.registry.register(metrics)
     try:
-        family, _, _, _, address = socket.getaddrinfo(host or None, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
         made = type("Server", (_Server,), {"address_family": family})
         server: _Server = made(address, Handler)
     except OSError as error:

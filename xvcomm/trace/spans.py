@@ -113,13 +113,13 @@ def _matched(
         complete: whether both begin with the stream's first message.
         apart: nanoseconds by which both ranks' clocks may differ.
     """
-    if complete:
-        return zip(sends, receives, strict=False)
     newest = len(receives) - _open(receives) - (len(sends) - _open(sends))
     possible = range(1 - len(sends), len(receives))
-    for shift in sorted(possible, key=lambda shift: (abs(shift - newest), newest - shift)):
+    ordered = sorted(possible, key=lambda shift: (complete and shift != 0, abs(shift - newest), newest - shift))
+    for shift in ordered:
         pairs = _shifted(sends, receives, shift)
-        unsent = receives[max(0, len(sends) + shift) :]
+        # what is received was sent; but the records of a sender may have been read earlier
+        unsent = () if complete and shift == 0 else receives[max(0, len(sends) + shift) :]
         if all(_fit(*pair, apart) for pair in pairs) and not any(r.record.state == DONE for r in unsent):
             return pairs
     return ()

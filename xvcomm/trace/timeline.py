@@ -161,7 +161,8 @@ def _arrows(
     numbers = itertools.count(1)
     for send, receive in pairs:
         number = next(numbers)
-        arrival = min(max(send.begin, receive.begin), receive.end)
+        # within the receive, also if clocks differ a little: at its end readers find none any more
+        arrival = max(receive.begin, min(send.begin, receive.end - 1))
         yield _arrow("s", "message", number, tracks.place(send), send.begin - start)
         yield _arrow("f", "message", number, tracks.place(receive), arrival - start)
     for members in collectives:
