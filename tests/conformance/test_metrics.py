@@ -21,6 +21,8 @@ import xvcomm
 from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import Aborted, BackendUnavailable, ConfigError, ResourceError
 from xvcomm.testing import World
+from xvcomm.testing.inside import network
+from xvcomm.wire.records import UP
 
 pytest.importorskip("prometheus_client", reason="prometheus_client is not installed: pip install 'xvcomm[metrics]'")
 
@@ -168,6 +170,33 @@ def free(number: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def lose_a_connection(comm: Communicator) -> None:
+    """As if it broke; there are others."""
+    if comm.rank == 0:
+        carrier = network(comm).carrier
+        first, *others = (index for index, rail in enumerate(carrier.rails) if rail.state == UP)
+        assert others
+        carrier.drop(first)
+    exchange(comm)
+
+
+def test_lost_connections_are_counted() -> None:
+    with World(hosts="a:1,b:1", env={**HERE, "XVCOMM_NICS": "lo", "XVCOMM_WIRE_THREADS": "3"}) as world:
+        world.run(exchange)
+        before = scrapes(world)
+        world.run(lose_a_connection)
+        until = time.monotonic() + 10
+        while True:
+            after = scrapes(world)
+            if all(found.total("xvcomm_rail_losses_total") == 1 for found in after):
+                break
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for old, new in zip(before, after, strict=True):
+            sent = [found.total("xvcomm_rail_bytes_total", direction="sent") for found in (old, new)]
+            assert sent[1] - sent[0] > 3 << 18
 
 
 def leave(comm: Communicator) -> list[str]:
