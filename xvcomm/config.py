@@ -11,6 +11,7 @@ from typing import Any
 
 from xvcomm.errors import ConfigError
 
+_ADDRESS = re.compile(r"[^:]*:\d{1,5}|\[.*\]:\d{1,5}")
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it becomes part of file names
 
 
@@ -179,6 +180,17 @@ class Config:
         4 << 20, "Bytes of one segment of a hierarchical collective on each link between islands.", least=4096
     )
     gpu_segment_bytes: int = _var(48 << 20, "The same if any rank has a GPU.", least=4096)
+    metrics: str | None = _var(
+        None,
+        "Address and port, `:9400` or `10.0.0.1:9400`, on which the rank with local rank 0 serves metrics for Prometheus; the "
+        "others of its host take the next ports. With port 0 each takes any. Needs the extra `metrics`.",
+    )
+    ranges: int = _var(
+        0,
+        "1: operations of GPUs are ranges in their vendor's profiler, by NVTX or ROCTx, with name and size.",
+        least=0,
+        most=1,
+    )
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the CPU core.", least=0)
     trace_records: int = _var(512, "Number of operations that the flight recorder keeps.", least=16)
     trace_dir: str | None = _var(
@@ -191,6 +203,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.job is not None and not _JOB.fullmatch(self.job):
             raise ConfigError(f"XVCOMM_JOB={self.job!r}: up to 100 letters, digits, and . _ - are allowed")
+        if self.metrics is not None and not _ADDRESS.fullmatch(self.metrics):
+            raise ConfigError(
+                f"XVCOMM_METRICS={self.metrics!r}: expected an address and a port, like ':9400' or '10.0.0.1:9400'"
+            )
         for name in (
             "ring_slot_bytes",
             "gpu_ring_slot_bytes",

@@ -10,6 +10,8 @@ from typing import Any
 
 from cupy.cuda import driver, nvrtc, runtime
 
+from xvcomm.abc.ranges import Ranges
+from xvcomm.backends.cuda.ranges import nvtx
 from xvcomm.backends.gpu.vendor import SUCCESS, Addresses, Runtime, VendorError
 from xvcomm.jit.atomics import store
 from xvcomm.jit.ccall import call_11
@@ -148,6 +150,9 @@ class CudaRuntime(Runtime):
 
     def architecture(self, index: int) -> str:
         return f"sm_{self._attribute(_MAJOR, index)}{self._attribute(_MINOR, index)}"
+
+    def ranges(self) -> Ranges:
+        return nvtx()
 
     def bus(self, index: int) -> str:
         return str(self._bus(index))

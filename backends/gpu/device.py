@@ -17,6 +17,7 @@ from xvcomm.abc.launch import (
 )
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.abc.peer_memory import ExportedMemory, PeerMemory, SupportsPeerMemory
+from xvcomm.abc.ranges import Ranges, SupportsRanges
 from xvcomm.backends.gpu.events import BRANCH, FOLLOW, RECORD, StreamEvents
 from xvcomm.backends.gpu.guard import on_device, told
 from xvcomm.backends.gpu.kernels import Kernels, Prepared
@@ -46,7 +47,9 @@ class _Adopted(threading.local):
         self.streams: dict[int, GpuStream] = {}
 
 
-class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, SupportsPeerMemory, SupportsNicMemory):
+class GpuDevice(
+    Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, SupportsPeerMemory, SupportsNicMemory, SupportsRanges
+):
     """One GPU of this process. Thread-safe; each stream may be used by one thread at a time."""
 
     def __init__(self, runtime: Runtime, index: int, config: Config) -> None:
@@ -202,6 +205,9 @@ class GpuDevice(Device, SupportsEnqueuedMessages, SupportsEnqueuedLocal, Support
     @on_device
     def dma_buf(self, address: int, nbytes: int) -> int:
         return self._for_cards.dma_buf(address, nbytes)
+
+    def ranges(self) -> Ranges | None:
+        return self.runtime.ranges()
 
     @on_device
     def reduce(

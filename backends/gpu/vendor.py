@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple
 
+from xvcomm.abc.ranges import Ranges
 from xvcomm.types.dtype import ReduceOp
 
 SUCCESS = 0
@@ -69,6 +70,10 @@ class Runtime(ABC):
     invalid_streams: ClassVar[frozenset[int]]
     source: ClassVar[str] = ""
     needs_write: ClassVar[bool] = False
+
+    def ranges(self) -> Ranges | None:
+        """See `SupportsRanges`."""
+        return None
 
     @abstractmethod
     def count(self) -> int:

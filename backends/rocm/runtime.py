@@ -6,12 +6,15 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rocm.bindings import hip, hiprtc
 from rocm.bindings.util.paths import get_library_path
 
+from xvcomm.abc.ranges import Ranges
 from xvcomm.backends.gpu.vendor import SUCCESS, Addresses, Runtime, VendorError, unknown_code
+from xvcomm.backends.rocm.ranges import roctx
 from xvcomm.jit.atomics import load, store
 from xvcomm.jit.ccall import call_11
 from xvcomm.jit.compile import brief, compiling
@@ -155,6 +158,9 @@ class HipRuntime(Runtime):
 
     def recorded(self, event: int, stream: int) -> None:
         self._streams[event] = stream
+
+    def ranges(self) -> Ranges:
+        return roctx(Path(os.fsdecode(get_library_path("amdhip64"))).parent)
 
     def architecture(self, index: int) -> str:
         """See `Runtime.architecture`; without `:sramecc+:xnack-`, so that one image serves all settings."""

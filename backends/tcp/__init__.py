@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.abc.transport import Capabilities, Interface, Membership, Rail, Transport
+from xvcomm.abc.transport import Capabilities, Interface, Membership, Path, Rail, Transport
 from xvcomm.backends.tcp import choice, interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
@@ -156,6 +156,9 @@ class TcpTransport(Transport):
 
     def rails(self) -> list[Rail]:
         return [] if self.network is None else self.network.rails()
+
+    def paths(self) -> list[Path]:
+        return [] if (network := self.network) is None else network.paths()
 
     def connections(self, member: int) -> str:
         return "" if (network := self.network) is None else network.connections(member)

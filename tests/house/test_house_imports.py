@@ -44,8 +44,12 @@ def test_import_brings_no_framework_and_no_compiler(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "module", "others"),
-    [(["--help"], "certify", set()), (["run", "-n", "1", "--", "true"], "run", {"numpy", "xvcomm.cli.certify"})],
-    ids=["help", "run"],
+    [
+        (["--help"], "certify", set()),
+        (["run", "-n", "1", "--", "true"], "run", {"numpy", "xvcomm.cli.certify"}),
+        (["trace", "nowhere"], "trace", {"xvcomm.cli.certify"}),
+    ],
+    ids=["help", "run", "trace"],
 )
 def test_the_command_brings_no_compiler(root: Path, words: list[str], module: str, others: set[str]) -> None:
     """A launcher would compile kernels that it never uses; and each job waits for what its launcher imports."""

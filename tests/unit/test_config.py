@@ -16,7 +16,7 @@ def test_every_field_has_its_variable(f) -> None:
     text, value = {
         "int": ("8192" if "bytes" in f.name else str(min(17, f.metadata["most"])), None),
         "float": ("2.5", 2.5),
-        "str": ({"job": "a-name_1.0"}.get(f.name, "some text"),) * 2,
+        "str": ({"job": "a-name_1.0", "metrics": ":9400"}.get(f.name, "some text"),) * 2,
     }[kind]
     value = int(text) if value is None else value
     variable = f"XVCOMM_{f.name.upper()}"

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from xvcomm.abc.transport import Path
 from xvcomm.jit.compile import kernel
 from xvcomm.memory.ring import LEDGER
 from xvcomm.wire import paths
@@ -44,7 +45,12 @@ def test_states(now):
     known.end(first, old)
     now[0] = 106.5
     assert known.told({}).startswith(f"{HERE} to {THERE} (tcp) lost 2.5 s ago, 10 bytes sent, 20 received; ")
+    assert [(path.number, path.up, path.sent, path.losses) for path in known.read(7)] == [
+        (0, False, 10, 1),
+        (1, True, 3, 0),
+    ]
     known.begin(known.use("tcp", (HERE, THERE, 0)), record(1, 1, 106.5))
+    assert known.read(7)[0] == Path(7, "tcp", HERE, THERE, 0, up=True, sent=11, received=21, losses=1)
     assert known.told({}).startswith(f"{HERE} to {THERE} (tcp) up, 11 bytes sent, 21 received; ")
 
 
@@ -84,6 +90,7 @@ def test_counts():
     for path, nbytes in ((1, 5), (2, 7), (1, 100)):
         carry(path, 1, nbytes)
     assert shares.read() == {1: [(1, 105), (2, 7)]}
+    assert {type(number) for part in shares.read()[1] for number in part} == {int}  # as msgspec demands
     for path in range(1, PARTS + 3):
         carry(path, 2, 10)
     assert [nbytes for _, nbytes in shares.read()[2]] == [10] * (PARTS - 1) + [30]

@@ -73,6 +73,28 @@ class Rail:
     received: int
 
 
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A pair of addresses over which connections have carried rings to a rank of another host, one after another.
+
+    Attributes:
+        rank, scheme, local, remote, number: as of a `Rail`.
+        up: whether there is a connection at the moment.
+        sent, received: bytes of all of them.
+        losses: how many were lost.
+    """
+
+    rank: int
+    scheme: str
+    local: str
+    remote: str
+    number: int
+    up: bool
+    sent: int
+    received: int
+    losses: int
+
+
 def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capabilities:
     """The transport for one direction of a pair: a pure function of what both ends offer.
 
@@ -254,6 +276,10 @@ class Transport(ABC):
 
     def rails(self) -> list[Rail]:
         """The connections that carry its rings at the moment; ranks are numbers of the whole job."""
+        return []
+
+    def paths(self) -> list[Path]:
+        """Where it has connections that carry its rings, or has had some; never fewer. Ranks as in `rails`. Never blocks."""
         return []
 
     def connections(self, member: int) -> str:

@@ -1,4 +1,4 @@
-"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans, certify a cluster."""
+"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans, certify a cluster, show traces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from xvcomm import __version__
 from xvcomm.errors import XvcommError
 
 _MODULES = {
-    "run": "run", "doctor": "doctor", "explain": "explain", "bench": "bench.command", "plan": "plan", "certify": "certify",
-}  # fmt: skip
+    "run": "run",
+    "doctor": "doctor",
+    "explain": "explain",
+    "trace": "trace",
+    "bench": "bench.command",
+    "plan": "plan",
+    "certify": "certify",
+}
 """Where the function of each command is."""
 _SETTINGS: dict[str, Any] = {"run": {"allow_interspersed_args": False}}  # options after the script belong to the script
 

@@ -23,19 +23,19 @@ from typing import Any, NoReturn, SupportsIndex
 
 from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Rail
+from xvcomm.comm import exporter
 from xvcomm.comm.counts import blocks, in_elements, own_block, whole
 from xvcomm.comm.lifetime import Lifetime
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
 from xvcomm.comm.subgroups import Meetings, naming, subgroups
 from xvcomm.config import Config
-from xvcomm.engine.collectives import Collectives, HostCollectives
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.work import Work
+from xvcomm.engine.ranges import runners
 from xvcomm.engine.request import CollectiveRequest, Key
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.staging import Staging
-from xvcomm.engine.stream_collectives import StreamCollectives
 from xvcomm.errors import ArgumentError, ArrayError, NotPicklable
 from xvcomm.memory import array
 from xvcomm.memory.array_view import ArrayView
@@ -67,8 +67,7 @@ class Communicator(PointToPoint, Objects, Lifetime):
 
     def __init__(self, context: Context, timeout: float) -> None:
         self._context = context
-        made = StreamCollectives if context.asynchronous else HostCollectives
-        self.collectives: Collectives = made(context)
+        self.collectives, self.messages = runners(context)
         self._staging = Staging(context.device)
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
@@ -82,6 +81,8 @@ class Communicator(PointToPoint, Objects, Lifetime):
         self._meetings = Meetings(context)
         self._init_point_to_point()
         self._init_lifetime()
+        if context.session.config.metrics is not None:
+            exporter.attend(context)
 
     @classmethod
     def join(
@@ -100,11 +101,10 @@ class Communicator(PointToPoint, Objects, Lifetime):
         """
         session = Session(store, rank, size, config, deadline, on_close)
         try:
-            context = Context(session, "0", tuple(range(size)), deadline, OpCode.INIT)
+            return cls(Context(session, "0", tuple(range(size)), deadline, OpCode.INIT), config.timeout)
         except BaseException as error:
             session.give_up(error)
             raise
-        return cls(context, config.timeout)
 
     @property
     def store(self) -> Store:
@@ -396,6 +396,10 @@ class Communicator(PointToPoint, Objects, Lifetime):
     def refused(self) -> int:
         """How many connections of strangers this process has closed: they did not prove the job's key, or broke the protocol."""
         return sum(transport.refused() for transport in self._context.session.transports)
+
+    def metrics_port(self) -> int | None:
+        """On which port this process serves its metrics; None without `XVCOMM_METRICS`."""
+        return exporter.port(self._context.session)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.timeout if timeout is None else timeout)

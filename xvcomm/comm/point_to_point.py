@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xvcomm.engine.inflight.work import Work
-from xvcomm.engine.messages import HostMessages, Messages
+from xvcomm.engine.messages import Messages
 from xvcomm.engine.probe import Probe, Probing
 from xvcomm.engine.request import MessageRequest
 from xvcomm.engine.session.rings import CHANNELS as CHANNELS  # adapters assign tags to channels
-from xvcomm.engine.stream_messages import StreamMessages
 from xvcomm.errors import ArgumentError, ArrayError
 from xvcomm.memory import array
 from xvcomm.trace.callsite import find_call_site
@@ -58,14 +57,13 @@ class PointToPoint:
     """
 
     _context: Context
+    messages: Messages
     rank: int
     size: int
     timeout: float
     _deadline: Callable[[float | None], Deadline]
 
     def _init_point_to_point(self) -> None:
-        moves = StreamMessages if self._context.asynchronous else HostMessages
-        self.messages: Messages = moves(self._context)
         self._probing = Probing(self._context)
         self._groups: dict[int, _Group] = {}
 

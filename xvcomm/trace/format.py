@@ -182,6 +182,12 @@ def read_life(memory: memoryview) -> Life:
     return Life(memory.cast("q")[0])
 
 
+def read_written(memory: memoryview) -> int:
+    """How many records were written to a region so far."""
+    count: int = memory.cast("q")[1]
+    return count
+
+
 def last_record(memory: memoryview) -> Record | None:
     """The newest record of a region, or None if the rank did nothing yet."""
     count = memory.cast("q")[1]

@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from xvcomm.trace import groups
-from xvcomm.trace.format import read_history, read_life, region_bytes
+from xvcomm.trace.format import read_history, read_life, read_written, region_bytes
 from xvcomm.trace.snapshot import RankState, Snapshot
 from xvcomm.types.topology import RankInfo
 
@@ -75,7 +75,9 @@ def read(memory: memoryview) -> Snapshot | None:
 
 def state(region: memoryview, wanted: int | None = None) -> RankState:
     """What a rank does, to all the records kept or so many of the newest."""
-    return RankState(read_life(region), groups=groups.read(region), records=tuple(read_history(region, wanted)))
+    records = tuple(read_history(region, wanted))
+    dropped = read_written(region) - len(records)
+    return RankState(read_life(region), groups=groups.read(region), records=records, dropped=dropped)
 
 
 def _begin(length: int) -> int:

@@ -21,6 +21,7 @@ from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.system.stacks import SIGNAL, StackFile
 from xvcomm.trace import groups
+from xvcomm.trace.counters import Counters, count_begin, count_end
 from xvcomm.trace.format import (
     CALL_SITE_BYTES,
     DONE,
@@ -55,6 +56,7 @@ _WRITER = np.dtype([
     ("signal", "i8"),
     ("process", "i8"),
     ("taken", "i8"),  # when they were asked for last
+    ("counters", "i8"),  # `Counters.address`; 0 while nothing is counted
 ])  # fmt: skip
 _HEADER = np.dtype([("life", "i8"), ("written", "i8")])  # see `format`
 _RECORD = np.dtype([(name, "i8") for name in WORDS] + [("call_site", f"S{CALL_SITE_BYTES}")])
@@ -83,6 +85,8 @@ def note(handle, communicator, sequence, op, dtype, nbytes, peer, tag, call_site
         record.nbytes, record.peer, record.tag, record.state = nbytes, peer, tag, POSTED
         record.posted, record.ended = _nanoseconds(), 0
         copy_bytes(address_of(record, "call_site"), call_site, CALL_SITE_BYTES)
+        if writer.counters != 0:
+            count_begin(writer.counters, communicator, op, peer, nbytes)
         writer.number = number + 1
         store_release(address_of(_header_at(region), "written"), number + 1)
     return number
@@ -96,6 +100,9 @@ def note_end(handle, number, state):  # type: ignore[no-untyped-def]
     if region != 0 and writer.number - number <= writer.capacity:
         record = _record_at(region + RECORDS_AT, number % writer.capacity)
         record.ended = _nanoseconds()
+        if writer.counters != 0:
+            length = record.ended - record.posted
+            count_end(writer.counters, record.communicator, record.op, record.peer, length, state)
         store_release(address_of(record, "state"), state)
 
 
@@ -197,6 +204,7 @@ class Recorder:
             region=region, capacity=capacity(memory), regions=first, ranks=len(neighbours), region_bytes=len(memory),
             stacks=stacks.fd if stacks is not None else -1, signal=SIGNAL, process=os.getpid(),
         )  # fmt: skip
+        self._counters: list[Counters] = []  # kept: compiled code of other threads may be about to add to one
         self.handle = ctypes.addressof(self._writer)
 
     def note_group(self, group: Group) -> None:
@@ -208,6 +216,12 @@ class Recorder:
         """A communicator is closed."""
         with contextlib.suppress(ValueError):  # closed
             groups.erase(self._memory, ident)
+
+    def count(self, counters: Counters | None) -> None:
+        """Add all operations to these counters from now on; None ends that."""
+        if counters is not None:
+            self._counters.append(counters)
+        self._writer.counters = 0 if counters is None else counters.address
 
     def live(self, state: Life) -> None:
         """Say how far this rank got."""

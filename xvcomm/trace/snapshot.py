@@ -43,6 +43,7 @@ class RankState(msgspec.Struct, frozen=True):
         groups: its open communicators.
         records: the newest of its flight recorder, oldest first, by its own clock.
         taken: when this was read, in nanoseconds since the epoch by its own clock; 0: when the snapshot was taken.
+        dropped: how many older records there were, which the flight recorder has overwritten.
         ahead: nanoseconds by which its host's clock is ahead of the reader's.
         stack: of its Python threads, as `faulthandler` writes it, the newest call first; empty if it was not asked for.
     """
@@ -56,6 +57,7 @@ class RankState(msgspec.Struct, frozen=True):
     taken: int = 0
     ahead: int = 0
     stack: str = ""
+    dropped: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from xvcomm.abc.transport import Rail
+from xvcomm.abc.transport import Path, Rail
 from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.system import forking
@@ -190,6 +190,10 @@ class Network:
     def rails(self) -> list[Rail]:
         """See `Transport.rails`."""
         return [rail for link in list(self._links.values()) for rail in link.state()]
+
+    def paths(self) -> list[Path]:
+        """See `Transport.paths`."""
+        return [path for link in list(self._links.values()) for path in link.paths.read(link.rank)]
 
     def connections(self, rank: int) -> str:
         """See `Transport.connections`."""

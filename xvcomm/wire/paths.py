@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from xvcomm.abc import transport as abc
 from xvcomm.types.route import RDMA, Ends
 
 _TOLD = 8
@@ -23,6 +24,7 @@ class Path:
     Attributes:
         lost: when the newest one was lost; None while it is up.
         sent, received: bytes of those that are lost.
+        losses: how many are.
         record: of the one that is up, see `records.RAIL`.
     """
 
@@ -33,11 +35,19 @@ class Path:
     lost: float | None = None
     sent: int = 0
     received: int = 0
+    losses: int = 0
 
     def __str__(self) -> str:
         local, remote, number = self.ends
         more = f" {number % RDMA}" if number % RDMA else ""
         return f"{local} to {remote} ({self.scheme}{more})"
+
+    def carried(self) -> tuple[int, int]:
+        """Bytes sent and received, of the rail that is up too."""
+        record = self.record
+        return (
+            (self.sent, self.received) if record is None else (self.sent + record.sent, self.received + record.received)
+        )
 
     def state(self, waits: float) -> str:
         """In words.
@@ -45,11 +55,10 @@ class Path:
         Args:
             waits: since when the other host has acknowledged nothing of what was sent; infinite if nothing is due.
         """
-        now, sent, received = time.monotonic(), self.sent, self.received
+        now, (sent, received) = time.monotonic(), self.carried()
         if self.record is None:
             how = f"lost {now - (self.lost or now):.1f} s ago"
         else:
-            sent, received = sent + self.record.sent, received + self.record.received
             heard = now - max(self.since, self.record.heard / 1e9)
             how = f"up, nothing heard for {heard:.1f} s" if heard > _SILENT_SECONDS else "up"
             how += f", nothing acknowledged for {now - waits:.1f} s" if waits < now - _SILENT_SECONDS else ""
@@ -79,12 +88,20 @@ class Paths:
         """A rail is lost, which may have been replaced already; its record still has its numbers."""
         path = self._all[number - 1]
         path.sent, path.received = path.sent + record.sent, path.received + record.received
+        path.losses += 1
         if path.record is record:
             path.record, path.lost = None, time.monotonic()
 
     def name(self, number: int) -> str:
         """Of a path, for the user."""
         return str(self._all[number - 1])
+
+    def read(self, rank: int) -> list[abc.Path]:
+        """All of them, to this rank."""
+        return [
+            abc.Path(rank, path.scheme, *path.ends, path.record is not None, *path.carried(), path.losses)
+            for path in list(self._all)
+        ]
 
     def told(self, waits: Mapping[int, float]) -> str:
         """All of them in words; see `Path.state` for what `waits` has of each that is up."""

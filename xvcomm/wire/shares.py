@@ -45,4 +45,4 @@ class Shares:
         found = self._table.copy()
         same = found["message"] == self._table["message"]  # else another message has begun meanwhile
         rows = found[same & (found["message"] > 0)].tolist()
-        return {message: [(path, nbytes) for path, nbytes in parts[:count]] for message, count, parts in rows}
+        return {message: [(path, nbytes) for path, nbytes in parts[:count].tolist()] for message, count, parts in rows}

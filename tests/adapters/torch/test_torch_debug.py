@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,7 +162,7 @@ def events() -> dict[str, tuple[str, list[str]]]:
     """For each call: the expected event, and the backend's events that the profiler recorded."""
     found = {}
     for name, (event, call) in calls(size()).items():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             call()
         seen = [e.name for e in profile.events() if e.name.startswith(f"{BACKEND}:")]
         found[name] = f"{BACKEND}:{event}", seen
@@ -172,6 +175,29 @@ def test_every_operation_is_one_event_of_the_profiler(pair: Job) -> None:
         for name, (event, seen) in found.items():
             expected = [event] if name != "coalesced messages" else [f"{BACKEND}:send", f"{BACKEND}:recv", event]
             assert seen == expected, name
+
+
+def sized() -> dict[str, dict[str, Any]]:
+    """For each event of the backend: what a trace for Perfetto tells of it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3, 4))
+        dist.all_gather([torch.ones(5, dtype=torch.float64) for _ in range(size())], torch.ones(5, dtype=torch.float64))
+        dist.broadcast(torch.ones(2, dtype=torch.bfloat16), 0, async_op=True).wait()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        trace = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    return {event["name"]: event["args"] for event in trace if str(event.get("name")).startswith(f"{BACKEND}:")}
+
+
+@pytest.mark.not_gloo("bytes, and by these names")
+def test_events_of_the_profiler_have_shapes_and_bytes(pair: Job) -> None:
+    for found in pair.run(sized):
+        told = {name.partition(":")[2]: (a["Input Dims"], a["Input type"], a["bytes"]) for name, a in found.items()}
+        assert told == {
+            "all_reduce": ([[3, 4]], ["float"], 48),
+            "all_gather": ([[5]], ["double"], 40),
+            "broadcast": ([[2]], ["c10::BFloat16"], 4),
+        }
 
 
 def logged() -> dict[str, Any]:

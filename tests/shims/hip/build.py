@@ -15,6 +15,7 @@ LIBRARIES = {
     "libamdhip64.so": ("device.c", "memory.c", "stream.c", "graph.c", "module.c"),
     "libhiprtc.so": ("hiprtc.c",),
     "librccl.so": ("rccl.c", "transfer.c", "combine.c"),
+    "librocprofiler-sdk-roctx.so": ("roctx.c",),
 }
 HEADERS = ("prelude.h", "entry.h")
 FLAGS = (

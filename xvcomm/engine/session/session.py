@@ -284,7 +284,7 @@ class Session:
         """Watch a communicator from now on, and close it with the session."""
         with self._lock:
             self._contexts.add(context)
-            self.journal.recorder.note_group(Group(context.ident, context.path, context.ranks))
+            self.journal.recorder.note_group(Group(context.ident, context.path, tuple(map(int, context.ranks))))
             gone, known = [*self._lost, *self._seen_left], list(self._news)
         for rank in gone:
             context.lifecycle.lose(rank)

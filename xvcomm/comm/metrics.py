@@ -1,0 +1,190 @@
+"""What a rank tells of itself in Prometheus' form. It is put together at each request; operations only add to counters.
+
+prometheus_client is imported here when it is needed, because it is optional.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import xvcomm
+from xvcomm.trace.counters import BOUNDS, Count, Counters
+from xvcomm.trace.format import POSTED
+from xvcomm.trace.operation import ANY_PEER, NO_PEER
+from xvcomm.trace.snapshot import RankState, Snapshot
+from xvcomm.trace.summary import summarize
+from xvcomm.types.opcode import OpCode
+
+if TYPE_CHECKING:
+    from xvcomm.engine.context import Context
+
+_RECENT = 64
+"""Newest records of each rank of the host that tell how late this one comes."""
+_MINE = ("rank", "host", "job")
+_OPERATION = (*_MINE, "communicator", "op", "way")
+_PATH = (*_MINE, "peer", "scheme", "local", "remote", "number")
+
+
+class Metrics:
+    """A collector for a registry of prometheus_client.
+
+    Args:
+        context: of the communicator of all ranks; those made later are told to `follow`.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._session = session = context.session
+        self._counters = Counters()
+        self._info = session.infos[session.rank]
+        self._mine = (str(session.rank), self._info.hostname, session.config.job or "")
+        self._open: dict[int, Context] = {}
+        self._names: dict[int, str] = {}
+        self._ways: dict[int, list[str]] = {}
+        self._carried: Counter[tuple[object, str]] = Counter()
+        self._collecting = threading.Lock()
+        session.journal.recorder.count(self._counters)
+
+    def follow(self, context: Context) -> None:
+        """Also tell of a communicator that was made; its counts stay when it is closed."""
+        ident = context.ident
+        self._ways[ident] = [context.way(peer) for peer in (ANY_PEER, NO_PEER, *range(len(context.ranks)))]
+        self._names[ident] = context.path
+        self._open[ident] = context
+        context.lifecycle.on_close(partial(self._forget, ident))
+
+    def _forget(self, ident: int) -> None:
+        self._open.pop(ident, None)
+
+    def close(self) -> None:
+        """Count nothing more."""
+        self._session.journal.recorder.count(None)
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics, as prometheus_client calls it; by one thread at a time."""
+        with self._collecting:
+            yield from (*self._about(), *self._operations(), *self._now(), *self._paths(), *self._lateness())
+
+    def _about(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        info = self._info
+        about = GaugeMetricFamily(
+            "xvcomm_info", "This rank.", labels=(*_MINE, "version", "device", "island", "size"),
+        )  # fmt: skip
+        about.add_metric((*self._mine, xvcomm.__version__, info.device, info.island, str(self._session.size)), 1)
+        yield about
+
+    def _operations(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        sums: defaultdict[tuple[str, ...], list[Count]] = defaultdict(list)
+        for count in self._counters.read():
+            name, way = self._place(count)
+            sums[*self._mine, name, str(OpCode(count.op)), way].append(count)
+        begun, nbytes, failed = (
+            CounterMetricFamily(f"xvcomm_{name}", text, labels=_OPERATION)
+            for name, text in (
+                ("operations", "Operations that have begun."),
+                ("operation_bytes", "Bytes of operations that have begun, on this rank."),
+                ("operations_failed", "Operations that have ended by an error."),
+            )
+        )
+        seconds = HistogramMetricFamily(
+            "xvcomm_operation_seconds", "Duration of operations that have ended without an error.", labels=_OPERATION
+        )
+        for labels, counts in sums.items():
+            begun.add_metric(labels, sum(count.begun for count in counts))
+            nbytes.add_metric(labels, sum(count.nbytes for count in counts))
+            failed.add_metric(labels, sum(count.failed for count in counts))
+            lengths = [sum(numbers) for numbers in zip(*(count.lengths for count in counts), strict=True)]
+            seconds.add_metric(labels, _cumulated(lengths), sum(count.nanoseconds for count in counts) / 1e9)
+        yield from (begun, nbytes, failed, seconds)
+
+    def _place(self, count: Count) -> tuple[str, str]:
+        """Name of the communicator, and what carries the operations."""
+        ways = self._ways.get(count.communicator, [])
+        known = 0 <= count.peer - ANY_PEER < len(ways)
+        return self._names.get(count.communicator, ""), ways[count.peer - ANY_PEER] if known else ""
+
+    def _now(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        labels = (*_MINE, "communicator")
+        running = GaugeMetricFamily("xvcomm_operations_running", "Operations that have not ended.", labels=labels)
+        oldest = GaugeMetricFamily(
+            "xvcomm_oldest_operation_seconds", "For how long the oldest of them has been under way.", labels=labels
+        )
+        aborted = GaugeMetricFamily("xvcomm_aborted", "1: the communicator was aborted.", labels=labels)
+        rings = GaugeMetricFamily(
+            "xvcomm_ring_bytes", "Memory of the communicator's rings on this rank, in host memory or a GPU's.",
+            labels=(*labels, "memory"),
+        )  # fmt: skip
+        under_way = [record for record in self._session.journal.recorder.history() if record.state == POSTED]
+        now = time.time_ns()
+        for ident, context in list(self._open.items()):
+            begun = [record.posted for record in under_way if record.communicator == ident]
+            mine = (*self._mine, self._names[ident])
+            running.add_metric(mine, len(begun))
+            oldest.add_metric(mine, (now - min(begun, default=now)) / 1e9)
+            aborted.add_metric(mine, int(context.lifecycle.aborted()))
+            layouts = [end.layout for end in context.rings.ends()]
+            rings.add_metric((*mine, "host"), sum(layout.size for layout in layouts))
+            rings.add_metric((*mine, "gpu"), sum(layout.capacity for layout in layouts if layout.apart))
+        refused = CounterMetricFamily(
+            "xvcomm_refused_connections", "Connections of strangers that were closed.", labels=_MINE
+        )
+        refused.add_metric(self._mine, sum(transport.refused() for transport in self._session.transports))
+        yield from (running, oldest, aborted, rings, refused)
+
+    def _paths(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        up = GaugeMetricFamily("xvcomm_rail_up", "1: there is a connection to a rank of another host.", labels=_PATH)
+        losses = CounterMetricFamily(
+            "xvcomm_rail_losses", "Connections that were lost, for which others carry on.", labels=_PATH
+        )
+        nbytes = CounterMetricFamily(
+            "xvcomm_rail_bytes",
+            "Bytes that connections have carried, with their headers.",
+            labels=(*_PATH, "direction"),
+        )
+        for path in (path for transport in self._session.transports for path in transport.paths()):
+            place = path.scheme, path.local, path.remote, str(path.number)
+            labels = (*self._mine, str(path.rank), *place)
+            up.add_metric(labels, int(path.up))
+            losses.add_metric(labels, path.losses)
+            for direction, carried in (("sent", path.sent), ("received", path.received)):
+                # while a connection is replaced, the old one's bytes are missing for a moment
+                known = self._carried[labels, direction] = max(carried, self._carried[labels, direction])
+                nbytes.add_metric((*labels, direction), known)
+        yield from (up, losses, nbytes)
+
+    def _lateness(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        late = GaugeMetricFamily(
+            "xvcomm_lateness_seconds", "How long after the first rank of this host it came to the newest collectives.",
+            labels=(*_MINE, "quantile"),
+        )  # fmt: skip
+        session = self._session
+        states = {r: RankState(records=tuple(session.journal.newest(r, _RECENT))) for r in session.neighbours}
+        found = summarize(Snapshot("", time.time_ns(), session.infos, states)) if len(states) > 1 else None
+        for row in found.lateness if found is not None else ():
+            if row.rank == session.rank:
+                for quantile, seconds in (("0.5", row.late.median), ("0.9", row.late.p90), ("1", row.late.longest)):
+                    late.add_metric((*self._mine, quantile), seconds)
+        yield late
+
+
+def _cumulated(lengths: Sequence[int]) -> list[tuple[str, float]]:
+    """Buckets of a histogram: how many did not exceed each bound, in seconds."""
+    total, found = 0, []
+    for bound, number in zip([*(str(bound / 1e9) for bound in BOUNDS), "+Inf"], lengths, strict=True):
+        total += number
+        found.append((bound, float(total)))
+    return found
