@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -98,9 +99,8 @@ def waits_for_a_lock(job):
 
 def stopped(job):
     if job.rank == 1:
-        subprocess.Popen(["sh", "-c", f"sleep {4 * TIMEOUT}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), 19)
-        time.sleep(0.1)
+        with subprocess.Popen(["sh", "-c", f"sleep {4 * TIMEOUT}; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
     else:
         job.a.all_reduce(job.x)
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,11 +61,10 @@ class Hang:
     def _started(self) -> dict[int, int]:
         return {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is process (\d+)", self.written())}
 
-    @staticmethod
-    def _until(true) -> None:
+    def _until(self, true: Callable[[], bool]) -> None:
         until = time.monotonic() + 120
         while not true():
-            assert time.monotonic() < until
+            assert time.monotonic() < until, self.written()
             time.sleep(0.05)
 
     def written(self) -> str:

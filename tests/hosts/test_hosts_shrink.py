@@ -12,16 +12,19 @@ SIDES = (0, 1, 0, 1)
 
 def left(process):
     """The seconds of a rank's next shrink, and the ranks that are left."""
-    seconds, ranks = json.loads(process.stdout.readline())
+    line = process.stdout.readline()
+    assert line.startswith("["), line + process.stdout.read()
+    seconds, ranks = json.loads(line)
     print(f"{seconds:.3f} s")
     assert seconds < SOON
     return ranks
 
 
 def killed(processes, *ranks):
-    """Kill ranks; the others."""
+    """Kill ranks, all at once; the others."""
     for rank in ranks:
         processes[rank].send_signal(signal.SIGKILL)
+    for rank in ranks:
         processes[rank].wait(30)
     return [process for process in processes if process.returncode is None]
 

@@ -53,7 +53,7 @@ class SlowStore(MemoryStore, Notices):
 def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
     """Rank 0 of two, on a host of its own."""
     given = {"transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
-    return Elsewhere(store, 0, 2, (0,), served_by_first=False, timeout=10, **given)
+    return Elsewhere(store, 0, (0,), server=None, tried=1, timeout=10, **given)
 
 
 def test_what_gathers_while_the_store_is_slow_goes_out_at_once() -> None:

@@ -58,6 +58,9 @@ for name, store in (("new", JaxStore(client)), ("old", JaxStore(Old(client)))):
     both = [s for r in range(2) for s in eval(store.get(f"{name}/sums/{r}", Deadline.after(30)))]
     assert sorted(both) == list(range(1, 41)), both
     assert store.get(f"{name}/n", Deadline.after(5)) == b"40"
+    decided = store.decide(f"{name}/d", b"%d" % rank, Deadline.after(30))
+    store.set(f"{name}/decided/{rank}", decided)
+    assert store.get(f"{name}/decided/{1 - rank}", Deadline.after(30)) == decided in (b"0", b"1")
     try:
         store.wait([f"{name}/n", f"{name}/nowhere"], Deadline.after(0.05))
         raise SystemExit("no error")

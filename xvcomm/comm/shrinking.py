@@ -57,6 +57,9 @@ class Shrinking:
                 if deadline.expired():
                     raise
                 session.succession.note_unreachable()
+            except DeadlineExceeded as error:
+                if error.peer is not None or deadline.expired():  # else it is the store that does not answer
+                    raise
             ranks, departed = verdict.members, set()
 
     def _find_departed(self, deadline: Deadline) -> set[int]:

@@ -159,9 +159,19 @@ class Diagnosis:
         said = [explanation.verdict.text.rstrip(".")] if explanation is not None else []
         said += [f"{operation} was waiting for {', '.join(map(self.name, late))}"] if late else []
         said += [f"rank {r}: {self._last_words(r)}" for r in late[:_NAMED]]
-        carried = self._session.carried(operation.record)
+        carried = self._carried(operation.record)
         said += [f"carried so far: {carried}"] if carried else []
         return Lateness(late, "; ".join(said), explanation)
+
+    def _carried(self, number: int) -> str:
+        """What connections have carried of an operation of this rank, by its number in the flight recorder, as text."""
+        found = self._session.journal.record(number)
+        same = (
+            r
+            for r in reversed(self._session.history())
+            if found is not None and (r.posted, r.op) == (found.posted, found.op)
+        )
+        return "; ".join(str(share) for share in next((r.shares for r in same), ()))
 
     def differing(self) -> tuple[int, str] | None:
         """The abort word for the first collective that a rank of another host has called differently, and what both called.

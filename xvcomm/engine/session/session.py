@@ -405,14 +405,6 @@ class Session:
         connections = "" if rank in self.neighbours else self._reach.transport(rank).connections(rank)
         return f"{words}; connections from {self.infos[self.rank].hostname}: {connections}" if connections else words
 
-    def carried(self, record: int) -> str:
-        """What connections have carried of an operation of this rank, by its number in the flight recorder, as text."""
-        found = self.journal.record(record)
-        same = (
-            r for r in reversed(self.history()) if found is not None and r.posted == found.posted and r.op == found.op
-        )
-        return "; ".join(str(share) for share in next((r.shares for r in same), ()))
-
     def doubt(self, ranks: Sequence[int]) -> None:
         """Find out which ranks of other hosts are lost, though the store does not tell: what one tells of deaths ends with it."""
         elsewhere = [rank for rank in ranks if rank not in self.neighbours]

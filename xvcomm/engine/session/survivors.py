@@ -10,7 +10,7 @@ import msgspec
 
 from xvcomm.abc.store import NotSet, PrefixStore
 from xvcomm.engine.session.session import Session
-from xvcomm.errors import StoreError
+from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.types.deadline import Deadline
 
 _LOOK_SECONDS, _PAUSE_SECONDS = 0.1, 0.02
@@ -77,10 +77,11 @@ class Survivors:
                     departed.clear()  # who has come in another store has closed the communicator, too
                 place = f"shrink/{self.path}/{self._rounds}"
                 verdict = _Round(session, place, ranks, deadline).run(departed, come)
-            except StoreError:
+            except (StoreError, DeadlineExceeded) as error:  # a store that does not answer may be out of reach
                 if deadline.expired():
                     raise
-                session.succession.note_unreachable()
+                if isinstance(error, StoreError):
+                    session.succession.note_unreachable()
                 time.sleep(_PAUSE_SECONDS)
                 continue
             if verdict is not None:
