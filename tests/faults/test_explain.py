@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 HANG = """
-import os, signal, sys
+import os, signal, sys, time
 import numpy as np, xvcomm
 def holds_the_interpreter_lock():
     sum(range(10**13))
@@ -25,6 +25,7 @@ print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
 if comm.rank == 2:
     holds_the_interpreter_lock()
 if comm.rank == 3:
+    time.sleep(1)  # what it has sent must be out: its threads stop, too
     os.kill(os.getpid(), signal.SIGSTOP)
 comm.all_reduce(x)
 """
