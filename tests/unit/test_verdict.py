@@ -36,8 +36,8 @@ def record(op: OpCode, sequence: int, *, peer: int = -1, done: bool = False, ago
     return Record(sequence=sequence, op=int(op), peer=peer, posted=posted, ended=ended, call_site="train.py:9", **words)
 
 
-def waits(*ranks: Sequence[Record] | RankState, hosts: str = "aaaa") -> Waits:
-    infos = tuple(RankInfo(r, hosts[r], f"node-{hosts[r]}", 100 + r, "host", "host") for r in range(4))
+def waits(*ranks: Sequence[Record] | RankState, hosts: str = "aaaa", device: str = "host") -> Waits:
+    infos = tuple(RankInfo(r, hosts[r], f"node-{hosts[r]}", 100 + r, device, device) for r in range(4))
     states = [r if isinstance(r, RankState) else RankState(groups=(WORLD,), records=tuple(r)) for r in ranks]
     return Waits(Snapshot("job", NOW, infos, dict(enumerate(states))))
 
@@ -124,7 +124,22 @@ def test_what_a_stack_says_of_a_rank_with_operations_under_way() -> None:
     for text, condition in ((STACK, Condition.ELSEWHERE), (INSIDE, Condition.WAITS), ("", Condition.WAITS)):
         found = waits(RankState(groups=(WORLD,), records=pending, stack=text), before(), before(), before())
         assert found.condition(0) is condition
+    on_gpu = waits(
+        RankState(groups=(WORLD,), records=pending, stack=STACK), before(), before(), before(), device="cuda"
+    )
+    assert on_gpu.condition(0) is Condition.WAITS  # it may wait for its GPU
     assert stack.parse("") is None and not stack.busy("")
+
+
+def test_collectives_of_gpus_in_different_orders() -> None:
+    """Each rank has enqueued both; neither GPU begins the second one."""
+    first, second = record(OpCode.ALL_REDUCE, 1, ago=3), record(OpCode.ALL_REDUCE, 1, ago=2, communicator=8)
+    swapped = record(OpCode.ALL_REDUCE, 1, ago=3, communicator=8), record(OpCode.ALL_REDUCE, 1, ago=2)
+    pair = (Group(7, "0.1", (0, 1)), Group(8, "0.2", (0, 1)))
+    states = (RankState(groups=pair, records=(first, second)), RankState(groups=pair, records=swapped))
+    verdict = judge(waits(*states, RankState(), RankState(), device="cuda"))
+    assert verdict.ranks == (0, 1) and "call collectives of several communicators in different orders" in verdict.text
+    assert "No rank holds it up" in judge(waits(*states, RankState(), RankState())).text
 
 
 def test_the_report_tells_of_every_rank() -> None:

@@ -134,7 +134,8 @@ class Waits:
         pending = self._pending[rank]
         if not pending:
             return Condition.BUSY
-        if stack.busy(state.stack) or (not state.stack and pending[-1] is not state.records[-1]):
+        on_gpu = self.snapshot.infos[rank].device != "host"  # its host may wait for the GPU, which no stack tells
+        if not on_gpu and (stack.busy(state.stack) or (not state.stack and pending[-1] is not state.records[-1])):
             return Condition.ELSEWHERE
         return Condition.LISTENS if pending[-1].peer == ANY_PEER else Condition.WAITS
 
