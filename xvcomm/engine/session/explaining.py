@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from xvcomm.config import Config
 from xvcomm.engine.session.recorders import Recorders
 from xvcomm.system.notice import notice
 from xvcomm.system.requests import Requests
+from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Record
 from xvcomm.trace.live import SNAPSHOT
 from xvcomm.trace.report import report
@@ -54,6 +56,7 @@ class Explaining:
     def __init__(self, recorders: Recorders, config: Config, job: str, rank: int, size: int) -> None:
         self._recorders, self._config, self._job, self._rank, self._size = recorders, config, job, rank, size
         self._requests: Requests | None = None
+        self._answering: Daemon | None = None
         if config.explain:
             with contextlib.suppress(OSError):  # the program or another job has SIGUSR1
                 self._requests = Requests()
@@ -78,17 +81,23 @@ class Explaining:
         return Explanation(verdict, report(waits.snapshot, verdict, waits))
 
     def look(self) -> None:
-        """Answer requests of other processes of the host."""
-        if self._requests is None:
+        """Let a thread answer a request of another process of the host, if there is one and none is being answered."""
+        if self._requests is None or (self._answering is not None and self._answering.is_alive()):
             return
-        asked = self._requests.look()
+        if asked := self._requests.look():
+            self._answering = Daemon("xvcomm-explain", partial(self._answer, self._requests, asked))
+            self._answering.start()
+
+    def _answer(self, requests: Requests, asked: bytes) -> None:
         if asked == SNAPSHOT:
-            self._requests.answer(encode(self.snapshot((), Deadline.after(_SECONDS))))
-        elif asked:
+            requests.answer(encode(self.snapshot((), Deadline.after(_SECONDS))))
+        else:
             self.explain(Deadline.after(_SECONDS)).tell()
 
     def close(self) -> None:
         """Answer no more. Idempotent."""
+        if self._answering is not None:
+            self._answering.join()
         if self._requests is not None:
             self._requests.close()
 

@@ -156,6 +156,7 @@ class Session:
                         self._cleanup.callback(transport.expose, 0)
                         transport.expose(self.journal.recorder.handle)
                     self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
+                    self._cleanup.callback(self.explaining.close)  # what it reads is closed later
                     self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
                         look = partial(self._watch_over, lambda context: context.tracker.look())
