@@ -1,6 +1,7 @@
 """Faults of jobs over several hosts: on host labels, and between network namespaces."""
 
 import ctypes
+import itertools
 import os
 import re
 import signal
@@ -243,6 +244,18 @@ def test_one_direction_of_a_link(two_hosts, side):
     ranks = two_hosts.begun()
     two_hosts.mute(side, 1)
     two_hosts.unharmed(ranks)
+
+
+def test_links_that_carry_nothing(two_hosts):
+    """A network that is stuck: the verdict does not accuse the program."""
+    ranks = two_hosts.await_begun(two_hosts.start("stuck", env={"XVCOMM_PEER_TIMEOUT": "60"}))
+    for side, link in itertools.product(range(2), repeat=2):
+        two_hosts.mute(side, link)
+    for rank, text in enumerate(two_hosts.outputs(ranks)):
+        assert re.search(
+            rf"rank {1 - rank} on [ab] does not answer.*Look whether its host and its network work", text
+        ), text
+        assert re.search(r"carried so far: 10\.77\.\d\.\d to 10\.77\.\d\.\d \(tcp\) \d+ bytes out", text), text
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -51,10 +51,14 @@ class Explaining:
     Args:
         job: its name.
         rank: this one.
+        history: gives its records with what carries them.
     """
 
-    def __init__(self, recorders: Recorders, config: Config, job: str, rank: int, size: int) -> None:
+    def __init__(
+        self, recorders: Recorders, config: Config, job: str, rank: int, size: int, history: Callable[[], list[Record]]
+    ) -> None:
         self._recorders, self._config, self._job, self._rank, self._size = recorders, config, job, rank, size
+        self._history = history
         self._requests: Requests | None = None
         self._answering: Daemon | None = None
         if config.explain:
@@ -64,7 +68,9 @@ class Explaining:
     def snapshot(self, first: Sequence[int], deadline: Deadline) -> Snapshot:
         """What the job's ranks do, of a large job only those in `first` and some others."""
         ranks = dict.fromkeys([self._rank, *first, *range(min(self._size, _ASKED))])
-        return self._recorders.snapshot(list(ranks)[:_ASKED], deadline)
+        found = self._recorders.snapshot(list(ranks)[:_ASKED], deadline)
+        mine = msgspec.structs.replace(found.ranks[self._rank], records=tuple(self._history()))
+        return msgspec.structs.replace(found, ranks=found.ranks | {self._rank: mine})
 
     def explain(self, deadline: Deadline, first: Sequence[int] = (), record: Record | None = None) -> Explanation:
         """Find what holds up an operation of this rank, or the whole job.

@@ -107,7 +107,7 @@ class Session:
         self.recorders = Recorders(
             self.journal, self._joined, rank, self.neighbours, self._reach, lambda r: self._lost.get(r, "")
         )
-        self.explaining = Explaining(self.recorders, config, self._joined[0].job, rank, size)
+        self.explaining = Explaining(self.recorders, config, self._joined[0].job, rank, size, self.history)
         self._cleanup.callback(self.explaining.close)
         atexit.register(self.close)
         forking.register(self)
