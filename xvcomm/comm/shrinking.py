@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from xvcomm.engine.context import Context
-from xvcomm.engine.session.survivors import Survivors, Verdict
+from xvcomm.engine.session.survivors import Decision, Survivors
 from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
@@ -43,11 +43,11 @@ class Shrinking:
             self._departed = self._find_departed(deadline)
         departed = self._departed
         while True:
-            verdict = self._survivors.agree(ranks, departed, deadline, partial(context.lifecycle.close, _SHRUNK))
-            self._check(verdict)
-            path = f"{self._survivors.path}.shrunk-{verdict.token}"
+            decision = self._survivors.agree(ranks, departed, deadline, partial(context.lifecycle.close, _SHRUNK))
+            self._check(decision)
+            path = f"{self._survivors.path}.shrunk-{decision.token}"
             try:
-                made = Context(session, path, verdict.members, deadline, OpCode.SHRINK)
+                made = Context(session, path, decision.members, deadline, OpCode.SHRINK)
                 self._done = True
                 return made
             except PeerLost:
@@ -60,7 +60,7 @@ class Shrinking:
             except DeadlineExceeded as error:
                 if error.peer is not None or deadline.expired():  # else it is the store that does not answer
                     raise
-            ranks, departed = verdict.members, set()
+            ranks, departed = decision.members, set()
 
     def _find_departed(self, deadline: Deadline) -> set[int]:
         """The ranks that have closed the communicator, by their numbers in the job.
@@ -76,22 +76,22 @@ class Shrinking:
         except StoreError:
             return set()
 
-    def _check(self, verdict: Verdict) -> None:
+    def _check(self, decision: Decision) -> None:
         """Raise if this rank cannot go on."""
         own = self._context.session.rank
-        if verdict.late:
-            who = ", ".join(map(self._name, verdict.late[:_NAMED]))
+        if decision.late:
+            who = ", ".join(map(self._name, decision.late[:_NAMED]))
             raise DeadlineExceeded(
                 f"shrink: {who} did not come in time; all ranks that are left must call shrink(). To wait for them again, "
                 "call it again on all ranks",
-                rank=own, peer=verdict.late[0], op="shrink",
+                rank=own, peer=decision.late[0], op="shrink",
             )  # fmt: skip
-        if own not in verdict.members:
+        if own not in decision.members:
             raise Aborted(
-                f"shrink: {self._name(verdict.by)} and {len(verdict.members) - 1} other ranks go on without this rank, "
+                f"shrink: {self._name(decision.by)} and {len(decision.members) - 1} other ranks go on without this rank, "
                 f"{self._name(own)}, which they cannot reach; end this process. `xvcomm doctor --reach` shows which hosts "
                 "reach each other",
-                rank=own, peer=verdict.by, op="shrink",
+                rank=own, peer=decision.by, op="shrink",
             )  # fmt: skip
 
     def _name(self, world_rank: int) -> str:

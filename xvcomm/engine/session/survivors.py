@@ -20,7 +20,7 @@ _DISCORD_SECONDS = 2.0
 """How long the ranks that have come may take to agree on whether one of them is lost, before some are left out."""
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class Decision(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of one round, for all ranks that came. Ranks are numbers of the whole job.
 
     Attributes:
@@ -36,7 +36,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     by: int
 
 
-_decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
+_decode_decision = msgspec.msgpack.Decoder(Decision).decode
 _decode_ranks = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 
 
@@ -55,7 +55,7 @@ class Survivors:
         self.path = path
         self._session, self._rounds, self._generation = session, 0, b""
 
-    def agree(self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None]) -> Verdict:
+    def agree(self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None]) -> Decision:
         """One round; blocks until it is decided, at the latest at the deadline of the rank whose deadline is the first.
 
         Args:
@@ -76,7 +76,7 @@ class Survivors:
                     self._generation, self._rounds = session.succession.generation, 0
                     departed.clear()  # who has come in another store has closed the communicator, too
                 place = f"shrink/{self.path}/{self._rounds}"
-                verdict = _Round(session, place, ranks, deadline).run(departed, come)
+                decision = _Round(session, place, ranks, deadline).run(departed, come)
             except (StoreError, DeadlineExceeded) as error:  # a store that does not answer may be out of reach
                 if deadline.expired():
                     raise
@@ -84,9 +84,9 @@ class Survivors:
                     session.succession.note_unreachable()
                 time.sleep(_PAUSE_SECONDS)
                 continue
-            if verdict is not None:
+            if decision is not None:
                 self._rounds += 1
-                return verdict
+                return decision
 
 
 class _Round:
@@ -102,8 +102,8 @@ class _Round:
         self._gone: set[int] = set()
         self._doubted = False
 
-    def run(self, departed: set[int], come: Callable[[], None]) -> Verdict | None:
-        """The verdict; None if the process has ended that serves the store."""
+    def run(self, departed: set[int], come: Callable[[], None]) -> Decision | None:
+        """The decision; None if the process has ended that serves the store."""
         session, place = self._session, self._place
         departed -= {rank for rank in departed if self._came(rank)}  # who has come has closed the communicator, too
         self._gone = set(departed)
@@ -112,9 +112,9 @@ class _Round:
         while not session.succession.due():
             gone = self._lost()
             left = [rank for rank in self._ranks if rank not in gone]
-            verdict = self._lead(left) if left[0] == session.rank else self._follow()
-            if verdict is not None:
-                return verdict
+            decision = self._lead(left) if left[0] == session.rank else self._follow()
+            if decision is not None:
+                return decision
             if self._deadline.expired():
                 return self._decide((), self._missing(left) or left[:1])
             if not self._doubted and time.monotonic() - self._begun > _DOUBT_SECONDS:
@@ -128,20 +128,20 @@ class _Round:
         self._gone.update(rank for rank in self._ranks if rank != own and self._session.gone(rank))
         return self._gone
 
-    def _follow(self) -> Verdict | None:
-        """The verdict, if another rank decides it soon."""
+    def _follow(self) -> Decision | None:
+        """The decision, if another rank decides it soon."""
         try:
-            return _decode_verdict(self._place.get("verdict", self._soon()))
+            return _decode_decision(self._place.get("decision", self._soon()))
         except NotSet:
             return None
 
-    def _lead(self, left: Sequence[int]) -> Verdict | None:
+    def _lead(self, left: Sequence[int]) -> Decision | None:
         """Decide, if all ranks that are left come soon."""
         try:
             self._place.wait([f"here/{rank}" for rank in left], self._soon())
         except NotSet:
             try:
-                return _decode_verdict(self._place.get("verdict", Deadline.after(0)))
+                return _decode_decision(self._place.get("decision", Deadline.after(0)))
             except NotSet:
                 return None
         infos = self._session.infos
@@ -160,11 +160,11 @@ class _Round:
         """Whether ranks that have come, and do not reach each other, have had time to find out which of them is lost."""
         return self._deadline.expired() or time.monotonic() - self._begun > _DISCORD_SECONDS
 
-    def _decide(self, members: Sequence[int], late: Sequence[int]) -> Verdict:
-        mine = Verdict(tuple(members), tuple(late), secrets.token_hex(4), self._session.rank)
+    def _decide(self, members: Sequence[int], late: Sequence[int]) -> Decision:
+        mine = Decision(tuple(members), tuple(late), secrets.token_hex(4), self._session.rank)
         # Beyond the deadline, since the others are to learn of it.
         settling = Deadline.after(max(self._deadline.left(), _DISCORD_SECONDS))
-        return _decode_verdict(self._place.decide("verdict", msgspec.msgpack.encode(mine), settling))
+        return _decode_decision(self._place.decide("decision", msgspec.msgpack.encode(mine), settling))
 
     def _came(self, rank: int) -> bool:
         try:
