@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _OWN, _TESTING = "/xvcomm/", "/xvcomm/testing/"
-_LIBRARIES = ("/lib/python", "/site-packages/", "/dist-packages/", "<frozen ")
+_LIBRARIES = ("/lib/python", "/site-packages/", "/dist-packages/", "<")
 _WAITING = frozenset({"acquire", "block_until_ready", "join", "result", "synchronize", "wait", "wait_for"})
 """Functions of frameworks and of the standard library in which a thread waits for something else."""
 
