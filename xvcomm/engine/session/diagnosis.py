@@ -147,13 +147,26 @@ class Diagnosis:
         """The ranks that really delay an operation: those at the ends of the chains of waits that begin at it, if they are in
         this communicator; else the suspects.
         """
-        record = self._session.journal.record(operation.record)
-        if record is None or (record.communicator, record.op) != (self._ident, operation.name):
+        record = self._record(operation)
+        if record is None:
             return self._lateness_of(operation, tuple(suspects), None)
         explanation = self._session.explaining.explain(Deadline.after(_LATE_SECONDS), self._ranks, record)
         found = tuple(self._ranks.index(world) for world in explanation.verdict.ranks if world in self._ranks)
         late = tuple(r for r in found if r != self._rank) or tuple(suspects)
         return self._lateness_of(operation, late, explanation)
+
+    def _record(self, operation: Operation) -> Record | None:
+        """The record of an operation, which may not have its number: of one in which the host is stuck."""
+
+        def is_it(record: Record) -> bool:
+            found = record.communicator, record.op, record.sequence, record.peer
+            return found == (self._ident, operation.name, operation.sequence, operation.peer)
+
+        found = self._session.journal.record(operation.record)
+        if found is not None and is_it(found):
+            return found
+        kept = self._session.journal.newest(self._ranks[self._rank], _OWN_RECORDS)
+        return next(filter(is_it, reversed(kept)), None)
 
     def _lateness_of(self, operation: Operation, late: tuple[int, ...], explanation: Explanation | None) -> Lateness:
         said = [explanation.verdict.text.rstrip(".")] if explanation is not None else []
