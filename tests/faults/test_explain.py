@@ -51,7 +51,10 @@ class Hang:
         script.write_text(label.replace("\\n", "\n") + HANG)
         command = [sys.executable, "-m", "xvcomm", "run", "-n", "4", sys.executable, str(script)]
         self._process = subprocess.Popen(
-            command, stdout=self._out.open("w"), stderr=subprocess.STDOUT, env=os.environ | {"HOSTS": hosts}
+            command,
+            stdout=self._out.open("w"),
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HOSTS": hosts, "XVCOMM_PEER_TIMEOUT": "600"},
         )
         self.pids: dict[int, int] = {}
         self._until(lambda: len(self._started()) == 4)
@@ -129,9 +132,10 @@ def test_of_no_job() -> None:
     ("end", "told"),
     [
         ('raise ValueError("no such file")', r"ValueError: no such file"),
+        ('with comm: raise ValueError("no such file")', r"ValueError: no such file"),
         ("import os; os.kill(os.getpid(), 9)", "its process has ended"),
     ],
-    ids=["exception", "signal"],
+    ids=["exception", "exception in the block", "signal"],
 )
 def test_dumps_of_a_job_that_has_ended(tmp_path: Path, end: str, told: str) -> None:
     script, dumps = tmp_path / "end.py", tmp_path / "dumps"

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,7 @@ from xvcomm.system.stacks import SIGNAL, StackFile, handled, request, written_by
 
 HOLD = """
 from xvcomm.system.stacks import StackFile
-file = StackFile()
+file = StackFile.take()
 def holds_the_interpreter():
     sum(range(10**12))
 print("begun", flush=True)
@@ -22,10 +22,8 @@ holds_the_interpreter()
 
 
 @pytest.fixture
-def file() -> Iterator[StackFile]:
-    made = StackFile()
-    yield made
-    made.close()
+def file() -> StackFile:
+    return StackFile.take()
 
 
 def test_a_signal_writes_the_stack(file: StackFile) -> None:
@@ -37,26 +35,19 @@ def test_a_signal_writes_the_stack(file: StackFile) -> None:
         assert written_by(me).count("test_a_signal_writes_the_stack") == 1
 
 
-def test_a_closed_one_leaves_nothing_behind() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    first, second = StackFile.take(), StackFile.take()
-    assert first is second
-    first.close()
-    assert handled(os.getpid())
-    second.close()
-    second.close()
-    assert len(os.listdir("/proc/self/fd")) == before and not handled(os.getpid())
-    StackFile.take().close()
+def test_there_is_one_for_a_process(file: StackFile) -> None:
+    assert StackFile.take() is file
 
 
-def test_another_handler_is_left_alone() -> None:
-    signal.signal(SIGNAL, lambda *_: None)
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "handled"])
+def test_what_the_program_does_with_a_signal_is_left_alone(handler: Any) -> None:
+    number = signal.SIGRTMIN + 9
+    before = signal.signal(number, handler)
     try:
-        with pytest.raises(OSError, match="has a handler"):
-            StackFile()
-        assert not request(os.getpid())
+        with pytest.raises(OSError, match="handles or ignores"):
+            StackFile.take(number, "test")
     finally:
-        signal.signal(SIGNAL, signal.SIG_DFL)
+        signal.signal(number, before)
 
 
 def test_a_process_that_holds_the_interpreter_lock() -> None:
@@ -74,11 +65,13 @@ def test_a_process_that_holds_the_interpreter_lock() -> None:
 
 
 def test_a_child_does_not_write_to_its_parent(file: StackFile) -> None:
+    os.ftruncate(file.fd, 0)
     pid = os.fork()
     if pid == 0:
-        os._exit(int(handled(os.getpid())))
+        os.kill(os.getpid(), SIGNAL)
+        os._exit(int("test_a_child" not in written_by(os.getpid())))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert file.fd >= 0 and handled(os.getpid())
+    assert written_by(os.getpid()) == ""
 
 
 def test_processes_without_stacks_are_left_alone() -> None:

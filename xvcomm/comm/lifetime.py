@@ -56,7 +56,8 @@ class Lifetime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._context.session.explaining.note_end(error)
         last = self
         while last._successor is not None:
             last = last._successor

@@ -52,7 +52,7 @@ class Failures:
             word, why, explanation = self._why_late(error, operation)
             lifecycle.abort(word, why)
             if explanation is not None and lifecycle.word() == word:
-                explanation.tell()
+                self._diagnosis.tell(explanation)
         elif isinstance(error, (PeerLost, Aborted)) and error.peer is not None:  # the store told of another rank
             lifecycle.abort(diagnosis.passed_on(error), str(error))
         else:

@@ -1,18 +1,22 @@
 """What other processes of the host want of this one, without a socket: files in memory that they open through /proc.
 
-A request is text in one file, the answer is in another one. The stacks that SIGUSR1 writes to the first are a request as well.
+A request is a line in one file, the answer is in another one, behind the request's number and the answer's length. The stack that
+SIGUSR1 writes to the first file is a request as well.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import struct
 import time
+from collections.abc import Callable
 
-from xvcomm.system import forking
 from xvcomm.system.stacks import StackFile, find
 
 _REQUEST, _ANSWER = "xvcomm-request", "xvcomm-answer"
+_HEAD = struct.Struct("=QQ")  # number of the request, bytes of the answer
 _LOOK_SECONDS = 0.02
 
 
@@ -20,54 +24,59 @@ class Requests:
     """Those to this process. `look` must be called again and again."""
 
     def __init__(self) -> None:
-        """Accept requests; raises OSError if the process handles SIGUSR1 already, or the system has no such files."""
-        self._file = StackFile(signal.SIGUSR1, _REQUEST)
+        """Accept requests; raises OSError if the program handles or ignores SIGUSR1, or the system has no such files."""
+        self._file = StackFile.take(signal.SIGUSR1, _REQUEST)
         self._answer = os.memfd_create(_ANSWER, os.MFD_CLOEXEC)
-        forking.register(self)
+        os.ftruncate(self._file.fd, 0)
 
-    def look(self) -> bytes:
-        """A request that has come; empty if there is none. What SIGUSR1 has written begins with a capital letter."""
-        size = os.fstat(self._file.fd).st_size if self._file.fd >= 0 else 0
+    def look(self, known: bytes) -> tuple[list[int], bool]:
+        """What has come: the numbers of requests of a kind, and whether SIGUSR1 has."""
+        size = os.fstat(self._file.fd).st_size
         if size == 0:
-            return b""
+            return [], False
         found = os.pread(self._file.fd, size, 0)
         os.ftruncate(self._file.fd, 0)
-        return found
+        lines = [line.split() for line in found.splitlines()]
+        numbers = [int(line[1]) for line in lines if line[:1] == [known] and len(line) == 2]
+        return numbers, any(line[:1] != [known] for line in lines)
 
-    def answer(self, data: bytes) -> None:
+    def answer(self, number: int, data: bytes) -> None:
         """Give the answer to a request of another process."""
-        os.ftruncate(self._answer, 0)
-        os.pwrite(self._answer, data, 0)
-
-    def after_fork(self) -> None:
-        """Leave the files to the parent."""
-        self.close()
+        os.pwrite(self._answer, bytes(_HEAD.size), 0)
+        os.ftruncate(self._answer, _HEAD.size)
+        os.pwrite(self._answer, data, _HEAD.size)
+        os.pwrite(self._answer, _HEAD.pack(number, len(data)), 0)
 
     def close(self) -> None:
         """Accept none any more. Idempotent."""
-        self._file.close()
         if self._answer >= 0:
             os.close(self._answer)
             self._answer = -1
 
 
-def request(pid: int, text: bytes, seconds: float) -> bytes:
+def request(pid: int, text: bytes, until: float, right: Callable[[bytes], bool]) -> bytes:
     """Ask a process of this user; its answer, or nothing if it gives none in time.
 
     Args:
-        text: not empty; begins with a small letter.
+        text: one word.
+        until: by `time.monotonic()`.
+        right: whether an answer is of the one who is meant; a process may be in several jobs.
     """
+    number = secrets.randbits(62)
     try:
         files, answers = list(find(pid, _REQUEST)), list(find(pid, _ANSWER))
         if not files or not answers:
             return b""
-        os.truncate(answers[0], 0)
         with files[0].open("ab", buffering=0) as file:
-            file.write(text)
-        until = time.monotonic() + seconds
+            file.write(b"%s %d\n" % (text, number))
         while time.monotonic() < until:
-            if not files[0].stat().st_size and (found := answers[0].read_bytes()):
-                return found
+            for path in answers:
+                found = path.read_bytes()
+                if len(found) >= _HEAD.size:
+                    of, length = _HEAD.unpack_from(found)
+                    data = found[_HEAD.size :]
+                    if of == number and length == len(data) and right(data):
+                        return data
             time.sleep(_LOOK_SECONDS)
     except OSError:  # it is gone, or another user's
         pass

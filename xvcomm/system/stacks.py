@@ -14,7 +14,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xvcomm.system import forking
@@ -22,29 +22,26 @@ from xvcomm.system import forking
 SIGNAL = signal.SIGRTMIN + 7
 """Of the real-time signals, which no common program uses; that a process handles it is checked before it is sent."""
 NAME = "xvcomm-stacks"
-_FRESH_SECONDS = 0.5
+_FRESH_SECONDS, _LOOK_SECONDS = 0.5, 0.005
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StackFile:
-    """Where this process writes its stacks when a signal comes.
+    """Where this process writes its stack when a signal comes, until it ends: a signal that comes late must not end it, and
+    the program may have registered handlers since.
 
     Attributes:
-        fd: its file descriptor; what is written is appended. -1 once closed.
+        fd: its file descriptor; what is written is appended.
     """
 
-    def __init__(self, number: int = SIGNAL, name: str = NAME) -> None:
-        """Let a signal write them; raises OSError if the process handles it already, or the system has no such files.
+    def __init__(self, number: int, name: str) -> None:
+        """Let a signal write it.
 
         Args:
             name: by which other processes find the file.
         """
-        if handled(os.getpid(), number):
-            raise OSError(f"signal {number} has a handler already")
-        self._signal, self._users = number, 1
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._name, self.fd = name, _empty(name)
         try:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
             faulthandler.register(number, self.fd, all_threads=False, chain=False)
         except BaseException:
             os.close(self.fd)
@@ -52,31 +49,33 @@ class StackFile:
         forking.register(self)
 
     @classmethod
-    def take(cls) -> StackFile:
-        """That of this process, for SIGNAL; each user who takes it closes it. Raises OSError, see above."""
-        global _taken
-        if _taken is None or _taken.fd < 0:
-            _taken = cls()
-        else:
-            _taken._users += 1
-        return _taken
+    def take(cls, number: int = SIGNAL, name: str = NAME) -> StackFile:
+        """That of this process for a signal.
+
+        Raises:
+            OSError: the program handles or ignores the signal, or the system has no such files.
+        """
+        if number not in _taken:
+            if handled(os.getpid(), number) or signal.getsignal(number) is not signal.SIG_DFL:
+                raise OSError(f"the program handles or ignores signal {number}")
+            _taken[number] = cls(number, name)
+        return _taken[number]
 
     def after_fork(self) -> None:
-        """Let the child write nothing to its parent's file."""
-        self._users = 1
-        self.close()
-
-    def close(self) -> None:
-        """Handle the signal no longer, once each user has closed it. Idempotent."""
-        self._users -= 1
-        if self._users <= 0 <= self.fd:
-            if signal.getsignal(self._signal) in (signal.SIG_DFL, None):  # else the program has a handler since
-                faulthandler.unregister(self._signal)
-            os.close(self.fd)
-            self.fd = -1
+        """Let the child write to a file of its own."""
+        own = _empty(self._name)
+        os.dup2(own, self.fd, inheritable=False)
+        os.close(own)
 
 
-_taken: StackFile | None = None
+_taken: dict[int, StackFile] = {}
+
+
+def _empty(name: str) -> int:
+    """A file in memory to which all writes are appended."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
 
 
 def handled(pid: int, number: int = SIGNAL) -> bool:
@@ -111,9 +110,24 @@ def send(pid: int) -> None:
 def written_by(pid: int) -> str:
     """What a process of this user has written; empty if it has not."""
     try:
-        return "".join(file.read_text(errors="replace") for file in find(pid, NAME))
+        return whole("".join(file.read_text(errors="replace") for file in find(pid, NAME)))
     except OSError:
         return ""
+
+
+def whole(text: str) -> str:
+    """A stack with its head line; empty if another reader has emptied the file in the middle."""
+    return text if text.partition("\n")[0].endswith("(most recent call first):") else ""
+
+
+def collect(pids: Sequence[int], seconds: float) -> dict[int, str]:
+    """What processes write within some time, after `request`."""
+    until = time.monotonic() + seconds
+    while True:
+        found = {pid: written_by(pid) for pid in pids}
+        if all(found.values()) or time.monotonic() > until:
+            return found
+        time.sleep(_LOOK_SECONDS)
 
 
 def find(pid: int, name: str) -> Iterator[Path]:

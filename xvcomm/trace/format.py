@@ -1,8 +1,8 @@
 """The flight recorder's memory format, and how to read it: without numba, so also from a file of a process that has died.
 
-A region belongs to one rank: a header of 128 bytes (word 0: `Life`, word 1: number of records written so far), then GROUPS
-places for its communicators (see `groups`), each as long as a record, then records in a circle: `Record`'s fields in order,
-words of 64 bits and the text of the call site.
+A region belongs to one rank: a header of 128 bytes (`Life`; number of records written so far; when the rank's stack was asked for
+last), then GROUPS places for its communicators (see `groups`), each as long as a record, then records in a circle: `Record`'s
+fields in order, words of 64 bits and the text of the call site.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ WORDS = tuple(field.name for field in fields(Record) if field.type == "int")
 """Names of a record's words, in their order."""
 _RECORD = struct.Struct(f"<{len(WORDS)}q{CALL_SITE_BYTES}s")
 RECORD_BYTES = _RECORD.size
+STACK_NANOSECONDS = 500_000_000
+"""For how long a stack is not asked for again: who reads it meanwhile must find it whole."""
 RECORDS_AT = HEADER_BYTES + GROUPS * RECORD_BYTES
 """Where the records begin in a region."""
 

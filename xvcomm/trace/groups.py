@@ -53,7 +53,10 @@ def parse(place: bytes) -> Group | None:
     """What a place says; None if it is free."""
     (ident,) = _IDENT.unpack_from(place)
     ranks, _, name = place[_IDENT.size :].partition(b"\0")[0].decode(errors="replace").partition(" ")
-    return Group(ident, name, tuple(_ranks(ranks))) if ident and ranks else None
+    try:
+        return Group(ident, name, tuple(_ranks(ranks))) if ident and ranks else None
+    except ValueError:  # it is being written
+        return None
 
 
 def _places() -> Iterable[int]:

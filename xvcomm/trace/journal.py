@@ -27,12 +27,14 @@ class Roster(msgspec.Struct, frozen=True):
         job: its name.
         infos: of all ranks, in rank order.
         here: those of this host, in the order of their regions.
+        namespaces: their PID namespaces, in the same order.
         records: how many each region keeps.
     """
 
     job: str
     infos: tuple[RankInfo, ...]
     here: tuple[int, ...]
+    namespaces: tuple[str, ...]
     records: int
 
 
@@ -54,8 +56,13 @@ def write(memory: memoryview, roster: Roster) -> None:
 
 def roster(memory: memoryview) -> Roster | None:
     """What was written; None if the memory is another kind of shared memory."""
+    if len(memory) < _HEAD.size:
+        return None
     magic, length = _HEAD.unpack_from(memory)
-    return _decode(memory[_HEAD.size : _HEAD.size + length]) if magic == MAGIC else None
+    try:
+        return _decode(memory[_HEAD.size : _HEAD.size + length]) if magic == MAGIC else None
+    except msgspec.DecodeError:  # of another version, or being written
+        return None
 
 
 def regions(memory: memoryview, roster: Roster) -> dict[int, memoryview]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,13 +17,16 @@ import msgspec
 from xvcomm.system import processes, stacks
 from xvcomm.system.requests import request
 from xvcomm.trace import journal
+from xvcomm.trace.format import Life
 from xvcomm.trace.journal import Roster
-from xvcomm.trace.snapshot import RankState, Snapshot, decode
+from xvcomm.trace.snapshot import Snapshot, decode
 
 SNAPSHOT = b"snapshot"
 """The request to a rank for what the whole job does."""
-_SECONDS, _STACK_SECONDS = 5.0, 0.1
-"""How long a rank has to answer a request; how long processes have to write their stacks."""
+_SECONDS, _ONE_SECONDS, _STACK_SECONDS = 10.0, 4.0, 1.0
+"""How long all ranks together have to answer a request, and each; how long processes have to write their stacks."""
+_NAME = re.compile(r"/xvcomm-[^/]+-[0-9]+-[0-9a-f]{12}( \(deleted\))?$")
+"""Of shared memory, see `memory.segment`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class LiveJob:
     """A job with at least one process on this host.
 
     Attributes:
-        pids: processes that have its memory open.
+        pids: processes that have its memory open, as this process sees them.
         memory: path by which its memory can be opened.
     """
 
@@ -38,28 +43,44 @@ class LiveJob:
     memory: Path
 
     def snapshot(self) -> Snapshot:
-        """What the job does: of this host by its memory, of others by one of its ranks, if any answers."""
+        """What the job does: of this host by its memory, of others by one of its ranks, if any answers. Ranks of which nothing
+        can be told are left out.
+        """
         with _mapped(self.memory) as view:
             here = journal.read(view)
         assert here is not None
-        living = [rank for rank in self.roster.here if self.roster.infos[rank].pid in self.pids]
-        asked = [rank for rank in living if stacks.request(self.roster.infos[rank].pid)]
-        whole = self._whole(living) if len(self.roster.here) < len(self.roster.infos) else None
-        time.sleep(_STACK_SECONDS)
+        living = self._living()
+        asked = [rank for rank, pid in living.items() if stacks.request(pid)]
+        whole = self._whole(living.values()) if len(self.roster.here) < len(self.roster.infos) else None
+        texts = stacks.collect([living[rank] for rank in asked], _STACK_SECONDS)
         states = dict(whole.ranks if whole is not None else {})
-        for rank, state in here.ranks.items():
-            pid = self.roster.infos[rank].pid
+        for rank, namespace in zip(self.roster.here, self.roster.namespaces, strict=True):
+            state = here.ranks[rank]
+            ended = (
+                rank not in living and state.life is not Life.CLOSED and namespace == os.readlink("/proc/self/ns/pid")
+            )
             states[rank] = msgspec.structs.replace(
-                state, ending="" if rank in living or state.life else "its process has ended",
-                stopped=rank in living and processes.halted(pid), stack=stacks.written_by(pid) if rank in asked else "",
+                state, ending="its process has ended" if ended else "",
+                stopped=rank in living and processes.halted(living[rank]),
+                stack=texts[living[rank]] if rank in asked else "",
             )  # fmt: skip
-        for rank in range(len(self.roster.infos)):
-            states.setdefault(rank, RankState(answered=False))
         return msgspec.structs.replace(here, ranks=dict(sorted(states.items())))
 
-    def _whole(self, ranks: Iterable[int]) -> Snapshot | None:
-        for rank in ranks:
-            data = request(self.roster.infos[rank].pid, SNAPSHOT, _SECONDS)
+    def _living(self) -> dict[int, int]:
+        """The ranks of this host whose processes can be seen from here, with their numbers here."""
+        seen = {_inner(pid): pid for pid in self.pids}
+        infos = self.roster.infos
+        return {
+            rank: seen[place]
+            for rank, namespace in zip(self.roster.here, self.roster.namespaces, strict=True)
+            if (place := (namespace, infos[rank].pid)) in seen
+        }
+
+    def _whole(self, pids: Iterable[int]) -> Snapshot | None:
+        until = time.monotonic() + _SECONDS
+        for pid in pids:
+            wait = min(until, time.monotonic() + _ONE_SECONDS)
+            data = request(pid, SNAPSHOT, wait, lambda answer: decode(answer).job == self.roster.job)
             if data:
                 return decode(data)
         return None
@@ -86,8 +107,17 @@ def _memories(pid: int) -> Iterator[Path]:
         return
     for entry in entries:
         with contextlib.suppress(OSError):
-            if Path(os.readlink(entry)).name.startswith("xvcomm-"):
+            if _NAME.search(os.readlink(entry)) and stat.S_ISREG(entry.stat().st_mode):
                 yield entry
+
+
+def _inner(pid: int) -> tuple[str, int]:
+    """A process's PID namespace, and its number there."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return os.readlink(f"/proc/{pid}/ns/pid"), int(line.split()[-1])
+    return "", pid
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from xvcomm.trace.format import (
     POSTED,
     RECORD_BYTES,
     RECORDS_AT,
+    STACK_NANOSECONDS,
     WORDS,
     Life,
     Record,
@@ -55,15 +56,13 @@ _WRITER = np.dtype([
     ("stacks", "i8"),  # file of this process's stacks, or -1, and the signal by which it writes them
     ("signal", "i8"),
     ("process", "i8"),
-    ("taken", "i8"),  # when they were asked for last
     ("counters", "i8"),  # `Counters.address`; 0 while nothing is counted
 ])  # fmt: skip
-_HEADER = np.dtype([("life", "i8"), ("written", "i8")])  # see `format`
+_HEADER = np.dtype([("life", "i8"), ("written", "i8"), ("asked", "i8")])  # see `format`
 _RECORD = np.dtype([(name, "i8") for name in WORDS] + [("call_site", f"S{CALL_SITE_BYTES}")])
 _Writer, _writer_at = python_type(_WRITER), compiled_at(_WRITER)
 _header_at, _record_at = compiled_at(_HEADER), compiled_at(_RECORD)
 
-_FRESH_NANOSECONDS = 500_000_000
 _TAKE_STACK, _STACK = int(Topic.TAKE_STACK), int(Topic.STACK)
 _OF_GROUPS = int(Topic.GROUPS)
 
@@ -122,9 +121,9 @@ def may_ask(handle, topic, index):  # type: ignore[no-untyped-def]
 @register_jitable
 def _take_stack(writer):  # type: ignore[no-untyped-def]
     """Let the process write its stack, which takes a moment, unless it has just done so."""
-    now = _nanoseconds()
-    if writer.stacks >= 0 and now - writer.taken > _FRESH_NANOSECONDS:
-        writer.taken = now
+    header, now = _header_at(writer.region), _nanoseconds()
+    if writer.stacks >= 0 and now - header.asked > STACK_NANOSECONDS:
+        header.asked = now
         _ftruncate(writer.stacks, 0)
         _tgkill(writer.process, writer.process, writer.signal)
 
@@ -140,7 +139,7 @@ def extent(handle, topic, index, count):  # type: ignore[no-untyped-def]
         return 0, 0
     if topic == _STACK:
         last = (_lseek(writer.stacks, 0, os.SEEK_END) + RECORD_BYTES - 1) // RECORD_BYTES if writer.stacks >= 0 else 0
-        return max(0, last - count), last
+        return 0, min(last, count)  # the newest calls
     written = load_acquire(address_of(_header_at(_region(writer, index)), "written"))
     return max(0, written - min(count, writer.capacity)), written
 

@@ -6,7 +6,9 @@ import re
 from typing import NamedTuple
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
-_OWN, _TESTING = "/xvcomm/", "/xvcomm/testing/"
+_OWN = re.compile(
+    r"/xvcomm/(abc|adapters|backends|comm|engine|jit|memory|pipeline|rendezvous|schedule|system|trace|types|wire)/"
+)
 _LIBRARIES = ("/lib/python", "/site-packages/", "/dist-packages/", "<")
 _WAITING = frozenset({"acquire", "block_until_ready", "join", "result", "synchronize", "wait", "wait_for"})
 """Functions of frameworks and of the standard library in which a thread waits for something else."""
@@ -31,11 +33,10 @@ class Stack(NamedTuple):
     @property
     def inside(self) -> bool:
         """Whether the thread is in a call of xvcomm: libraries below it do not count, and what runs the program neither."""
-        own = (
-            frame for frame in self.frames if _OWN in frame.file or not any(part in frame.file for part in _LIBRARIES)
+        nearest = next(
+            (f for f in self.frames if _OWN.search(f.file) or not any(p in f.file for p in _LIBRARIES)), None
         )
-        nearest = next(own, None)
-        return nearest is not None and _OWN in nearest.file and _TESTING not in nearest.file
+        return nearest is not None and _OWN.search(nearest.file) is not None
 
     @property
     def waits(self) -> bool:

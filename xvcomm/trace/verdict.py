@@ -95,6 +95,8 @@ class Explainer:
     def _peer(self, wait: Wait) -> str:
         if wait.record.peer in (NO_PEER, ANY_PEER) or wait.group is None:
             return " with any rank" if wait.record.peer == ANY_PEER else ""
+        if wait.record.peer >= len(wait.group.ranks):
+            return ""
         side = "to" if wait.record.op == OpCode.SEND else "from"
         return f" {side} rank {wait.group.ranks[wait.record.peer]}"
 
@@ -234,7 +236,10 @@ class _Judge:
     def _stuck(self, wait: Wait) -> Verdict:
         over = f" over {'; '.join(map(str, wait.record.shares))}" if wait.record.shares else ""
         how = f" It goes by {wait.record.way}{over}." if wait.record.way else ""
-        text = f"All ranks have come to {self._words.describe(wait)} that {self._all_in(wait)}.{how}"
+        come = f"come to {self._words.describe(wait)} that {self._all_in(wait)}.{how}"
+        if self._waits.unknown(wait):
+            return Verdict(f"All ranks that could be asked have {come} Others may hold it up.", ())
+        text = f"All ranks have {come}"
         return Verdict(f"{text} No rank holds it up: it is slow, or what carries it is stuck (a link, a device).", ())
 
     def _all_in(self, wait: Wait) -> str:

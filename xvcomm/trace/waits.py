@@ -65,10 +65,16 @@ class Wait:
 class Waits:
     """Those of a snapshot."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, known: Sequence[Group] = ()) -> None:
+        """Those of a snapshot.
+
+        Args:
+            known: communicators that ranks may not have told of.
+        """
         self.snapshot = snapshot
         self._states = snapshot.ranks
-        self.groups = {group.ident: group for state in snapshot.ranks.values() for group in state.groups}
+        told = {group.ident: group for state in snapshot.ranks.values() for group in state.groups if group.ranks}
+        self.groups = {group.ident: group for group in known} | told
 
     def now(self, state: RankState) -> int:
         """When a rank's state was read, by its own clock."""
@@ -87,6 +93,10 @@ class Waits:
     def condition(self, rank: int) -> Condition:
         """Of any rank; one of which nothing is known is silent."""
         return self.conditions.get(rank, Condition.SILENT)
+
+    def unknown(self, wait: Wait) -> bool:
+        """Whether there may be ranks that hold an operation up and of which nothing is known."""
+        return wait.group is None or any(rank not in self._states for rank in wait.group.ranks)
 
     def first_difference(self) -> tuple[tuple[int, Record], tuple[int, Record]] | None:
         """The oldest collective that two ranks called differently, with both calls."""
@@ -173,10 +183,10 @@ class Waits:
         state = self._states.get(rank)
         if state is None:
             return True  # it was not asked: nothing is said of it
-        return any(
-            other.communicator == record.communicator and other.sequence - (other.peer != NO_PEER) >= record.sequence
-            for other in state.records
-        )
+        same = [other for other in state.records if other.communicator == record.communicator]
+        if not same and state.dropped:
+            return True  # its records of this communicator may be overwritten
+        return any(other.sequence - (other.peer != NO_PEER) >= record.sequence for other in same)
 
     def _same_call(self, rank: int, record: Record) -> Record | None:
         state = self._states.get(rank)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.format import Record
 from xvcomm.trace.operation import NO_PEER, Operation, describe
+from xvcomm.trace.snapshot import Group
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -30,6 +32,7 @@ _COMPARED, _COMPARED_RECORDS, _OWN_RECORDS = 16, 64, 1024
 """Maximum number of ranks whose calls are compared with this rank's, and of records of each and of this one."""
 _HEAR_SECONDS = 0.3
 """How long an error waits for the reason in words that a rank of another host gives."""
+_logger = logging.getLogger("xvcomm")
 _UNHEARD = "its reason has not come to this host; see that rank's own error"
 _DIFFERENTLY = "two other ranks made different calls"
 
@@ -143,17 +146,28 @@ class Diagnosis:
                 return self._tell(end, *found), end.peer
         return None
 
-    def late(self, operation: Operation, suspects: Iterable[int] = ()) -> Lateness:
+    def late(self, operation: Operation, suspects: Sequence[int] = ()) -> Lateness:
         """The ranks that really delay an operation: those at the ends of the chains of waits that begin at it, if they are in
         this communicator; else the suspects.
         """
         record = self._record(operation)
         if record is None:
             return self._lateness_of(operation, tuple(suspects), None)
-        explanation = self._session.explaining.explain(Deadline.after(_LATE_SECONDS), self._ranks, record)
+        world = tuple(map(int, self._ranks))
+        first = [world[r] for r in suspects] + [r for r in world if r in self._session.neighbours] + list(world)
+        group = Group(self._ident, "", world)
+        try:
+            explanation = self._session.explaining.explain(Deadline.after(_LATE_SECONDS), first, record, group)
+        except Exception:  # the error itself matters more
+            _logger.exception("xvcomm: cannot find out what holds %s up", operation)
+            return self._lateness_of(operation, tuple(suspects), None)
         found = tuple(self._ranks.index(world) for world in explanation.verdict.ranks if world in self._ranks)
         late = tuple(r for r in found if r != self._rank) or tuple(suspects)
         return self._lateness_of(operation, late, explanation)
+
+    def tell(self, explanation: Explanation) -> None:
+        """Print a report."""
+        self._session.explaining.tell(explanation)
 
     def _record(self, operation: Operation) -> Record | None:
         """The record of an operation, which may not have its number: of one in which the host is stuck."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,15 @@ from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Record
 from xvcomm.trace.live import SNAPSHOT
 from xvcomm.trace.report import report
-from xvcomm.trace.snapshot import SUFFIX, Snapshot, encode
+from xvcomm.trace.snapshot import SUFFIX, Group, RankState, Snapshot, encode
 from xvcomm.trace.verdict import Verdict, judge
 from xvcomm.trace.waits import Waits
 from xvcomm.types.deadline import Deadline
 
 _ASKED = 64
 """Maximum number of ranks of which a report tells."""
+_CLOSE_SECONDS = 5.0
+"""How long a rank that leaves waits for a dump that is being written, and for a report."""
 _SECONDS = 2.0
 """How long other hosts have to tell what their ranks do, when a report is asked for."""
 _LEAST_SECONDS = 0.2
@@ -39,10 +42,6 @@ class Explanation(NamedTuple):
 
     verdict: Verdict
     text: str
-
-    def tell(self) -> None:
-        """Print the report."""
-        _logger.error("%s", self.text)
 
 
 class Explaining:
@@ -61,6 +60,9 @@ class Explaining:
         self._history = history
         self._requests: Requests | None = None
         self._answering: Daemon | None = None
+        self._writing: Daemon | None = None
+        self._dumps: dict[int, RankState] = {}
+        self._lock = threading.Lock()
         if config.explain:
             with contextlib.suppress(OSError):  # the program or another job has SIGUSR1
                 self._requests = Requests()
@@ -72,17 +74,25 @@ class Explaining:
         mine = msgspec.structs.replace(found.ranks[self._rank], records=tuple(self._history()))
         return msgspec.structs.replace(found, ranks=found.ranks | {self._rank: mine})
 
-    def explain(self, deadline: Deadline, first: Sequence[int] = (), record: Record | None = None) -> Explanation:
+    def tell(self, explanation: Explanation) -> None:
+        """Print a report, unless that is turned off."""
+        if self._config.explain:
+            _logger.error("%s", explanation.text)
+
+    def explain(
+        self, deadline: Deadline, first: Sequence[int] = (), record: Record | None = None, group: Group | None = None
+    ) -> Explanation:
         """Find what holds up an operation of this rank, or the whole job.
 
         Args:
             first: ranks of the job that matter most.
+            group: the operation's communicator.
         """
         snapshot = self.snapshot(first, deadline)
-        waits = Waits(snapshot)
-        if deadline.left() > _LEAST_SECONDS:
+        if self._config.explain and deadline.left() > _LEAST_SECONDS:
             unclear = [rank for rank, state in snapshot.ranks.items() if state.answered and not state.stopped]
-            waits = Waits(self._recorders.take_stacks(snapshot, unclear, deadline))
+            snapshot = self._recorders.take_stacks(snapshot, unclear, deadline)
+        waits = Waits(snapshot, () if group is None else (group,))
         verdict = judge(waits, None if record is None else self._rank, record)
         return Explanation(verdict, report(waits.snapshot, verdict, waits))
 
@@ -90,36 +100,59 @@ class Explaining:
         """Let a thread answer a request of another process of the host, if there is one and none is being answered."""
         if self._requests is None or (self._answering is not None and self._answering.is_alive()):
             return
-        if asked := self._requests.look():
-            self._answering = Daemon("xvcomm-explain", partial(self._answer, self._requests, asked))
+        numbers, signalled = self._requests.look(SNAPSHOT)
+        if numbers or signalled:
+            self._answering = Daemon("xvcomm-explain", partial(self._answer, self._requests, numbers, signalled))
             self._answering.start()
 
-    def _answer(self, requests: Requests, asked: bytes) -> None:
-        if asked == SNAPSHOT:
-            requests.answer(encode(self.snapshot((), Deadline.after(_SECONDS))))
-        else:
-            self.explain(Deadline.after(_SECONDS)).tell()
+    def _answer(self, requests: Requests, numbers: list[int], signalled: bool) -> None:
+        for number in numbers:
+            requests.answer(number, encode(self.snapshot((), Deadline.after(_SECONDS))))
+        if signalled:
+            self.tell(self.explain(Deadline.after(_SECONDS)))
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
-        if self._answering is not None:
-            self._answering.join()
+        """Answer no more, and finish what is being written. Idempotent."""
+        for thread in (self._answering, self._writing):
+            if thread is not None:
+                thread.join(_CLOSE_SECONDS)
         if self._requests is not None:
             self._requests.close()
 
+    def note_end(self, error: BaseException | None) -> None:
+        """An exception ends what the program does in the job, if there is one."""
+        if error is not None:
+            self.dump(self._rank, f"{type(error).__name__}: {error}")
+
     def dump(self, rank: int, ending: str) -> None:
-        """Write what a rank of this host did to XVCOMM_TRACE_DIR, if that is set.
+        """Let a thread write what a rank of this host did to XVCOMM_TRACE_DIR, if that is set. Does not wait for the disk.
 
         Args:
             ending: how it has ended, in words; empty if it goes on.
         """
         if not self._config.trace_dir:
             return
-        whole = self._recorders.whole(rank)
-        state = msgspec.structs.replace(whole.ranks[rank], ending=ending)
-        folder = Path(self._config.trace_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            msgspec.structs.replace(whole, ranks={rank: state}).save(folder / f"{self._job}-rank-{rank}{SUFFIX}")
-        except OSError as error:  # that must not make an end worse
-            notice(f"cannot write what rank {rank} did to {folder} (XVCOMM_TRACE_DIR): {error.strerror}")
+        state = msgspec.structs.replace(self._recorders.state(rank), ending=ending)
+        if not state.answered:  # the job is closed
+            return
+        if rank == self._rank:
+            state = msgspec.structs.replace(state, records=tuple(self._history()))
+        with self._lock:
+            self._dumps[rank] = state
+            if self._writing is None or not self._writing.is_alive():
+                self._writing = Daemon("xvcomm-dump", self._write)
+                self._writing.start()
+
+    def _write(self) -> None:
+        folder = Path(self._config.trace_dir or "")
+        while True:
+            with self._lock:
+                if not self._dumps:
+                    self._writing = None
+                    return
+                rank, state = self._dumps.popitem()
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._recorders.dated(rank, state).save(folder / f"{self._job}-rank-{rank}{SUFFIX}")
+            except OSError as error:  # that must not make an end worse
+                notice(f"cannot write what rank {rank} did to {folder} (XVCOMM_TRACE_DIR): {error.strerror}")

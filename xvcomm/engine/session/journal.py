@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 from xvcomm.memory.segment import Segment
 from xvcomm.system.stacks import StackFile
 from xvcomm.trace import journal
-from xvcomm.trace.format import Life, Record, read_history, read_life, read_record
+from xvcomm.trace.format import STACK_NANOSECONDS, Life, Record, read_history, read_life, read_record
 from xvcomm.trace.recorder import Recorder
 from xvcomm.trace.snapshot import RankState
 
@@ -61,6 +62,18 @@ class Journal:
         except ValueError:  # released
             pass
         return RankState(answered=False)
+
+    def ask_for_stack(self, rank: int) -> bool:
+        """Whether this process is the one to ask a rank of this host for its stack, which no other one has done just now."""
+        region = self._regions.get(rank)
+        try:
+            words = region.cast("q") if region is not None else None
+        except ValueError:  # released
+            words = None
+        if words is None or time.time_ns() - words[2] < STACK_NANOSECONDS:
+            return False
+        words[2] = time.time_ns()
+        return True
 
     def record(self, number: int) -> Record | None:
         """An operation of this rank, by its number in the flight recorder; None after `close`."""

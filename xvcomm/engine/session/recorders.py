@@ -58,7 +58,9 @@ class Recorders:
                 self._silent.pop(rank, None)
                 answer = answers[rank]
                 self._ahead[self._joined[rank].info.host] = answer.ahead
-                found[rank] = RankState(life=answer.life, records=answer.records(), ahead=answer.ahead)
+                records = answer.records()
+                dropped = int(len(records) == wanted)  # at least; how many is not told
+                found[rank] = RankState(life=answer.life, records=records, ahead=answer.ahead, dropped=dropped)
             else:
                 self._silent[rank] = Deadline.after(_SILENT_SECONDS)
         return found
@@ -78,14 +80,18 @@ class Recorders:
             states[rank] = msgspec.structs.replace(state, ending=gone, stopped=self.halted(rank))
         return Snapshot(self._joined[0].job, time.time_ns(), self._infos, states)
 
-    def whole(self, rank: int) -> Snapshot:
-        """All that is kept of a rank of this host."""
-        first, now = self._joined[0].info, time.time_ns()
+    def state(self, rank: int) -> RankState:
+        """All that is kept of a rank of this host, now."""
+        return msgspec.structs.replace(self._journal.state(rank), taken=time.time_ns())
+
+    def dated(self, rank: int, state: RankState) -> Snapshot:
+        """A rank's state by the clock of rank 0, by which dumps of all hosts are."""
+        first = self._joined[0].info
         if first.host not in self._ahead and 0 not in self._neighbours and not self.silent(0):
             self.newest([0], Deadline.after(_ASK_SECONDS))
-        ahead = -self._ahead.get(first.host, 0)  # dumps of all hosts are by the clock of rank 0
-        state = msgspec.structs.replace(self._journal.state(rank), taken=now, ahead=ahead)
-        return Snapshot(self._joined[0].job, now - ahead, self._infos, {rank: state})
+        ahead = -self._ahead.get(first.host, 0)
+        dated = msgspec.structs.replace(state, ahead=ahead)
+        return Snapshot(self._joined[0].job, state.taken - ahead, self._infos, {rank: dated})
 
     def _elsewhere(self, ranks: list[int], deadline: Deadline) -> dict[int, RankState]:
         found = self._answered(ranks, Deadline.after(deadline.left() / 2))
@@ -132,15 +138,16 @@ class Recorders:
         return msgspec.structs.replace(snapshot, ranks=states)
 
     def _stacks(self, ranks: Collection[int], deadline: Deadline) -> dict[int, str]:
-        here = [rank for rank in ranks if self._seen(rank)]
-        for rank in here:
-            stacks.request(self._joined[rank].info.pid)
+        pids = {rank: self._joined[rank].info.pid for rank in ranks if self._seen(rank)}
+        here = {r: pid for r, pid in pids.items() if not self._journal.ask_for_stack(r) or stacks.request(pid)}
         elsewhere = [rank for rank in ranks if rank not in self._neighbours]
         asked = self._reach.ask(elsewhere, Question(Topic.TAKE_STACK), deadline) if elsewhere else {}
-        time.sleep(min(_STACK_SECONDS, deadline.left()))
+        texts = stacks.collect(list(here.values()), min(_STACK_SECONDS, deadline.left()))
+        if asked:
+            time.sleep(min(_STACK_SECONDS, deadline.left()))
         answers = self._reach.ask(list(asked), Question(Topic.STACK), deadline) if asked else {}
-        found = {rank: answer.text() for rank, answer in answers.items()}
-        return {**found, **{rank: stacks.written_by(self._joined[rank].info.pid) for rank in here}}
+        found = {rank: stacks.whole(answer.text()) for rank, answer in answers.items()}
+        return found | {rank: texts[pid] for rank, pid in here.items()}
 
     def _seen(self, rank: int) -> bool:
         """Whether this process can see a rank's process."""

@@ -88,7 +88,8 @@ class Session:
         self._closed = False
         self._cleanup = contextlib.ExitStack()
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
-        self.succession = Succession(self.store, rank, spare_ports(config) if size > 1 else (), self.gone)
+        spare = spare_ports(config) if size > 1 else ()
+        self.succession = Succession(self.store, rank, spare, self.gone, self._stricken)
         self._cleanup.callback(self.succession.close)
         self._cleanup.callback(self.store.close)
         try:
@@ -109,7 +110,7 @@ class Session:
         )
         self.explaining = Explaining(self.recorders, config, self._joined[0].job, rank, size, self.history)
         self._cleanup.callback(self.explaining.close)
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         forking.register(self)
         self._start(mine, deadline)
 
@@ -222,7 +223,8 @@ class Session:
         if self.rank != first:
             segment = attach(self, place, "name", first, deadline)
         else:
-            roster = Roster(self._joined[0].job, self.infos, self.neighbours, self.config.trace_records)
+            places = tuple(self._joined[rank].processes for rank in self.neighbours)
+            roster = Roster(self._joined[0].job, self.infos, self.neighbours, places, self.config.trace_records)
             segment = Segment.create(self.config.shm_dir, self.job, journal.size(roster))
             journal.write(segment.view, roster)
             with segment.named():
@@ -233,7 +235,6 @@ class Session:
         stacks = None
         with contextlib.suppress(OSError):  # errors can do without stacks
             stacks = StackFile.take()
-            self._cleanup.callback(stacks.close)
         self.journal.open(segment, self.rank, stacks)
         self._cleanup.callback(self.journal.close)
 
@@ -406,16 +407,19 @@ class Session:
         connections = "" if rank in self.neighbours else self._reach.transport(rank).connections(rank)
         return f"{words}; connections from {self.infos[self.rank].hostname}: {connections}" if connections else words
 
+    def _stricken(self, rank: int) -> bool:
+        """Whether a rank of the same host is lost."""
+        return self.infos[rank].host in {self.infos[other].host for other in list(self._lost)}
+
     def doubt(self, ranks: Sequence[int]) -> None:
         """Find out which ranks of other hosts are lost, though the store does not tell: what one tells of deaths ends with it."""
         elsewhere = [rank for rank in ranks if rank not in self.neighbours]
         ended = self.succession.ended(elsewhere) if self.succession.generation else ()
-        stricken = {self.infos[rank].host for rank in self._lost}
         for rank in elsewhere:
             if rank in ended:
                 self._lose_elsewhere(rank, "nothing listens any more where it did")
             else:  # the silence of a whole host has been waited for already
-                silence = self.config.peer_timeout if self.infos[rank].host in stricken else 0.0
+                silence = self.config.peer_timeout if self._stricken(rank) else 0.0
                 self._reach.transport(rank).doubt(rank, silence)
 
     def after_fork(self) -> None:
@@ -426,16 +430,17 @@ class Session:
         for context in self._contexts:
             context.after_fork()
 
+    def _at_exit(self) -> None:
+        self.explaining.note_end(getattr(sys, "last_value", None))
+        self.close()
+
     def close(self) -> None:
         """Leave the job: close every communicator, stop the threads, unmap memory. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        atexit.unregister(self.close)
-        error = getattr(sys, "last_value", None)  # the exception that ends the program
-        if error is not None and self.journal:
-            self.explaining.dump(self.rank, f"{type(error).__name__}: {error}")
+        atexit.unregister(self._at_exit)
         # The exit stack runs every step, even if an interrupt ends one of them.
         with self._cleanup:
             if self.journal:

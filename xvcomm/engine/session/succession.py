@@ -36,6 +36,7 @@ class Succession:
         rank: of this process.
         ports: to try for other hosts; none if this rank is not to serve.
         gone: whether a rank has died or left.
+        stricken: whether a rank of the same host has died: then the whole host may be out of reach.
 
     Attributes:
         place: where this rank can serve.
@@ -43,8 +44,11 @@ class Succession:
         generation: differs from store to store, and is equal on all ranks that use the same one.
     """
 
-    def __init__(self, store: MovingStore, rank: int, ports: Sequence[int], gone: Callable[[int], bool]) -> None:
-        self._store, self._rank, self._gone = store, rank, gone
+    def __init__(
+        self, store: MovingStore, rank: int, ports: Sequence[int], gone: Callable[[int], bool],
+        stricken: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        self._store, self._rank, self._gone, self._stricken = store, rank, gone, stricken
         self._standby = store.standby(ports) if ports else None
         self.place = Place(self._standby.address, self._standby.local) if self._standby is not None else Place()
         self.server: int | None = None
@@ -52,6 +56,7 @@ class Succession:
         self._addresses: Sequence[str] = ()
         self._passed: set[int] = set()
         self._unreachable = False
+        self._answered = False
         self._moving = threading.Lock()
 
     def open(self, places: Sequence[Place], first_serves: bool) -> None:
@@ -85,8 +90,10 @@ class Succession:
         self._unreachable = True
 
     def due(self) -> bool:
-        """Whether the store has ended, or will soon."""
-        return self._unreachable or (self.server is not None and self._gone(self.server))
+        """Whether the store has ended, will soon, or has to be tried, because ranks beside its server are lost."""
+        if self._unreachable or self.server is None:
+            return self._unreachable
+        return self._gone(self.server) or (not self._answered and self._stricken(self.server))
 
     def follow(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
         """Use the successor from now on, if the store has ended; blocks until it is served.
@@ -110,7 +117,7 @@ class Succession:
             self._store.wait([], Deadline.after(_TRY_SECONDS))
         except (StoreError, DeadlineExceeded):
             return False
-        self._unreachable = False
+        self._unreachable, self._answered = False, True
         return True
 
     def _move(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
@@ -139,7 +146,7 @@ class Succession:
             else:
                 leaving()
                 self._store.move(found)
-                self.server, self._unreachable = following, False
+                self.server, self._unreachable, self._answered = following, False, False
                 return
 
     def _lives(self, rank: int) -> bool:
