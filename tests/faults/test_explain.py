@@ -118,7 +118,7 @@ def test_from_another_shell(hang: Hang) -> None:
 
 def test_on_a_signal(hang: Hang) -> None:
     os.kill(hang.pids[0], signal.SIGUSR1)
-    hang.wait_for("Who waits for whom")
+    hang.wait_for("Waiting ranks")
     time.sleep(0.3)
     verdict_is_right(hang.written())
 

@@ -93,7 +93,7 @@ def finish_after_a_departure(comm):
         work = group.broadcast(x, last, async_op=True)
         signals.tell("waiting")
         await_that(lambda: last in inside.lifecycle.departed)
-        assert not work.done()  # which looks at the device, and at who has left
+        assert not work.done()  # this looks at the device, and for ranks that have left
         gate.open(np.ones(1, np.uint8))
     work.synchronize()
     assert (a.get(x) == values).all()

@@ -1,4 +1,4 @@
-"""Who waits for whom, and the verdict, by what the flight recorders of ranks tell."""
+"""Waits of ranks, and the verdict, derived from the flight recorders of ranks."""
 
 from collections.abc import Sequence
 

@@ -182,30 +182,33 @@ class Store(ABC):
         """Let go of connections; idempotent. Keys stay for the others."""
 
 
-class PrefixStore(Store):
-    """A view of another store in which every key begins with `prefix/`. Closing it closes nothing."""
+class ForwardingStore(Store):
+    """Passes everything on to another store. Closing it closes nothing."""
 
-    def __init__(self, prefix: str, store: Store) -> None:
-        self._prefix = prefix + "/"
+    def __init__(self, store: Store) -> None:
         self._store = store
 
+    def _key(self, key: str) -> str:
+        """The key in the other store."""
+        return key
+
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        self._store.set(self._prefix + key, value, deadline)
+        self._store.set(self._key(key), value, deadline)
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        return self._store.get(self._prefix + key, deadline)
+        return self._store.get(self._key(key), deadline)
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        self._store.wait([self._prefix + key for key in keys], deadline)
+        self._store.wait([self._key(key) for key in keys], deadline)
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        return self._store.add(self._prefix + key, amount, deadline)
+        return self._store.add(self._key(key), amount, deadline)
 
     def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
-        return self._store.decide(self._prefix + key, value, deadline)
+        return self._store.decide(self._key(key), value, deadline)
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
-        return self._store.notices(self._prefix + place, will, silence, patience)
+        return self._store.notices(self._key(place), will, silence, patience)
 
     def give_up(self) -> None:
         self._store.give_up()
@@ -222,3 +225,14 @@ class PrefixStore(Store):
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         return self._store.ended(addresses)
+
+
+class PrefixStore(ForwardingStore):
+    """A view of another store in which every key begins with `prefix/`. Closing it closes nothing."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(store)
+        self._prefix = prefix + "/"
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key

@@ -20,7 +20,7 @@ def explain(
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print what the ranks do as JSON, without a verdict.")] = False,
 ) -> None:
-    """Say who waits for whom in a job that hangs, on which line, and what holds it up.
+    """Print the ranks that wait in a job that hangs, the lines at which they wait, and the cause.
 
     It needs no help of the job's Python: this host's ranks are read from shared memory, those of other hosts are asked by a rank
     of this host that still answers.

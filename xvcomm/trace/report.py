@@ -1,4 +1,4 @@
-"""The report on a job that hangs, as text: the verdict, then who waits for whom, who is elsewhere, and who is gone."""
+"""The report on a job that hangs, as text: the verdict, the ranks that wait, those outside xvcomm, and those that are gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def report(snapshot: Snapshot, verdict: Verdict, waits: Waits) -> str:
     explainer = Explainer(waits)
     parts = [
         f"xvcomm: job {snapshot.job}, {len(snapshot.infos)} ranks\n{verdict.text}",
-        _part("Who waits for whom", _waiting(waits, explainer)),
+        _part("Waiting ranks", _waiting(waits, explainer)),
         _part("First difference", _difference(waits)),
         _part("Outside xvcomm", _busy(waits, explainer)),
         _part("Stopped, silent or gone", _absent(waits, explainer)),

@@ -45,7 +45,7 @@ class RankState(msgspec.Struct, frozen=True):
         taken: when this was read, in nanoseconds since the epoch by its own clock; 0: when the snapshot was taken.
         dropped: how many older records there were, which the flight recorder has overwritten.
         ahead: nanoseconds by which its host's clock is ahead of the reader's.
-        stack: of its Python threads, as `faulthandler` writes it, the newest call first; empty if it was not asked for.
+        stack: of its main thread, as `faulthandler` writes it, the newest call first; empty if it was not asked for.
     """
 
     life: Life = Life.RUNNING

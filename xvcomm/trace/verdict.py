@@ -1,7 +1,7 @@
 """What holds a job up, in two sentences, and the ranks that do.
 
-Who waits for whom is followed from one operation, or from the oldest one that is waited in, to ranks that wait for none: these
-hold it up. If there are none, some ranks wait in a cycle.
+The search follows the waits from one operation, or from the oldest one under way, to ranks that do not wait: these hold the job
+up. If there are none, some ranks wait in a cycle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who waits for whom, by what the ranks' flight recorders tell.
+"""Which ranks wait for which others, derived from the ranks' flight recorders.
 
-The ranks' own records say what each is in; what the other ranks have called says whom it waits for. Ranks are numbers of the
-whole job here.
+A rank's own records show the operations that it is in. The records of the other ranks show which of them it waits for. Ranks
+are numbers of the whole job here.
 """
 
 from __future__ import annotations

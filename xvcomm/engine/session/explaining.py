@@ -1,4 +1,4 @@
-"""Says why a job hangs: collects what its ranks do, finds what holds it up, prints the report, and writes dumps."""
+"""Explains why a job hangs: collects what its ranks do, finds the cause, prints the report, and writes dumps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Explaining:
         self._answering: Daemon | None = None
         self._writing: Daemon | None = None
         self._dumps: dict[int, RankState] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
         if config.explain:
             with contextlib.suppress(OSError):  # the program or another job has SIGUSR1
                 self._requests = Requests()

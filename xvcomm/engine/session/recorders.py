@@ -130,7 +130,7 @@ class Recorders:
         )
 
     def take_stacks(self, snapshot: Snapshot, ranks: Collection[int], deadline: Deadline) -> Snapshot:
-        """The same with the stacks of ranks' Python threads, of those that can be had in time."""
+        """The same with the stacks of ranks' main threads, as far as they arrive in time."""
         states = dict(snapshot.ranks)
         texts = self._stacks([rank for rank in ranks if rank in states], deadline)
         for rank, text in texts.items():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 
-from xvcomm.abc.store import Notices, Standby, Store
-from xvcomm.types.deadline import NEVER, Deadline
+from xvcomm.abc.store import ForwardingStore, Store
 
 
-class MovingStore(Store):
+class MovingStore(ForwardingStore):
     """Stands for one store at first, and for others later; closes each when it moves to the next, and the last by `close`.
 
     Args:
@@ -17,7 +15,8 @@ class MovingStore(Store):
     """
 
     def __init__(self, store: Store, close: Callable[[], None]) -> None:
-        self._store, self._close = store, close
+        super().__init__(store)
+        self._close = close
 
     def move(self, store: Store) -> None:
         """Stand for another store from now on."""
@@ -26,37 +25,3 @@ class MovingStore(Store):
 
     def close(self) -> None:
         self._close()
-
-    def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        self._store.set(key, value, deadline)
-
-    def get(self, key: str, deadline: Deadline) -> bytes:
-        return self._store.get(key, deadline)
-
-    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        self._store.wait(keys, deadline)
-
-    def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        return self._store.add(key, amount, deadline)
-
-    def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
-        return self._store.decide(key, value, deadline)
-
-    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
-        return self._store.notices(place, will, silence, patience)
-
-    def give_up(self) -> None:
-        self._store.give_up()
-
-    @property
-    def served_here(self) -> bool:
-        return self._store.served_here
-
-    def standby(self, ports: Sequence[int]) -> Standby | None:
-        return self._store.standby(ports)
-
-    def successor(self, address: str, deadline: Deadline) -> Store:
-        return self._store.successor(address, deadline)
-
-    def ended(self, addresses: Collection[str]) -> list[str]:
-        return self._store.ended(addresses)
