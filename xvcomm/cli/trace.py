@@ -83,7 +83,7 @@ def _tables(summary: Summary) -> Iterator[Table]:
         worst = sorted(summary.lateness, key=lambda row: (-row.awaited, row.rank))[:_RANKS]
         more = f", the {_RANKS} worst" if len(summary.lateness) > _RANKS else ""
         yield _table(
-            f"Who comes late to collectives{more}",
+            f"Ranks that come late to collectives{more}",
             ("rank", "host", "device", "collectives", "last", *_titles("late"), "others waited"),
             (
                 (str(row.rank), row.hostname, row.device, str(row.collectives), _share(row.last, row.collectives),

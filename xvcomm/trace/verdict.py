@@ -262,7 +262,7 @@ _STATES = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "faile
 _ADVICE = {
     Condition.GONE: "See its own error or its exit status.",
     Condition.LEFT: "All ranks must make the same number of calls.",
-    Condition.STOPPED: "Continue it with `kill -CONT`, or look who has stopped it.",
+    Condition.STOPPED: "Continue it with `kill -CONT`, or find the process that stopped it.",
     Condition.BUSY: "Look at what it does there, or give the operation more time.",
     Condition.ELSEWHERE: "Look at what it does there, or give the operation more time.",
     Condition.LISTENS: "It waits for a message of any rank.",

@@ -23,7 +23,7 @@ _ANY_TAG = -1
 
 
 class Condition(enum.Enum):
-    """What a rank does, as far as it matters for who waits."""
+    """What a rank does, as far as other ranks depend on it."""
 
     WAITS = "waits in an operation"
     LISTENS = "waits for any rank"

@@ -74,7 +74,7 @@ class Survivors:
                 session.follow_store(deadline)
                 if self._generation != session.succession.generation:
                     self._generation, self._rounds = session.succession.generation, 0
-                    departed.clear()  # who has come in another store has closed the communicator, too
+                    departed.clear()  # a rank that has come in another store has closed the communicator, too
                 place = f"shrink/{self.path}/{self._rounds}"
                 decision = _Round(session, place, ranks, deadline).run(departed, come)
             except (StoreError, DeadlineExceeded) as error:  # a store that does not answer may be out of reach
@@ -105,7 +105,7 @@ class _Round:
     def run(self, departed: set[int], come: Callable[[], None]) -> Decision | None:
         """The decision; None if the process has ended that serves the store."""
         session, place = self._session, self._place
-        departed -= {rank for rank in departed if self._came(rank)}  # who has come has closed the communicator, too
+        departed -= {rank for rank in departed if self._came(rank)}  # a rank that has come has closed it, too
         self._gone = set(departed)
         place.set(f"here/{session.rank}", msgspec.msgpack.encode(sorted(self._lost())), self._deadline)
         come()
