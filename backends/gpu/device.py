@@ -139,9 +139,9 @@ class GpuDevice(
     @on_device
     def get(
         self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
-        *, remote_first: bool = False,
+        *, own: int | None = None, remote_first: bool = False,
     ) -> None:  # fmt: skip
-        cast(GpuStream, stream).transfer(end, dst, message, op, remote_first)
+        cast(GpuStream, stream).transfer(end, dst, message, op, remote_first, 0 if own is None else own - dst)
 
     @on_device
     def enqueued_messages(self, forms: Sequence[MessageForm]) -> EnqueuedMessages | None:

@@ -32,7 +32,7 @@ from xvcomm.types.dtype import DTYPES, UINT8, DType, ReduceOp
 STATE_BYTES = 128 + 16 * MAX_LANES
 """Device memory per ring end, zeroed before its first transfer and aligned to 128 bytes."""
 
-ROWS = 32
+ROWS = 30
 """Maximum number of transfers per launch."""
 
 MOST_TERMS = 256
@@ -52,14 +52,15 @@ LOCAL_BLOCKS = 512
 NAMES = ("xv::move", "xv::reduce", "xv::scale")
 
 ROW = np.dtype(
-    [(name, "i8") for name in ["ring", "slots_at", "state", "data", "nbytes", "part", "op", "dtype", "tag", "detail"]]
+    [(name, "i8") for name in ["ring", "slots_at", "state", "data", "apart"]]
+    + [(name, "i8") for name in ["nbytes", "part", "op", "dtype", "tag", "detail"]]
     + [
         (name, "u4")
         for name in ["peer", "producer", "reduction", "remote_first", "slots", "slot_bytes", "ledger", "put_warps"]
     ]
     + [(name, "u4") for name in ["chunk", "lanes", "block", "blocks"]]
 )
-_ROW = struct.Struct("=10q12I")  # packs a whole ROW in half the time of a `ctypes.Structure`
+_ROW = struct.Struct("=11q12I")  # packs a whole ROW in half the time of a `ctypes.Structure`
 
 TERMS = np.dtype(
     [(name, "i8") for name in ["dst", "count", "ways", "head", "code", "divisor"]] + [("srcs", "i8", MOST_TERMS)]
@@ -102,7 +103,8 @@ class Transfer(NamedTuple):
         message: what both ends say of it.
         peer: the rank at the other end, for the abort word of a mismatch.
         op: reduce into the array instead of copying.
-        remote_first: `remote op array` instead of `array op remote`.
+        remote_first: `remote op own` instead of `own op remote`.
+        apart: bytes from the array to the own elements that are reduced with those that come.
     """
 
     ring: int
@@ -115,6 +117,7 @@ class Transfer(NamedTuple):
     peer: int
     op: ReduceOp | None = None
     remote_first: bool = False
+    apart: int = 0
 
 
 @register_jitable
@@ -134,10 +137,10 @@ def asked_capturing(prepared: Any, stream: int) -> int:
 
 
 @register_jitable
-def fill(prepared: Any, number: int, data: int, tag: int) -> None:
-    """Set array and tag of one of a `PREPARED` launch's transfers."""
+def fill(prepared: Any, number: int, data: int, apart: int, tag: int) -> None:
+    """Set the array, `Transfer.apart` and the tag of one of a `PREPARED` launch's transfers."""
     row = _row_at(prepared.arguments, number)
-    row.data, row.tag = data, tag
+    row.data, row.apart, row.tag = data, apart, tag
 
 
 @register_jitable
@@ -169,7 +172,7 @@ def first_aligned(count: int, itemsize: int, dst: int, skew: int) -> int:
     return min(gap // itemsize, count)
 
 
-def _start(address: int, data: int, tag: int, stream: int, event: int) -> int:
+def _start(address: int, data: int, apart: int, tag: int, stream: int, event: int) -> int:
     """Launch a single `PREPARED` transfer without the interpreter lock, unless the stream is being captured.
 
     Returns:
@@ -178,7 +181,7 @@ def _start(address: int, data: int, tag: int, stream: int, event: int) -> int:
     prepared, thread = prepared_at(address), let_go()
     code = asked_capturing(prepared, stream)
     if code == 0:
-        fill(prepared, 0, data, tag)
+        fill(prepared, 0, data, apart, tag)
         code = launched(prepared, stream)
     if code == 0:
         code = recorded(prepared, stream, event)
@@ -187,7 +190,7 @@ def _start(address: int, data: int, tag: int, stream: int, event: int) -> int:
 
 
 with compiling():
-    start = brief("int64(int64, int64, int64, int64, int64)")(_start)
+    start = brief("int64(int64, int64, int64, int64, int64, int64)")(_start)
 
 
 class Prepared:
@@ -312,7 +315,7 @@ def _pack(buffer: ctypes.Array[ctypes.c_char], transfers: Sequence[Transfer], mo
         reduction = 0 if transfer.op is None else _code(message.dtype, transfer.op)
         _ROW.pack_into(
             buffer, number * ROW.itemsize,
-            transfer.ring, transfer.slots or transfer.ring + data, transfer.state, transfer.data,
+            transfer.ring, transfer.slots or transfer.ring + data, transfer.state, transfer.data, transfer.apart,
             message.nbytes, part, message.op, message.dtype, message.tag, message.detail,
             transfer.peer, transfer.producer, reduction, transfer.remote_first,
             slots, slot_bytes, ledger, WARPS if transfer.slots else HOST_PUT_WARPS, chunk, lanes, block, blocks,

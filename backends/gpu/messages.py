@@ -72,7 +72,7 @@ def _launch(address: int, items: int, _: int, stream: int, __: int) -> int:
     prepared, thread = prepared_at(messages.prepared), let_go()
     for i in range(messages.count):
         item = _item_at(items, i)
-        fill(prepared, i, item.address, item.tag)
+        fill(prepared, i, item.address, item.apart, item.tag)
     code = launched(prepared, stream)
     for i in range(messages.count):
         if code == 0:

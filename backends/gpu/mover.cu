@@ -508,6 +508,7 @@ struct Row {
     char* slots_at;  // behind the ring's ledger, or in the memory of either end's GPU
     State* state;
     char* data;
+    i64 apart;  // bytes from an element to the own one that it is reduced with; 0 if it is reduced in place
     i64 nbytes;
     i64 part;  // bytes of a lane
     i64 op, dtype, tag, detail;
@@ -747,12 +748,13 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
         const u32 first = at + threadIdx.x % WIDTH;
         if (at + RUN <= whole) {
             Word* place = reinterpret_cast<Word*>(data) + first;
+            const Word* own = reinterpret_cast<const Word*>(data + p.row.apart) + first;
             Word from[DEPTH], kept[DEPTH];
             XV_UNROLL
             for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + first + d * WIDTH);
             if (REDUCES) {
                 XV_UNROLL
-                for (u32 d = 0; d < DEPTH; ++d) kept[d] = place[d * WIDTH];
+                for (u32 d = 0; d < DEPTH; ++d) kept[d] = own[d * WIDTH];
             }
             if (!approved(p.shared)) return false;
             XV_UNROLL
@@ -768,7 +770,7 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
             Word from = load_ring(ring + i);
             if (!approved(p.shared)) return false;
             if (REDUCES) {
-                const Word kept = fetch(place, 0, bytes);
+                const Word kept = fetch(place + p.row.apart, 0, bytes);
                 from = swap ? combine(from, kept, code) : combine(kept, from, code);
             }
             deliver(place, from, 0, bytes);
@@ -835,7 +837,7 @@ XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nb
             for (u32 d = 0; d < DEPTH; ++d) from[d] = load_ring(ring + first + d * WIDTH);
             if (REDUCES) {
                 XV_UNROLL
-                for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch(place + d * WIDTH * SIZE, d ? 0 : low, SIZE);
+                for (u32 d = 0; d < DEPTH; ++d) kept[d] = fetch(place + p.row.apart + d * WIDTH * SIZE, d ? 0 : low, SIZE);
             }
             if (!approved(p.shared)) return false;
             XV_UNROLL
@@ -852,7 +854,7 @@ XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nb
             Word word = join(load_ring(ring + (i ? i - 1 : 0)), load_ring(ring + (i < came ? i : came - 1)), skip);
             if (!approved(p.shared)) return false;
             if (REDUCES) {
-                const Word kept = fetch(base + i * SIZE, low, high);
+                const Word kept = fetch(base + p.row.apart + i * SIZE, low, high);
                 word = swap ? combine(word, kept, code) : combine(kept, word, code);
             }
             deliver(base + i * SIZE, word, low, high);
@@ -861,14 +863,14 @@ XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nb
     return true;
 }
 
-// Reduced into an array whose very items are not aligned: a word of its memory may hold parts of two.
+// Reduced where a word of memory may hold parts of two items, or where both operands are aligned differently.
 XV_DEVICE bool receive_packed(const Part& p, char* data, const Word* ring, u32 nbytes) {
     constexpr u32 SIZE = sizeof(Word);
     const u32 code = p.row.reduction;
     for (u32 i = worker() * WIDTH + threadIdx.x % WIDTH; i * SIZE < nbytes; i += p.workers * WIDTH) {
         char* place = data + i * SIZE;
         const u32 bytes = nbytes - i * SIZE < SIZE ? nbytes - i * SIZE : SIZE;
-        const Word from = load_ring(ring + i), kept = gather(place, 0, bytes);
+        const Word from = load_ring(ring + i), kept = gather(place + p.row.apart, 0, bytes);
         if (!approved(p.shared)) return false;
         scatter(place, p.row.remote_first ? combine(from, kept, code) : combine(kept, from, code), 0, bytes);
     }
@@ -876,8 +878,10 @@ XV_DEVICE bool receive_packed(const Part& p, char* data, const Word* ring, u32 n
 }
 template <bool REDUCES>
 XV_DEVICE bool receive_anyhow(const Part& p, char* data, const Word* ring, u32 nbytes) {
-    if (is_aligned(data)) return receive<REDUCES>(p, data, ring, nbytes);
-    if (REDUCES && reinterpret_cast<u64>(data) % item_bytes(p.row.dtype)) return receive_packed(p, data, ring, nbytes);
+    const bool alike = !REDUCES || is_aligned(reinterpret_cast<const char*>(p.row.apart));
+    if (alike && is_aligned(data)) return receive<REDUCES>(p, data, ring, nbytes);
+    if (!alike || (REDUCES && reinterpret_cast<u64>(data) % item_bytes(p.row.dtype)))
+        return receive_packed(p, data, ring, nbytes);
     return receive_loose<REDUCES>(p, data, ring, nbytes);
 }
 

@@ -171,12 +171,11 @@ class Engine:
         return [*own, *armed, *(event for event in list(self.outside.values()) if not event.captured)]
 
 
-def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> Transfer:
+def _row(port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool, apart: int) -> Transfer:
     """A transfer for the kernels."""
-    end = port.end
-    return Transfer(
-        port.ring, end.slots, port.state.address, end.geometry, end.producer, data, message, end.peer, op, remote_first
-    )
+    end, state = port.end, port.state.address
+    place = port.ring, end.slots, state, end.geometry, end.producer, data
+    return Transfer(*place, message, end.peer, op, remote_first, apart)
 
 
 class GpuStream(Stream):
@@ -250,16 +249,18 @@ class GpuStream(Stream):
         if self._together is None:
             self._together = []
 
-    def transfer(self, end: RingEnd, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> None:
-        """Enqueue one message through a ring end; the device is current on the thread."""
+    def transfer(
+        self, end: RingEnd, data: int, message: Message, op: ReduceOp | None, remote_first: bool, apart: int = 0
+    ) -> None:
+        """Enqueue one message through a ring end; the device is current on the thread. See `Transfer`."""
         known = self._engine.known(end)
-        if known is not None and self._starts(known, data, message, op, remote_first):
+        if known is not None and self._starts(known, data, message, op, remote_first, apart):
             return
         if not self._together:
             self._captured = self.runtime.capture(self._handle)
         captured = self._captured
         port = self._engine.port(end, self._handle, captured)
-        row = _row(port, data, message, op, remote_first)
+        row = _row(port, data, message, op, remote_first, apart)
         if captured:
             end.replayed, port.armed.value = True, NOBODY
         else:
@@ -270,7 +271,9 @@ class GpuStream(Stream):
         else:
             self._together.append((port, row))
 
-    def _starts(self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool) -> bool:
+    def _starts(
+        self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool, apart: int
+    ) -> bool:
         """Let compiled code launch a transfer that follows another one of its port on this stream; returns whether it could."""
         if self._together is not None or port.end.replayed or port.event is None or port.queue != self.queue:
             return False
@@ -278,12 +281,12 @@ class GpuStream(Stream):
         key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room.left(handle)
         prepared = port.prepared.get((key, most))
         if prepared is None:
-            prepared = engine.prepare([(port, _row(port, data, message, op, remote_first))], key, most)
+            prepared = engine.prepare([(port, _row(port, data, message, op, remote_first, apart))], key, most)
         own = port.own
         if port.event is not own or own is None:
             own = self._own_event(port)
             self.runtime.recorded(own.handle, handle)
-        code = start(prepared.address, data, message.tag, handle, own.handle)
+        code = start(prepared.address, data, apart, message.tag, handle, own.handle)
         if code == CAPTURING:
             return False
         if code:

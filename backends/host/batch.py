@@ -61,12 +61,13 @@ class Batch:
 
     def add(
         self, kind: int, end: RingEnd, data: int, message: Message,
-        itemsize: int = 1, combine: int = 0, remote_first: bool = False,
+        itemsize: int = 1, combine: int = 0, remote_first: bool = False, apart: int = 0,
         lane: int = 0, gates: tuple[int, ...] = NO_GATES,
     ) -> None:  # fmt: skip
         """Append a transfer; it takes the ring end's next sequence number.
 
         Args:
+            apart: bytes from the array to the own elements that are reduced with those that come.
             lane: index of its stream.
             gates: for each stream n, the number of first transfers of which those on that stream must be complete before.
         """
@@ -84,6 +85,7 @@ class Batch:
                 itemsize,
                 combine,
                 remote_first,
+                apart,
                 end.peer,
                 state,
                 end.carrier,

@@ -138,14 +138,15 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
 
     def get(
         self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
-        *, remote_first: bool = False,
+        *, own: int | None = None, remote_first: bool = False,
     ) -> None:  # fmt: skip
         assert isinstance(stream, HostStream)
         kind, itemsize, combine = _GET, 1, 0
         if op is not None:
             dtype = BY_CODE[message.dtype]
             kind, itemsize, combine = _GET_REDUCE, dtype.itemsize, kit(dtype, op).pair
-        stream.batch.add(kind, end, dst, message, itemsize, combine, remote_first, lane=stream.lane, gates=stream.gates)
+        reduction = itemsize, combine, remote_first, 0 if own is None else own - dst
+        stream.batch.add(kind, end, dst, message, *reduction, lane=stream.lane, gates=stream.gates)
 
     def message_mover(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostMessageMover:
         return HostMessageMover(end, op, recorder, communicator, stop, self._spins, self._process_memory)

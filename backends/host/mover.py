@@ -85,6 +85,7 @@ ROW = np.dtype([
     ("itemsize", "i8"),
     ("combine", "i8"),  # address of the function that reduces
     ("remote_first", "i8"),
+    ("apart", "i8"),  # bytes from the array to the own elements that are reduced with those that come
     ("peer", "i8"),  # rank at the other end
     ("state", "i8"),  # address of a `rendezvous.STATE`; 0: messages are never copied directly
     ("carrier", "i8"),  # as in `RingEnd`
@@ -209,7 +210,8 @@ def _move_lane(row: Any, lane: int, low: int, high: int, chunk: int) -> int:
     if producer:
         hand_over(slot, data, nbytes)
     elif row.kind == _GET_REDUCE:
-        a, b = (slot, data) if row.remote_first != 0 else (data, slot)
+        own = data + row.apart
+        a, b = (slot, own) if row.remote_first != 0 else (own, slot)
         call_combine(row.combine, data, a, b, nbytes // row.itemsize)
     elif not _carried(row, lane, count):
         if row.message.nbytes >= STREAM_BYTES:

@@ -53,13 +53,12 @@ def test_segments_need_a_border_and_an_operation_that_can_be_cut() -> None:
 def test_explain_names_every_step() -> None:
     plan = Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=4096))
     head, *steps = plan.explain()
-    assert head == "all_reduce of 4096 elements of 4 bytes on rank 2: 5 steps, one segment, scratch 2048"
+    assert head == "all_reduce of 4096 elements of 4 bytes on rank 2: 4 steps, one segment, scratch 2048"
     assert steps == [
         "   0  native  reduce_scatter in[0:4096] -> tmp[0:2048] counts 2 x 2048",
-        "   1  native  copy tmp[0:2048] -> out[0:2048]",
-        "   2  send    put tmp[0:2048] -> rank 0  after 0",
-        "   3  recv    get_reduce rank 0 -> out[0:2048] remote first  after 1",
-        "   4  native  all_gather out[0:2048] -> out[0:4096] counts 2 x 2048  after 3",
+        "   1  send    put tmp[0:2048] -> rank 0  after 0",
+        "   2  recv    get_reduce rank 0 and tmp[0:2048] -> out[0:2048] remote first  after 0",
+        "   3  native  all_gather out[0:2048] -> out[0:4096] counts 2 x 2048  after 2",
     ]
 
 
@@ -68,16 +67,16 @@ def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> No
     _, *steps = planner.plan(Request(Collective.ALL_REDUCE, 4, count=AT_ONCE // 4)).explain()
     n = AT_ONCE // 4
     assert steps == [
-        f"   0  native  all_reduce in[0:{n}] -> out[0:{n}]",
-        f"   1  send    put out[0:{n}] -> rank 0  after 0",
-        f"   2  recv    get_reduce rank 0 -> out[0:{n}] remote first  after 0, 1",
+        f"   0  native  all_reduce in[0:{n}] -> tmp[0:{n}]",
+        f"   1  send    put tmp[0:{n}] -> rank 0  after 0",
+        f"   2  recv    get_reduce rank 0 and tmp[0:{n}] -> out[0:{n}] remote first  after 0",
     ]
-    assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 5
+    assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 4
     roomy = Config(ring_lanes=8)
     for config, most in ((CONFIG, AT_ONCE), (roomy, ARRAYS_BYTES)):
         assert most <= at_once(config)
         request = Request(Collective.ALL_REDUCE, 4, count=most // 4 + 1)
-        assert len(Planner(TOPOLOGY, 2, config, gpus=True).plan(request).schedule.steps) == 5
+        assert len(Planner(TOPOLOGY, 2, config, gpus=True).plan(request).schedule.steps) == 4
 
 
 @pytest.mark.parametrize(("hosts", "least"), [(1, PARTS_BYTES), (2, WIRE_PARTS_BYTES)])

@@ -177,9 +177,12 @@ class Device(ABC):
     @abstractmethod
     def get(
         self, end: RingEnd, dst: int, message: Message, stream: Stream, op: ReduceOp | None = None,
-        *, remote_first: bool = False,
+        *, own: int | None = None, remote_first: bool = False,
     ) -> None:  # fmt: skip
-        """Enqueue a receive into `dst`; with `op`, reduce into it: `remote op dst` if `remote_first`, else `dst op remote`.
+        """Enqueue a receive into `dst`; with `op`, reduce: `dst = remote op own` if `remote_first`, else `dst = own op remote`.
+
+        Args:
+            own: address of the own operand; `dst` itself if omitted. Else they do not overlap.
 
         Raises:
             ResourceError, ArgumentError: see `put`.

@@ -49,8 +49,13 @@ class MessageForm(NamedTuple):
     remote_first: bool = False
 
 
-ITEM = np.dtype([("address", "i8"), ("tag", "i8"), ("call_site", "i8")])
-"""One of `EnqueuedMessages` for compiled code: the address of its array, its tag, and what the device does not read."""
+ITEM = np.dtype([
+    ("address", "i8"),  # of its array
+    ("apart", "i8"),  # bytes from there to the own elements that are reduced with those that come
+    ("tag", "i8"),
+    ("call_site", "i8"),  # not read by the device
+])  # fmt: skip
+"""One of `EnqueuedMessages` for compiled code."""
 
 
 class EnqueuedMessages(NamedTuple):

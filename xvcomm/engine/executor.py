@@ -39,6 +39,8 @@ from xvcomm.types.opcode import OpCode
 
 _LANES = tuple(Lane)
 _ALIGN = 64
+_WORD = 16
+"""Bytes that the movers of GPUs access at once: scratch memory and the output lie alike in them, as both may be reduced."""
 
 SERIAL_BYTES = 4 << 20
 """Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
@@ -87,7 +89,8 @@ class Executor:
     def _enqueue_serially(
         self, plan: Plan, call: CollectiveRequest, operation: Operation, user: Stream
     ) -> tuple[None, dict[RingEnd, int]]:
-        scratch = self.serial_scratch(plan.schedule.scratch * call.dtype.itemsize, user.queue)
+        nbytes = plan.schedule.scratch * call.dtype.itemsize
+        scratch = self.serial_scratch(nbytes, user.queue, array.address(call.dst))
         run = _Run(self._context, dict.fromkeys(_LANES, user), call, operation, scratch)
         user.deadline = call.deadline
         for steps in plan.runs:
@@ -98,7 +101,7 @@ class Executor:
         self, plan: Plan, call: CollectiveRequest, operation: Operation, user: Stream
     ) -> tuple[Event | None, dict[RingEnd, int]]:
         nbytes, captured = plan.schedule.scratch * call.dtype.itemsize, user.capturing()
-        scratch = self._scratch_address(nbytes)
+        scratch = self._scratch_address(nbytes + _WORD) + array.address(call.dst) % _WORD if nbytes else 0
         # A graph's events mean nothing outside it; replays are ordered by the stream that they are launched on.
         last = None if captured or self._user is user else self._last
         lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
@@ -117,23 +120,24 @@ class Executor:
             return self._last, ends
         return None, ends
 
-    def serial_scratch(self, nbytes: int, queue: Queue) -> int:
+    def serial_scratch(self, nbytes: int, queue: Queue, output: int) -> int:
         """Address of scratch memory that only collectives on one stream use, where one step runs after the other.
 
         What compiled code or a graph was given before stays theirs; memory at least doubles where it does not suffice.
         A graph captured from a stream that has none uses another stream's: whoever launches it orders it with all calls.
         """
-        if not nbytes:
-            return 0
+        return self._serial_memory(nbytes + _WORD, queue).address + output % _WORD if nbytes else 0
+
+    def _serial_memory(self, nbytes: int, queue: Queue) -> Allocation:
         kept = self._serial.get(queue, [])
         if kept and kept[-1].nbytes >= nbytes:
-            return kept[-1].address
+            return kept[-1]
         if self._device.adopt(queue[0]).capturing():  # when nothing can be allocated
             for newest in (memories[-1] for memories in self._serial.values()):
                 if newest.nbytes >= nbytes:
-                    return newest.address
+                    return newest
         self._serial.setdefault(queue, kept).append(self._device.empty(max([nbytes, *(2 * m.nbytes for m in kept)])))
-        return kept[-1].address
+        return self._serial[queue][-1]
 
     def enqueued(self, plan: Plan, call: CollectiveRequest) -> list[EnqueuedStep] | None:
         """The steps of a plan that `launch` has run before, for compiled code; None if not all of them are for that.
@@ -206,9 +210,11 @@ class _Run:
                 self._device.put(self._end(peer, producer=True), self._at(src), self._message(src), stream)
             case Get(peer=peer, dst=dst):
                 self._device.get(self._end(peer, producer=False), self._at(dst), self._message(dst), stream)
-            case GetReduce(peer=peer, dst=dst, remote_first=first):
-                end = self._end(peer, producer=False)
-                self._device.get(end, self._at(dst), self._message(dst), stream, self._op.base, remote_first=first)
+            case GetReduce(peer=peer, own=own, dst=dst, remote_first=first):
+                end, op = self._end(peer, producer=False), self._op.base
+                self._device.get(
+                    end, self._at(dst), self._message(dst), stream, op, own=self._at(own), remote_first=first
+                )
             case Copy(src=src, dst=dst):
                 if (src.buf is Buf.WIDE) is not (dst.buf is Buf.WIDE):
                     self._convert(src, dst, 1.0, 0, stream)
@@ -285,13 +291,15 @@ class _Run:
             match step:
                 case Put(peer=peer, src=span):
                     forms.append(self._form(peer, span, producer=True))
+                    own = span
                 case Get(peer=peer, dst=span):
                     forms.append(self._form(peer, span, producer=False))
-                case GetReduce(peer=peer, dst=span, remote_first=first):
+                    own = span
+                case GetReduce(peer=peer, own=own, dst=span, remote_first=first):
                     forms.append(self._form(peer, span, producer=False)._replace(op=self._op.base, remote_first=first))
                 case _:
                     return None
-            places.append(self._place(span))
+            places += [self._place(span), self._place(own)]
         found = device.enqueued_messages(forms)
         return EnqueuedStep(found, places, [form.end for form in forms]) if found is not None else None
 

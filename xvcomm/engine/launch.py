@@ -50,8 +50,8 @@ class EnqueuedStep(NamedTuple):
     """One step for compiled code: a native call, a copy, a scaling, or messages that start together.
 
     Attributes:
-        places: what a collective's step reads and what it writes; for its messages the array of each. Empty for a user's
-            messages, whose arrays differ from call to call.
+        places: what a collective's step reads and what it writes; for each of its messages the array, and the elements that
+            are reduced with it or again the array. Empty for a user's messages, whose arrays differ from call to call.
         rings: for messages their ring ends.
     """
 
@@ -115,9 +115,9 @@ def _do(step, sequence, stream, bits):  # type: ignore[no-untyped-def]
     """Enqueue a step; 0, or the return code of its function."""
     if step.items == 0:
         return call_5(step.function, step.argument, _address(step, 0), _address(step, 1), stream, bits)
-    for number in range(step.place_count):
-        item = _item_at(step.items, number)
-        item.address, item.tag = _address(step, number), sequence
+    for number in range(step.place_count // 2):
+        item, address = _item_at(step.items, number), _address(step, 2 * number)
+        item.address, item.apart, item.tag = address, _address(step, 2 * number + 1) - address, sequence
     return call_5(step.function, step.argument, step.items, 0, stream, 0)
 
 
@@ -178,7 +178,7 @@ class Launch:
 
     Args (of the constructor):
         steps: they follow one another on the stream; for messages a single one.
-        scratch: gives the address of a stream's scratch memory, by its handle; None if the steps need none.
+        scratch: gives the address of scratch memory, by the stream's handle and the output's address; None for none.
 
     Attributes:
         rings: the ring ends that it uses.
@@ -186,7 +186,7 @@ class Launch:
 
     def __init__(
         self, context: Context, gate: LaunchGate, operations: Sequence[EnqueuedOperation],
-        steps: Sequence[EnqueuedStep], scratch: Callable[[int], int] | None = None,
+        steps: Sequence[EnqueuedStep], scratch: Callable[[int, int], int] | None = None,
     ) -> None:  # fmt: skip
         self._context, self._launch_gate, self._scratch = context, gate, scratch
         self._calls = [step.call for step in steps]  # compiled code knows them by address
@@ -203,7 +203,7 @@ class Launch:
         self._launch = _Launch(context.place, self._collective)
         self._address = ctypes.addressof(self._launch)
         self._steps, self._places, self._items = self._pack(steps)
-        self._given = (ctypes.c_int64 * (3 * len(self._items))).from_buffer(self._items)
+        self._given = (ctypes.c_int64 * (ITEM.itemsize // 8 * len(self._items))).from_buffer(self._items)
         self._launch.operations, self._launch.operation_count = ctypes.addressof(self._operations), len(logged)
         self._launch.steps, self._launch.step_count = ctypes.addressof(self._steps), len(steps)
 
@@ -230,7 +230,7 @@ class Launch:
             handle: of the user's stream.
             until: `Deadline.at`.
             call_site: where the user called it; of messages, those that do not say so themselves.
-            items: of each message the array's address, the tag and the call site, or 0.
+            items: of each message an `ITEM`, in which the call site may be 0.
 
         Returns:
             False if nothing has begun, and Python must run it.
@@ -252,7 +252,7 @@ class Launch:
             if items is not None:
                 self._given[:] = items  # type: ignore[assignment]
             if self._scratch is not None:
-                self._launch.scratch = self._scratch(handle)
+                self._launch.scratch = self._scratch(handle, dst)
             sequence = context.sequence
             call = self._address, log, sequence, call_site, src, dst, handle, until, beside, user, event
             code = _kernel(*call)

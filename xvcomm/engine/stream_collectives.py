@@ -165,7 +165,7 @@ class StreamCollectives(Collectives):
         return Launch(
             self._context, self._launch_gate, [EnqueuedOperation(call.op, call.message())], steps,
             # compiled code launches nothing on a thread's own stream
-            (lambda handle: executor.serial_scratch(nbytes, (handle, 0))) if nbytes else None,
+            (lambda handle, output: executor.serial_scratch(nbytes, (handle, 0), output)) if nbytes else None,
         )  # fmt: skip
 
     def _joined(self) -> Collective | None:

@@ -54,7 +54,7 @@ class StreamMessages(Messages):
                 if view.count and not view.trusted:
                     self._context.device.adopt(handle, view.address)
                 call_site = t.call_site or find_call_site(_INSIDE)
-                if launch.run(handle, t.deadline.at, call_site, items=[view.address, t.tag, 0]):
+                if launch.run(handle, t.deadline.at, call_site, items=[view.address, 0, t.tag, 0]):
                     return
         self._run([t])
         if ordered and launch is None:
@@ -310,7 +310,7 @@ def _key(transfers: Sequence[MessageRequest]) -> Hashable:
 
 def _items(transfers: Sequence[MessageRequest]) -> list[int]:
     """See `Launch.run`."""
-    return [word for t in transfers for word in (t.view.address, t.tag, t.call_site)]
+    return [word for t in transfers for word in (t.view.address, 0, t.tag, t.call_site)]
 
 
 def _begun(t: MessageRequest, completion: Completion) -> None:

@@ -87,11 +87,11 @@ def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Pi
     if b.scale_before is not None:
         b.take(source, whole)
         source = whole
-    # With two islands, `partial` is being sent while the other island's sum is added to `result`: it needs memory of its own.
+    # With two islands, `partial` is being sent while `result` is written: it needs memory of its own.
     partial = b.scratch(result.count, ("partial", slot)) if two else result
     island_sum(b, source, shares, partial)
-    if two:
-        b.copy(source if b.island.size == 1 else partial, result)
+    if two and not b.adds_two:
+        b.copy(partial, result)
     return _Piece(slot, whole, shares, partial, result)
 
 
@@ -102,24 +102,24 @@ def _exchange_all(b: Builder) -> None:
     if b.scale_before is not None:
         b.take(source, whole)
         source = whole
+    own = source if b.island.size == 1 else b.scratch(count) if b.adds_two else whole
     if b.island.size > 1:
-        b.native(NativeOp.ALL_REDUCE, source, whole)
-    else:
-        b.copy(source, whole)
+        b.native(NativeOp.ALL_REDUCE, source, own)
     for other in b.ahead():
         for rank in other.ranks[b.local :: b.island.size]:
-            b.put(rank, whole)
+            b.put(rank, own)
     others: dict[int, Span] = {}
     for other in b.behind():
         partner = other.ranks[b.local % other.size]
         if b.adds_two:
-            b.get_reduce(partner, whole)
+            b.get_reduce(partner, whole, own)
         else:
             others[other.index] = room(b, other, count)
             b.get(partner, others[other.index])
     if b.adds_two:
         b.finish(whole)
     else:
+        b.copy(own, whole, Lane.RECV)
         total(b, whole, others)
 
 
@@ -137,7 +137,8 @@ def _exchange_sums(b: Builder, piece: _Piece) -> None:
         b.copy(total(b, own, {other.index: area}, piece.slot), piece.result, Lane.RECV)
         return
     for member, start, stop in overlaps:
-        b.get_reduce(other.ranks[member], part(piece.whole, start, stop))
+        own = part(piece.partial, start - begin, stop - begin)
+        b.get_reduce(other.ranks[member], part(piece.whole, start, stop), own)
     b.finish(piece.result)
 
 

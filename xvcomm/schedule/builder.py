@@ -161,11 +161,11 @@ class Builder:
         if dst.count:
             self._append(Get, Lane.RECV, (), (dst,), peer=peer, dst=dst)
 
-    def get_reduce(self, peer: int, dst: Span) -> None:
-        """Receive from `peer` and reduce into `dst`, with the elements of the lower island as left operand."""
+    def get_reduce(self, peer: int, dst: Span, own: Span | None = None) -> None:
+        """Receive from `peer`, reduce with `own` or else with `dst`, and write `dst`; the lower island's is the left operand."""
         if dst.count:
-            remote_first = self.topology.island_of(peer).index < self.island.index
-            self._append(GetReduce, Lane.RECV, (dst,), (dst,), peer=peer, dst=dst, remote_first=remote_first)
+            first, own = self.topology.island_of(peer).index < self.island.index, own or dst
+            self._append(GetReduce, Lane.RECV, (own,), (dst,), peer=peer, own=own, dst=dst, remote_first=first)
 
     def copy(self, src: Span, dst: Span, lane: Lane = Lane.NATIVE) -> None:
         """Copy `src` to `dst`, unless they are the same span."""

@@ -25,8 +25,9 @@ def step_text(step: Step) -> str:
             return f"put {span_text(src)} -> rank {peer}"
         case Get(peer=peer, dst=dst):
             return f"get rank {peer} -> {span_text(dst)}"
-        case GetReduce(peer=peer, dst=dst, remote_first=remote_first):
-            return f"get_reduce rank {peer} -> {span_text(dst)}" + (" remote first" if remote_first else "")
+        case GetReduce(peer=peer, own=own, dst=dst, remote_first=remote_first):
+            operand = "" if own == dst else f" and {span_text(own)}"
+            return f"get_reduce rank {peer}{operand} -> {span_text(dst)}" + (" remote first" if remote_first else "")
         case Copy(src=src, dst=dst):
             return f"copy {span_text(src)} -> {span_text(dst)}"
         case Reduce(srcs=srcs, dst=dst, average=average):

@@ -270,7 +270,7 @@ class _Machine:
         values = self._buffers.pop(origin) if self._buffered else self._memories[origin[0]].read(put.src)
         memory = self._memories[rank]
         if isinstance(step, GetReduce):
-            own = memory.read(step.dst)
+            own = memory.read(step.own)
             values = semantics.combine(self._op, [values, own] if step.remote_first else [own, values])
         memory.write(step.dst, values)
 

@@ -112,12 +112,13 @@ class Get(Step):
 
 @dataclass(frozen=True, slots=True)
 class GetReduce(Step):
-    """Receive from `peer` and reduce into `dst`: `remote op dst` if `remote_first`, else `dst op remote`.
+    """Receive from `peer` and reduce with `own`, which may be `dst`: `remote op own` if `remote_first`, else `own op remote`.
 
     The order is fixed so that both ends compute bitwise equal results (signed zeros, NaN payloads).
     """
 
     peer: int
+    own: Span
     dst: Span
     remote_first: bool
 

@@ -77,21 +77,31 @@ def test_more_messages_than_the_ledger_holds(bench: Bench) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids=lambda layout: f"{layout.lanes}x{layout.slots}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_get_reduces(bench: Bench, dtype: DType, layout: RingLayout) -> None:
-    """Reduced as it comes out of the ring, whatever the cut; the order of operands does not change exact results."""
+    """Reduced as it comes out of the ring, whatever the cut; the order of operands does not change exact results.
+
+    The own operand is the target, or lies elsewhere: aligned as the target, or one element further.
+    """
     op = [o for o in reductions(dtype) if o not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)][dtype.code % 3 % 2]
     x, y = sample(dtype, 30_001, seed=1), sample(dtype, 30_001, seed=2)
     want = expected(op, dtype, [x, y], [])
-    for remote_first in (False, True):
+    for shift, remote_first in ((None, False), (None, True), (0, True), (1, False)):
         with bench.ring(layout) as (producer, consumer):
-            target = put(bench.right, x)
+            before = x[: shift or 0]
+            own = put(bench.right, np.concatenate([before, x]))
+            target = own if shift is None else put(bench.right, np.zeros_like(x))
+            place = None if shift is None else address(own) + before.nbytes
 
-            def reduce(end: RingEnd = consumer, dst: Any = target, first: bool = remote_first) -> None:
+            def reduce(
+                end: RingEnd = consumer, dst: Any = target, place: int | None = place, first: bool = remote_first
+            ) -> None:
                 stream = streams(bench.right)[0]
-                bench.right.get(end, address(dst), message(x.nbytes, dtype), stream, op, remote_first=first)
+                bench.right.get(end, address(dst), message(x.nbytes, dtype), stream, op, own=place, remote_first=first)
                 stream.synchronize()
 
             assert bench.both(lambda end=producer: bench.send(end, y, dtype=dtype), reduce) == (None, None)  # type: ignore[misc]
             assert_equal(get(bench.right, target), want, f"{op} of {dtype}")
+            if shift is not None:
+                assert_equal(get(bench.right, own), np.concatenate([before, x]), "the own operand is only read")
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX], ids=str)
