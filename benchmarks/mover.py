@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from cupy.cuda import runtime as cuda
 from xvcomm.backends.cuda.runtime import CudaRuntime
 from xvcomm.backends.gpu.kernels import STATE_BYTES, Kernels, Transfer
 from xvcomm.config import Config
+from xvcomm.jit.cache import KernelCache
 from xvcomm.memory.ring import Message, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.types.dtype import BY_NAME, ReduceOp
@@ -47,7 +47,7 @@ class Side:
         self.rank, self.barrier, self.times = rank, barrier, times
         self.runtime = CudaRuntime()
         self.runtime.use(rank)
-        self.kernels = Kernels(self.runtime, rank, Path(cache))
+        self.kernels = Kernels(self.runtime, rank, KernelCache(cache))
         self.streams = (self.runtime.stream(), self.runtime.stream())
         self.data, self.target = self.runtime.allocate(most + 64), self.runtime.allocate(most + 64)
         self.write(self.data, sample(rank, most // 4 + 16))

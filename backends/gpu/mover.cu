@@ -101,7 +101,7 @@ XV_DEVICE u64 load(const u64* p) {
     return v;
 }
 XV_DEVICE void store(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-XV_DEVICE void fence_system() { __threadfence_system(); }
+XV_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 XV_DEVICE void fence_block() { __threadfence_block(); }
 XV_DEVICE void hand_over() {
     __threadfence_block();
@@ -706,16 +706,17 @@ XV_DEVICE bool watch(Part& p, WatchState& w) {
     if (w.verdict == EQUAL && w.published == p.pieces) return false;
     // While there is more to copy than the piece that may be under way, there is no hurry.
     if (w.verdict == EQUAL && (w.ready == p.pieces || w.ready > w.published + 1)) {
-        if (!alone()) pause();
+        if (!alone() && p.pieces > 1) pause();
     } else {
         look_around(p, w);
     }
     return true;
 }
 
-// Whether a warp may deliver what it fetched; waits for the comparison.
+// Whether a warp may deliver what it fetched and reduced; waits for the comparison, which takes as long as a fetch.
 XV_DEVICE bool approved(const Shared& shared) {
-    while (shared.verdict == OPEN && !shared.left) pause();
+    while (shared.verdict == OPEN && !shared.left)
+        if (alone()) pause();
     return shared.verdict == EQUAL;  // settled before `left` is set, so that a warp's lanes agree
 }
 
@@ -756,23 +757,25 @@ XV_DEVICE bool receive(const Part& p, char* data, const Word* ring, u32 nbytes) 
                 XV_UNROLL
                 for (u32 d = 0; d < DEPTH; ++d) kept[d] = own[d * WIDTH];
             }
+            if (REDUCES) {
+                XV_UNROLL
+                for (u32 d = 0; d < DEPTH; ++d)
+                    from[d] = swap ? combine(from[d], kept[d], code) : combine(kept[d], from[d], code);
+            }
             if (!approved(p.shared)) return false;
             XV_UNROLL
-            for (u32 d = 0; d < DEPTH; ++d) {
-                if (REDUCES) from[d] = swap ? combine(from[d], kept[d], code) : combine(kept[d], from[d], code);
-                place[d * WIDTH] = from[d];
-            }
+            for (u32 d = 0; d < DEPTH; ++d) place[d * WIDTH] = from[d];
             continue;
         }
         for (u32 i = first; i < words; i += WIDTH) {
             char* place = data + i * SIZE;
             const u32 bytes = i < whole ? SIZE : nbytes % SIZE;
             Word from = load_ring(ring + i);
-            if (!approved(p.shared)) return false;
             if (REDUCES) {
                 const Word kept = fetch(place + p.row.apart, 0, bytes);
                 from = swap ? combine(from, kept, code) : combine(kept, from, code);
             }
+            if (!approved(p.shared)) return false;
             deliver(place, from, 0, bytes);
         }
     }
@@ -852,11 +855,11 @@ XV_DEVICE bool receive_loose(const Part& p, char* data, const Word* ring, u32 nb
         for (u32 i = first; i < words && i < at + RUN; i += WIDTH) {
             const u32 low = array.low(i), high = array.high(i);
             Word word = join(load_ring(ring + (i ? i - 1 : 0)), load_ring(ring + (i < came ? i : came - 1)), skip);
-            if (!approved(p.shared)) return false;
             if (REDUCES) {
                 const Word kept = fetch(base + p.row.apart + i * SIZE, low, high);
                 word = swap ? combine(word, kept, code) : combine(kept, word, code);
             }
+            if (!approved(p.shared)) return false;
             deliver(base + i * SIZE, word, low, high);
         }
     }
@@ -871,8 +874,9 @@ XV_DEVICE bool receive_packed(const Part& p, char* data, const Word* ring, u32 n
         char* place = data + i * SIZE;
         const u32 bytes = nbytes - i * SIZE < SIZE ? nbytes - i * SIZE : SIZE;
         const Word from = load_ring(ring + i), kept = gather(place + p.row.apart, 0, bytes);
+        const Word word = p.row.remote_first ? combine(from, kept, code) : combine(kept, from, code);
         if (!approved(p.shared)) return false;
-        scatter(place, p.row.remote_first ? combine(from, kept, code) : combine(kept, from, code), 0, bytes);
+        scatter(place, word, 0, bytes);
     }
     return true;
 }
@@ -922,7 +926,9 @@ XV_DEVICE Part part_of(const Row& row, Shared& shared, u32 lane) {
     const i64 low = lane * row.part, high = low + row.part < row.nbytes ? low + row.part : row.nbytes;
     const i64 nbytes = high > low ? high - low : 0;
     const u32 pieces = static_cast<u32>((nbytes + row.chunk - 1) / row.chunk);
-    const u32 warps = alone() ? 1 : blockDim.x / WIDTH - 1;
+    const u32 others = alone() ? 1 : blockDim.x / WIDTH - 1;
+    // The producer's last warp reads the other end's description over PCIe: nothing is published later because of it.
+    const u32 warps = producer && lane == 0 && others > 1 ? others - 1 : others;
     const bool few = producer && pieces > 4 && warps > row.put_warps && is_aligned(row.data);
     u64* head = word(row, XV_COUNTERS + 2 * static_cast<i64>(lane) * XV_LINE);
     u64* tail = head + XV_LINE / sizeof(u64);
