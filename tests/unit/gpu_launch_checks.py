@@ -12,10 +12,11 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from xvcomm.abc.launch import MessageForm
+from xvcomm.abc.launch import ITEM, MessageForm
 from xvcomm.backends.gpu.kernels import ROW
 from xvcomm.backends.gpu.streams import STREAMS
 from xvcomm.backends.gpu.vendor import VendorError
+from xvcomm.jit.record import python_type
 from xvcomm.types.dtype import BY_NAME
 
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
@@ -23,6 +24,7 @@ device, stream, message, ring = (_shared[name] for name in ("device", "stream", 
 up, down, bytes_of, counted = (_shared[name] for name in ("up", "down", "bytes_of", "counted"))
 SMALL, BIG = _shared["SMALL"], _shared["BIG"]
 CHECKS: dict[str, Callable[[], None]] = {}
+_Item = python_type(ITEM)
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -100,7 +102,7 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
         assert not ready(), "not before one of its shape was launched behind another"
         gpu.put(producer, sent.address, message(data.nbytes, 1), one)
         assert ready() and not ready(handles[1])
-        items = (ctypes.c_int64 * 3)(sent.address, 2)
+        items = _Item(sent.address, 0, 2)
         assert launch(found.argument, ctypes.addressof(items), 0, handles[0], 0) == 0 and producer.sequence == 3
         gpu.runtime.use(1)
         assert not ready(), "another device is the thread's"

@@ -235,12 +235,11 @@ def test_arrays_begin_and_end_anywhere(bench: Bench, name: str, op: int | None) 
     """Every size up to 200 bytes at every offset from 16, at both ends; nothing beside the arrays is touched."""
     dtype = BY_NAME[name]
     combine = {None: lambda mine, theirs: theirs, 1: np.add, 2: np.multiply}[op]
-    pairs = ROWS // 2
-    rings = [Ring(bench, RingLayout(1, 2, 4096)) for _ in range(pairs)]
+    rings = [Ring(bench, RingLayout(1, 2, 4096)) for _ in range(ROWS // 2)]
     for count in range(200 // dtype.itemsize + 1):
-        values = [np.random.default_rng(seed).integers(0, 50, count).astype(dtype.numpy) for seed in range(2 * pairs)]
-        sent = [placed(x, (offset + count) % 16)[0] for offset, x in enumerate(values[:pairs])]
-        rooms = [placed(x, (5 * offset + count) % 16) for offset, x in enumerate(values[pairs:])]
+        values = [np.random.default_rng(seed).integers(0, 50, count).astype(dtype.numpy) for seed in range(ROWS)]
+        sent = [placed(x, (offset + count) % 16)[0] for offset, x in enumerate(values[: len(rings)])]
+        rooms = [placed(x, (5 * offset + count) % 16) for offset, x in enumerate(values[len(rings) :])]
         rows = [ring.transfer(True, x, message(x.nbytes, dtype)) for ring, x in zip(rings, sent, strict=True)]
         how = {} if op is None else {"op": ReduceOp(op)}
         rows += [
@@ -248,7 +247,7 @@ def test_arrays_begin_and_end_anywhere(bench: Bench, name: str, op: int | None) 
         ]
         bench.kernels.move(rows, 0)
         for offset, (_, room) in enumerate(rooms):
-            want = combine(values[pairs + offset], values[offset])
+            want = combine(values[len(rings) + offset], values[offset])
             np.testing.assert_array_equal(room, placed(want, (5 * offset + count) % 16)[1], f"{count} at {offset}")
     for ring in rings:
         ring.close()
